@@ -1,0 +1,55 @@
+# Each target sets up .venv by itself. PYTHON names the interpreter to start from.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+# An active .venv must not be the one to rebuild itself.
+export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint format build clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: .venv/.ready ## Run the demo
+	@$(PY) -m ficco demo
+
+test: lint ## Lint, then run the tests that need no GPU
+	$(PY) -m pytest -m "not gpu and not multigpu"
+
+test-gpu: .venv/.ready ## Run the tests that need GPUs
+	$(PY) -m pytest -m "gpu or multigpu"
+
+lint: .venv/.ready ## Check style, format and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+format: .venv/.ready ## Mend style and format
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+build: .venv/.ready ## Build the sdist and the wheel into dist/
+	$(PY) -m build --no-isolation
+
+clean: ## Remove .venv, builds and caches
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find ficco tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp comes last, so an interrupted set-up starts again from nothing. A torch that PYTHON can import is
+# kept: it was built for this machine's GPUs. The .pth file finds it when PYTHON is itself a virtual environment.
+.venv/.ready: pyproject.toml
+	@rm -rf .venv
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	  echo "setting up .venv with the torch of $(PYTHON)" && \
+	  $(PYTHON) -m venv --system-site-packages .venv && \
+	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+	    > "$$(echo .venv/lib/python*/site-packages)/torch.pth"; \
+	else \
+	  echo "setting up .venv with torch from the package index" && \
+	  $(PYTHON) -m venv .venv && \
+	  $(PY) -m pip install -q torch==2.13.0; \
+	fi
+	@$(PY) -m pip install -q -e ".[dev]"
+	@touch $@

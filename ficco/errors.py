@@ -1,0 +1,120 @@
+"""Exceptions raised by ficco.
+
+Built-in exceptions carry their usual meaning: ``ValueError`` for an argument that is wrong (the
+text says what is required, what was given and what to do), ``NotImplementedError`` for a valid
+request that is not served here. Everything else is below::
+
+    FiccoError (RuntimeError)
+      +-- RankMismatch    ranks disagree on the problem, the schedule or the options
+      +-- SignalTimeout   a peer died, stalled or never called
+      +-- BackendError    a call of the vendor's library failed
+      +-- ConfigError     a file or an environment variable is wrong
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class FiccoError(RuntimeError):
+    """Base of the exceptions that only ficco raises."""
+
+
+class RankMismatch(FiccoError):
+    """Ranks of one group called ficco with different problems, schedules or options.
+
+    Raised on every rank of the group.
+
+    Attributes:
+        values: what each rank asked for, by rank.
+    """
+
+    def __init__(self, values: Mapping[int, str]) -> None:
+        self.values = dict(values)
+        ranks: dict[str, list[int]] = {}
+        for rank, value in sorted(self.values.items()):
+            ranks.setdefault(value, []).append(rank)
+        lines = [
+            f"  rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {value}"
+            for value, who in ranks.items()
+        ]
+        super().__init__(
+            "the ranks of this group disagree on what to compute:\n"
+            + "\n".join(lines)
+            + "\ncall ficco with the same sizes, schedule and options on every rank, in the same "
+            "order; unequal shards need rows="
+        )
+
+
+class SignalTimeout(FiccoError):
+    """A wait for a peer did not end within the configured time.
+
+    Attributes:
+        operator, schedule: what was running.
+        rank: the rank that waited.
+        peer: the rank whose signal is missing, or None if it is not known.
+        step: the step of the plan that waited.
+        seconds: how long it waited.
+        wanted, found: the value of the signal word that was wanted and the one found, None where
+            the word could not be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        operator: str,
+        rank: int,
+        peer: int | None,
+        step: str,
+        schedule: str,
+        seconds: float,
+        wanted: int | None = None,
+        found: int | None = None,
+    ) -> None:
+        self.operator = operator
+        self.rank = rank
+        self.peer = peer
+        self.step = step
+        self.schedule = schedule
+        self.seconds = seconds
+        self.wanted = wanted
+        self.found = found
+        who = "a peer" if peer is None else f"rank {peer}"
+        word = "" if wanted is None else f"; signal word: wanted {wanted}, found {found}"
+        super().__init__(
+            f"{operator}: rank {rank} waited {seconds:.1f} s for {who} at step {step!r} of "
+            f"schedule {schedule!r}{word}. {who} died, is stuck or did not make this call. "
+            "If it is only slow, raise ficco.options(timeout_s=...). This group can no longer be "
+            "used by ficco: destroy it and make a new one."
+        )
+
+
+class BackendError(FiccoError):
+    """A call of the vendor's library failed.
+
+    Attributes:
+        call: name of the function.
+        code: its return code, as the vendor names it.
+        text: the vendor's explanation, with the remedy where one is known.
+    """
+
+    def __init__(self, call: str, code: str, text: str) -> None:
+        self.call = call
+        self.code = code
+        self.text = text
+        super().__init__(f"{call} failed with {code}: {text}")
+
+
+class ConfigError(FiccoError):
+    """A configuration file or an environment variable holds something that cannot be used.
+
+    Attributes:
+        source: the file or the variable.
+        key: what in it is wrong.
+    """
+
+    def __init__(self, source: str, key: str, expected: str) -> None:
+        self.source = source
+        self.key = key
+        self.expected = expected
+        super().__init__(f"{source}: {key}: {expected}")

@@ -1,0 +1,18 @@
+"""Plans: the data, the proof and the picture."""
+
+from ficco.plan.check import PlanError, check
+from ficco.plan.model import SHARED_BUFFERS, Plan, Product, Region, Signal, Step, Transfer
+from ficco.plan.render import render
+
+__all__ = [
+    "SHARED_BUFFERS",
+    "Plan",
+    "PlanError",
+    "Product",
+    "Region",
+    "Signal",
+    "Step",
+    "Transfer",
+    "check",
+    "render",
+]

@@ -1,0 +1,158 @@
+"""In which order, groups and places the pieces of its peers arrive at a rank.
+
+Both sides of a transfer derive it from the same facts: the receiver to know what to multiply, the
+sender to know when to send a piece and where it lands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from ficco.problem import Problem
+from ficco.schedules.space import Schedule
+
+#: Boundaries between pieces fall on multiples of this where the pieces are long enough: 16 bytes
+#: of the narrowest dtype, which library GEMMs want of their operands.
+GRANULE = 8
+
+
+class Unit(NamedTuple):
+    """One piece of one shard: ``[start, stop)`` of its rows (1D) or of its columns (2D)."""
+
+    peer: int
+    ordinal: int  # counts the pieces of this shard in their order of arrival
+    start: int
+    stop: int
+
+
+class Place(NamedTuple):
+    """Where and when a unit lands at a receiver."""
+
+    group: int
+    position: int  # within the group, in order of arrival
+    unit: Unit
+
+
+def cut(length: int, pieces: int | tuple[int, ...]) -> list[tuple[int, int]]:
+    """``[0, length)`` in pieces of equal or given relative sizes, none of them empty.
+
+    >>> cut(100, 4)
+    [(0, 24), (24, 48), (48, 76), (76, 100)]
+    >>> cut(64, (4, 2, 2)), cut(3, 8), cut(0, 4)
+    ([(0, 32), (32, 48), (48, 64)], [(0, 1), (1, 2), (2, 3)], [])
+    """
+    weights = pieces if isinstance(pieces, tuple) else (1,) * min(pieces, max(length, 1))
+    granule = GRANULE if length >= 2 * GRANULE * len(weights) else 1
+    total = sum(weights)
+    parts = accumulate(weights)
+    bounds = [min(length, round(length * part / (total * granule)) * granule) for part in parts]
+    bounds[-1] = length
+    return [(a, b) for a, b in zip([0, *bounds], bounds, strict=False) if a < b]
+
+
+def siblings(rank: int, world: int) -> list[range]:
+    """Neighbouring ranges of ranks, nearest first, that grow rank to the whole world.
+
+    >>> siblings(5, 8)
+    [range(4, 5), range(6, 8), range(0, 4)]
+    >>> siblings(2, 3)
+    [range(0, 2)]
+    """
+    low, high = 0, world
+    path: list[range] = []
+    while high - low > 1:
+        middle = low + (1 << ((high - low - 1).bit_length() - 1))
+        left, right = range(low, middle), range(middle, high)
+        path.append(right if rank < middle else left)
+        low, high = (low, middle) if rank < middle else (middle, high)
+    return path[::-1]
+
+
+def peers_in_order(rank: int, world: int) -> list[int]:
+    """Peers in an order in which every rank receives from another peer at any time.
+
+    A hypercube (``rank ^ i``) where the world is a power of two, else a rotation.
+
+    >>> peers_in_order(1, 4), peers_in_order(1, 3)
+    ([0, 3, 2], [0, 2])
+    """
+    if world & (world - 1) == 0:
+        return [rank ^ i for i in range(1, world)]
+    return [(rank - i) % world for i in range(1, world)]
+
+
+class Arrivals:
+    """The groups of units that one rank multiplies, in order, and their places in staging."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
+        self.problem, self.schedule, self.rank = problem, schedule, rank
+        world = problem.world
+        order = peers_in_order(rank, world)
+        rank_sets: list[list[int]]
+        if schedule.grouping == "fused":
+            rank_sets = [order]
+        elif schedule.grouping == "unfused":
+            rank_sets = [[peer] for peer in order]
+        else:
+            turn = {peer: i for i, peer in enumerate(order)}
+            rank_sets = [sorted(s, key=turn.__getitem__) for s in siblings(rank, world)]
+            if schedule.grouping == "shrinking":
+                rank_sets.reverse()
+        if schedule.uniform:
+            fused = schedule.grouping == "fused"
+            rank_sets = [[rank, *order]] if fused else [[rank], *rank_sets]
+        self.sets = [s for s in rank_sets if s]
+        self.set_of = {peer: i for i, s in enumerate(self.sets) for peer in s}
+        self.pieces = schedule.pieces or world
+        self._cuts: dict[int, list[tuple[int, int]]] = {}
+        self.rounds = max((len(self.cuts(p)) for s in self.sets for p in s), default=0)
+        self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
+        self.groups = self.regular + (schedule.tail - 1 if self.regular else 0)
+
+    def length(self, peer: int) -> int:
+        """Extent of a peer's shard along the dimension that is cut."""
+        if self.schedule.dims == 1:
+            return self.problem.rows[peer]
+        return self.problem.k if self.problem.rows[peer] else 0
+
+    def cuts(self, peer: int) -> list[tuple[int, int]]:
+        length = self.length(peer)
+        if length not in self._cuts:
+            whole = [(0, 0)] if self.schedule.dims == 2 and self.problem.rows[peer] else []
+            self._cuts[length] = cut(length, self.pieces) or whole
+        return self._cuts[length]
+
+    def _group(self, set_index: int, piece: int) -> int:
+        if self.schedule.order == "piece":
+            return piece * len(self.sets) + set_index
+        return set_index * self.rounds + piece
+
+    def units(self, peer: int) -> list[tuple[int, Unit]]:
+        """All units of a peer, each with the group that it belongs to."""
+        set_index = self.set_of[peer]
+        found: list[tuple[int, Unit]] = []
+        for piece, (start, stop) in enumerate(self.cuts(peer)):
+            group = self._group(set_index, piece)
+            if group < self.regular - 1 or self.schedule.tail == 1:
+                found.append((group, Unit(peer, len(found), start, stop)))
+                continue
+            for i, (a, b) in enumerate(cut(stop - start, self.schedule.tail) or [(0, 0)]):
+                found.append((group + i, Unit(peer, len(found), start + a, start + b)))
+        return found
+
+    def places(self, peer: int) -> Iterator[Place]:
+        """Where and when the units of a peer arrive."""
+        position = self.sets[self.set_of[peer]].index(peer)
+        for group, unit in self.units(peer):
+            yield Place(group, position, unit)
+
+    def by_group(self) -> list[list[Unit]]:
+        """The units of every group, in order of arrival."""
+        groups: list[list[Unit]] = [[] for _ in range(self.groups)]
+        for members in self.sets:
+            for peer in members:
+                for group, unit in self.units(peer):
+                    groups[group].append(unit)
+        return groups

@@ -1,0 +1,172 @@
+"""The space of schedules: its axes, the named points, and the names.
+
+A name is a base and knobs behind a colon, ``hetero-fused-1d:pieces=4,pull,compute=2``. It is the
+same string in the API, in files, on the command line and in reports, and parsing what was printed
+gives the same schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A point of the space of all-gather schedules (FiCCO, section V-A, and its extensions).
+
+    Attributes:
+        uniform: the rank's own pieces ride along in every step; otherwise its own shard is
+            multiplied first, alone (hetero).
+        grouping: which pieces share a step: ``"fused"``, one of every peer; ``"unfused"``, one;
+            ``"growing"`` and ``"shrinking"``, those of 1, 2, 4, ... neighbouring peers (or the
+            reverse), whose rows are contiguous, so that log2(W) + 1 products do.
+        dims: 1 cuts shards by rows, 2 by columns; column pieces accumulate.
+        pieces: pieces per shard, or their relative sizes; 0 means one per rank, the paper's
+            choice. Clamped to the rows or columns there are.
+        tail: pieces that the last group is cut into once more, so that the product behind the
+            last copy is short.
+        order: ``"piece"``, a piece of every peer before the next piece of any (all links of a
+            mesh are busy), or ``"peer"``, peer after peer (what a switch wants).
+        pull: receivers fetch; otherwise senders push.
+        mover: ``"dma"``, copy engines, or ``"kernel"``, a copy kernel on a few SMs or CUs.
+        copy: number of copy lanes. Transfers with the same peer share a lane.
+        compute: number of compute lanes.
+    """
+
+    uniform: bool
+    grouping: str
+    dims: int
+    pieces: int | tuple[int, ...] = 0
+    tail: int = 1
+    order: str = "piece"
+    pull: bool = False
+    mover: str = "dma"
+    copy: int = 1
+    compute: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pieces, tuple) and len(set(self.pieces)) == 1:
+            object.__setattr__(self, "pieces", len(self.pieces))
+        weights = self.pieces if isinstance(self.pieces, tuple) else (self.pieces + 1,)
+        if not weights or min(weights) < 1:
+            raise ValueError(
+                f"pieces: required a positive number or positive relative sizes such as 4+2+1, "
+                f"got {self.pieces}"
+            )
+        for name in ("tail", "copy", "compute"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: required at least 1, got {getattr(self, name)}")
+
+    @classmethod
+    def parse(cls, name: str) -> Schedule:
+        """The schedule of a name; ``ValueError`` says which names and knobs there are."""
+        return _parse(name)
+
+    def __str__(self) -> str:
+        def knobs(base: Schedule) -> list[str]:
+            return [knob.print(self) for knob in KNOBS if knob.get(self) != knob.get(base)]
+
+        def fixed(schedule: Schedule) -> tuple[bool, str, int]:
+            return schedule.uniform, schedule.grouping, schedule.dims
+
+        bases = [name for name, base in NAMED.items() if fixed(base) == fixed(self)]
+        # pieces=0 and tail=1 can be printed, but not undone by leaving a knob out.
+        name = min(bases, key=lambda base: len(knobs(NAMED[base])))
+        rest = knobs(NAMED[name])
+        return f"{name}:{','.join(rest)}" if rest else name
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One axis as it is written behind the colon of a name."""
+
+    field: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str] = str
+    flag: str | None = None  # the word that stands for the value ``flag_value``
+    flag_value: Any = None
+
+    def get(self, schedule: Schedule) -> Any:
+        return getattr(schedule, self.field)
+
+    def print(self, schedule: Schedule) -> str:
+        value = self.get(schedule)
+        if self.flag and value == self.flag_value:
+            return self.flag
+        return f"{self.field}={self.show(value)}"
+
+
+def _pieces(text: str) -> int | tuple[int, ...]:
+    if text == "W":
+        return 0
+    weights = tuple(int(weight) for weight in text.split("+"))
+    return weights if len(weights) > 1 else weights[0] or -1
+
+
+def _show_pieces(pieces: int | tuple[int, ...]) -> str:
+    if isinstance(pieces, tuple):
+        return "+".join(map(str, pieces))
+    return str(pieces) if pieces else "W"
+
+
+def _order(text: str) -> str:
+    if text not in ("piece", "peer"):
+        raise ValueError(text)
+    return text
+
+
+#: The knobs in the order in which names print them.
+KNOBS = (
+    Knob("pieces", _pieces, _show_pieces),
+    Knob("tail", int),
+    Knob("order", _order),
+    Knob("pull", lambda text: {"1": True, "0": False}[text], "{:d}".format, "pull", True),
+    Knob("mover", lambda text: {"dma": "dma", "kernel": "kernel"}[text], str, "kernel", "kernel"),
+    Knob("copy", int),
+    Knob("compute", int),
+)
+
+#: The named points. The paper studies four of the eight FiCCO schedules (section V-B);
+#: ``shard-overlap`` is PyTorch's Async TP; ``growing`` and ``shrinking`` are hypercube orders.
+NAMED: dict[str, Schedule] = {
+    "serial": Schedule(True, "fused", 1, pieces=1),
+    "shard-overlap": Schedule(False, "unfused", 1, pieces=1, order="peer"),
+    "growing": Schedule(False, "growing", 1, pieces=1, order="peer"),
+    "shrinking": Schedule(False, "shrinking", 1, pieces=1, order="peer"),
+    **{
+        f"{'uniform' if uniform else 'hetero'}-{grouping}-{dims}d": Schedule(
+            uniform, grouping, dims
+        )
+        for uniform in (True, False)
+        for grouping in ("fused", "unfused")
+        for dims in (1, 2)
+    },
+}
+
+
+@lru_cache(maxsize=4096)
+def _parse(name: str) -> Schedule:
+    base, _, text = name.partition(":")
+    if base not in NAMED:
+        raise ValueError(
+            f"schedule: required one of {', '.join(NAMED)}, or 'auto', got {name!r}"
+        )
+    values: dict[str, Any] = {}
+    for item in text.split(",") if text else []:
+        key, equals, value = item.partition("=")
+        knob = next((k for k in KNOBS if key == (k.field if equals else k.flag)), None)
+        try:
+            if knob is None or knob.field in values:
+                raise KeyError(key)
+            values[knob.field] = knob.parse(value) if equals else knob.flag_value
+        except (KeyError, ValueError):
+            usage = "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel, copy=2, compute=2"
+            raise ValueError(
+                f"schedule {name!r}: {item!r} is not a knob or is given twice; knobs are {usage}"
+            ) from None
+    known = {field.name for field in fields(Schedule)}
+    assert values.keys() <= known
+    return replace(NAMED[base], **values)
