@@ -132,6 +132,8 @@ class Plan:
         problem, schedule, rank: what it is the plan of.
         steps: in enqueue order.
         staging: rows and columns of the staging buffer on this rank.
+        room: bytes of staging and of publish on the rank that needs most; symmetric memory is the
+            same everywhere.
         publish: whether the shard is copied to symmetric memory first.
         sums: whether the float32 ``sum`` buffer is used.
         words: number of signal words that any rank of the group uses.
@@ -143,6 +145,7 @@ class Plan:
     rank: int
     steps: tuple[Step, ...]
     staging: tuple[int, int]
+    room: tuple[int, int]
     publish: bool
     sums: bool
     words: int
@@ -154,16 +157,7 @@ class Plan:
         return tuple(dict.fromkeys(step.lane for step in self.steps))
 
     @property
-    def staging_bytes(self) -> int:
-        return self.staging[0] * self.staging[1] * self.problem.itemsize
-
-    @property
-    def publish_bytes(self) -> int:
-        problem = self.problem
-        return problem.rows[self.rank] * problem.k * problem.itemsize if self.publish else 0
-
-    @property
     def extra_bytes(self) -> int:
         """Memory beside the operands and the results: staging, published shard, partial sums."""
         sums = self.problem.m * self.problem.n * 4 if self.sums else 0
-        return self.staging_bytes + self.publish_bytes + sums
+        return sum(self.room) + sums

@@ -221,11 +221,17 @@ class _Gather:
             rank=self.me,
             steps=tuple(self.steps),
             staging=self.staging.shape if self.peers else (0, 0),
+            room=self._room_bytes(publish) if self.peers else (0, 0),
             publish=publish,
             sums=any(s.transfer is not None and s.transfer.src.buffer == "sum" for s in self.steps),
             words=problem.world * (1 + 2 * self.slots) if self.peers else 0,
             stages=self.staging.stages,
         )
+
+    def _room_bytes(self, publish: bool) -> tuple[int, int]:
+        itemsize = self.problem.itemsize
+        staging = max(staging.shape[0] * staging.shape[1] for staging in self.landing) * itemsize
+        return staging, max(self.problem.rows) * self.problem.k * itemsize * publish
 
     # Copies: both directions yield (group, Step, unit) sorted by group.
 

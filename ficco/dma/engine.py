@@ -1,0 +1,233 @@
+"""The interface of an engine: what moves bytes and signals, and enqueues matrix products.
+
+An engine belongs to one group and one rank. :func:`ficco.runtime.compile` walks a Plan once and
+asks the engine for an operation per verb; running the Plan is then a loop over those operations.
+Everything that knows a vendor is behind this interface.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ficco.plan import Plan, Product, Signal, Step, Transfer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do on this machine, and how it does it, in words for ``doctor``.
+
+    Attributes:
+        engine: its name.
+        post: how a signal is posted at a peer.
+        wait: how a signal is waited for, and what orders the data behind it.
+        copy: what moves the bytes.
+        movers: the values of the mover axis that are served.
+        accumulate: how partial sums of column pieces are accumulated, and what memory that costs.
+        capture: whether calls can be captured in a graph.
+    """
+
+    engine: str
+    post: str
+    wait: str
+    copy: str
+    movers: tuple[str, ...]
+    accumulate: str
+    capture: bool
+
+
+class Symmetric(ABC):
+    """Memory of the same size on every rank of a group, that every rank can reach.
+
+    Attributes:
+        serial: number of the allocation, the same on every rank.
+        nbytes: its size.
+        tensor: this rank's part, as bytes.
+    """
+
+    serial: int
+    nbytes: int
+    tensor: torch.Tensor
+
+
+@dataclass
+class Slot:
+    """Signal words, staging and published shard of the calls that take turns on them.
+
+    Attributes:
+        memory: the symmetric memory behind it: words, then staging, then publish.
+        words: how many signal words it has.
+        room: bytes of staging and of publish.
+        offsets: where in ``memory`` staging and publish begin.
+        captured: it belongs to a graph: words return to their first value in every replay.
+        epoch: number of the latest call on it; the value its signals are posted with.
+        state: what the engine keeps with it.
+    """
+
+    memory: Symmetric
+    words: int
+    room: tuple[int, int]
+    offsets: tuple[int, int]
+    captured: bool = False
+    epoch: int = 0
+    state: Any = None
+
+    def fits(self, plan: Plan) -> bool:
+        return plan.words <= self.words and all(
+            need <= have for need, have in zip(plan.room, self.room, strict=True)
+        )
+
+
+@dataclass
+class Call:
+    """The operands and results of one call, and what the engine keeps for its duration."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    gathered: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    epoch: int = 0
+    state: Any = None
+
+
+Op = Callable[[Call], None]
+
+
+@dataclass
+class Program:
+    """A Plan as operations, ready to run again and again on one slot.
+
+    Attributes:
+        plan, slot: what it was made from.
+        ops: operations in enqueue order, each with its lane.
+        source: the symmetric memory that holds the caller's shard, and where, if peers read it
+            in place.
+    """
+
+    plan: Plan
+    slot: Slot | None
+    ops: list[tuple[str, Op]]
+    source: tuple[Symmetric, int] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Span:
+    """When one step of a Plan ran, in seconds after the call began on this rank."""
+
+    step: int
+    lane: str
+    start: float
+    stop: float
+
+
+class Engine(ABC):
+    """One rank's means to run Plans with the other ranks of a group."""
+
+    name: str
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self.world = group.size()
+
+    # Memory.
+
+    @abstractmethod
+    def symmetric(self, nbytes: int) -> Symmetric:
+        """Allocate symmetric memory, zeroed. Collective."""
+
+    @abstractmethod
+    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+        """Make a slot of fresh symmetric memory: its words are at rest on every rank.
+        Collective."""
+
+    @abstractmethod
+    def retire(self, slot: Slot) -> None:
+        """Wait until the latest call on a slot is over here, so that it can be freed."""
+
+    @abstractmethod
+    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
+        """Bytes of symmetric memory that a slot takes."""
+
+    # Verbs: each returns the operation that enqueues it. `program` gives the slot.
+
+    @abstractmethod
+    def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        """Wait until every signal is posted."""
+
+    @abstractmethod
+    def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        """Post signals behind what the step's lane did."""
+
+    @abstractmethod
+    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
+        """Put words back to their first value, if the engine needs it."""
+
+    @abstractmethod
+    def record(self, program: Program, step: int) -> Op:
+        """Mark the end of a step for steps on other lanes of this rank."""
+
+    @abstractmethod
+    def join(self, program: Program, step: int, earlier: int) -> Op:
+        """Let the step's lane wait for a marked step of another lane of this rank."""
+
+    @abstractmethod
+    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+        """Copy a region between ranks."""
+
+    @abstractmethod
+    def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        """Copy a region within this rank, to another dtype if need be."""
+
+    @abstractmethod
+    def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
+        """Enqueue matrix products of the vendor's library."""
+
+    @abstractmethod
+    def stamp(self, program: Program, step: int, end: bool) -> Op:
+        """Note the time at which the step begins or ends, for :meth:`spans`."""
+
+    # Running.
+
+    @abstractmethod
+    def execute(self, program: Program, call: Call) -> None:
+        """Run a program: enqueue it (GPU) or carry it out (CPU).
+
+        Raises:
+            SignalTimeout, RankMismatch: on an engine that carries calls out.
+            BackendError: the vendor's library refused a call.
+        """
+
+    @abstractmethod
+    def spans(self, program: Program, call: Call) -> list[Span]:
+        """When the steps of a traced call ran. Waits for it."""
+
+    @abstractmethod
+    def capturing(self) -> int:
+        """A number that tells graph captures apart, 0 outside of one."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until every call of this rank is over."""
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the engine holds. Does not wait for peers."""
+
+
+def step_name(step: Step) -> str:
+    """How errors call a step."""
+    return f"{step.label} ({step.op} on {step.lane})"
