@@ -18,21 +18,25 @@ def compile(
     """Turn a Plan into a Program on a slot; with ``trace``, one that notes when its steps ran."""
     program = Program(plan, slot, [], source)
     needed = {earlier for step in plan.steps for earlier in step.after}
+    entered: set[str] = set()
     for index, step in enumerate(plan.steps):
-        for op in _operations(program, engine, index, step, index in needed, trace):
-            program.ops.append((step.lane, op))
+        found = list(_operations(program, engine, index, step, index in needed, trace))
+        if step.lane not in entered:
+            entered.add(step.lane)
+            found.insert(0, engine.enter(program, step.lane))
+        program.ops += [(step.lane, op) for op in found if op is not None]
     return program
 
 
 def _operations(
     program: Program, engine: Engine, index: int, step: Step, needed: bool, trace: bool
-) -> Iterator[Op]:
+) -> Iterator[Op | None]:
     for earlier in step.after:
         yield engine.join(program, index, earlier)
     if step.waits:
         yield engine.wait(program, index, step.waits)
-    if step.clears and (clear := engine.clear(program, index, step.clears)):
-        yield clear
+    if step.clears:
+        yield engine.clear(program, index, step.clears)
     if trace:
         yield engine.stamp(program, index, end=False)
     if step.op == "copy" and step.transfer and step.transfer.src.elements:

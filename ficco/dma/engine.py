@@ -57,6 +57,10 @@ class Symmetric(ABC):
     tensor: torch.Tensor
 
 
+#: Calls on one slot that a host may be ahead of its GPU and still get a full text on a timeout.
+MAX_BEHIND = 1024
+
+
 @dataclass
 class Slot:
     """Signal words, staging and published shard of the calls that take turns on them.
@@ -67,7 +71,8 @@ class Slot:
         room: bytes of staging and of publish.
         offsets: where in ``memory`` staging and publish begin.
         captured: it belongs to a graph: words return to their first value in every replay.
-        epoch: number of the latest call on it; the value its signals are posted with.
+        epoch: number of the latest call on it; eager calls post it as the value of their signals.
+        programs: what ran last, by epoch.
         state: what the engine keeps with it.
     """
 
@@ -77,12 +82,36 @@ class Slot:
     offsets: tuple[int, int]
     captured: bool = False
     epoch: int = 0
+    programs: dict[int, Program] = field(default_factory=dict)
     state: Any = None
 
+    def begin(self, program: Program) -> int:
+        """Count a call on this slot; returns its epoch."""
+        self.epoch += 1
+        self.programs[self.epoch] = program
+        if not self.captured:
+            self.programs.pop(self.epoch - MAX_BEHIND, None)
+        return self.epoch
+
+    def wanted(self, signal: Signal, epoch: int) -> int:
+        """The value for which a call waits.
+
+        Eager calls count up, and so need no clearing. The values of a captured call are constants,
+        and words return to 0: 1 is posted, or, for a word that hands the slot on, 1 means taken.
+        """
+        if self.captured:
+            return 0 if signal.released else 1
+        return epoch - 1 if signal.released else epoch
+
+    def posted(self, signal: Signal, epoch: int) -> int:
+        """The value with which a call posts."""
+        if self.captured:
+            return 0 if signal.released else 1
+        return epoch
+
     def fits(self, plan: Plan) -> bool:
-        return plan.words <= self.words and all(
-            need <= have for need, have in zip(plan.room, self.room, strict=True)
-        )
+        (staging, publish), (has_staging, has_publish) = plan.room, self.room
+        return plan.words <= self.words and staging <= has_staging and publish <= has_publish
 
 
 @dataclass
@@ -116,7 +145,13 @@ class Program:
     slot: Slot | None
     ops: list[tuple[str, Op]]
     source: tuple[Symmetric, int] | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[Any, Any] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Let go of the slot's memory."""
+        self.ops.clear()
+        self.state.clear()
+        self.slot = None
 
 
 @dataclass(frozen=True)
@@ -130,21 +165,38 @@ class Span:
 
 
 class Engine(ABC):
-    """One rank's means to run Plans with the other ranks of a group."""
+    """One rank's means to run Plans with the other ranks of a group.
+
+    Attributes:
+        name: ``"cpu"``, ``"cuda"`` or ``"hip"``.
+        asynchronous: calls return before they are over, so that a watchdog has to look for stuck
+            ones. Otherwise a call raises itself.
+        timeout_s: seconds that the next call may wait for a peer.
+        interrupt: called while a call waits; may raise.
+    """
 
     name: str
+    asynchronous: bool = False
+    timeout_s: float = 60.0
+    interrupt: Callable[[], None]
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
         self.rank = group.rank()
         self.world = group.size()
+        self.interrupt = lambda: None
 
     # Memory.
 
     @abstractmethod
     def symmetric(self, nbytes: int) -> Symmetric:
         """Allocate symmetric memory, zeroed. Collective."""
+
+    @abstractmethod
+    def free(self, memory: Symmetric) -> None:
+        """Give memory back at once: a garbage collector may come while a graph is captured, when
+        freeing is forbidden. Not collective."""
 
     @abstractmethod
     def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
@@ -158,6 +210,22 @@ class Engine(ABC):
     @abstractmethod
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
         """Bytes of symmetric memory that a slot takes."""
+
+    # Watching, for an asynchronous engine.
+
+    def pulse(self, slot: Slot) -> tuple[int, bool]:
+        """The number of the call that has begun on a slot and is not over, or 0; and whether any
+        call has ended on it since the last pulse. Reads host memory alone."""
+        raise NotImplementedError
+
+    def missing(self, slot: Slot, program: Program, epoch: int) -> tuple[int, Signal, int] | None:
+        """The first step of a stuck call whose signal is missing, that signal and the value of
+        its word; None if the words cannot be read."""
+        raise NotImplementedError
+
+    def release(self, slots: Sequence[Slot], seconds: float) -> bool:
+        """Satisfy all waits of this rank so that its streams drain; whether that worked."""
+        raise NotImplementedError
 
     # Verbs: each returns the operation that enqueues it. `program` gives the slot.
 
@@ -173,12 +241,16 @@ class Engine(ABC):
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
         """Put words back to their first value, if the engine needs it."""
 
+    def enter(self, program: Program, lane: str) -> Op | None:
+        """Begin a lane behind what the caller did before the call."""
+        return None
+
     @abstractmethod
-    def record(self, program: Program, step: int) -> Op:
+    def record(self, program: Program, step: int) -> Op | None:
         """Mark the end of a step for steps on other lanes of this rank."""
 
     @abstractmethod
-    def join(self, program: Program, step: int, earlier: int) -> Op:
+    def join(self, program: Program, step: int, earlier: int) -> Op | None:
         """Let the step's lane wait for a marked step of another lane of this rank."""
 
     @abstractmethod

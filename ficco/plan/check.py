@@ -3,50 +3,153 @@
 The ranks' steps are executed symbolically, each rank's whole plan as one queue in enqueue order
 (streams may share a hardware queue). If that completes, no interleaving of the lanes deadlocks
 either, since lanes only take order away. The execution is also a topological order of what happens
-before what, in which vector clocks over the lanes decide for any two accesses whether they are
+before what, in which vector clocks over the lanes decide for any two steps whether they are
 ordered. With them:
 
-1. every signal has one poster, one waiter, one word, and is cleared by its waiter;
+1. every signal has one poster, one waiter, one word, and is cleared by its waiter, after the wait
+   and before the word can be posted again;
 2. whatever is read was written before, by the step that should have, and is not overwritten while
-   it may still be read;
+   it may still be read; a rank reaches no memory of a peer that is not symmetric;
 3. every element of the product is written once, by products whose rows of A and of b belong
-   together and that cover all of k once;
+   together and that cover all of k once; partial sums add up in a dtype that does not round them;
 4. calls compose: all access to a rank's shared memory by a peer comes after that rank has begun
    this call, and all access by anyone comes before that rank hands its slot on. The call before
    and the call behind, whatever they are, obey the same rule, so that no pair of calls needs a
    proof of its own.
+
+The proof takes two things for granted of whoever runs a plan: its steps start after all steps of
+the rank's previous call on the same slot, and what the caller enqueues behind the call starts
+after all its steps.
+
+Steps are numbered through, rank by rank. Regions, accesses and uses of signals are columns of
+numbers, one array for each field: 64 ranks with 64 pieces make a million of them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ficco.plan.model import SHARED_BUFFERS, Plan, Region, Signal, Step
+from ficco.plan.model import (
+    SHARED_BUFFERS,
+    Plan,
+    Product,
+    Region,
+    Signal,
+    Step,
+    Transfer,
+)
 
-Clock = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+T = TypeVar("T")
+
+#: Buffers as the columns number them.
+BUFFERS = ("a", "publish", "staging", "sum", "out", "gathered")
+A, PUBLISH, STAGING, SUM, OUT, GATHERED = range(len(BUFFERS))
+SHARDS = (A, PUBLISH)  # hold the rows of one rank, from row 0
+SHARED = tuple(map(BUFFERS.index, sorted(SHARED_BUFFERS)))
+RESULTS = (SUM, OUT, GATHERED)  # their elements are written once, or added to in order
+
+#: From which buffer to which a copy or a place may move.
+FLOWS = (
+    (A, PUBLISH),
+    (A, STAGING),
+    (A, GATHERED),
+    (PUBLISH, STAGING),
+    (PUBLISH, GATHERED),
+    (STAGING, GATHERED),
+    (SUM, OUT),
+)
+
+#: What a step holds: whether a transfer, whether products.
+HOLDS = {
+    "copy": (True, False),
+    "place": (True, False),
+    "matmul": (False, True),
+    "sync": (False, False),
+}
 
 
 class PlanError(AssertionError):
     """A Plan breaks a rule. That is an error of ficco, never of its caller."""
 
 
-class _Access(NamedTuple):
-    when: int  # position in the execution
-    write: bool
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    shift: tuple[int, int]  # what is there: gathered A's (row, column) less the buffer's
-    adds: tuple[int, int] | None = None  # rows of b that a product adds up
-
-
 def check(plans: Sequence[Plan]) -> None:
-    """Prove the Plans of all ranks of a Problem; raise :class:`PlanError` where they break a rule."""
+    """Prove the Plans of all ranks of a Problem, or raise :class:`PlanError`."""
     _Proof(plans).run()
+
+
+class _Uses(NamedTuple):
+    """All posts, all waits or all clears of signals."""
+
+    signals: list[Signal]
+    step: Ints
+    word: Ints  # the words of all ranks numbered through
+
+    def demand(self, holds: Bools, why: str) -> None:
+        """Every one of these signals obeys a rule."""
+        if not holds.all():
+            raise PlanError(f"{self.signals[int(holds.argmin())].name}: {why}")
+
+
+class _Regions(NamedTuple):
+    buffer: Ints
+    rank: Ints
+    row: Ints
+    row_stop: Ints
+    col: Ints
+    col_stop: Ints
+
+    @property
+    def rows(self) -> Ints:
+        return self.row_stop - self.row
+
+    @property
+    def cols(self) -> Ints:
+        return self.col_stop - self.col
+
+    def at(self, index: Ints | Bools) -> _Regions:
+        return _Regions(*(column[index] for column in self))
+
+    def down(self, rows: Ints) -> _Regions:
+        return self._replace(row=self.row + rows, row_stop=self.row_stop + rows)
+
+
+class _Accesses(NamedTuple):
+    """What steps read, or what they write.
+
+    Attributes:
+        row_shift, col_shift: the place in the gathered A, or in the product, of what is there, less
+            its place in the buffer.
+        k_first, k_last: rows of b that a product adds up; -1 where none writes.
+        adds: 1 where a product adds to what is there.
+    """
+
+    step: Ints
+    buffer: Ints
+    rank: Ints
+    row: Ints
+    row_stop: Ints
+    col: Ints
+    col_stop: Ints
+    row_shift: Ints
+    col_shift: Ints
+    k_first: Ints
+    k_last: Ints
+    adds: Ints
+
+    def at(self, index: Ints | Bools) -> _Accesses:
+        return _Accesses(*(column[index] for column in self))
+
+    def then(self, other: _Accesses) -> _Accesses:
+        return _Accesses(*map(np.concatenate, zip(self, other, strict=True)))
 
 
 class _Proof:
@@ -55,365 +158,493 @@ class _Proof:
             raise PlanError("no plans")
         self.plans = plans
         self.problem = plans[0].problem
+        self.world = len(plans)
+        self.words = plans[0].words
+        self.steps: list[Step] = list(chain.from_iterable(plan.steps for plan in plans))
+        sizes = [len(plan.steps) for plan in plans]
+        self.start = np.cumsum([0, *sizes])
+        self.rank = np.repeat(np.arange(self.world), sizes)
+        self.lanes: list[tuple[int, str]] = []
+        lane_of: list[int] = []
         for rank, plan in enumerate(plans):
-            if plan.rank != rank or (plan.problem, plan.schedule, plan.words) != (
-                self.problem,
-                plans[0].schedule,
-                plans[0].words,
-            ):
-                raise PlanError(f"rank {rank} holds a plan of something else")
-        if len(plans) != self.problem.world:
-            raise PlanError(f"{len(plans)} plans for {self.problem.world} ranks")
-        self.lanes: dict[tuple[int, str], int] = {}
-        for plan in plans:
-            for lane in plan.lanes:
-                self.lanes[plan.rank, lane] = len(self.lanes)
-        self.lanes_of = [
-            [i for (owner, _), i in self.lanes.items() if owner == rank]
-            for rank in range(len(plans))
-        ]
-
-    def name(self, rank: int, index: int) -> str:
-        step = self.plans[rank].steps[index]
-        return f"rank {rank} step {index} ({step.op} {step.label!r} on {step.lane})"
+            number = {lane: len(self.lanes) + i for i, lane in enumerate(plan.lanes)}
+            self.lanes += [(rank, lane) for lane in number]
+            lane_of += [number[step.lane] for step in plan.steps]
+        self.lane = np.array(lane_of, np.int64)
 
     def run(self) -> None:
+        self._whole()
+        self._shapes()
         self._words()
         self._execute()
-        self._compose()
-        self._memory()
+        self._clocks()
+        self._cleared()
+        reads, writes = self._accesses()
+        self._compose(reads, writes)
+        self._memory(reads, writes)
+
+    def name(self, step: int) -> str:
+        rank = int(self.rank[step])
+        index, found = step - int(self.start[rank]), self.steps[step]
+        return f"rank {rank} step {index} ({found.op} {found.label!r} on {found.lane})"
+
+    def demand(self, holds: Bools, step: Ints, why: str) -> None:
+        """Every one of these steps obeys a rule."""
+        if not holds.all():
+            raise PlanError(f"{self.name(int(step[holds.argmin()]))} {why}")
+
+    # Plans and steps by themselves.
+
+    def _whole(self) -> None:
+        problem, first = self.problem, self.plans[0]
+        if self.world != problem.world:
+            raise PlanError(f"{self.world} plans for {problem.world} ranks")
+        shared = attrgetter("problem", "schedule", "words", "room")
+        for rank, plan in enumerate(self.plans):
+            if plan.rank != rank or shared(plan) != shared(first):
+                raise PlanError(f"rank {rank} holds a plan of something else")
+            if plan.staging[1] != first.staging[1]:
+                raise PlanError(f"rank {rank} has another row pitch of staging than rank 0")
+            need = plan.staging[0] * plan.staging[1], plan.publish * problem.rows[rank] * problem.k
+            for elements, room in zip(need, plan.room, strict=True):
+                if elements * problem.itemsize > room:
+                    raise PlanError(f"rank {rank}: staging or publish is larger than its room")
+        for rank, lane in self.lanes:
+            if not re.fullmatch(r"(compute|copy)\d+|sync", lane):
+                raise PlanError(f"rank {rank}: there is no lane {lane!r}")
+
+    def _shapes(self) -> None:
+        """A step holds what its operation says, and that alone."""
+
+        def shape(step: Step) -> tuple[str, str, bool, bool]:
+            return step.op, step.mover, step.transfer is not None, bool(step.products)
+
+        wrong = {
+            (op, mover, *holds)
+            for op, mover, *holds in set(map(shape, self.steps))
+            if HOLDS.get(op) != tuple(holds) or mover not in ("dma", "kernel")
+        }
+        for number, step in enumerate(self.steps if wrong else ()):
+            if shape(step) in wrong:
+                raise PlanError(f"{self.name(number)} does not hold what its operation says")
 
     # 1. Signals.
 
+    def _uses(self, role: str) -> _Uses:
+        signals, step = _flat(map(attrgetter(role), self.steps))
+        word, waiter = _column(signals, "word"), _column(signals, "waiter")
+        uses = _Uses(signals, step, waiter * self.words + word)
+        uses.demand((word >= 0) & (word < self.words), "its word is outside the pad")
+        uses.demand((waiter >= 0) & (waiter < self.world), "its waiter is no rank")
+        return uses
+
+    def _step_by_word(self, uses: _Uses) -> Ints:
+        """The step that uses each word, -1 where none does."""
+        size = self.world * self.words
+        if len(uses.word) and (times := np.bincount(uses.word)).max() > 1:
+            first, second = np.flatnonzero(uses.word == times.argmax())[:2]
+            names = " and ".join(self.name(int(uses.step[use])) for use in (first, second))
+            raise PlanError(f"{uses.signals[first].name}: its word is used twice, at {names}")
+        table = np.full(size, -1)
+        table[uses.word] = uses.step
+        return table
+
     def _words(self) -> None:
-        self.poster: dict[Signal, tuple[int, int]] = {}
-        waiter: dict[Signal, tuple[int, int]] = {}
-        cleared: set[Signal] = set()
-        words: dict[tuple[int, int], Signal] = {}
-        for plan in self.plans:
-            for index, step in enumerate(plan.steps):
-                here = (plan.rank, index)
-                for found, signals in ((self.poster, step.posts), (waiter, step.waits)):
-                    for signal in signals:
-                        if signal in found:
-                            raise PlanError(
-                                f"{signal.name}: used twice, at {self.name(*found[signal])} and "
-                                f"{self.name(*here)}"
-                            )
-                        found[signal] = here
-                for signal in step.clears:
-                    if signal.waiter != plan.rank or signal in cleared:
-                        raise PlanError(f"{signal.name}: cleared twice or by a stranger")
-                    cleared.add(signal)
-        for signal in self.poster.keys() | waiter.keys():
-            if signal not in self.poster:
-                raise PlanError(f"{signal.name}: waited for and never posted")
-            if signal not in waiter:
-                raise PlanError(f"{signal.name}: posted and never waited for, its word stays dirty")
-            if signal not in cleared:
-                raise PlanError(f"{signal.name}: never cleared, its word stays dirty")
-            if (self.poster[signal][0], waiter[signal][0]) != (signal.poster, signal.waiter):
-                raise PlanError(f"{signal.name}: posted or waited for by another rank than it says")
-            if not 0 <= signal.word < self.plans[0].words:
-                raise PlanError(f"{signal.name}: word {signal.word} is outside the pad")
-            if signal.released != (signal.word < len(self.plans)):
-                raise PlanError(f"{signal.name}: word {signal.word} rests at another value")
-            if words.setdefault((signal.waiter, signal.word), signal) != signal:
-                raise PlanError(f"{signal.name}: shares its word with another signal")
-        if cleared - waiter.keys():
-            raise PlanError("a word is cleared that nobody waits for")
-        self.waiter = waiter
+        posts, waits, clears = map(self._uses, ("posts", "waits", "clears"))
+        self.poster, self.waiter, self.clearer = map(self._step_by_word, (posts, waits, clears))
+        waits.demand(self.poster[waits.word] >= 0, "waited for and never posted")
+        dirty = "its word stays dirty"
+        posts.demand(self.waiter[posts.word] >= 0, f"posted and never waited for, {dirty}")
+        posts.demand(self.clearer[posts.word] >= 0, f"never cleared, {dirty}")
+        clears.demand(self.waiter[clears.word] >= 0, "cleared, and nobody waits for it")
+        posted = dict(zip(posts.word.tolist(), posts.signals, strict=True))
+        for uses in (waits, clears):
+            for word, signal in zip(uses.word.tolist(), uses.signals, strict=True):
+                if posted[word] != signal:
+                    raise PlanError(f"{signal.name}: shares its word with {posted[word].name}")
+        waiter, word = np.divmod(posts.word, max(self.words, 1))
+        own = self.rank[posts.step] == _column(posts.signals, "poster")
+        own &= self.rank[self.waiter[posts.word]] == waiter
+        own &= self.rank[self.clearer[posts.word]] == waiter
+        posts.demand(own, "used by another rank than it says")
+        # Words that rest at 1 have the same poster whatever the schedule; the others rest at 0.
+        released = _column(posts.signals, "released") > 0
+        rests = np.where(released, word == self.rank[posts.step], word >= self.world)
+        posts.demand(rests, "its word rests at another value")
+        self.posts, self.waits, self.clears = posts, waits, clears
+        self.released = np.arange(self.world * self.words) % max(self.words, 1) < self.world
 
     # 2. Execution in enqueue order, and clocks.
 
     def _execute(self) -> None:
-        order = self._order(one_queue=True)
-        if order is None:
-            stuck = self._order(one_queue=False)
+        """Find an order in which every step can run, each rank's plan as one queue."""
+        found, step = _flat(map(attrgetter("after"), self.steps))
+        after = np.array(found, np.int64)
+        there = (after >= 0) & (after < np.diff(self.start)[self.rank[step]])
+        self.demand(there, step, "comes after a step that is not there")
+        data = ~self.released[self.waits.word]
+        posters = self.poster[self.waits.word[data]]
+        source = np.concatenate([posters, after + self.start[self.rank[step]]])
+        target = np.concatenate([self.waits.step[data], step])
+        order = np.argsort(target, kind="stable")
+        #: Step i waits for sources[joins[i]:joins[i + 1]].
+        self.sources: list[int] = source[order].tolist()
+        bounds = np.searchsorted(target[order], np.arange(len(self.steps) + 1))
+        self.joins: list[int] = bounds.tolist()
+        self.order, stuck = self._order(self.rank)
+        if stuck:
+            circle = self._order(self.lane)[1]
             kind = (
                 "wait for each other in a circle"
-                if stuck is None
+                if circle
                 else "deadlock where lanes share one hardware queue"
             )
-            raise PlanError(f"steps {kind}: {self._stuck}")
-        self.order = order
-        self.when = {here: i for i, here in enumerate(order)}
-        self._clocks()
+            raise PlanError(f"steps {kind}: {'; '.join(map(self.name, (circle or stuck)[:4]))}")
 
-    def _order(self, one_queue: bool) -> list[tuple[int, int]] | None:
-        """An order in which every step can run, or None."""
-        posted: set[Signal] = set()
-        complete: list[set[int]] = [set() for _ in self.plans]
-        queues: list[tuple[int, list[int]]] = []
-        for plan in self.plans:
-            if one_queue:
-                queues.append((plan.rank, list(range(len(plan.steps)))))
-            else:
-                for lane in plan.lanes:
-                    queue = [i for i, step in enumerate(plan.steps) if step.lane == lane]
-                    queues.append((plan.rank, queue))
+    def _order(self, queue: Ints) -> tuple[list[int], list[int]]:
+        """Run queues of steps as far as they go: the steps that ran, and those that are stuck."""
+        queues = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
+        sources, joins = self.sources, self.joins
+        done = bytearray(len(self.steps))
         heads = [0] * len(queues)
-        order: list[tuple[int, int]] = []
+        order: list[int] = []
         moved = True
         while moved:
             moved = False
-            for number, (rank, queue) in enumerate(queues):
-                steps = self.plans[rank].steps
-                while heads[number] < len(queue):
-                    index = queue[heads[number]]
-                    step = steps[index]
-                    if any(not s.released and s not in posted for s in step.waits):
+            for number, steps in enumerate(queues):
+                head = heads[number]
+                while head < len(steps):
+                    step = steps[head]
+                    if not all(map(done.__getitem__, sources[joins[step] : joins[step + 1]])):
                         break
-                    if any(i not in complete[rank] for i in step.after):
-                        break
-                    posted.update(step.posts)
-                    complete[rank].add(index)
-                    order.append((rank, index))
-                    heads[number] += 1
-                    moved = True
-        stuck = [
-            self.name(rank, queue[head])
-            for head, (rank, queue) in zip(heads, queues, strict=True)
-            if head < len(queue)
-        ]
-        self._stuck = "; ".join(stuck[:4])
-        return None if stuck else order
+                    done[step] = True
+                    order.append(step)
+                    head += 1
+                moved = moved or head > heads[number]
+                heads[number] = head
+        return order, [s[head] for head, s in zip(heads, queues, strict=True) if head < len(s)]
 
     def _clocks(self) -> None:
-        """For every step the latest step of every lane that happens before it.
+        """For every step the latest step of every other lane that is over before it starts.
 
-        Only a step that joins another lane changes more than its own lane's entry, so that a step
-        holds its own position and shares the rest with the last join of its lane.
+        Only a step that waits for others changes the clock of its lane; the steps behind it share
+        it. An entry is the number of the step plus 1, and 0 where there is none.
         """
-        lanes = len(self.lanes)
-        joined: list[Clock] = [np.zeros(lanes, np.int32) for _ in range(lanes)]
-        count = [0] * lanes
-        self.base: list[Clock] = []
-        self.spot: list[tuple[int, int]] = []  # lane and position on it
-        for rank, index in self.order:
-            step = self.plans[rank].steps[index]
-            lane = self.lanes[rank, step.lane]
-            sources = [self.when[self.poster[s]] for s in step.waits if not s.released]
-            sources += [self.when[rank, i] for i in step.after]
-            if sources:
-                clock = joined[lane].copy()
-                for source in sources:
-                    there, position = self.spot[source]
-                    if clock[there] < position:
-                        np.maximum(clock, self.base[source], out=clock)
-                        clock[there] = position
-                joined[lane] = clock
-            count[lane] += 1
-            self.spot.append((lane, count[lane]))
-            self.base.append(joined[lane])
+        sources, joins, lanes = self.sources, self.joins, self.lane.tolist()
+        count = np.count_nonzero(np.diff(joins))
+        self.clocks = np.zeros((count + 1, len(self.lanes)), np.int32)
+        current = [0] * len(self.lanes)
+        row = [0] * len(self.steps)
+        last = 0
+        for step in self.order:
+            lane, begin, end = lanes[step], joins[step], joins[step + 1]
+            if begin < end:
+                last += 1
+                clock = self.clocks[last]
+                clock[:] = self.clocks[current[lane]]
+                for source in sources[begin:end]:
+                    if clock[lanes[source]] <= source:
+                        np.maximum(clock, self.clocks[row[source]], out=clock)
+                        clock[lanes[source]] = source + 1
+                current[lane] = last
+            row[step] = current[lane]
+        self.row = np.array(row, np.int64)
+        self.when = np.empty(len(self.steps), np.int64)  # in the execution
+        self.when[self.order] = np.arange(len(self.steps))
 
-    def before(self, first: int, second: int) -> bool:
-        """Whether one position of the execution happens before another in every interleaving."""
-        lane, position = self.spot[first]
-        if lane == self.spot[second][0]:
-            return position <= self.spot[second][1]
-        return bool(self.base[second][lane] >= position)
+    def before(self, first: Ints, second: Ints) -> Bools:
+        """Whether steps are over before others start, or are the same, in every interleaving."""
+        lane = self.lane[first]
+        joined = self.clocks[self.row[second], lane] > first
+        return np.where(lane == self.lane[second], first <= second, joined)
 
-    def begun(self, rank: int, when: int) -> bool:
-        """Whether some step of ``rank`` in this call happens before ``when``."""
-        return bool(self.base[when][self.lanes_of[rank]].any())
+    def _cleared(self) -> None:
+        """A word is cleared after it was waited for, and posted again after it was cleared."""
+        word = self.clears.word
+        waited = self.before(self.waiter[word], self.clears.step)
+        self.clears.demand(waited, "may be cleared before it was waited for")
+        word = self.posts.word
+        cleared = self.before(self.clearer[word], self.posts.step) | ~self.released[word]
+        self.posts.demand(cleared, "may be posted before it is cleared")
+
+    # What steps read and write.
+
+    def _accesses(self) -> tuple[_Accesses, _Accesses]:
+        """All reads and all writes; a product's read of what it adds to counts as its write."""
+        moved_from, moved_to = self._transfers()
+        multiplied, made = self._products()
+        reads, writes = moved_from.then(multiplied), moved_to.then(made)
+        for accesses in (reads, writes):
+            self._bounds(accesses)
+        return reads, writes
+
+    def _regions(self, regions: list[Region], step: Ints) -> _Regions:
+        numbers = {name: number for number, name in enumerate(BUFFERS)}
+        buffer = _ints(numbers.get(region.buffer, -1) for region in regions)
+        self.demand(buffer >= 0, step, "names no buffer")
+        rest = list(zip(*regions, strict=True))[1:] or [()] * 5
+        found = _Regions(buffer, *(np.array(column, np.int64) for column in rest))
+        self.demand((found.rank >= 0) & (found.rank < self.world), step, "names no rank")
+        return found
+
+    def _transfers(self) -> tuple[_Accesses, _Accesses]:
+        moved: list[Transfer]
+        moved, step = _flat((step.transfer,) if step.transfer else () for step in self.steps)
+        src = self._regions([transfer.src for transfer in moved], step)
+        dst = self._regions([transfer.dst for transfer in moved], step)
+        me = self.rank[step]
+        copy = np.array([self.steps[i].op == "copy" for i in step], np.bool_)
+        ends = (src.rank == me).astype(int) + (dst.rank == me)
+        self.demand(ends == np.where(copy, 1, 2), step, "moves between the wrong ranks")
+        for region in (src, dst):
+            reached = np.isin(region.buffer, SHARED) | (region.rank == me)
+            reached |= (region.buffer == A) & self.problem.symmetric
+            self.demand(reached, step, "reaches memory of a peer that is not symmetric")
+        flows = [source * len(BUFFERS) + target for source, target in FLOWS]
+        flow = np.isin(src.buffer * len(BUFFERS) + dst.buffer, flows)
+        self.demand(flow, step, "moves between the wrong buffers")
+        sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
+        self.demand(sizes, step, "moves between regions of different sizes")
+        # A shard begins `offset` rows down the gathered A. All else lies where it belongs, or is
+        # brought there by this transfer.
+        shard = np.isin(src.buffer, SHARDS)
+        offset = np.array(self.problem.offsets)[src.rank]
+        down, across = dst.row - src.row, dst.col - src.col
+        there = np.where(shard, offset - down, 0), np.where(shard, -across, 0)
+        home = ~np.isin(dst.buffer, RESULTS) | ((there[0] == 0) & (there[1] == 0))
+        self.demand(home, step, "puts rows where others belong")
+        self._gates(step[copy], (dst.row + there[0])[copy], (dst.row_stop + there[0])[copy])
+        here = np.where(shard, offset, down), np.where(shard, 0, across)
+        none, zero = np.full(len(step), -1), np.zeros(len(step), np.int64)
+        return (
+            _Accesses(step, *src, *here, none, none, zero),
+            _Accesses(step, *dst, *there, none, none, zero),
+        )
+
+    def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
+        """What is posted behind a copy gates the rows copied."""
+        at = np.full(len(self.steps), -1)
+        at[copy] = np.arange(len(copy))
+        at = at[self.posts.step]
+        row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts behind no copy
+        first, last = _column(self.posts.signals, "first"), _column(self.posts.signals, "last")
+        gated = (first <= row[at]) & (row_stop[at] <= last)
+        self.posts.demand(gated | (at < 0), "gates other rows than those copied")
+
+    def _products(self) -> tuple[_Accesses, _Accesses]:
+        made: list[Product]
+        problem = self.problem
+        made, step = _flat(map(attrgetter("products"), self.steps))
+        a = self._regions([product.a for product in made], step)
+        out = self._regions([product.out for product in made], step)
+        k_first, k_last, adds, batch = (
+            _column(made, field) for field in ("k_first", "k_last", "accumulate", "batch")
+        )
+        fits = (a.cols == k_last - k_first) & (a.rows == out.rows) & (batch > 0)
+        self.demand(fits, step, "multiplies regions that do not fit")
+        mine = (a.rank == self.rank[step]) & (out.rank == self.rank[step])
+        whole = (out.col == 0) & (out.col_stop == problem.n)
+        self.demand(mine & whole, step, "multiplies at a peer or in part of the columns")
+        buffers = np.isin(a.buffer, (A, STAGING, GATHERED)) & np.isin(out.buffer, (SUM, OUT))
+        self.demand(buffers, step, "multiplies in the wrong buffers")
+        exact = (adds == 0) | (out.buffer == SUM) | (not problem.rounds)
+        self.demand(exact, step, "adds to what has been rounded")
+        # One access for each product of a batch.
+        each = np.repeat(np.arange(len(made)), batch)
+        turn = np.arange(len(each)) - np.repeat(np.cumsum(batch) - batch, batch)
+        a = a.at(each).down(turn * _column(made, "a_stride")[each])
+        out = out.at(each).down(turn * _column(made, "out_stride")[each])
+        k_first, k_last, adds, step = k_first[each], k_last[each], adds[each], step[each]
+        down, across = out.row - a.row, k_first - a.col
+        own = (down == np.array(problem.offsets)[a.rank]) & (across == 0)
+        self.demand(own | (a.buffer != A), step, "multiplies its own rows into a peer's")
+        none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
+        return (
+            _Accesses(step, *a, down, across, none, none, zero),
+            _Accesses(step, *out, zero, zero, k_first, k_last, adds),
+        )
+
+    def _shape(self, buffer: int, rank: int) -> tuple[int, int]:
+        problem, plan = self.problem, self.plans[rank]
+        return {
+            A: (problem.rows[rank], problem.k),
+            PUBLISH: (problem.rows[rank] if plan.publish else 0, problem.k),
+            STAGING: plan.staging,
+            SUM: (problem.m if plan.sums else 0, problem.n),
+            OUT: (problem.m, problem.n),
+            GATHERED: (problem.m if problem.return_gathered else 0, problem.k),
+        }[buffer]
+
+    def _bounds(self, accesses: _Accesses) -> None:
+        shapes = [
+            [self._shape(buffer, rank) for rank in range(self.world)]
+            for buffer in range(len(BUFFERS))
+        ]
+        rows, cols = np.array(shapes)[accesses.buffer, accesses.rank].T
+        inside = (accesses.row >= 0) & (accesses.row <= accesses.row_stop)
+        inside &= (accesses.col >= 0) & (accesses.col <= accesses.col_stop)
+        inside &= (accesses.row_stop <= rows) & (accesses.col_stop <= cols)
+        self.allow(inside, accesses, "leaves the buffer")
+
+    def allow(self, holds: Bools, accesses: _Accesses, why: str) -> None:
+        """Every one of these accesses obeys a rule."""
+        if not holds.all():
+            step, buffer, rank, *bounds = (int(c[holds.argmin()]) for c in accesses)
+            row, row_stop, col, col_stop, *_ = bounds
+            raise PlanError(
+                f"{self.name(step)} {why} ({BUFFERS[buffer]} of rank {rank}, rows {row}:{row_stop},"
+                f" columns {col}:{col_stop})"
+            )
 
     # 4. Composition with the calls before and behind.
 
-    def _compose(self) -> None:
-        world = len(self.plans)
-        if world == 1:
+    def _compose(self, reads: _Accesses, writes: _Accesses) -> None:
+        if self.world == 1:
             return
-        hand_over: list[list[int]] = [[] for _ in self.plans]
-        acquired: list[dict[int, int]] = [{} for _ in self.plans]
-        for signal, here in self.poster.items():
-            if signal.released:
-                hand_over[signal.poster].append(self.when[here])
-                acquired[signal.waiter][signal.poster] = self.when[self.waiter[signal]]
-        for rank in range(world):
-            if len(hand_over[rank]) != world - 1:
-                raise PlanError(f"rank {rank} does not hand its slot to every peer")
-            for signal, here in self.poster.items():
-                if signal.released and signal.poster == rank:
-                    wait = self.when[self.waiter[signal]]
-                    if not self.before(wait, self.when[here]):
-                        raise PlanError(f"{signal.name}: may be posted before it is cleared")
-        released = [min(found) for found in hand_over]
-        for when, (rank, index) in enumerate(self.order):
-            step = self.plans[rank].steps[index]
-            homes = {region.rank for region in _regions(step) if region.buffer in SHARED_BUFFERS}
-            homes |= {region.rank for region in _regions(step) if region.rank != rank}
-            homes |= {s.waiter for s in step.posts if not s.released}
-            if step.waits or step.clears:
-                homes.add(rank)
-            for home in homes:
-                if home != rank and not (
-                    self.begun(home, when)
-                    or (home in acquired[rank] and self.before(acquired[rank][home], when))
-                ):
-                    raise PlanError(
-                        f"{self.name(rank, index)} reaches rank {home} before it has taken over "
-                        "its slot"
-                    )
-                if not self.before(when, released[home]):
-                    raise PlanError(
-                        f"{self.name(rank, index)} may still use memory of rank {home} when that "
-                        "hands its slot on"
-                    )
+        # Who posts and who waits for the words that hand slots over, by waiter and poster.
+        posts = self.poster.reshape(self.world, -1)[:, : self.world]
+        waits = self.waiter.reshape(self.world, -1)[:, : self.world]
+        hand_over = posts.max(axis=0)
+        whole = ((posts == hand_over) & (posts >= 0) | np.eye(self.world, dtype=bool)).all(axis=0)
+        if not whole.all():
+            rank = whole.argmin()
+            raise PlanError(f"rank {rank} does not hand its slot to every peer in one step")
+        step, home = self._touches(reads, writes)
+        me = self.rank[step]
+        begun = (home == me) | self.before(waits[me, home], step)
+        late = np.flatnonzero(~begun)
+        lane_rank = np.array([rank for rank, _ in self.lanes])
+        for rank in np.unique(home[late]):
+            those = late[home[late] == rank]
+            clocks = self.clocks[self.row[step[those]]]
+            begun[those] = clocks[:, lane_rank == rank].any(axis=1)
+        rank = home[begun.argmin()]
+        self.demand(begun, step, f"reaches rank {rank} before that has taken over its slot")
+        over = self.before(step, hand_over[home])
+        rank = home[over.argmin()]
+        self.demand(over, step, f"may still use rank {rank}'s slot when that hands it on")
+
+    def _touches(self, reads: _Accesses, writes: _Accesses) -> tuple[Ints, Ints]:
+        """Steps that use shared memory or words of a rank in this call, and that rank."""
+        found = []
+        for accesses in (reads, writes):
+            shared = np.isin(accesses.buffer, SHARED) | (accesses.rank != self.rank[accesses.step])
+            found.append((accesses.step[shared], accesses.rank[shared]))
+        for uses in (self.posts, self.waits, self.clears):
+            # The post that hands a slot over is for the next call.
+            here = ~self.released[uses.word] | (uses is not self.posts)
+            found.append((uses.step[here], uses.word[here] // self.words))
+        steps, homes = zip(*found, strict=True)
+        return np.concatenate(steps), np.concatenate(homes)
 
     # 3. Memory.
 
-    def _memory(self) -> None:
-        self.accesses: dict[tuple[str, int], list[_Access]] = defaultdict(list)
-        for when, (rank, index) in enumerate(self.order):
-            for key, access in self._of(when, rank, self.plans[rank].steps[index]):
-                self.accesses[key].append(access)
-        for plan in self.plans:
-            for name in ("out", "gathered"):
-                rows, cols = self._shape(name, plan.rank)
-                if rows and cols and (name == "out" or self.problem.return_gathered):
-                    self._cover(name, plan.rank, rows, cols)
-        for (name, rank), accesses in self.accesses.items():
-            rows, cols = self._shape(name, rank)
-            for access in accesses:
-                if access.rows[1] > rows or access.cols[1] > cols or access.rows[0] < 0:
-                    self._fail(access, name, "leaves the buffer")
-            if name != "a":
-                self._cells(name, accesses)
-
-    def _shape(self, name: str, rank: int) -> tuple[int, int]:
-        problem, plan = self.problem, self.plans[rank]
-        return {
-            "a": (problem.rows[rank], problem.k),
-            "publish": (problem.rows[rank] if plan.publish else 0, problem.k),
-            "staging": plan.staging,
-            "sum": (problem.m if plan.sums else 0, problem.n),
-            "out": (problem.m, problem.n),
-            "gathered": (problem.m if problem.return_gathered else 0, problem.k),
-        }[name]
-
-    def _of(self, when: int, rank: int, step: Step) -> Iterator[tuple[tuple[str, int], _Access]]:
-        """What a step reads and writes."""
-        if step.transfer:
-            src, dst = step.transfer
-            if (src.rows, src.cols) != (dst.rows, dst.cols):
-                self._fail_at(when, "copies between regions of different sizes")
-            if dst.buffer == "a" or (step.op == "place" and {src.rank, dst.rank} != {rank}):
-                self._fail_at(when, "writes where it must not")
-            if src.buffer in ("a", "publish"):
-                here = (self.problem.offsets[src.rank], 0)
-                moved = (here[0] + src.row - dst.row, src.col - dst.col)
-            else:
-                here, moved = (dst.row - src.row, dst.col - src.col), (0, 0)
-            if dst.buffer in ("gathered", "out") and moved != (0, 0):
-                self._fail_at(when, "puts rows where others belong")
-            yield _access(src, when, False, here)
-            yield _access(dst, when, True, moved)
-        for product in step.products:
-            a, out = product.a, product.out
-            if a.cols != product.k_last - product.k_first or a.rows != out.rows:
-                self._fail_at(when, "multiplies regions that do not fit")
-            if (out.col, out.col_stop) != (0, self.problem.n) or {a.rank, out.rank} != {rank}:
-                self._fail_at(when, "multiplies at a peer or in part of the columns")
-            for i in range(product.batch):
-                down_a, down_out = i * product.a_stride, i * product.out_stride
-                part_a = a._replace(row=a.row + down_a, row_stop=a.row_stop + down_a)
-                part = out._replace(row=out.row + down_out, row_stop=out.row_stop + down_out)
-                shift = (part.row - part_a.row, product.k_first - a.col)
-                adds = (product.k_first, product.k_last)
-                if a.buffer == "a":
-                    if shift != (self.problem.offsets[rank], 0):
-                        self._fail_at(when, "multiplies its own rows into a peer's")
-                yield _access(part_a, when, False, shift)
-                if product.accumulate:
-                    yield _access(part, when, False, (0, 0), adds)
-                yield _access(part, when, True, (0, 0), adds)
-
-    def _cover(self, name: str, rank: int, rows: int, cols: int) -> None:
-        """Every row of a result is written: what no access bounds is a gap."""
-        spans = sorted(
-            (a.rows, a.cols) for a in self.accesses[name, rank] if a.write and a.rows[0] < a.rows[1]
-        )
-        area = 0
-        seen: set[tuple[tuple[int, int], tuple[int, int]]] = set()
-        for span in spans:
-            if span not in seen:
-                seen.add(span)
-                area += (span[0][1] - span[0][0]) * (span[1][1] - span[1][0])
-        if area != rows * cols:
-            raise PlanError(f"rank {rank}: {area} of {rows * cols} elements of {name} are written")
-
-    def _cells(self, name: str, accesses: list[_Access]) -> None:
+    def _memory(self, reads: _Accesses, writes: _Accesses) -> None:
         """Check the accesses to every rectangle that no access divides."""
-        row_cuts = sorted({bound for access in accesses for bound in access.rows})
-        col_cuts = sorted({bound for access in accesses for bound in access.cols})
-        row_at = {row: i for i, row in enumerate(row_cuts)}
-        col_at = {col: i for i, col in enumerate(col_cuts)}
-        cells: dict[tuple[int, int], list[_Access]] = defaultdict(list)
-        for access in accesses:
-            for i in range(row_at[access.rows[0]], row_at[access.rows[1]]):
-                for j in range(col_at[access.cols[0]], col_at[access.cols[1]]):
-                    cells[i, j].append(access)
-        for found in cells.values():
-            self._cell(name, found)
+        write, at, previous, following = self._cells(reads.then(writes), len(reads.step))
+        k = self.problem.k
 
-    def _cell(self, name: str, accesses: list[_Access]) -> None:
-        last: _Access | None = None
-        readers: list[_Access] = []
-        added = 0
-        for access in accesses:
-            if not access.write:
-                if last is None:
-                    self._fail(access, name, "reads what nobody has written")
-                elif not self.before(last.when, access.when):
-                    self._fail(access, name, "may read before it is written")
-                elif name in ("staging", "publish") and last.shift != access.shift:
-                    self._fail(access, name, "reads another piece than it should")
-                elif name == "sum" and access.adds is None and added != self.problem.k:
-                    self._fail(access, name, "rounds before the last term")
-                readers.append(access)
-                continue
-            for reader in readers:
-                if not self.before(reader.when, access.when):
-                    self._fail(access, name, "overwrites what may still be read")
-            if last is not None and not self.before(last.when, access.when):
-                self._fail(access, name, "may be overwritten by an unordered step")
-            if last is not None and name in ("out", "gathered") and not self._adds_on(last, access):
-                self._fail(access, name, "is written twice")
-            if access.adds is not None:
-                if last is not None and access.adds[0] < added and access.adds[1] > 0:
-                    self._fail(access, name, "adds the same part of k twice")
-                if access.adds[0] != added:
-                    self._fail(access, name, "leaves out part of k")
-                added = access.adds[1]
-            last, readers = access, []
-        if any(access.adds is not None for access in accesses) and added != self.problem.k:
-            self._fail(accesses[-1], name, "does not cover all of k")
+        old, new = previous[~write], at.at(~write)
+        self.allow(old >= 0, new, "reads what nobody has written")
+        self.allow(self.before(at.step[old], new.step), new, "may read before it is written")
+        same = (at.row_shift[old] == new.row_shift) & (at.col_shift[old] == new.col_shift)
+        self.allow(same, new, "reads another piece than it should")
+        done = (new.buffer != SUM) | (at.k_last[old] == k)
+        self.allow(done, new, "rounds before the last term")
 
-    def _adds_on(self, last: _Access, access: _Access) -> bool:
-        return access.adds is not None and last.adds is not None and access.adds[0] > 0
+        read = np.flatnonzero(~write & (following >= 0))
+        new = at.at(following[read])
+        over = self.before(at.step[read], new.step)
+        self.allow(over, new, "overwrites what may still be read")
 
-    def _fail(self, access: _Access, name: str, why: str) -> None:
-        self._fail_at(access.when, f"{why} ({name}, rows {access.rows}, columns {access.cols})")
+        written = np.flatnonzero(write & (previous >= 0))
+        old, new = previous[written], at.at(written)
+        over = self.before(at.step[old], new.step)
+        self.allow(over, new, "may be overwritten by an unordered step")
+        again = (new.adds > 0) | ~np.isin(new.buffer, RESULTS)
+        self.allow(again, new, "is written twice")
+        once = (new.adds == 0) | (new.k_first >= at.k_last[old])
+        self.allow(once, new, "adds the same part of k twice")
 
-    def _fail_at(self, when: int, why: str) -> None:
-        raise PlanError(f"{self.name(*self.order[when])} {why}")
+        new, old = at.at(write), previous[write]
+        based = (new.adds == 0) | (old >= 0)
+        self.allow(based, new, "adds to what nobody has written")
+        product = new.k_first >= 0
+        begin = np.where(new.adds > 0, at.k_last[old], 0)
+        self.allow(~product | (new.k_first == begin), new, "leaves out part of k")
+        done = ~product | (following[write] >= 0) | (new.k_last == k)
+        self.allow(done, new, "does not cover all of k")
+
+    def _cells(self, both: _Accesses, reads: int) -> tuple[Bools, _Accesses, Ints, Ints]:
+        """Each access once for every rectangle it holds, by rectangle and order of execution.
+
+        Also returns which of them write, and the indices of the write before and of the write
+        behind in the same rectangle, -1 where there is none.
+        """
+        home = both.buffer * self.world + both.rank
+        row_lines, row, rows = _cut(home, both.row, both.row_stop)
+        col_lines, col, cols = _cut(home, both.col, both.col_stop)
+        # The caller's shards are never written, so that there is nothing to say of them.
+        count = np.where(both.buffer == A, 0, rows * cols)
+        each = np.repeat(np.arange(len(count)), count)
+        turn = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+        row, col = row[each] + turn // cols[each], col[each] + turn % cols[each]
+        cell = row * len(col_lines) + col
+        order = np.argsort(cell * len(self.steps) + self.when[both.step[each]], kind="stable")
+        cell, each, row, col = cell[order], each[order], row[order], col[order]
+
+        write, index = each >= reads, np.arange(len(each))
+        previous = np.full(len(each), -1)
+        previous[1:] = np.maximum.accumulate(np.where(write, index, -1))[:-1]
+        previous[cell[previous] != cell] = -1
+        following = np.full(len(each), -1)
+        behind = np.where(write, index, len(each) - 1)[::-1]
+        following[:-1] = np.minimum.accumulate(behind)[::-1][1:]
+        following[(cell[following] != cell) | ~write[following]] = -1
+
+        first = write & (previous < 0)
+        area = np.diff(row_lines)[row[first]] * np.diff(col_lines)[col[first]]
+        self._covered(home[each[first]], area)
+        return write, both.at(each), previous, following
+
+    def _covered(self, home: Ints, area: Ints) -> None:
+        """Every element of the results is written."""
+        written = np.zeros(len(BUFFERS) * self.world, np.int64)
+        np.add.at(written, home, area)
+        for buffer in (OUT, GATHERED):
+            for rank in range(self.world):
+                rows, cols = self._shape(buffer, rank)
+                found = int(written[buffer * self.world + rank])
+                if found != rows * cols:
+                    raise PlanError(
+                        f"rank {rank}: {found} of {rows * cols} elements of {BUFFERS[buffer]} are "
+                        "written"
+                    )
 
 
-def _access(
-    region: Region,
-    when: int,
-    write: bool,
-    shift: tuple[int, int],
-    adds: tuple[int, int] | None = None,
-) -> tuple[tuple[str, int], _Access]:
-    rows, cols = (region.row, region.row_stop), (region.col, region.col_stop)
-    return (region.buffer, region.rank), _Access(when, write, rows, cols, shift, adds)
+def _cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut lines of equal ``home`` at all their ends.
+
+    Returns the cuts of all homes one behind the other, and for each line the index of its first
+    part there and the number of its parts.
+    """
+    length = int(stop.max(initial=0)) + 1
+    low, high = home * length + start, home * length + stop
+    cuts = np.unique(np.concatenate([low, high]))
+    first = np.searchsorted(cuts, low)
+    return cuts, first, np.searchsorted(cuts, high) - first
 
 
-def _regions(step: Step) -> Iterator[Region]:
-    if step.transfer:
-        yield from step.transfer
-    for product in step.products:
-        yield product.a
-        yield product.out
+def _flat(found: Iterable[Sequence[T]]) -> tuple[list[T], Ints]:
+    """What steps hold several of, and the number of the step that each belongs to."""
+    each = list(found)
+    owner = np.repeat(np.arange(len(each)), _ints(map(len, each)))
+    return list(chain.from_iterable(each)), owner
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+def _column(rows: Iterable[NamedTuple], field: str) -> Ints:
+    return _ints(map(attrgetter(field), rows))

@@ -57,19 +57,29 @@ class Signal(NamedTuple):
     """One word with one poster and one waiter, at home on the waiter.
 
     A word rests at 0, is posted once, waited for once and cleared before the call ends. The words
-    by which a rank hands its workspace slot to its peers rest at 1 instead: they are waited for
-    first and posted last, so that they order one call behind the one before (``released``).
+    by which a rank hands its workspace slot to its peers (kind ``"released"``) rest at 1 instead:
+    they are waited for first and posted last, so that they order one call behind the one before.
 
-    ``first`` and ``last`` bound the rows of the gathered A that the signal gates.
+    ``slot`` tells apart signals of a kind between the same ranks. ``first`` and ``last`` bound the
+    rows of the gathered A that the signal gates.
     """
 
-    name: str
+    kind: str
     poster: int
     waiter: int
+    slot: int
     word: int
     first: int = 0
     last: int = 0
-    released: bool = False
+
+    @property
+    def released(self) -> bool:
+        return self.kind == "released"
+
+    @property
+    def name(self) -> str:
+        slot = "" if self.released else f".{self.slot}"
+        return f"{self.kind} {self.poster}{slot}>{self.waiter}"
 
 
 class Transfer(NamedTuple):

@@ -136,6 +136,8 @@ class _Gather:
         self.layouts = layouts
         self.mine = layouts[rank]
         self.landing = [_Staging(arrivals, cap) for arrivals in layouts]
+        # One row pitch on all ranks, so that a sender need not ask for the receiver's.
+        self.pitch = max(staging.shape[1] for staging in self.landing)
         self.staging = self.landing[rank]
         self.peers = [peer for peer in range(problem.world) if peer != rank]
         self.source = "a" if problem.symmetric or not schedule.pull else "publish"
@@ -170,13 +172,13 @@ class _Gather:
     # `slots` words per peer for data, then as many for room in a ring.
 
     def _released(self, poster: int, waiter: int) -> Signal:
-        return Signal(f"released {poster}>{waiter}", poster, waiter, poster, released=True)
+        return Signal("released", poster, waiter, 0, poster)
 
     def _word(self, kind: str, poster: int, waiter: int, slot: int, rows: tuple[int, int]) -> Signal:
         world = self.problem.world
         block = world * self.slots if kind == "room" else 0
         word = world + block + poster * self.slots + slot
-        return Signal(f"{kind} {poster}.{slot}>{waiter}", poster, waiter, word, *rows)
+        return Signal(kind, poster, waiter, slot, word, *rows)
 
     def _rows(self, unit: Unit) -> tuple[int, int]:
         """Rows of the gathered A that a unit holds."""
@@ -220,7 +222,7 @@ class _Gather:
             schedule=str(schedule),
             rank=self.me,
             steps=tuple(self.steps),
-            staging=self.staging.shape if self.peers else (0, 0),
+            staging=(self.staging.shape[0], self.pitch) if self.peers else (0, 0),
             room=self._room_bytes(publish) if self.peers else (0, 0),
             publish=publish,
             sums=any(s.transfer is not None and s.transfer.src.buffer == "sum" for s in self.steps),
@@ -230,7 +232,7 @@ class _Gather:
 
     def _room_bytes(self, publish: bool) -> tuple[int, int]:
         itemsize = self.problem.itemsize
-        staging = max(staging.shape[0] * staging.shape[1] for staging in self.landing) * itemsize
+        staging = max(staging.shape[0] for staging in self.landing) * self.pitch * itemsize
         return staging, max(self.problem.rows) * self.problem.k * itemsize * publish
 
     # Copies: both directions yield (group, Step, unit) sorted by group.

@@ -1,0 +1,30 @@
+"""ficco hides communication behind the matrix product that depends on it."""
+
+from ficco.api import empty, explain, memory, synchronize
+from ficco.errors import BackendError, ConfigError, FiccoError, RankMismatch, SignalTimeout
+from ficco.heuristics import Decision
+from ficco.ops.all_gather_matmul import all_gather_matmul
+from ficco.options import Options, options, set_options
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+from ficco.workspace import close
+
+__all__ = [
+    "BackendError",
+    "ConfigError",
+    "Decision",
+    "FiccoError",
+    "Options",
+    "Problem",
+    "RankMismatch",
+    "Schedule",
+    "SignalTimeout",
+    "all_gather_matmul",
+    "close",
+    "empty",
+    "explain",
+    "memory",
+    "options",
+    "set_options",
+    "synchronize",
+]

@@ -1,0 +1,85 @@
+"""Public functions beside the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ficco.heuristics import Decision, decide
+from ficco.ops.call import process_group
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+from ficco.workspace import workspace_of, workspaces
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def empty(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """An uninitialised tensor in memory that every rank of a group can read.
+
+    A pull schedule reads such an ``a_shard`` in place, where it would copy any other first.
+    Collective: all ranks of the group call it in the same order with the same shape.
+
+    Args:
+        shape, dtype: as for :func:`torch.empty`; dtype defaults to PyTorch's default.
+        group: the ranks that can read it; default WORLD.
+        device: default: the current GPU for a NCCL group, else cpu.
+    """
+    group = process_group(group)
+    if device is None:
+        on_gpu = "nccl" in str(torch.distributed.get_backend(group))
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+    workspace = workspace_of(group, torch.device(device))
+    workspace.raise_error()
+    return workspace.empty(tuple(shape), dtype or torch.get_default_dtype())
+
+
+def explain(
+    operator: str,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype | str = "bfloat16",
+    world: int,
+    schedule: str | Schedule = "auto",
+) -> Decision:
+    """The schedule that a call would take, and why; needs no device and no process group.
+
+    Args:
+        operator: ``"all_gather_matmul"``.
+        m: rows of the gathered A; n, k: columns and rows of the local b.
+        world: number of ranks.
+    """
+    if operator != "all_gather_matmul":
+        raise ValueError(f"operator: required all_gather_matmul, got {operator!r}")
+    if world < 1 or m < 0:
+        raise ValueError(f"required world >= 1 and m >= 0, got world={world}, m={m}")
+    rows = tuple(m // world + (rank < m % world) for rank in range(world))
+    name = str(dtype).removeprefix("torch.")
+    return decide(Problem(operator, rows, n, k, name), schedule)
+
+
+def memory(group: ProcessGroup | None = None) -> int:
+    """Bytes of symmetric memory that ficco's calls hold for a group (default: for all groups)."""
+    return sum(workspace.nbytes for workspace in workspaces(group))
+
+
+def synchronize(group: ProcessGroup | None = None) -> None:
+    """Wait until this rank's calls are over (of a group, default: of all groups).
+
+    Raises:
+        SignalTimeout, RankMismatch: a call failed, under ``options(on_timeout="raise")``.
+    """
+    for workspace in workspaces(group):
+        workspace.engine.synchronize()
+        workspace.raise_error()

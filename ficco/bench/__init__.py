@@ -1,0 +1,16 @@
+"""Measuring: the paired protocol, what it compares, and what is made of the figures.
+
+=============  =====================================================================
+module         subject
+=============  =====================================================================
+cases          shapes, in sets
+inputs         operands with one right product, and operands to time with
+candidates     what is compared, as one table
+measure        rounds, modes, clocks
+stats          figures from times; knows no device
+table          rows: CSV, the description of the machine, the printed table
+run            one bench, on every rank
+plots, report  pictures and Markdown from a CSV alone
+demo           every schedule once, proven exact
+=============  =====================================================================
+"""

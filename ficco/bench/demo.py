@@ -1,0 +1,194 @@
+"""Every schedule once, proven exact, timed, and drawn."""
+
+from __future__ import annotations
+
+import csv
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ficco.bench.candidates import Candidate, build, parse
+from ficco.bench.inputs import Operands
+from ficco.bench.stats import slowest
+from ficco.bench.traces import trace_all
+from ficco.problem import Problem
+from ficco.schedules import NAMED
+from ficco.timeline import draw, trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch.distributed import ProcessGroup
+
+#: Schedules beside the named ones: other directions, lanes, movers and pieces.
+KNOBS = (
+    "shard-overlap:pull",
+    "growing:tail=4",
+    "hetero-fused-1d:pieces=4+2+1",
+    "hetero-unfused-1d:pull,copy=2,compute=2",
+    "hetero-fused-1d:kernel",
+    "uniform-fused-2d:pull,compute=2",
+)
+
+#: Calls of each schedule, each with inputs of its own.
+CALLS = 5
+
+#: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
+SIZES = {"cpu": (128, 256, 512, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
+
+#: On CPUs the drawn calls copy at this many bytes per second, or the copies could not be seen.
+DRAWN_BANDWIDTH = 2e8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo shows.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        out: folder of the pictures, the trace and the table.
+    """
+
+    device: str
+    out: Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule.
+
+    Attributes:
+        name: the schedule, or what it is compared with.
+        exact: every call gave the one right product; None if it is not served here.
+        ms: median of the slowest rank's milliseconds.
+        note: why it is not served.
+    """
+
+    name: str
+    exact: bool | None
+    ms: float
+    note: str = ""
+
+
+def demo(settings: Settings) -> int:
+    """Run the demo on this rank; the exit code."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    group = dist.group.WORLD
+    first = group.rank() == 0
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    rows, n, k, dtype = SIZES[device.type]
+    problem = Problem("all_gather_matmul", (rows,) * group.size(), n, k, dtype)
+    operands = Operands(problem, group.rank(), device)
+    operands.exact_b()
+    candidates = [
+        Candidate("torch.distributed, then matmul", "serial-collective"),
+        *(parse(name) for name in (*NAMED, *KNOBS)),
+    ]
+    console = Console(quiet=not first)
+    console.print(f"{problem} on {device.type}")
+    show = Progress(console=Console(stderr=True, quiet=not first), transient=True)
+    results: list[Result] = []
+    with show:
+        task = show.add_task("calls", total=len(candidates) + 1)
+        for number, candidate in enumerate(candidates):
+            show.update(task, description=candidate.name)
+            results.append(_calls(candidate, operands, group, number * CALLS))
+            show.advance(task)
+        show.update(task, description="timelines")
+        served = [
+            one.schedule
+            for one, result in zip(candidates, results, strict=True)
+            if one.ours and result.exact is not None
+        ]
+        with _slow_copies(device):
+            timelines = trace_all(served, operands, group)
+        if first:
+            settings.out.mkdir(parents=True, exist_ok=True)
+            limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s"
+            note = f"{problem} on {device.type}, rank 0" + limited * (device.type == "cpu")
+            picture = draw(
+                timelines, settings.out / "timelines.png", columns=2, ranks=[0], note=note
+            )
+            traced = trace(timelines, settings.out / "trace.json")
+    if not first:
+        return 0
+    _write(settings.out / "demo.csv", results)
+    _print(console, results)
+    console.print(f"timelines, planned beside measured: {picture}", soft_wrap=True, highlight=False)
+    console.print(f"trace for https://ui.perfetto.dev: {traced}", soft_wrap=True, highlight=False)
+    wrong = [result.name for result in results if result.exact is False]
+    if wrong:
+        print(f"demo failed: wrong results of {', '.join(wrong)}")
+        return 1
+    count = sum(result.exact is True for result in results[1:])
+    print(f"demo ok: {count} schedules exact on {group.size()} ranks", flush=True)
+    return 0
+
+
+def _calls(candidate: Candidate, operands: Operands, group: ProcessGroup, seed: int) -> Result:
+    """Call with fresh inputs a few times, compare every result, and time."""
+    run = build(candidate, operands, group).run
+    times: list[float] = []
+    exact = True
+    try:
+        for call in range(CALLS + 1):
+            operands.exact(seed + call)
+            _wait(operands.device)
+            dist.barrier(group)
+            start = time.perf_counter()
+            result = run()
+            _wait(operands.device)
+            times.append(time.perf_counter() - start)
+            exact = exact and torch.equal(result, operands.reference())
+    except NotImplementedError as error:
+        return Result(candidate.name, None, float("nan"), str(error))
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (times[1:], exact), group=group)  # the first one warms up
+    seconds = median(slowest([found for found, _ in everyone]))
+    return Result(candidate.name, all(right for _, right in everyone), seconds * 1e3)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _slow_copies(device: torch.device) -> Any:
+    if device.type != "cpu":
+        return nullcontext()
+    from ficco.dma.cpu import Disturbance, disturb
+
+    return disturb(Disturbance(bandwidth=DRAWN_BANDWIDTH))
+
+
+def _write(path: Path, results: list[Result]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("schedule", "exact", "ms", "note"))
+        for one in results:
+            writer.writerow((one.name, one.exact, f"{one.ms:.4f}", one.note))
+
+
+def _print(console: Console, results: list[Result]) -> None:
+    from rich.table import Table
+
+    serial = results[0].ms
+    table = Table()
+    table.add_column("schedule", overflow="fold")
+    for heading in ("ms", "x serial"):
+        table.add_column(heading, justify="right")
+    table.add_column("product")
+    for one in results:
+        word = {True: "exact", False: "[bold red]wrong[/]", None: "not served"}[one.exact]
+        figures = ("", "") if one.exact is None else (f"{one.ms:.2f}", f"{serial / one.ms:.2f}")
+        table.add_row(one.name, *figures, word)
+    console.print(table)

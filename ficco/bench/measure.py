@@ -1,0 +1,272 @@
+"""Rounds: every candidate in every mode once, in shuffled order, the same on all ranks.
+
+=======  ==========================================================================================
+mode     what is timed
+=======  ==========================================================================================
+queued   the GPU sleeps until the host has enqueued the call, as behind a host that runs ahead
+idle     the GPU waits for the host: what the host takes to enqueue is inside the time
+graph    the call captured in a graph, its replay timed as in queued
+=======  ==========================================================================================
+
+On a GPU times are those of events around the call. On a CPU a call is carried out by its caller,
+and idle is all there is, by the host's clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ficco.bench.candidates import Candidate, Runner
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MODES = ("queued", "idle", "graph")
+
+#: Calls of each candidate before the first round.
+WARM_CALLS = 2
+
+#: How much longer the GPU sleeps than the host is expected to take, and the least, in seconds: a
+#: collective that lines the ranks up is enqueued as well.
+SLEEP_FACTOR = 2.0
+SLEEP_LEAST_S = 300e-6
+
+
+def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
+    """The modes that a device has, or those of a list with commas.
+
+    Raises:
+        ValueError: there is no such mode, or the device does not have it.
+    """
+    there = MODES if device == "cuda" else ("idle",)
+    if wanted is None:
+        return there
+    chosen = tuple(dict.fromkeys(wanted.split(",")))
+    for mode in chosen:
+        if mode not in there:
+            raise ValueError(f"mode: required one of {', '.join(there)} on {device}, got {mode!r}")
+    return chosen
+
+
+class Gate:
+    """Lets the ranks of this machine go on within about a microsecond of each other.
+
+    A count per rank in a shared file; no data is ordered by it. Collectives are no substitute:
+    they leave the ranks tens of microseconds apart, which is as long as what is timed.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._rank, self._world = group.rank(), group.size()
+        self._count = 0
+        size = 8 * (self._world + 2)
+        name: list[Any] = [None]
+        if self._rank == 0:
+            handle, name[0] = tempfile.mkstemp(prefix="ficco-bench-")
+            os.write(handle, bytes(size))
+            os.close(handle)
+        dist.broadcast_object_list(name, group_src=0, group=group)
+        with open(name[0], "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        self._words = memoryview(self._map).cast("q")
+        self.wait()
+        if self._rank == 0:
+            Path(name[0]).unlink()
+
+    def wait(self) -> None:
+        """Wait until every rank is here."""
+        self._count += 1
+        words, count = self._words, self._count
+        words[self._rank] = count
+        for rank in range(self._world):
+            turns = 0
+            while words[rank] < count:
+                turns += 1
+                if turns > 100:
+                    os.sched_yield()
+
+    def decide(self, value: int) -> int:
+        """What rank 0 says, on every rank."""
+        # Two words take turns: rank 0 is at most one decision ahead of whoever still reads.
+        word = self._world + self._count % 2
+        if self._rank == 0:
+            self._words[word] = value
+        self.wait()
+        return self._words[word]
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+
+@dataclass
+class Item:
+    """One candidate in one mode.
+
+    ``times_s`` and ``host_s`` are this rank's, one per round: the call's time, and what the host
+    took to enqueue it.
+    """
+
+    mode: str
+    candidate: Candidate
+    runner: Runner
+    replay: Callable[[], None] | None = None
+    sleep_s: float = SLEEP_LEAST_S
+    times_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+
+    @property
+    def call(self) -> Callable[[], Any]:
+        return self.replay or self.runner.run
+
+
+class HostClock:
+    """Times calls that their caller carries out."""
+
+    def __init__(self, group: ProcessGroup, gate: Gate) -> None:
+        self._gate = gate
+
+    def time(self, item: Item) -> tuple[float, float]:
+        """Seconds of a call, and of the host in it."""
+        call = item.call
+        self._gate.wait()
+        start = time.perf_counter()
+        call()
+        stop = time.perf_counter()
+        return stop - start, stop - start
+
+
+class DeviceClock:
+    """Times calls on a GPU."""
+
+    def __init__(self, group: ProcessGroup, gate: Gate) -> None:
+        self._group, self._gate = group, gate
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._stop = torch.cuda.Event(enable_timing=True)
+        self._word = torch.zeros(1, device="cuda")
+        self._hertz = self._measure_hertz()
+        dist.all_reduce(self._word, group=group)
+
+    def _measure_hertz(self) -> float:
+        """Cycles that a sleeping GPU counts in a second."""
+        cycles = 20_000_000
+        for _ in range(2):
+            self._start.record()
+            torch.cuda._sleep(cycles)
+            self._stop.record()
+            torch.cuda.synchronize()
+        return cycles / (self._start.elapsed_time(self._stop) * 1e-3)
+
+    def time(self, item: Item) -> tuple[float, float]:
+        """Seconds of a call, and of the host in it."""
+        call = item.call
+        torch.cuda.synchronize()
+        self._gate.wait()
+        if item.mode != "idle":
+            torch.cuda._sleep(int(item.sleep_s * self._hertz))
+            dist.all_reduce(self._word, group=self._group)  # clocks differ, and so do sleeps
+        self._start.record()
+        begin = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        self._stop.record()
+        torch.cuda.synchronize()
+        return self._start.elapsed_time(self._stop) * 1e-3, end - begin
+
+
+def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
+    """A runner's call in a graph: its replay, and the result that replays write to.
+
+    Graphs of one ``pool`` share memory: a result holds only until another graph is replayed.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with runner.context(), torch.cuda.graph(graph, pool=pool):
+        result = runner.run()
+    return graph.replay, result
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector out of what is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def rounds(
+    items: list[Item],
+    clock: HostClock | DeviceClock,
+    gate: Gate,
+    most: int,
+    seconds: float,
+    least: int = 3,
+    seed: int = 0,
+    tick: Callable[[str], None] = lambda what: None,
+) -> int:
+    """Time all items, ``most`` rounds or as many as fit, at least ``least``; returns how many.
+
+    Every rank calls it with the same items; rank 0's clock decides.
+    """
+    shuffle = random.Random(seed)
+    with no_collection():
+        for item in items:
+            with item.runner.context():
+                found = [clock.time(item) for _ in range(WARM_CALLS)]
+            item.sleep_s = max(SLEEP_LEAST_S, SLEEP_FACTOR * max(host for _, host in found[1:]))
+        began = time.monotonic()
+        done = 0
+        while done < most:
+            tick(f"round {done + 1}")
+            order = shuffle.sample(items, len(items))
+            for item in order:
+                with item.runner.context():
+                    taken, host = clock.time(item)
+                item.times_s.append(taken)
+                item.host_s.append(host)
+            done += 1
+            spent = time.monotonic() - began
+            late = done >= least and spent + spent / done > seconds
+            if gate.decide(late):
+                break
+    return done
+
+
+def peak_bytes(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
+    """A call's result, and the most that it took of PyTorch's memory beside that result.
+
+    On a CPU the second is 0: nothing there keeps count.
+    """
+    if device.type != "cuda":
+        return run(), 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return result, peak - result.untyped_storage().nbytes()
+
+
+def pytorch_workspace_bytes(group: ProcessGroup) -> int:
+    """Symmetric memory that PyTorch's fused op keeps for a group."""
+    with suppress(ImportError, AttributeError):
+        from torch.distributed import _symmetric_memory
+
+        found = _symmetric_memory._group_name_to_workspace_tensor.get(group.group_name)
+        return 0 if found is None else found.untyped_storage().nbytes()
+    return 0

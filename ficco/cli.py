@@ -1,0 +1,271 @@
+"""The command line: ``ficco demo``, ``bench``, ``plan`` and ``doctor``.
+
+Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong.
+Modules are imported by the command that needs them, so that ``ficco --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+PROGRAM = "ficco"
+
+
+def main() -> int:
+    """Run the command line of this process; the exit code."""
+    return run(sys.argv[1:])
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; the exit code. Errors become one line on the standard error."""
+    try:
+        parsed = _parser().parse_args(arguments)
+    except SystemExit as end:  # argparse has printed what is wrong, or the help
+        return int(end.code or 0)
+    from ficco.errors import ConfigError, FiccoError
+    from ficco.launch import RankFailed
+
+    try:
+        return int(parsed.run(parsed) or 0)
+    except RankFailed as error:
+        if error.details:
+            print(error.details, file=sys.stderr)
+        return _fail(error, 1)
+    except (ValueError, NotImplementedError, ConfigError, OSError) as error:
+        return _fail(error, 2)
+    except FiccoError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Overlap an all-gather with the product that depends on it."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add_demo(commands)
+    _add_bench(commands)
+    _add_plan(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_ranks(parser: argparse.ArgumentParser, default: int | None) -> None:
+    parser.add_argument(
+        "--ranks", type=int, default=default, help="ranks to start (default: %(default)s)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+
+
+def _console(machine_readable: bool = False) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=machine_readable)
+
+
+# demo
+
+
+def _add_demo(commands: Any) -> None:
+    text = "run every schedule on this machine, compare it with the plain product, draw it"
+    parser = commands.add_parser("demo", help=text, description=text)
+    _add_ranks(parser, 4)
+    parser.add_argument("--out", type=Path, help="folder for the pictures (default: a new one)")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from ficco.bench.demo import Settings, demo
+    from ficco.launch import check_ranks, launch
+
+    device = arguments.device or "cpu"
+    check_ranks(arguments.ranks, device)
+    out = arguments.out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
+    return launch(demo, arguments.ranks, Settings(device, out), device=device, timeout_s=300)
+
+
+# plan
+
+
+def _add_plan(commands: Any) -> None:
+    text = "print or draw what a schedule does for given sizes; needs no GPU"
+    parser = commands.add_parser("plan", help=text, description=text)
+    parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
+    parser.add_argument("--m", type=int, required=True, help="rows of the gathered A")
+    parser.add_argument("--n", type=int, required=True, help="columns of one rank's B")
+    parser.add_argument("--k", type=int, required=True, help="columns of A")
+    parser.add_argument("--world", type=int, required=True, help="number of ranks")
+    parser.add_argument("--rows", help="rows of every rank's shard, where unequal: 3,4,5")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to print (default: 0)")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--workspace-bytes", type=int, help="cap on staging; pieces then share it as a ring"
+    )
+    parser.add_argument("--tflops", type=float, default=700, help="of a GEMM, for the timeline")
+    parser.add_argument("--gbps", type=float, default=380, help="GB/s of a link, likewise")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the timeline (png, svg)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print the steps as JSON")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from ficco.heuristics import decide
+    from ficco.plan import check, render
+    from ficco.schedules import plans
+    from ficco.timeline import Rates, draw, planned, trace
+
+    problem = _problem(arguments)
+    if not 0 <= arguments.rank < problem.world:
+        raise ValueError(
+            f"--rank: required 0 to {problem.world - 1}, got {arguments.rank}"
+        )
+    for name in ("tflops", "gbps"):
+        if not getattr(arguments, name) > 0:
+            raise ValueError(f"--{name}: required a number above 0, got {getattr(arguments, name)}")
+    decision = decide(problem, arguments.schedule)
+    made = plans(problem, decision.schedule, arguments.workspace_bytes)
+    check(made)
+    one = made[arguments.rank]
+    console = _console()
+    if arguments.json:
+        print(json.dumps(_plan_json(one, decision)))
+    else:
+        console.print(render(one), soft_wrap=True, markup=False, highlight=False)
+        console.print(_plan_text(one, decision), soft_wrap=True, markup=False, highlight=False)
+    if arguments.draw or arguments.trace:
+        rates = Rates(flops=arguments.tflops * 1e12, link_bytes=arguments.gbps * 1e9)
+        timeline = planned(str(decision.schedule), made, rates)
+        note = f"{problem}, on paper: {arguments.tflops:g} TFLOP/s, {arguments.gbps:g} GB/s"
+        for path, write in (
+            (arguments.draw, lambda path: draw([timeline], path, note=note)),
+            (arguments.trace, lambda path: trace([timeline], path)),
+        ):
+            if path:
+                print(f"wrote {write(path)}", file=sys.stderr)
+    return 0
+
+
+def _problem(arguments: argparse.Namespace) -> Any:
+    from ficco.problem import Problem
+
+    world = arguments.world
+    if world < 1:
+        raise ValueError(f"--world: required at least 1, got {world}")
+    if arguments.rows:
+        rows = tuple(_whole("--rows", text) for text in arguments.rows.split(","))
+        if len(rows) != world or sum(rows) != arguments.m:
+            raise ValueError(
+                f"--rows: required {world} numbers with the sum {arguments.m}, got {arguments.rows}"
+            )
+    elif arguments.m % world:
+        raise ValueError(
+            f"--m: required a multiple of --world {world}, got {arguments.m}; "
+            "give the rows of every rank with --rows"
+        )
+    else:
+        rows = (arguments.m // world,) * world
+    return Problem("all_gather_matmul", rows, arguments.n, arguments.k, arguments.dtype)
+
+
+def _whole(option: str, text: str) -> int:
+    if not text.strip().isdigit():
+        raise ValueError(f"{option}: required whole numbers, got {text!r}")
+    return int(text)
+
+
+def _plan_text(plan: Any, decision: Any) -> str:
+    mib = plan.extra_bytes / 2**20
+    ring = f", {plan.stages} steps at once" if plan.stages else ""
+    return (
+        f"{plan.problem}\nschedule {decision}\n"
+        f"checked for all {plan.problem.world} ranks: exact cover, no race, no deadlock\n"
+        f"{len(plan.steps)} steps on {len(plan.lanes)} lanes, {plan.words} signal words, "
+        f"{mib:.1f} MiB beside operands and result{ring}"
+    )
+
+
+def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "problem": asdict(plan.problem),
+        "schedule": plan.schedule,
+        "source": decision.source,
+        "reason": decision.reason,
+        "rank": plan.rank,
+        "lanes": plan.lanes,
+        "words": plan.words,
+        "staging": plan.staging,
+        "stages": plan.stages,
+        "extra_bytes": plan.extra_bytes,
+        "steps": [
+            {
+                "op": step.op,
+                "lane": step.lane,
+                "label": step.label,
+                "waits": [signal.name for signal in step.waits],
+                "posts": [signal.name for signal in step.posts],
+                "after": step.after,
+                "transfer": step.transfer and [end._asdict() for end in step.transfer],
+                "products": [
+                    {**p._asdict(), "a": p.a._asdict(), "out": p.out._asdict()}
+                    for p in step.products
+                ],
+                "mover": step.mover if step.op == "copy" else None,
+            }
+            for step in plan.steps
+        ],
+    }
+
+
+# doctor
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "print versions, devices, links, engines, and what would be used and why"
+    parser = commands.add_parser("doctor", help=text, description=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from ficco import doctor
+
+    found = doctor.report()
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        doctor.show(found, _console())
+    return 0
+
+
+# bench
+
+
+def _add_bench(commands: Any) -> None:
+    from ficco.bench.options import add
+
+    text = "time schedules, the serial composition and PyTorch's fused op, paired"
+    parser = commands.add_parser("bench", help=text, description=text)
+    add(parser)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from ficco.bench.options import run as run_bench
+
+    return run_bench(arguments)

@@ -1,0 +1,48 @@
+"""Which engine serves a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ficco.dma.engine import Engine
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ENGINES = ("cpu", "cuda", "hip")
+
+
+def engine_name(device: torch.device, wanted: str | None = None) -> str:
+    """The engine for a device and this build of PyTorch, or the one that was asked for.
+
+    Raises:
+        ValueError: there is no engine of that name.
+        NotImplementedError: no engine serves the device.
+    """
+    if wanted is not None:
+        if wanted not in ENGINES:
+            raise ValueError(f"engine: required one of {', '.join(ENGINES)}, got {wanted!r}")
+        return wanted
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return "hip" if torch.version.hip else "cuda"
+    raise NotImplementedError(f"no engine serves tensors on {device.type}; use cpu or cuda")
+
+
+def make_engine(name: str, group: ProcessGroup, device: torch.device, signals: str) -> Engine:
+    """The engine of a name. Vendor libraries are imported only here."""
+    if name == "cpu":
+        from ficco.dma.cpu import CpuEngine
+
+        return CpuEngine(group, device)
+    if name == "cuda":
+        from ficco.dma.cuda import CudaEngine
+
+        return CudaEngine(group, device, signals)
+    raise NotImplementedError(
+        "the hip engine is not part of this version; on an AMD GPU use torch.distributed's "
+        "all-gather and torch.matmul"
+    )

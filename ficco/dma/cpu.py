@@ -1,0 +1,565 @@
+"""CPUs: shared host memory, POSIX semaphores and PyTorch's own matrix product.
+
+The engine runs every Plan on any Linux machine and is the one in which calls can be disturbed on
+purpose. Every lane is a thread; ``compute0`` is the caller's own. Buffers lie in host memory that
+the ranks share, a signal is a semaphore in the waiter's memory. A call is over when it returns, so
+it raises its errors itself.
+
+Ordering: what a lane wrote before it posts a semaphore is seen by the lane whose wait takes it, see
+:class:`ficco.dma.host.Semaphores`. Lanes of one rank order each other through threading events.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal as unix_signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ficco.dma.engine import (
+    Call,
+    Capabilities,
+    Engine,
+    Op,
+    Program,
+    Slot,
+    Span,
+    Symmetric,
+    step_name,
+)
+from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
+from ficco.errors import SignalTimeout
+from ficco.plan import Product, Region, Signal, Transfer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Seconds between two looks of a waiting lane at failures of other lanes, the clock and
+#: :attr:`Engine.interrupt`.
+SLICE_S = 0.02
+#: Seconds that closing the engine waits for a lane.
+JOIN_S = 1.0
+#: Buffers in slots begin at multiples of this many bytes.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Trouble on purpose, for tests.
+
+    Attributes:
+        delay_s: every copy first sleeps for a random time of up to this many seconds.
+        bandwidth: bytes per second that no copy exceeds.
+        stall: rank and index of a step that never ends. The stuck rank's own call raises
+            SignalTimeout once one of its waits, or twice the timeout, has run out.
+        kill: rank and index of a step at which the process ends, as if by ``kill -9``.
+        seed: of the random delays; every rank has its own.
+    """
+
+    delay_s: float = 0.0
+    bandwidth: float | None = None
+    stall: tuple[int, int] | None = None
+    kill: tuple[int, int] | None = None
+    seed: int = 0
+
+
+_disturbance: Disturbance | None = None
+
+
+@contextmanager
+def disturb(disturbance: Disturbance) -> Iterator[None]:
+    """Disturb all CPU engines of this process that have no disturbance of their own."""
+    global _disturbance
+    before, _disturbance = _disturbance, disturbance
+    try:
+        yield
+    finally:
+        _disturbance = before
+
+
+class CpuMemory(Symmetric):
+    """Host memory of all ranks; ``parts`` are theirs as bytes, by rank."""
+
+    def __init__(self, engine: CpuEngine, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes = serial, nbytes
+        self.host = HostMemory(
+            engine.group, max(nbytes, 1), engine.timeout_s, f"allocation {serial}"
+        )
+        self.parts = [
+            torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+            for part in self.host.maps
+        ]
+        self.tensor = self.parts[engine.rank]
+        self.addresses = [self.host.address(rank) for rank in range(engine.world)]
+
+    def free(self) -> None:
+        """Let go of it; tensors in it, and calls under way, keep it mapped."""
+        self.parts, self.addresses = [], []
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.host.close()
+
+
+class _Stopped(Exception):
+    """Another lane of this call has failed."""
+
+
+class _Run:
+    """One call under way: its lanes' common state."""
+
+    def __init__(
+        self,
+        lanes: int,
+        recorded: Sequence[int],
+        timeout_s: float,
+        parts: Sequence[torch.Tensor],
+    ) -> None:
+        self.parts = parts  # a stuck lane may outlast its slot: keep what its addresses point to
+        self.timeout_s = timeout_s
+        self.recorded = {step: threading.Event() for step in recorded}
+        self.stamps: list[tuple[int, bool, float]] = []
+        self.blocked: dict[str, tuple[int, Signal, int, float]] = {}  # lane -> its long wait
+        self.began = time.perf_counter()
+        self.failed = threading.Event()
+        self.error: BaseException | None = None
+        self._lanes = lanes
+        self._lock = threading.Lock()
+        self.over = threading.Event()
+
+    def carry_out(self, ops: Sequence[Op], call: Call) -> None:
+        """Run one lane."""
+        try:
+            # Grad and inference mode belong to a thread; only here both hold for all lanes, and
+            # only inference mode may write to tensors of either kind.
+            with torch.inference_mode():
+                for op in ops:
+                    if self.failed.is_set():
+                        break
+                    op(call)
+        except _Stopped:
+            pass
+        except BaseException as error:  # also KeyboardInterrupt: the other lanes have to stop
+            self.fail(error)
+        finally:
+            with self._lock:
+                self._lanes -= 1
+                if not self._lanes:
+                    self.over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error and stop all lanes."""
+        with self._lock:
+            self.error = self.error or error
+        self.failed.set()
+
+    def check(self) -> None:
+        if self.failed.is_set():
+            raise _Stopped
+
+
+class _Lane:
+    """A thread that works off the operations of one lane, call after call."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A daemon: a lane that is stuck must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs,), name=f"ficco {name}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it holds the operands of the call
+
+
+class CpuEngine(Engine):
+    """See the module's docstring.
+
+    Attributes:
+        disturbance: trouble on purpose, for tests; goes before that of :func:`disturb`.
+    """
+
+    name = "cpu"
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.disturbance: Disturbance | None = None
+        self._random: tuple[Disturbance, random.Random] | None = None
+        self._serial = 0
+        self._lanes: dict[str, _Lane] = {}
+        self._closed = threading.Event()
+
+    # Memory.
+
+    def symmetric(self, nbytes: int) -> CpuMemory:
+        self._serial += 1
+        return CpuMemory(self, nbytes, self._serial)
+
+    def free(self, memory: Symmetric) -> None:
+        assert isinstance(memory, CpuMemory)
+        memory.free()
+
+    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
+        return _offsets(words, room)[2]
+
+    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+        assert isinstance(memory, CpuMemory)
+        first = memory.addresses[self.rank]
+        for word in range(words):
+            # The words by which peers hand the slot over rest at 1, see ficco.plan.Signal.
+            semaphores().init(first + word * SEMAPHORE_STRIDE, int(word < self.world))
+        memory.host.barrier(self.timeout_s)
+        return Slot(memory, words, room, _offsets(words, room)[:2], captured)
+
+    def retire(self, slot: Slot) -> None:
+        pass  # a call is over when it returns
+
+    # Signals.
+
+    def _word(self, program: Program, signal: Signal) -> int:
+        slot = program.slot
+        assert slot is not None and isinstance(slot.memory, CpuMemory)
+        return slot.memory.addresses[signal.waiter] + signal.word * SEMAPHORE_STRIDE
+
+    def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        words = [(signal, self._word(program, signal)) for signal in signals]
+        take = semaphores().try_wait
+
+        def op(call: Call) -> None:
+            for signal, word in words:
+                if not take(word):
+                    self._wait(program, call, step, signal, word)
+
+        return self._disturbed(step, op)
+
+    def _wait(self, program: Program, call: Call, step: int, signal: Signal, word: int) -> None:
+        run: _Run = call.state
+        lane = program.plan.steps[step].lane
+        begin = time.monotonic()
+        while not semaphores().wait(word, SLICE_S):
+            run.check()
+            self.interrupt()
+            if lane not in run.blocked:
+                run.blocked[lane] = (step, signal, word, begin)
+                self._mark(program, lane, 1)
+            if time.monotonic() - begin > run.timeout_s:
+                self._expire(program, run)
+        if run.blocked.pop(lane, None):
+            self._mark(program, lane, 0)
+
+    def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        words = [self._word(program, signal) for signal in signals]
+        post = semaphores().post
+
+        def op(call: Call) -> None:
+            for word in words:
+                post(word)
+
+        return self._disturbed(step, op)
+
+    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
+        return None  # a wait takes what was posted
+
+    def record(self, program: Program, step: int) -> Op:
+        return lambda call: call.state.recorded[step].set()
+
+    def join(self, program: Program, step: int, earlier: int) -> Op:
+        def op(call: Call) -> None:
+            while not call.state.recorded[earlier].wait(SLICE_S):
+                call.state.check()
+
+        return self._disturbed(step, op)
+
+    # Whom to blame. Where several lanes of a rank wait, one of the peers may itself only wait for
+    # another. Behind the words of a slot lies a byte per lane that says that the lane waits.
+
+    def _mark(self, program: Program, lane: str, value: int) -> None:
+        slot = program.slot
+        assert slot is not None
+        at = slot.words * SEMAPHORE_STRIDE + program.plan.lanes.index(lane) % SEMAPHORE_STRIDE
+        slot.memory.tensor[at] = value
+
+    def _expire(self, program: Program, run: _Run) -> NoReturn:
+        """Raise for the wait whose peer most likely is the cause: dead, or not waiting itself."""
+        slot = program.slot
+        assert slot is not None and isinstance(slot.memory, CpuMemory)
+        memory, marks = slot.memory, slot.words * SEMAPHORE_STRIDE
+
+        def order(wait: tuple[int, Signal, int, float]) -> tuple[bool, bool, float]:
+            peer = wait[1].poster
+            waits = bool(memory.parts[peer][marks : marks + SEMAPHORE_STRIDE].any())
+            return not _dead(memory.host.pids[peer]), waits, wait[3]
+
+        step, signal, word, begin = min(list(run.blocked.values()), key=order)
+        raise SignalTimeout(
+            operator=program.plan.problem.operator,
+            rank=self.rank,
+            peer=signal.poster,
+            step=step_name(program.plan.steps[step]),
+            schedule=program.plan.schedule,
+            seconds=time.monotonic() - begin,
+            wanted=1,
+            found=semaphores().value(word),
+        )
+
+    # Copies.
+
+    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+        src, dst = (self._rectangle(program, region) for region in transfer)
+        nbytes = transfer.src.elements * program.plan.problem.itemsize
+        move = _move if mover == "dma" else torch.Tensor.copy_
+
+        def op(call: Call) -> None:
+            begin = time.monotonic()
+            disturbance = self.disturbance or _disturbance
+            if disturbance is not None and disturbance.delay_s:
+                delay = self._generator(disturbance).uniform(0, disturbance.delay_s)
+                call.state.failed.wait(delay)
+            move(dst(call), src(call))
+            if disturbance is not None and disturbance.bandwidth:
+                rest = nbytes / disturbance.bandwidth - (time.monotonic() - begin)
+                call.state.failed.wait(max(rest, 0))
+
+        return self._disturbed(step, op)
+
+    def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        src, dst = (self._rectangle(program, region) for region in transfer)
+
+        def op(call: Call) -> None:
+            dst(call).copy_(src(call))
+
+        return self._disturbed(step, op)
+
+    def _rectangle(
+        self, program: Program, region: Region, batch: int = 1, stride: int = 0
+    ) -> Callable[[Call], torch.Tensor]:
+        """Finds a region in a call's operands or in shared memory, which a Program knows already.
+
+        With ``batch`` there are several, ``stride`` rows apart.
+        """
+
+        def view(whole: torch.Tensor) -> torch.Tensor:
+            pitch, step = whole.stride()
+            start = whole.storage_offset() + region.row * pitch + region.col * step
+            shape, strides = (region.rows, region.cols), (pitch, step)
+            if batch > 1:
+                return whole.as_strided((batch, *shape), (stride * pitch, *strides), start)
+            return whole.as_strided(shape, strides, start)
+
+        buffer = region.buffer
+        if buffer in ("staging", "publish") or (buffer == "a" and region.rank != self.rank):
+            found = view(self._shared(program, buffer, region.rank))
+            return lambda call: found
+        name = {"sum": "sums"}.get(buffer, buffer)
+        return lambda call: view(getattr(call, name))
+
+    def _shared(self, program: Program, buffer: str, rank: int) -> torch.Tensor:
+        """A symmetric buffer of any rank as a matrix, with as many rows as there is room for."""
+        plan, slot = program.plan, program.slot
+        cols = plan.staging[1] if buffer == "staging" else plan.problem.k
+        if buffer == "a":
+            assert program.source is not None
+            memory, start = program.source
+            nbytes = plan.problem.rows[rank] * cols * plan.problem.itemsize
+        else:
+            assert slot is not None
+            index = ("staging", "publish").index(buffer)
+            memory, start, nbytes = slot.memory, slot.offsets[index], slot.room[index]
+        assert isinstance(memory, CpuMemory)
+        rows = nbytes // max(cols * plan.problem.itemsize, 1)
+        part = memory.parts[rank][start : start + rows * cols * plan.problem.itemsize]
+        return part.view(getattr(torch, plan.problem.dtype)).as_strided((rows, cols), (cols, 1))
+
+    # Products.
+
+    def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
+        parts = [
+            (
+                product,
+                self._rectangle(program, product.a, product.batch, product.a_stride),
+                self._rectangle(program, product.out, product.batch, product.out_stride),
+            )
+            for product in products
+        ]
+
+        def op(call: Call) -> None:
+            for product, a, out in parts:
+                b = call.b[product.k_first : product.k_last]
+                _multiply(a(call), b, out(call), product.accumulate)
+
+        return self._disturbed(step, op)
+
+    # Disturbances.
+
+    def _disturbed(self, step: int, op: Op) -> Op:
+        def disturbed(call: Call) -> None:
+            disturbance = self.disturbance or _disturbance
+            if disturbance is not None:
+                if disturbance.kill == (self.rank, step):
+                    os.kill(os.getpid(), unix_signal.SIGKILL)
+                if disturbance.stall == (self.rank, step):
+                    self._stall(call.state)
+            op(call)
+
+        return disturbed
+
+    def _stall(self, run: _Run) -> NoReturn:
+        begin = time.monotonic()
+        while not self._closed.wait(SLICE_S):
+            run.check()
+            if (seconds := time.monotonic() - begin) > 2 * run.timeout_s:
+                raise SignalTimeout(
+                    operator="disturbance",
+                    rank=self.rank,
+                    peer=self.rank,
+                    step="stalled on purpose",
+                    schedule="any",
+                    seconds=seconds,
+                )
+        raise _Stopped
+
+    def _generator(self, disturbance: Disturbance) -> random.Random:
+        if self._random is None or self._random[0] is not disturbance:
+            generator = random.Random(f"{disturbance.seed} {self.rank}")
+            self._random = disturbance, generator
+        return self._random[1]
+
+    # Running.
+
+    def execute(self, program: Program, call: Call) -> None:
+        lanes = program.state.get("lanes")
+        if lanes is None:
+            lanes = program.state["lanes"] = {"compute0": []}
+            for lane, op in program.ops:
+                lanes.setdefault(lane, []).append(op)
+            steps = program.plan.steps
+            program.state["recorded"] = sorted({i for step in steps for i in step.after})
+        parts: Sequence[torch.Tensor] = ()
+        if (slot := program.slot) is not None:
+            assert isinstance(slot.memory, CpuMemory)
+            call.epoch, parts = slot.begin(program), slot.memory.parts
+        run = call.state = _Run(len(lanes), program.state["recorded"], self.timeout_s, parts)
+        for lane, ops in lanes.items():
+            if lane != "compute0":
+                self._lane(lane).submit(partial(run.carry_out, ops, call))
+        run.carry_out(lanes["compute0"], call)
+        try:
+            run.over.wait()
+        except BaseException as error:  # Ctrl-C: no lane may write to the result any more
+            run.fail(error)
+            run.over.wait(JOIN_S)
+        if run.error is not None:
+            raise run.error
+
+    def _lane(self, name: str) -> _Lane:
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(name)
+        return self._lanes[name]
+
+    def stamp(self, program: Program, step: int, end: bool) -> Op:
+        return lambda call: call.state.stamps.append((step, end, time.perf_counter()))
+
+    def spans(self, program: Program, call: Call) -> list[Span]:
+        run: _Run = call.state
+        times = {(step, end): when - run.began for step, end, when in run.stamps}
+        return [
+            Span(step, program.plan.steps[step].lane, start, times[step, True])
+            for (step, end), start in sorted(times.items())
+            if not end and (step, True) in times
+        ]
+
+    def capturing(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        pass  # a call is over when it returns
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            engine="cpu",
+            post="sem_post on a process-shared POSIX semaphore in the waiter's memory",
+            wait="sem_wait with a time limit; POSIX orders memory around both (XBD 4.12)",
+            copy="memmove by a thread per lane, one per row where rows are not adjacent; it shares "
+            "the cores and the memory bandwidth with the products. Operands whose rows are "
+            "strided inside are copied by PyTorch",
+            movers=("dma", "kernel"),
+            accumulate="into the product for float32 and float64; for bfloat16 and float16 into a "
+            "float32 buffer of the product's size, from float32 copies of the pieces and of their "
+            "rows of b, rounded once",
+            capture=False,
+        )
+
+    def close(self) -> None:
+        self._closed.set()
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+
+def _offsets(words: int, room: tuple[int, int]) -> tuple[int, int, int]:
+    """Where staging, publish and the end of a slot lie, behind the words and the lanes' marks."""
+    staging = (words + 1) * SEMAPHORE_STRIDE
+    publish = staging + _align(room[0])
+    return staging, publish, publish + _align(room[1])
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _dead(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copy a rectangle by memmove, row by row unless rows are adjacent on both sides."""
+    rows, cols = src.shape
+    if src.stride(1) != 1 and cols > 1:
+        dst.copy_(src)
+        return
+    width = cols * src.element_size()
+    to, to_pitch = dst.data_ptr(), dst.stride(0) * src.element_size()
+    at, at_pitch = src.data_ptr(), src.stride(0) * src.element_size()
+    if to_pitch == at_pitch == width:
+        rows, width = 1, rows * width
+    for row in range(rows):
+        ctypes.memmove(to + row * to_pitch, at + row * at_pitch, width)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """``out (+)= a @ b``, or a batch of such products with a common b, in the dtype of out."""
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    if a.dim() == 3:
+        b = b.unsqueeze(0).expand(a.shape[0], -1, -1)
+        if accumulate:
+            torch.baddbmm(out, a, b, out=out)
+        else:
+            torch.bmm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)

@@ -1,0 +1,260 @@
+"""What is here, what ficco can do with it, and why: versions, devices, links, engines.
+
+Every part is asked for on its own, and what cannot be told is said in its place: on a machine with
+a problem this must still run. Nothing here needs a GPU or a process group.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Seconds that a tool of the vendor's may take.
+TOOL_S = 10.0
+
+
+def report() -> dict[str, Any]:
+    """Everything, as JSON would hold it."""
+    return {
+        "versions": _tried(versions),
+        "devices": _tried(devices),
+        "links": _tried(links),
+        "engines": engines(),
+        "use": _tried(use),
+    }
+
+
+def _tried(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception as error:  # whatever a half-installed driver may raise
+        return f"cannot be told: {type(error).__name__}: {error}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what takes part; empty for what is not here."""
+    found = {
+        "ficco": package("ficco") or "not installed",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "hip": torch.version.hip or "",
+        "nccl": _tried(_nccl),
+        "driver": _tried(driver),
+        "cuda-bindings": package("cuda-bindings"),
+        "hip-python": package("hip-python"),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+    }
+    return found
+
+
+def package(name: str) -> str:
+    """Version of an installed distribution; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def driver() -> str:
+    """Version of the GPU driver; empty if there is none."""
+    if Path("/proc/driver/nvidia/version").exists():
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        numbers = [w for w in line.split() if w.count(".") >= 1 and w.replace(".", "").isdigit()]
+        if numbers:
+            return numbers[0]
+    amd = Path("/sys/module/amdgpu/version")
+    return amd.read_text().strip() if amd.exists() else ""
+
+
+def devices() -> list[dict[str, Any]]:
+    """GPUs and the CPU."""
+    cpu = {"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}
+    found: list[dict[str, Any]] = [cpu]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "cores": properties.multi_processor_count,
+                "kind": f"cuda:{index}",
+                "memory_bytes": properties.total_memory,
+                "architecture": getattr(
+                    properties, "gcnArchName", f"sm_{properties.major}{properties.minor}"
+                ),
+            }
+        )
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def links() -> dict[str, Any]:
+    """Which GPU can reach which one's memory, and over what."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return {"peer access": [], "topology": "fewer than two GPUs"}
+    access = [
+        [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)]
+        for i in range(count)
+    ]
+    tool = ["rocm-smi", "--showtopotype"] if torch.version.hip else ["nvidia-smi", "topo", "-m"]
+    return {"peer access": access, "topology": _tried(lambda: _run(tool))}
+
+
+def _run(tool: list[str]) -> str:
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=TOOL_S, check=True)
+    return done.stdout.strip()
+
+
+def engines() -> dict[str, Any]:
+    """What each engine can do here, or why it cannot be used."""
+    from ficco.dma.choose import ENGINES
+
+    found: dict[str, Any] = {}
+    for name in ENGINES:
+        try:
+            found[name] = capabilities(name)
+        except Exception as error:
+            found[name] = f"cannot be used here: {error}"
+    return found
+
+
+def capabilities(name: str) -> dict[str, Any]:
+    """What an engine can do, asked of one that serves a group of this process alone."""
+    from ficco.dma.choose import make_engine
+    from ficco.options import current
+
+    if name == "cpu":
+        device = torch.device("cpu")
+    elif not torch.cuda.is_available():
+        raise RuntimeError("no GPU that this torch can use")
+    elif bool(torch.version.hip) != (name == "hip"):
+        raise RuntimeError(f"this torch is built for {'hip' if torch.version.hip else 'cuda'}")
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
+    with _alone(device):
+        engine = make_engine(name, dist.group.WORLD, device, current().signals)
+        try:
+            return asdict(engine.capabilities())
+        finally:
+            engine.close()
+
+
+class _alone:
+    """A process group of this process, unless there is a group already."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mine = not dist.is_initialized()
+
+    def __enter__(self) -> None:
+        if self._mine:
+            on_gpu = self._device.type == "cuda"
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+                device_id=self._device if on_gpu else None,
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._mine:
+            dist.destroy_process_group()
+
+
+def use() -> dict[str, str]:
+    """Which engine serves tensors of each kind, and why."""
+    from ficco.dma.choose import engine_name
+    from ficco.options import current
+
+    wanted = current().engine
+    why = f"options(engine={wanted!r})" if wanted else "the tensors' device decides"
+    found = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}
+    if torch.cuda.is_available():
+        build = "ROCm" if torch.version.hip else "CUDA"
+        name = engine_name(torch.device("cuda"), wanted)
+        found["tensors on cuda"] = f"{name}: {why}, and this torch is built for {build}"
+    else:
+        found["tensors on cuda"] = f"none: {_why_no_gpu()}"
+    found["schedule='auto'"] = (
+        "a rule on the sizes; ficco.explain says what it takes for a problem and why"
+    )
+    return found
+
+
+def _why_no_gpu() -> str:
+    if not torch.backends.cuda.is_built():
+        return "this torch is built for CPUs only"
+    return "torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print a report as tables."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title, title_justify="left", show_header=bool(columns))
+        for column in columns or ("", ""):
+            made.add_column(column, overflow="fold")
+        return made
+
+    def pairs(title: str, values: Any) -> None:
+        made = table(title)
+        if not isinstance(values, dict):
+            values = {"": values}
+        for name, value in values.items():
+            made.add_row(escape(str(name)), escape(_text(value)))
+        console.print(made)
+
+    pairs("Versions", found["versions"])
+    made = table("Devices", "device", "name", "cores", "memory", "architecture")
+    for one in found["devices"] if isinstance(found["devices"], list) else []:
+        memory = f"{one['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in one else ""
+        row = (one["kind"], one["name"], one["cores"], memory, one.get("architecture", ""))
+        made.add_row(*(escape(str(cell)) for cell in row))
+    console.print(made)
+    pairs("Links", found["links"])
+    for name, value in found["engines"].items():
+        pairs(f"Engine {name}", value)
+    pairs("What would be used", found["use"])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], list):
+            return "\n".join(" ".join("yes" if x else "no" for x in row) for row in value)
+        return ", ".join(map(str, value)) or "none"
+    return str(value) if value else "-"

@@ -1,0 +1,278 @@
+"""Ranks on this machine: processes started here, or those that torchrun has started.
+
+Each rank gets the default process group (gloo on CPUs, NCCL or RCCL on GPUs), its share of the
+CPU's cores, and a time after which it prints where it stands and ends. A rank that fails brings
+the others down, and its traceback is the error of :func:`launch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ficco.errors import FiccoError
+
+#: Seconds that ranks get to end by themselves once one of them has failed: enough to report an
+#: error of their own, too short to wait for a peer that is gone.
+GRACE_S = 3.0
+
+#: Seconds between the request to end and the end by force.
+TERMINATE_S = 5.0
+
+Report = tuple[str, Any]
+
+
+class RankFailed(FiccoError):
+    """A rank raised an exception, died or ran out of time.
+
+    Attributes:
+        rank: the rank that failed first.
+        kind: name of the exception's type, ``"exit"`` or ``"timeout"``.
+        text: its message in one line.
+        details: its traceback, or where it stood.
+    """
+
+    def __init__(self, rank: int, kind: str, text: str, details: str = "") -> None:
+        self.rank = rank
+        self.kind = kind
+        self.text = text
+        self.details = details
+        super().__init__(f"rank {rank} failed: {kind}: {text}")
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def default_device() -> str:
+    """``"cuda"`` where torch sees GPUs of any vendor, else ``"cpu"``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int | None,
+    *args: Any,
+    device: str = "cpu",
+    timeout_s: float = 600.0,
+) -> Any:
+    """Run ``fn(*args)`` on every rank, inside a process group.
+
+    Under torchrun this process is one of the ranks, and the result is its own. Otherwise ``ranks``
+    processes are started, ``fn`` and ``args`` travel by pickle, and the result is that of rank 0.
+
+    Args:
+        fn: a function of a module.
+        ranks: number of ranks; None for one per GPU, four on CPUs, or what torchrun gives.
+        device: ``"cpu"`` or ``"cuda"``, for GPUs of any vendor.
+        timeout_s: seconds after which a rank prints its stacks and ends.
+
+    Raises:
+        ValueError: that many ranks cannot run here.
+        RankFailed: a rank failed; the others have been ended.
+    """
+    if under_torchrun():
+        return _join(fn, ranks, args, device, timeout_s)
+    ranks = check_ranks(ranks, device)
+    # This process keeps the store, so that it outlives whichever rank fails.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank,
+                args=(there, rank, ranks, store.port, device, timeout_s, fn, args),
+                name=f"ficco rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            processes.append(process)
+            pipes.append(here)
+        return _collect(processes, pipes, timeout_s)
+    finally:
+        _end(processes)
+        for pipe in pipes:
+            pipe.close()
+
+
+def check_ranks(ranks: int | None, device: str) -> int:
+    """How many ranks to start here; ``ValueError`` where they cannot run."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device: required cpu or cuda, got {device!r}")
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if under_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, world):
+            raise ValueError(
+                f"ranks: required {world}, as torchrun started, got {ranks}; leave --ranks out"
+            )
+        return world
+    if device == "cuda" and gpus == 0:
+        raise ValueError("device: required a GPU that torch sees, got none; use --device cpu")
+    if ranks is None:
+        return gpus or 4
+    if ranks < 1:
+        raise ValueError(f"ranks: required at least 1, got {ranks}")
+    if device == "cuda" and ranks > gpus:
+        raise ValueError(f"ranks: required at most {gpus}, one per GPU, got {ranks}")
+    return ranks
+
+
+def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float) -> Any:
+    """The result of rank 0 once all have one, or the failure of the first that failed."""
+    deadline = time.monotonic() + timeout_s + GRACE_S
+    results: dict[int, Any] = {}
+    failed: RankFailed | None = None
+    open_ranks = dict(enumerate(pipes))
+    while open_ranks:
+        left = deadline - time.monotonic()
+        ready = wait(list(open_ranks.values()), max(left, 0))
+        if not ready:
+            if failed is None:
+                rank = min(open_ranks)
+                raise RankFailed(rank, "timeout", f"not done after {timeout_s:.0f} s")
+            break
+        for rank, pipe in list(open_ranks.items()):
+            if pipe not in ready:
+                continue
+            del open_ranks[rank]
+            failure: RankFailed | None = None
+            try:
+                kind, value = pipe.recv()
+                if kind == "result":
+                    results[rank] = value
+                else:
+                    failure = RankFailed(rank, *value)
+            except EOFError:
+                processes[rank].join(TERMINATE_S)
+                code = processes[rank].exitcode
+                failure = RankFailed(rank, "exit", f"the process ended with {_exit(code)}")
+            if failure is not None and failed is None:
+                failed = failure
+                deadline = time.monotonic() + GRACE_S
+    if failed is not None:
+        raise failed
+    for process in processes:
+        process.join(TERMINATE_S)
+    return results[0]
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(TERMINATE_S)
+        if process.is_alive():
+            process.kill()
+            process.join(TERMINATE_S)
+
+
+def _rank(
+    pipe: Connection,
+    rank: int,
+    world: int,
+    port: int,
+    device: str,
+    timeout_s: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """What a started process does."""
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
+    try:
+        if device == "cpu":
+            # The ranks share this machine, also where the host's name leads elsewhere.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.TCPStore("127.0.0.1", port, None, False)
+        with _group(rank, world, rank, device, timeout_s, store):
+            report: Report = ("result", fn(*args))
+        pipe.send(report)
+    except Exception as error:
+        pipe.send(("failure", (type(error).__name__, str(error), traceback.format_exc())))
+        raise SystemExit(1) from None
+    finally:
+        pipe.close()
+
+
+def _terminate(*_: Any) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _join(
+    fn: Callable[..., Any],
+    ranks: int | None,
+    args: tuple[Any, ...],
+    device: str,
+    timeout_s: float,
+) -> Any:
+    rank, world = int(os.environ["RANK"]), check_ranks(ranks, device)
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    try:
+        with _group(rank, world, local, device, timeout_s, None):
+            return fn(*args)
+    except (ValueError, NotImplementedError):
+        raise
+    except Exception as error:
+        details = traceback.format_exc()
+        raise RankFailed(rank, type(error).__name__, str(error), details) from error
+
+
+@contextlib.contextmanager
+def _group(
+    rank: int, world: int, local: int, device: str, timeout_s: float, store: dist.Store | None
+) -> Iterator[None]:
+    """The default process group, the rank's device and its share of the cores."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+    if store is not None:
+        options.update(store=store, rank=rank, world_size=world)
+    if device == "cuda":
+        torch.cuda.set_device(local)
+        options["device_id"] = torch.device("cuda", local)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+    try:
+        yield
+        _close()
+        dist.destroy_process_group()
+    finally:
+        # After an exception the group is left to the end of the process: peers may be gone, and
+        # to take it down would wait for them.
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _close() -> None:
+    """Free the symmetric memory of the groups of this process."""
+    import ficco
+
+    ficco.close()

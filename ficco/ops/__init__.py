@@ -1,0 +1,1 @@
+"""The operators, one module each, and the path that their calls take."""

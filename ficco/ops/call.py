@@ -1,0 +1,315 @@
+"""The path of a call: validate, decide, plan, fit the workspace, run.
+
+The second call of a kind is one dictionary look-up, one entry on the board and the enqueue loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
+from ficco.errors import FiccoError
+from ficco.heuristics import decide
+from ficco.options import Options, current
+from ficco.plan import Plan
+from ficco.problem import ITEMSIZE, Problem, digest
+from ficco.runtime import compile
+from ficco.schedules import Schedule, plan
+from ficco.workspace import Workspace, workspace_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass
+class Bound:
+    """What is kept of a kind of call: its Plan, and a Program per slot."""
+
+    plan: Plan
+    digest: int
+    single: bool
+    source: tuple[Symmetric, int] | None
+    programs: dict[int, Program] = field(default_factory=dict)
+
+    def program(self, workspace: Workspace, slot: Slot | None) -> Program:
+        found = self.programs.get(id(slot))
+        if found is None:
+            found = compile(self.plan, workspace.engine, slot, self.source)
+            self.programs[id(slot)] = found
+        return found
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the program of a slot that is about to be freed."""
+        program = self.programs.pop(id(slot), None)
+        if program is not None:
+            program.clear()
+
+
+def gather_call(
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: ProcessGroup | None,
+    schedule: str | Schedule,
+    rows: Sequence[int] | None,
+    return_gathered: bool,
+) -> Result:
+    """Run an operator that gathers A by rows and multiplies it with a local B."""
+    workspace, bound, a = _bound(operator, a, b, group, schedule, rows, return_gathered)
+    slot = workspace.slot(bound.plan, bound.single)
+    program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
+    call = _operands(bound.plan, a, b)
+    _execute(workspace, program, call)
+    return call.out, call.gathered
+
+
+def gather_trace(
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: ProcessGroup | None,
+    schedule: str | Schedule,
+    rows: Sequence[int] | None,
+) -> tuple[torch.Tensor, Plan, list[Span]]:
+    """Run one call that notes when its steps ran."""
+    workspace, bound, a = _bound(operator, a, b, group, schedule, rows, False)
+    slot = workspace.slot(bound.plan, bound.single)
+    program = compile(bound.plan, workspace.engine, slot, bound.source, trace=True)
+    call = _operands(bound.plan, a, b)
+    _execute(workspace, program, call)
+    spans = workspace.engine.spans(program, call)
+    if slot is not None:
+        del slot.programs[slot.epoch]
+    program.clear()
+    return call.out, bound.plan, spans
+
+
+def _execute(workspace: Workspace, program: Program, call: Call) -> None:
+    options = current()
+    engine, watchdog = workspace.engine, workspace.watchdog
+    engine.timeout_s = options.timeout_s
+    if watchdog is not None:
+        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
+    grad = torch.is_grad_enabled()
+    if grad:
+        torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
+    try:
+        engine.execute(program, call)
+    except FiccoError as error:
+        # The words of this group no longer say who is where.
+        workspace.error = error
+        raise
+    finally:
+        if grad:
+            torch._C._set_grad_enabled(True)
+
+
+def _operands(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> Call:
+    problem = plan.problem
+    call = Call(a, b, a.new_empty((problem.m, problem.n)))
+    if problem.return_gathered:
+        call.gathered = a.new_empty((problem.m, problem.k))
+    if plan.sums:
+        call.sums = torch.empty((problem.m, problem.n), dtype=torch.float32, device=a.device)
+    return call
+
+
+def _bound(
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: ProcessGroup | None,
+    schedule: str | Schedule,
+    rows: Sequence[int] | None,
+    return_gathered: bool,
+) -> tuple[Workspace, Bound, torch.Tensor]:
+    """The workspace, what is kept of such calls, and A as a matrix that copies can read."""
+    group = process_group(group)
+    options = current()
+    workspace = _workspace(group, a, b)
+    workspace.raise_error()
+    workspace.calls += 1
+    number = workspace.calls
+    rows = tuple(rows) if rows is not None else None
+    a, source = _matrix(workspace, a)
+    key = (
+        operator,
+        a.shape,
+        a.dtype,
+        b.shape,
+        b.dtype,
+        a.device,
+        b.device,
+        a.layout,
+        b.layout,
+        schedule,
+        rows,
+        return_gathered,
+        options.workspace_bytes,
+        source and (source[0].serial, source[1]),
+        torch.is_grad_enabled() and (a.requires_grad or b.requires_grad),
+    )
+    bound = workspace.programs.get(key)
+    if bound is not None:
+        workspace.board.post(number, bound.digest)
+        if not bound.programs:  # its slot is gone: growing again must begin in agreement
+            workspace.board.agree(number, options.timeout_s, operator, bound.plan.schedule)
+        return workspace, bound, a
+    try:
+        problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
+        chosen = decide(problem, schedule).schedule
+        made, single = _plan(workspace, problem, chosen, options)
+    except (ValueError, NotImplementedError) as error:
+        # The peers learn of it, so that they do not wait for this rank.
+        text = f"{type(error).__name__}: {error}"
+        workspace.board.post(number, workspace.board.describe(text))
+        raise
+    text = _text(made, options, source if chosen.pull else None)
+    bound = Bound(made, digest(text), single, source if made.publish is False else None)
+    workspace.board.describe(text)
+    workspace.board.post(number, bound.digest)
+    try:
+        workspace.board.agree(number, options.timeout_s, operator, made.schedule)
+    except FiccoError as error:
+        workspace.error = error
+        raise
+    workspace.programs[key] = bound
+    return workspace, bound, a
+
+
+def _text(plan: Plan, options: Options, source: tuple[Symmetric, int] | None) -> str:
+    """What ranks must agree on, in words."""
+    parts = [str(plan.problem), f"schedule {plan.schedule}"]
+    if options.workspace_bytes is not None:
+        parts.append(f"workspace_bytes={options.workspace_bytes}")
+    if source is not None:
+        parts.append(f"a_shard in symmetric allocation {source[0].serial} at byte {source[1]}")
+    return ", ".join(parts)
+
+
+def _plan(
+    workspace: Workspace, problem: Problem, schedule: Schedule, options: Options
+) -> tuple[Plan, bool]:
+    """This rank's plan, and whether calls of it keep to one slot."""
+    rank, cap = workspace.engine.rank, options.workspace_bytes
+    if schedule.mover not in workspace.engine.capabilities().movers:
+        raise NotImplementedError(
+            f"schedule {schedule}: the {workspace.name} engine has no mover {schedule.mover!r} "
+            "yet; leave the knob out"
+        )
+    if cap is None or problem.world == 1:
+        return plan(problem, schedule, rank), False
+    whole = plan(problem, schedule, rank)
+    words = workspace.engine.slot_bytes(whole.words, (0, 0))
+    return plan(problem, schedule, rank, max(0, cap - words - whole.room[1])), True
+
+
+def process_group(group: ProcessGroup | None) -> ProcessGroup:
+    """The group of a call, WORLD by default; ``ValueError`` if this rank is in none."""
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "group: required an initialised default process group, got none; call "
+                "torch.distributed.init_process_group or pass group="
+            )
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group: required a torch.distributed ProcessGroup that this rank is in, got {group!r}"
+        )
+    return group
+
+
+def _workspace(group: ProcessGroup, a: torch.Tensor, b: torch.Tensor) -> Workspace:
+    for name, tensor in (("a_shard", a), ("b", b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    if a.device.type == "cpu" and current().engine is None and _backend(group) == "nccl":
+        raise ValueError(
+            "a_shard: required a CUDA tensor for a NCCL group, got one on cpu; move it to the "
+            "GPU or use a gloo group"
+        )
+    return workspace_of(group, a.device)
+
+
+def _backend(group: ProcessGroup) -> str:
+    return str(dist.get_backend(group))
+
+
+def _matrix(
+    workspace: Workspace, a: torch.Tensor
+) -> tuple[torch.Tensor, tuple[Symmetric, int] | None]:
+    """A with its leading dimensions flattened, rows contiguous, and where it lies if symmetric."""
+    if a.layout is not torch.strided or a.dim() < 2:
+        return a, None  # refused by _problem
+    if a.dim() > 2:
+        a = a.flatten(0, -2)
+    if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
+        a = a.contiguous()  # no copy engine moves elements at a distance
+    return a, workspace.symmetric_source(a)
+
+
+def _problem(
+    group: ProcessGroup,
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rows: tuple[int, ...] | None,
+    return_gathered: bool,
+    symmetric: bool,
+) -> Problem:
+    """The Problem of the operands, or the reason why they are wrong."""
+    for name, tensor in (("a_shard", a), ("b", b)):
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{name}: sparse tensors are not served; pass a dense one (.to_dense())"
+            )
+    if a.dim() < 2 or b.dim() != 2:
+        raise ValueError(
+            f"required a_shard [..., m/W, k] and b [k, n], got shapes {list(a.shape)} and "
+            f"{list(b.shape)}; reshape them"
+        )
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"required as many columns of a_shard as rows of b, got k={a.shape[1]} and "
+            f"k={b.shape[0]}; pass b as [k, n] (an nn.Linear weight as weight.t())"
+        )
+    if a.dtype != b.dtype:
+        raise ValueError(
+            f"required one dtype, got a_shard {a.dtype} and b {b.dtype}; convert one of them"
+        )
+    if a.device != b.device:
+        raise ValueError(
+            f"required one device, got a_shard on {a.device} and b on {b.device}; move one of them"
+        )
+    dtype = str(a.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE or (dtype == "float64" and a.device.type != "cpu"):
+        served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
+        raise NotImplementedError(
+            f"dtype {a.dtype} is not served on {a.device.type}; use one of {', '.join(served)}"
+        )
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        raise NotImplementedError(
+            f"{operator} has no backward yet; call it under torch.no_grad() or detach its operands"
+        )
+    rank, world = group.rank(), group.size()
+    if rows is None:
+        rows = (a.shape[0],) * world
+    elif len(rows) != world or any(not isinstance(r, int) or r < 0 for r in rows):
+        raise ValueError(
+            f"rows: required {world} numbers of rows, one per rank, none negative, got "
+            f"{list(rows)}"
+        )
+    if rows[rank] != a.shape[0]:
+        raise ValueError(
+            f"rows: required a_shard to have rows[{rank}]={rows[rank]} rows on rank {rank}, got "
+            f"{a.shape[0]}"
+        )
+    return Problem(operator, rows, b.shape[1], a.shape[1], dtype, return_gathered, symmetric)

@@ -1,0 +1,90 @@
+"""Options of a call, set for a block of code or for the whole process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be set beside the arguments of an operator.
+
+    Attributes:
+        timeout_s: seconds that a call may wait for its peers. 60 by default, because the first
+            use of a library can be slow.
+        on_timeout: on a GPU, ``"abort"`` prints the whole text and ends the process, as the
+            vendor's collectives do; ``"raise"`` frees the streams and raises at the next ficco
+            call or :func:`ficco.synchronize`. On the CPU engine the call itself raises.
+        engine: name of the engine, in place of the one for the tensors' device.
+        workspace_bytes: cap on the symmetric memory of a group's eager calls; pieces then share it
+            as a ring. None: no cap.
+        signals: how signals reach a peer, ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
+            ``"auto"``, the first of them that the driver allows. Used when a group makes its first
+            call.
+    """
+
+    timeout_s: float = 60.0
+    on_timeout: str = "abort"
+    engine: str | None = None
+    workspace_bytes: int | None = None
+    signals: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: required a number above 0, got {self.timeout_s}")
+        for name, values in (
+            ("on_timeout", ("abort", "raise")),
+            ("signals", ("auto", "write", "copy")),
+        ):
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"{name}: required one of {', '.join(values)}, got {getattr(self, name)!r}"
+                )
+        if self.workspace_bytes is not None and self.workspace_bytes < 0:
+            raise ValueError(
+                f"workspace_bytes: required at least 0 or None, got {self.workspace_bytes}"
+            )
+
+
+_process = Options()
+_block: ContextVar[Options | None] = ContextVar("ficco_options", default=None)
+
+
+def current() -> Options:
+    """The options in force here."""
+    return _block.get() or _process
+
+
+@contextmanager
+def options(**changes: Any) -> Iterator[Options]:
+    """Change options within a block: ``with ficco.options(timeout_s=5): ...``.
+
+    See :class:`Options` for the names. Blocks nest; the setting follows the context (threads and
+    tasks start with the process-wide one).
+
+    Raises:
+        ValueError: an unknown name or a value that is not allowed.
+    """
+    token = _block.set(_changed(current(), changes))
+    try:
+        yield current()
+    finally:
+        _block.reset(token)
+
+
+def set_options(**changes: Any) -> None:
+    """Change options for the whole process; :func:`options` blocks go before them."""
+    global _process
+    _process = _changed(_process, changes)
+
+
+def _changed(options: Options, changes: dict[str, Any]) -> Options:
+    known = [field.name for field in fields(Options)]
+    for name in changes:
+        if name not in known:
+            raise ValueError(f"options: required one of {', '.join(known)}, got {name!r}")
+    return replace(options, **changes)

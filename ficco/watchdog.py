@@ -1,0 +1,97 @@
+"""Finds calls that are stuck on a GPU, and ranks that disagree.
+
+A call has returned long before its work is over, so that nobody is left to raise. Calls and graph
+replays write words to pinned host memory when they begin and end; a thread polls those words and
+the agreement board, and no CUDA call, which could break a capture.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ficco.dma.engine import Slot, step_name
+from ficco.errors import FiccoError, SignalTimeout
+
+if TYPE_CHECKING:
+    from ficco.workspace import Workspace
+
+#: Seconds between two looks.
+PERIOD_S = 0.05
+#: Seconds that freeing the streams of a stuck call may take before the process ends.
+RELEASE_S = 10.0
+
+
+class Watchdog:
+    """A thread that watches one workspace until it is stopped or has found a fault."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._since: dict[int, float] = {}  # slot -> when its running call was first seen
+        self._stop = threading.Event()
+        self.timeout_s = 60.0
+        self.on_timeout = "abort"
+        self._thread = threading.Thread(target=self._run, name="ficco watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            error = self._look()
+            if error is not None:
+                self._act(error)
+                return
+
+    def _look(self) -> FiccoError | None:
+        workspace = self._workspace
+        now = time.monotonic()
+        stuck: FiccoError | None = None
+        running = False
+        for slot in workspace.slots:
+            epoch, ended = workspace.engine.pulse(slot)
+            if not epoch:
+                self._since.pop(id(slot), None)
+                continue
+            running = True
+            since = self._since.setdefault(id(slot), now)
+            if ended:
+                self._since[id(slot)] = now
+            elif now - since > self.timeout_s and stuck is None:
+                stuck = self._timeout(slot, epoch, now - since)
+        return (workspace.board.mismatch(workspace.calls) if running else None) or stuck
+
+    def _timeout(self, slot: Slot, epoch: int, seconds: float) -> SignalTimeout:
+        engine = self._workspace.engine
+        program = slot.programs[epoch]
+        found = engine.missing(slot, program, epoch)
+        step, signal, value = found or (None, None, None)
+        return SignalTimeout(
+            operator=program.plan.problem.operator,
+            rank=engine.rank,
+            peer=signal.poster if signal else None,
+            step=step_name(program.plan.steps[step]) if step is not None else "unknown",
+            schedule=program.plan.schedule,
+            seconds=seconds,
+            wanted=None if signal is None else slot.wanted(signal, epoch),
+            found=value,
+        )
+
+    def _act(self, error: FiccoError) -> None:
+        workspace = self._workspace
+        workspace.error = error
+        print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if self.on_timeout == "abort":
+            print("ficco: ending this process (on_timeout='abort')", file=sys.stderr, flush=True)
+            os._exit(1)
+        if not workspace.engine.release(workspace.slots, RELEASE_S):
+            print("ficco: the streams could not be freed, ending this process", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)

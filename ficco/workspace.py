@@ -1,0 +1,197 @@
+"""What a group keeps between calls: engine, board, slots of symmetric memory, programs."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ficco.board import Board
+from ficco.dma.choose import engine_name, make_engine
+from ficco.dma.engine import Slot, Symmetric
+from ficco.errors import FiccoError
+from ficco.options import Options, current
+from ficco.plan import Plan
+from ficco.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Calls that may be in flight on a group at once. With two, a call does not wait for the peers to
+#: be through with the one before.
+SLOTS = 2
+
+
+class Workspace:
+    """One group on one device.
+
+    Attributes:
+        engine, board: the means to run and to agree.
+        calls: number of the latest call, the same on every rank.
+        programs: what is kept of the problems seen, by whatever distinguishes calls.
+        error: why the group can no longer be used, if so.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, options: Options) -> None:
+        self.group = group
+        self.name = engine_name(device, options.engine)
+        self.engine = make_engine(self.name, group, device, options.signals)
+        self.board = Board(group, options.timeout_s)
+        self.calls = 0
+        self.programs: dict[Hashable, Any] = {}
+        self.error: FiccoError | None = None
+        self.closed = False
+        self._slots: list[Slot | None] = [None] * SLOTS
+        self._captured: dict[int, list[Slot | None]] = {}
+        self._pinned: list[Slot] = []
+        self._empty: dict[int, tuple[weakref.ref[torch.Tensor], Symmetric]] = {}
+        self.watchdog = Watchdog(self) if self.engine.asynchronous else None
+        self.engine.interrupt = self.interrupt
+
+    def interrupt(self) -> None:
+        """Raise if the ranks disagree; called by an engine while it waits."""
+        if mismatch := self.board.mismatch(self.calls):
+            raise mismatch
+
+    def raise_error(self) -> None:
+        """Raise what made the group unusable, if anything did."""
+        if self.closed:
+            raise FiccoError("the workspace of this group is closed; make a new group")
+        if self.error is not None:
+            raise self.error
+
+    def slot(self, plan: Plan, single: bool) -> Slot | None:
+        """The slot for the latest call; grown first if the plan needs more. Growing is collective.
+
+        ``single`` keeps to the first slot, for calls whose memory is capped.
+        """
+        if not plan.words:
+            return None
+        slots = self._slots
+        capture = self.engine.capturing()
+        if capture:
+            # A graph owns its slots: a replay may run beside eager calls.
+            slots = self._captured.setdefault(capture, [None] * SLOTS)
+        index = 0 if single else self.calls % SLOTS
+        slot = slots[index]
+        if slot is None or not slot.fits(plan):
+            slot = slots[index] = self._grow(slot, plan, bool(capture))
+        return slot
+
+    def _grow(self, old: Slot | None, plan: Plan, captured: bool) -> Slot:
+        words, room = plan.words, plan.room
+        if old is not None:
+            words = max(words, old.words)
+            room = (max(room[0], old.room[0]), max(room[1], old.room[1]))
+            if captured:
+                self._pinned.append(old)
+            else:
+                self.engine.retire(old)
+                self._free(old)
+        memory = self.engine.symmetric(self.engine.slot_bytes(words, room))
+        return self.engine.slot(memory, words, room, captured)
+
+    def _free(self, slot: Slot) -> None:
+        for bound in self.programs.values():
+            bound.forget(slot)
+        slot.programs.clear()
+        self.engine.free(slot.memory)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots that hold memory."""
+        pools = [self._slots, *self._captured.values()]
+        return [slot for pool in pools for slot in pool if slot is not None] + self._pinned
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that calls take, without what :meth:`empty` gave."""
+        return sum(slot.memory.nbytes for slot in self.slots)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in symmetric memory. Collective."""
+        count = 1
+        for size in shape:
+            count *= size
+        nbytes = count * dtype.itemsize
+        memory = self.engine.symmetric(max(nbytes, dtype.itemsize))
+        tensor = memory.tensor[:nbytes].view(dtype).view(shape)
+        start = memory.tensor.data_ptr()
+        self._empty[start] = (weakref.ref(tensor.untyped_storage()), memory)
+        return tensor
+
+    def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
+        """The symmetric memory that holds a contiguous tensor, and where, if any does."""
+        if not self._empty or not a.is_contiguous():
+            return None
+        found = self._empty.get(a.untyped_storage().data_ptr())
+        if found is None:
+            return None
+        return found[1], a.data_ptr() - found[1].tensor.data_ptr()
+
+    def close(self) -> None:
+        """Free everything. Does not wait for peers; works after an error."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        for slot in self.slots:
+            self._free(slot)
+        self.programs.clear()
+        self._slots = [None] * SLOTS
+        self._captured.clear()
+        self._pinned.clear()
+        for _, memory in self._empty.values():
+            self.engine.free(memory)
+        self._empty.clear()
+        self.engine.close()
+        self.board.close()
+
+
+_workspaces: dict[tuple[ProcessGroup, torch.device, str | None], Workspace] = {}
+
+
+def workspace_of(group: ProcessGroup, device: torch.device) -> Workspace:
+    """The workspace of a group on a device. The first call for a group is collective."""
+    options = current()
+    key = (group, device, options.engine)
+    workspace = _workspaces.get(key)
+    if workspace is None or workspace.closed:
+        workspace = _workspaces[key] = Workspace(group, device, options)
+    return workspace
+
+
+def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
+    """The open workspaces of a group, or of all."""
+    return [
+        workspace
+        for (owner, _, _), workspace in _workspaces.items()
+        if group is None or owner is group
+    ]
+
+
+def close(group: ProcessGroup | None = None) -> None:
+    """Free what ficco holds for a group, or for all groups.
+
+    Waits for this rank's calls first, unless they failed. Graphs that captured calls of the group
+    must not be replayed any more. A later call makes a new workspace, which is collective.
+    """
+    for key, workspace in list(_workspaces.items()):
+        if group is None or key[0] is group:
+            if workspace.error is None:
+                workspace.engine.synchronize()
+            workspace.close()
+            del _workspaces[key]
+
+
+def _close_at_exit() -> None:
+    for workspace in list(_workspaces.values()):
+        workspace.close()
+    _workspaces.clear()
+
+
+atexit.register(_close_at_exit)

@@ -1,0 +1,240 @@
+"""Calls of all_gather_matmul with one right answer.
+
+Inputs are small integers, so that every sum is exact in every dtype and any order, and results are
+compared with no tolerance. They depend on the iteration, the rank, the row and the column: a
+stale, missing or misplaced piece changes the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from ranks import Rank
+
+import ficco
+
+#: Terms in the sum of one element, at most. With |a| <= 3 and |b| = 1 no sum leaves [-192, 192],
+#: and bfloat16 holds every integer up to 256.
+TERMS = 64
+
+#: How a_shard can lie in memory.
+A_LAYOUTS = (
+    "plain",
+    "leading",
+    "leading-permuted",
+    "columns",
+    "transposed",
+    "every-other-row",
+    "offset",
+)
+#: The same in memory that ficco.empty gave.
+SYMMETRIC_LAYOUTS = ("symmetric", "symmetric-rows", "symmetric-columns", "symmetric-leading")
+#: How b can lie in memory.
+B_LAYOUTS = ("plain", "transposed", "columns", "every-other-row")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, the same on every rank."""
+
+    rows: tuple[int, ...]
+    k: int
+    n: int
+    dtype: str = "float32"
+    schedule: str = "auto"
+    a: str = "plain"
+    b: str = "plain"
+    gathered: bool = False
+
+    @property
+    def m(self) -> int:
+        return sum(self.rows)
+
+    def on(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        equal = len(set(self.rows)) == 1
+        rows = {} if equal else {"rows": list(self.rows)}
+        gathered = {"return_gathered": True} if self.gathered else {}
+        return {"schedule": self.schedule, **rows, **gathered}
+
+
+def equal(world: int, rows: int, k: int, n: int, **rest: Any) -> Case:
+    """A case with equal shards."""
+    return Case((rows,) * world, k, n, **rest)
+
+
+def _hash(rows: torch.Tensor, cols: torch.Tensor, seed: int) -> torch.Tensor:
+    """Unrelated integers in [0, 2**32) for every row, column and seed."""
+    mask = 0xFFFFFFFF
+    x = rows[:, None] * 0x9E3779B1 + cols[None, :] * 0x85EBCA77 + seed * 0xC2B2AE3D
+    x = ((x & mask) ^ ((x & mask) >> 15)) * 0x2C1B3C6D & mask
+    x = (x ^ (x >> 12)) * 0x297A2D39 & mask
+    return x ^ (x >> 15)
+
+
+def _span(start: int, stop: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(start, stop, dtype=torch.int64, device=device)
+
+
+def gathered_a(case: Case, iteration: int, device: torch.device) -> torch.Tensor:
+    """The A that all shards make up, plain."""
+    seeds = _hash(_span(0, case.m, device), _span(0, case.k, device), iteration)
+    return (seeds % 7 - 3).to(getattr(torch, case.dtype))
+
+
+def shard_of(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
+    """One rank's rows of A, plain."""
+    first = sum(case.rows[:rank])
+    rows = _span(first, first + case.rows[rank], device)
+    seeds = _hash(rows, _span(0, case.k, device), iteration)
+    return (seeds % 7 - 3).to(getattr(torch, case.dtype))
+
+
+def weight_of(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
+    """One rank's b, plain: 1 and -1, and 0 where a column has its terms already."""
+    rows, cols = _span(0, case.k, device), _span(0, case.n, device)
+    signs = _hash(rows, cols, 31 * iteration + rank + 1) % 2 * 2 - 1
+    classes = -(-case.k // TERMS) or 1
+    mine = (rows[:, None] + cols[None, :]) % classes == 0
+    return (signs * mine).to(getattr(torch, case.dtype))
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, summed in float64."""
+    return (a.double() @ b.double()).to(a.dtype)
+
+
+def lay_a(case: Case, rank: int, plain: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """A shard in the layout of the case; what surrounds it holds garbage."""
+    rows, k = plain.shape
+    dtype, device = plain.dtype, plain.device
+
+    def garbage(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 99.0, dtype=dtype, device=device)
+
+    def symmetric(*shape: int) -> torch.Tensor:
+        found = ficco.empty(shape, dtype=dtype, group=group, device=device)
+        return found.fill_(99.0)
+
+    most = max(case.rows)
+    halves = 2 if rows % 2 == 0 else 1
+    if case.a == "plain":
+        a = torch.empty_like(plain)
+    elif case.a == "leading":
+        a = garbage(halves, rows // halves, k)
+    elif case.a == "leading-permuted":
+        a = garbage(rows // halves, halves, k).transpose(0, 1)
+    elif case.a == "columns":
+        a = garbage(rows, k + 5)[:, 3 : 3 + k]
+    elif case.a == "transposed":
+        a = garbage(k, rows).t()
+    elif case.a == "every-other-row":
+        a = garbage(2 * rows, k)[::2]
+    elif case.a == "offset":
+        a = garbage(rows * k + 3)[3:].view(rows, k)
+    elif case.a == "symmetric":
+        a = symmetric(most, k)[:rows]
+    elif case.a == "symmetric-rows":
+        a = symmetric(most + 3, k)[2 : 2 + rows]
+    elif case.a == "symmetric-columns":
+        a = symmetric(most, k + 5)[:rows, 3 : 3 + k]
+    elif case.a == "symmetric-leading":
+        a = symmetric(most, k)[:rows].view(halves, rows // halves, k)
+    else:
+        raise AssertionError(case.a)
+    return a.copy_(plain.view(a.shape))
+
+
+def lay_b(case: Case, plain: torch.Tensor) -> torch.Tensor:
+    """b in the layout of the case."""
+    k, n = plain.shape
+
+    def garbage(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 99.0, dtype=plain.dtype, device=plain.device)
+
+    if case.b == "plain":
+        b = torch.empty_like(plain)
+    elif case.b == "transposed":
+        b = garbage(n, k).t()
+    elif case.b == "columns":
+        b = garbage(k, n + 5)[:, 3 : 3 + n]
+    elif case.b == "every-other-row":
+        b = garbage(2 * k, n)[::2]
+    else:
+        raise AssertionError(case.b)
+    return b.copy_(plain)
+
+
+@dataclass
+class Made:
+    """The operands and the right results of one call on one rank."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    gathered: torch.Tensor
+
+
+def make(at: Rank, case: Case, iteration: int, group: Any = None) -> Made:
+    """Operands and right results. Collective where the layout is symmetric."""
+    rank = at.rank if group is None else group.rank()
+    device = at.device
+    whole = gathered_a(case, iteration, device)
+    first = sum(case.rows[:rank])
+    shard = whole[first : first + case.rows[rank]]
+    weight = weight_of(case, rank, iteration, device)
+    return Made(lay_a(case, rank, shard, group), lay_b(case, weight), product(whole, weight), whole)
+
+
+def call(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """The call; a list of the product and, if asked for, the gathered A."""
+    found = ficco.all_gather_matmul(a, b, group=group, **case.arguments())
+    return list(found) if case.gathered else [found]
+
+
+def compare(name: str, found: torch.Tensor, want: torch.Tensor, about: str) -> None:
+    """Fail unless two tensors are equal in every way that a caller can see."""
+    facts = [(t.dtype, tuple(t.shape), t.device.type) for t in (found, want)]
+    if facts[0] != facts[1]:
+        raise AssertionError(f"{about}: {name} is {facts[0]}, wanted {facts[1]}")
+    if not found.is_contiguous():
+        raise AssertionError(f"{about}: {name} is not contiguous")
+    if not torch.equal(found, want):
+        wrong = (found != want).nonzero().cpu()
+        rows = sorted(set(wrong[:, 0].tolist()))
+        spot = tuple(wrong[0].tolist())
+        raise AssertionError(
+            f"{about}: {len(wrong)} of {want.numel()} elements of {name} are wrong, in rows "
+            f"{rows[:20]}; at {spot} found {found[spot].item()}, wanted {want[spot].item()}"
+        )
+
+
+def verify(case: Case, results: Sequence[torch.Tensor], made: Made, about: str = "") -> None:
+    """Fail unless the results of a call are right in every element."""
+    about = f"{about} {case}"
+    compare("the product", results[0], made.out, about)
+    if case.gathered:
+        compare("the gathered A", results[1], made.gathered, about)
+
+
+def exact(at: Rank, case: Case, iteration: int, group: Any = None) -> None:
+    """One call, checked in every element; its operands must come out as they went in."""
+    made = make(at, case, iteration, group)
+    a, b = made.a.clone(), made.b.clone()
+    results = call(case, made.a, made.b, group)
+    verify(case, results, made, f"rank {at.rank}, iteration {iteration}:")
+    if not (torch.equal(a, made.a) and torch.equal(b, made.b)):
+        raise AssertionError(f"rank {at.rank}: {case} changed its operands")
+
+
+def all_exact(at: Rank, cases: Sequence[Case], first: int = 0) -> int:
+    """Calls one behind the other, each checked; the number of them."""
+    for iteration, case in enumerate(cases, start=first):
+        exact(at, case, iteration)
+    return len(cases)

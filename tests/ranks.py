@@ -1,0 +1,318 @@
+"""Functions on the ranks of a process group, in worker processes that tests share.
+
+    results = run(4, function, argument, device="cpu")
+
+calls ``function(at, argument)`` on four ranks and returns what each returned; ``at`` is the
+:class:`Rank`. The function must be at the top of a module, so that it can be pickled. The workers
+of a world stay for the next test, since starting them costs seconds. With ``fresh=True`` a call
+has its own processes, which may die: nobody kills the survivors or restarts the dead, and each
+rank hands its outcome to a parent that only waits.
+
+A call that takes too long fails with the Python stacks of the ranks that are stuck.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+#: The server imports torch once; a rank is a fork of it and starts in milliseconds. It never uses
+#: a device, so that its forks can.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "ficco"])
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a function runs."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that left the function on one rank."""
+
+    type: str
+    text: str
+    traceback: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Died:
+    """A rank that ended without an answer, and what it had printed."""
+
+    exitcode: int | None
+    output: str
+
+
+def ranks(*worlds: int) -> pytest.MarkDecorator:
+    """Run a test once for each world, its argument ``world``."""
+    return pytest.mark.parametrize("world", worlds)
+
+
+def run(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    backend: str | None = None,
+    catch: bool = False,
+    fresh: bool = False,
+    lost: Collection[int] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 50.0,
+) -> list[Any]:
+    """Call ``fn(at, *args)`` on every rank and return the results in the order of ranks.
+
+    Args:
+        device: ``"cpu"`` with a gloo group, ``"cuda"`` with an NCCL group; ``backend`` overrides.
+        catch: return a :class:`Failure` or :class:`Died` in place of a missing result; otherwise
+            any of them fails the test.
+        fresh: use processes of their own.
+        lost: ranks of a fresh call that need not answer; what is left of them is killed at the end.
+        env: environment of a fresh call.
+        timeout: seconds after which the call fails.
+    """
+    if device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    key = (world, device, backend or {"cpu": "gloo", "cuda": "nccl"}[device])
+    if fresh:
+        pool = _Pool(*key, env or {})
+    else:
+        assert not env and not lost, "only fresh processes can have an environment or die"
+        pool = _pools.get(key) or _pools.setdefault(key, _Pool(*key, {}))
+    try:
+        results = pool.run(fn, args, lost, timeout)
+    except BaseException:
+        _drop(pool)
+        raise
+    whole = all(not isinstance(result, Failure | Died) for result in results)
+    if fresh or not whole:
+        _drop(pool)
+    if not whole and not catch:
+        pytest.fail(_report(results), pytrace=False)
+    return results
+
+
+def close() -> None:
+    """End all workers, gently first."""
+    for pool in list(_pools.values()):
+        pool.close()
+    _pools.clear()
+
+
+def _report(results: list[Any]) -> str:
+    parts = []
+    for rank, result in enumerate(results):
+        if isinstance(result, Failure):
+            parts.append(f"rank {rank}:\n{result.traceback}")
+        elif isinstance(result, Died):
+            parts.append(f"rank {rank} died with exit code {result.exitcode}\n{result.output}")
+    return "\n".join(parts)
+
+
+def _drop(pool: _Pool) -> None:
+    for key in [key for key, found in _pools.items() if found is pool]:
+        del _pools[key]
+    pool.kill()
+
+
+class _Pool:
+    """The processes of one process group."""
+
+    def __init__(self, world: int, device: str, backend: str, env: Mapping[str, str]) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.logs = [Path(self.folder.name) / f"{rank}.log" for rank in range(world)]
+        self.pipes: list[Connection] = []
+        self.processes = []
+        # gloo would look for an interface by the name of the host, which a container may not have.
+        settings = {"GLOO_SOCKET_IFNAME": "lo", **env}
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve,
+                args=(Rank(rank, world, torch.device(device, rank)), backend, theirs),
+                kwargs={"log": str(self.logs[rank]), "env": settings},
+                name=f"rank{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        # Rank 0 hosts the store on a port that the system picks.
+        port = self._answers([0], 60.0)[0]
+        if isinstance(port, Died):
+            self.kill()
+            pytest.fail(_report([port]), pytrace=False)
+        for pipe in self.pipes[1:]:
+            pipe.send(port)
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], lost: Collection[int], timeout: float
+    ) -> list[Any]:
+        task = pickle.dumps((fn, args))
+        for rank, pipe in enumerate(self.pipes):
+            # A process that is gone shows as Died below.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((task, sys.path))
+            assert pipe or rank
+        expected = [rank for rank in range(len(self.pipes)) if rank not in lost]
+        found = self._answers(expected, timeout)
+        stuck = [rank for rank in expected if rank not in found]
+        if stuck:
+            self._fail_stuck(stuck, found, timeout)
+        for rank in lost:
+            if not self.pipes[rank].poll():
+                self.processes[rank].kill()
+        found |= self._answers(list(lost), 10.0)
+        return [found[rank] for rank in range(len(self.pipes))]
+
+    def _answers(self, expected: list[int], timeout: float) -> dict[int, Any]:
+        """What the ranks answer, or :class:`Died`; a rank that is late is left out."""
+        deadline = time.monotonic() + timeout
+        found: dict[int, Any] = {}
+        while missing := {self.pipes[rank]: rank for rank in expected if rank not in found}:
+            ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = missing[pipe]
+                try:
+                    found[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(10.0)
+                    found[rank] = Died(self.processes[rank].exitcode, self._log(rank))
+        return found
+
+    def _log(self, rank: int) -> str:
+        return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
+
+    def _fail_stuck(self, stuck: list[int], found: dict[int, Any], timeout: float) -> NoReturn:
+        for rank in stuck:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        parts = [f"rank {rank} is stuck:\n{self._log(rank)}" for rank in stuck]
+        rest = {rank: found[rank] for rank in sorted(found)}
+        parts.append(f"the others answered: {rest}" if rest else "no rank answered")
+        pytest.fail(f"no end after {timeout:.0f} s\n" + "\n".join(parts), pytrace=False)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10.0)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()  # also ends one that was stopped
+            process.join(10.0)
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+
+_pools: dict[tuple[int, str, str], _Pool] = {}
+atexit.register(close)
+
+
+# On the ranks.
+
+
+def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str, str]) -> None:
+    os.environ.update(env)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(output)
+    faulthandler.register(signal.SIGUSR1, output, all_threads=True)
+    torch.set_num_threads(1)
+    device_id = None
+    if at.device.type == "cuda":
+        torch.cuda.set_device(at.device)
+        device_id = at.device
+    patience = timedelta(seconds=60)
+    if at.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
+        pipe.send(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), None, False, patience)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=at.rank,
+        world_size=at.world,
+        timeout=patience,
+        device_id=device_id,
+    )
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            message = None
+        if message is None:
+            break
+        pipe.send(_answer(at, *message))
+    # A worker ends by os._exit, which skips what an interpreter does at its end.
+    if "ficco" in sys.modules:
+        sys.modules["ficco"].close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _answer(at: Rank, task: bytes, path: list[str]) -> Any:
+    try:
+        sys.path[:] = path
+        fn, args = pickle.loads(task)
+        result = fn(at, *args)
+        pickle.dumps(result)
+        return result
+    except BaseException as error:
+        return failure(error)
+
+
+def failure(error: BaseException) -> Failure:
+    """An exception as data, whatever its constructor needs."""
+    return Failure(
+        type(error).__name__,
+        str(error),
+        "".join(traceback.format_exception(error)),
+        {key: value for key, value in vars(error).items() if not key.startswith("_")},
+    )
+
+
+def caught(fn: Callable[[], Any]) -> Any:
+    """The :class:`Failure` of a call on this rank, or what it returned."""
+    try:
+        return fn()
+    except Exception as error:
+        return failure(error)

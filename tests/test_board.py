@@ -1,0 +1,274 @@
+"""The agreement board: ficco.board."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import Rank, caught, ranks, run
+
+from ficco.board import ENTRIES, TEXT_BYTES, TEXTS, Board
+from ficco.errors import RankMismatch
+from ficco.problem import digest
+
+NUMBERS = 1 << 24
+
+
+def board() -> Board:
+    return Board(dist.group.WORLD, 20.0)
+
+
+def agree(of: Board, number: int, timeout_s: float = 10.0) -> None:
+    of.agree(number, timeout_s, "operator", "schedule")
+
+
+def same(at: Rank) -> None:
+    mine = board()
+    for number in range(1, 3 * ENTRIES):
+        mine.post(number, mine.describe(f"problem {number % 7}"))
+        if number % 50 == 1:
+            time.sleep(0.01 * at.rank)
+            agree(mine, number)
+    agree(mine, number)
+    assert mine.mismatch(number) is None
+    dist.barrier()
+    mine.close()
+    mine.close()
+    assert mine.mismatch(number) is None
+    mine.post(number + 1, 5)  # a late watchdog or call finds nothing to break
+
+
+@ranks(1, 2, 4)
+def test_equal_entries_agree(world: int) -> None:
+    run(world, same)
+
+
+def cold(at: Rank, odd: int) -> Any:
+    mine = board()
+    mine.post(1, mine.describe(f"m={8 if at.rank == odd else 16}"))
+    failure = caught(lambda: agree(mine, 1))
+    dist.barrier()
+    return [failure]
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_new_problem_that_differs_is_a_mismatch_on_every_rank(odd: int) -> None:
+    for [failure] in run(3, cold, odd):
+        assert failure.type == "RankMismatch"
+        assert failure.fields["values"] == {r: f"m={8 if r == odd else 16}" for r in range(3)}
+
+
+def warm(at: Rank) -> Any:
+    mine = board()
+    usual, other = mine.describe("usual"), mine.describe("other")
+    for number in range(1, 400):
+        mine.post(number, usual)
+    dist.barrier()
+    before = mine.mismatch(399)
+    mine.post(400, other if at.rank == 1 else digest("a secret") if at.rank == 3 else usual)
+    dist.barrier()
+    for number in range(401, 450):  # nobody waits
+        mine.post(number, usual)
+    dist.barrier()
+    found = mine.mismatch(449)
+    for number in range(450, 1000):
+        mine.post(number, usual)
+    dist.barrier()
+    return before, found and found.values, mine.mismatch(999)
+
+
+def test_a_call_that_differs_is_found_later_on_every_rank() -> None:
+    secret = f"unknown (digest {digest('a secret'):010x})"
+    for before, found, forgotten in run(4, warm):
+        assert before is None and forgotten is None
+        assert found == {0: "usual", 1: "other", 2: "usual", 3: secret}
+
+
+def one_waits(at: Rank) -> Any:
+    """Rank 0 meets a problem for the first time, the others took it for a known one."""
+    mine = board()
+    mine.post(1, mine.describe("new" if at.rank == 0 else "known"))
+    if at.rank == 0:
+        result = caught(lambda: agree(mine, 1))
+        dist.barrier()
+        return result.fields["values"]
+    dist.barrier()
+    found = mine.mismatch(1)
+    return found and found.values
+
+
+def test_cold_and_warm_ranks_find_the_same_mismatch() -> None:
+    assert run(3, one_waits) == [{0: "new", 1: "known", 2: "known"}] * 3
+
+
+def late(at: Rank) -> Any:
+    mine = board()
+    for number in range(1, 4 if at.rank == 1 else 6):
+        mine.post(number, 9)
+    dist.barrier()
+    failure = None
+    begin = time.monotonic()
+    if at.rank != 1:
+        failure = caught(lambda: agree(mine, 5, 0.3))
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return failure, seconds
+
+
+def test_an_absent_rank_is_named() -> None:
+    results = run(3, late)
+    for rank in (0, 2):
+        failure, seconds = results[rank]
+        assert failure.type == "SignalTimeout"
+        fields = failure.fields
+        assert (fields["operator"], fields["schedule"]) == ("operator", "schedule")
+        assert (fields["rank"], fields["peer"]) == (rank, 1)
+        assert (fields["wanted"], fields["found"]) == (5, 3)
+        assert 0.3 <= seconds < 2
+
+
+def absent_and_different(at: Rank) -> Any:
+    mine = board()
+    if at.rank != 1:
+        mine.post(1, mine.describe(f"rank {at.rank}"))
+    failure = None if at.rank == 1 else caught(lambda: agree(mine, 1, 20.0))
+    dist.barrier()
+    return [failure]
+
+
+def test_a_difference_counts_before_an_absent_rank() -> None:
+    results = run(3, absent_and_different)
+    for rank in (0, 2):
+        [failure] = results[rank]
+        assert failure.type == "RankMismatch"
+        assert failure.fields["values"] == {0: "rank 0", 2: "rank 2"}
+
+
+def ahead(at: Rank, by: int) -> None:
+    mine = board()
+    for number in range(1, 11 + (by if at.rank else 0)):
+        mine.post(number, number)
+    dist.barrier()
+    agree(mine, 10, 0.0)
+    assert mine.mismatch(10) is None
+    dist.barrier()
+
+
+@pytest.mark.parametrize("by", [1, ENTRIES - 1, ENTRIES, 5 * ENTRIES + 3])
+def test_a_rank_may_be_ahead(by: int) -> None:
+    run(2, ahead, by)
+
+
+def wrap(at: Rank) -> Any:
+    mine = board()
+    first = NUMBERS - 300
+    for number in range(first, NUMBERS + 300):
+        mine.post(number, number & 0xFF or 1)
+        if number % 97 == 0:
+            agree(mine, number)
+    dist.barrier()
+    clean = mine.mismatch(number)
+    mine.post(number + 1, 1 + at.rank)
+    dist.barrier()
+    found = mine.mismatch(number + 1)
+    dist.barrier()
+    missing = caught(lambda: agree(mine, number + 2, 0.05))
+    return clean, found is not None, missing.fields["found"] - number
+
+
+def test_numbers_wrap() -> None:
+    assert run(2, wrap) == [(None, True, 1)] * 2
+
+
+def texts(at: Rank) -> None:
+    mine = board()
+    if at.rank == 0:
+        first = mine.describe("first")
+        assert first == mine.describe("first") == digest("first")
+        for i in range(TEXTS - 1):
+            mine.describe(f"text {i}")
+        dist.barrier()
+        dist.barrier()
+        mine.describe("one more")  # takes the place of the first
+        dist.barrier()
+        dist.barrier()
+        mine.describe("first")
+        dist.barrier()
+    else:
+        dist.barrier()
+        assert mine._text(0, digest("first")) == "first"
+        assert mine._text(0, digest(f"text {TEXTS - 2}")) == f"text {TEXTS - 2}"
+        assert "unknown" in mine._text(1, digest("first"))
+        dist.barrier()
+        dist.barrier()
+        assert mine._text(0, digest("one more")) == "one more"
+        assert "unknown" in mine._text(0, digest("first"))
+        dist.barrier()
+        dist.barrier()
+        assert mine._text(0, digest("first")) == "first"
+    long = "\N{SNOWMAN} long " * TEXT_BYTES
+    short = "\N{SNOWMAN}" * 10
+    mine.describe(long)
+    mine.describe(short)
+    dist.barrier()
+    peer = 1 - at.rank
+    assert mine._text(peer, digest(long)).endswith(f"(digest {digest(long):010x})")
+    assert mine._text(peer, digest(long)).startswith("? long ? long")
+    assert mine._text(peer, digest(short)) == short
+
+
+def test_texts_are_shown_as_long_as_there_is_room() -> None:
+    run(2, texts)
+
+
+def hammer(at: Rank, calls: int) -> Any:
+    """Equal entries never look different, however the ranks run against each other."""
+    mine = board()
+    done = threading.Event()
+    found: list[RankMismatch] = []
+    latest = 0
+
+    def watch() -> None:
+        while not done.is_set():
+            if mismatch := mine.mismatch(latest):
+                found.append(mismatch)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    values = [digest(str(i)) for i in range(1000)]
+    for number in range(1, calls):
+        latest = number
+        mine.post(number, values[number % 1000])
+    done.set()
+    watcher.join()
+    dist.barrier()
+    return [str(mismatch) for mismatch in found]
+
+
+def test_no_entry_is_ever_seen_in_part() -> None:
+    assert run(2, hammer, 100_000) == [[], []]
+
+
+def cost(at: Rank) -> tuple[float, float]:
+    """Seconds of a post and of a look at all peers."""
+    mine = board()
+    post, look = [], []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for number in range(1, 10_000):
+            mine.post(number, 12345)
+        post.append((time.perf_counter() - begin) / 10_000)
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(100):
+            mine.mismatch(number)
+        look.append((time.perf_counter() - begin) / 100)
+    return min(post), min(look)
+
+
+def test_posting_is_cheap() -> None:
+    for post, look in run(2, cost):
+        assert post < 5e-6 and look < 1e-3

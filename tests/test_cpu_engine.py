@@ -1,0 +1,473 @@
+"""The CPU engine below the operators: Plans on a slot, semaphores, disturbances, errors.
+
+Inputs are integers and compared with no tolerance. They depend on rank, row, column and iteration,
+so that a stale or misplaced piece shows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Died, Rank, caught, ranks, run
+
+from ficco.dma import cpu
+from ficco.dma.cpu import CpuEngine, CpuMemory, Disturbance, disturb
+from ficco.dma.engine import Call, Program, Slot
+from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
+from ficco.errors import RankMismatch
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.runtime import compile
+from ficco.schedules import NAMED, Schedule, plan
+
+KNOBS = (
+    "",
+    "pull",
+    "pieces=3+1,copy=2,compute=2",
+    "pieces=2,tail=2,pull,kernel,copy=3,compute=2",
+    "order=peer,kernel",
+)
+NAMES = [f"{name}:{knobs}".rstrip(":") for name in NAMED for knobs in KNOBS]
+#: Enough terms for sums that bfloat16 and float16 must round, once.
+LARGE = 8
+
+
+@contextmanager
+def engine(timeout_s: float = 20.0) -> Iterator[CpuEngine]:
+    made = CpuEngine(dist.group.WORLD, torch.device("cpu"))
+    made.timeout_s = timeout_s
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def problem(rows: Sequence[int], k: int = 24, n: int = 5, dtype: str = "float32") -> Problem:
+    return Problem("all_gather_matmul", tuple(rows), n, k, dtype)
+
+
+def operands(of: Problem, turn: int, high: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gathered A and b, as float64."""
+    generator = torch.Generator().manual_seed(turn)
+    a = torch.randint(-high, high + 1, (of.m, of.k), generator=generator)
+    b = torch.randint(-high, high + 1, (of.k, of.n), generator=generator)
+    return a.double(), b.double()
+
+
+def slot_for(made: CpuEngine, plans: Sequence[Plan]) -> Slot:
+    words = max(one.words for one in plans)
+    room = (max(one.room[0] for one in plans), max(one.room[1] for one in plans))
+    memory = made.symmetric(made.slot_bytes(words, room))
+    return made.slot(memory, words, room, False)
+
+
+def call_for(one: Plan, a: torch.Tensor, b: torch.Tensor) -> Call:
+    """Operands of this rank, and results that no product has yet touched."""
+    of = one.problem
+    dtype = getattr(torch, of.dtype)
+    nan = float("nan")
+    call = Call(
+        a[of.offsets[one.rank] : of.offsets[one.rank + 1]].to(dtype),
+        b.to(dtype),
+        torch.full((of.m, of.n), nan, dtype=dtype),
+    )
+    if one.sums:
+        call.sums = torch.full((of.m, of.n), nan)
+    if of.return_gathered:
+        call.gathered = torch.full((of.m, of.k), nan, dtype=dtype)
+    return call
+
+
+def verify(call: Call, a: torch.Tensor, b: torch.Tensor, what: object) -> None:
+    assert torch.equal(call.out, (a @ b).to(call.out.dtype)), what
+    if call.gathered is not None:
+        assert torch.equal(call.gathered, a.to(call.gathered.dtype)), what
+
+
+def execute(made: CpuEngine, program: Program, turns: int, high: int = 4) -> None:
+    one = program.plan
+    for turn in range(turns):
+        a, b = operands(one.problem, turn, high)
+        call = call_for(one, a, b)
+        made.execute(program, call)
+        verify(call, a, b, (one.schedule, str(one.problem), turn))
+
+
+def words_of(made: CpuEngine, slot: Slot) -> list[int]:
+    """The values of this rank's words."""
+    assert isinstance(slot.memory, CpuMemory)
+    first = slot.memory.addresses[made.rank]
+    return [semaphores().value(first + i * SEMAPHORE_STRIDE) for i in range(slot.words)]
+
+
+def at_rest(made: CpuEngine, slot: Slot) -> None:
+    dist.barrier()
+    rest = [1] * min(made.world, slot.words) + [0] * (slot.words - made.world)
+    assert words_of(made, slot) == rest
+
+
+def every_schedule(at: Rank, rows: Sequence[int], dtype: str) -> None:
+    of = problem(rows, dtype=dtype)
+    plans = [plan(of, Schedule.parse(name), at.rank) for name in NAMES]
+    with engine() as made:
+        slot = slot_for(made, plans)  # one for all: each must leave it as it found it
+        for one in plans:
+            execute(made, compile(one, made, slot), 3, LARGE)
+        if slot.words:
+            at_rest(made, slot)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_every_schedule_is_exact(world: int, dtype: str) -> None:
+    run(world, every_schedule, [16] * world, dtype)
+
+
+@pytest.mark.parametrize(
+    "rows", [(5, 0, 9), (0, 0, 3), (1, 2, 3), (0, 0, 0), (17, 1, 0)], ids=lambda rows: str(rows)
+)
+def test_uneven_shards_are_exact(rows: tuple[int, ...]) -> None:
+    run(3, every_schedule, rows, "bfloat16")
+
+
+def empty_sizes(at: Rank) -> None:
+    with engine() as made:
+        for rows, k, n in ((4, 0, 3), (4, 3, 0), (1, 1, 1), (0, 0, 0)):
+            for dtype in ("bfloat16", "float32"):
+                of = problem([rows] * at.world, k, n, dtype)
+                plans = [plan(of, Schedule.parse(name), at.rank) for name in NAMES]
+                slot = slot_for(made, plans)
+                for one in plans:
+                    execute(made, compile(one, made, slot), 2)
+                at_rest(made, slot)
+
+
+def test_nothing_to_multiply_gives_zeros() -> None:
+    run(2, empty_sizes)
+
+
+def with_ring(at: Rank) -> None:
+    """Staging as a ring, of other shapes on other ranks."""
+    found = 0
+    with engine() as made:
+        for rows in ([12] * at.world, [3, 20, 8, 1][: at.world]):
+            of = replace(problem(rows, dtype="bfloat16"), return_gathered=True)
+            plans = []
+            for name in NAMES:
+                for share in (4, 2):
+                    try:
+                        one = plan(of, Schedule.parse(name), at.rank, of.gathered_bytes // share)
+                    except ValueError:
+                        continue
+                    plans.append(one)
+                    found += bool(one.stages)
+            slot = slot_for(made, plans)
+            for one in plans:
+                execute(made, compile(one, made, slot), 3)
+            at_rest(made, slot)
+    assert found > 10
+
+
+@ranks(2, 4)
+def test_staging_as_a_ring_is_exact(world: int) -> None:
+    run(world, with_ring)
+
+
+def with_jitter(at: Rank) -> None:
+    of = problem([8] * at.world)
+    plans = [plan(of, Schedule.parse(name), at.rank) for name in NAMES]
+    with engine() as made, disturb(Disturbance(delay_s=0.003, seed=5)):
+        slot = slot_for(made, plans)
+        for one in plans:
+            execute(made, compile(one, made, slot), 2)
+        at_rest(made, slot)
+
+
+def test_copies_may_come_in_any_order() -> None:
+    run(3, with_jitter)
+
+
+def layouts(at: Rank) -> None:
+    """Operands as they come, and A read by the peers where it lies."""
+    of = replace(problem([6] * at.world, dtype="bfloat16"), return_gathered=True)
+    with engine() as made:
+        slot = slot_for(made, [plan(of, Schedule.parse(name), at.rank) for name in NAMES])
+        for name in NAMES:
+            one = plan(of, Schedule.parse(name), at.rank)
+            program = compile(one, made, slot)
+            a, b = operands(of, at.world)
+            for turn in range(4):
+                call = call_for(one, a, b)
+                if turn == 0:  # rows at a distance
+                    call.a = torch.cat([call.a, call.a], 1)[:, : of.k]
+                elif turn == 1:  # neither rows nor columns adjacent
+                    call.a = call.a.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2]
+                elif turn == 2:
+                    call.a = call.a.t().contiguous().t()
+                    call.b = call.b.t().contiguous().t()
+                else:
+                    call.out = torch.full((of.m, 2 * of.n), 7.0, dtype=torch.bfloat16)[:, : of.n]
+                made.execute(program, call)
+                verify(call, a, b, (name, turn))
+        shared = replace(of, symmetric=True)
+        memory = made.symmetric(4096)
+        for name in ("serial:pull", "hetero-fused-2d:pull", "hetero-unfused-1d:pull,copy=2"):
+            one = plan(shared, Schedule.parse(name), at.rank)
+            program = compile(one, made, slot_for(made, [one]), (memory, 128))
+            for turn in range(3):
+                a, b = operands(of, turn)
+                call = call_for(one, a, b)
+                call.a = memory.tensor[128:].view(torch.bfloat16)[: 6 * of.k].view(6, of.k)
+                call.a.copy_(call_for(one, a, b).a)
+                made.execute(program, call)
+                verify(call, a, b, (name, turn))
+
+
+def test_operands_of_any_layout() -> None:
+    run(3, layouts)
+
+
+def modes(at: Rank) -> None:
+    """Grad and inference mode belong to a thread, and a call has several."""
+    of = problem([6] * at.world)
+    one = plan(of, Schedule.parse("hetero-unfused-1d:compute=2,pull"), at.rank)
+    a, b = operands(of, 0)
+    with engine() as made:
+        with torch.inference_mode():
+            program = compile(one, made, slot_for(made, [one]))
+            inside = call_for(one, a, b)
+            made.execute(program, inside)
+            verify(inside, a, b, "inference")
+        outside = call_for(one, a, b)
+        outside.a.requires_grad_()
+        outside.b.requires_grad_()
+        made.execute(program, outside)
+        verify(outside, a, b, "grad")
+        assert not outside.out.requires_grad and not outside.out.is_inference()
+
+
+def test_calls_work_in_any_grad_mode() -> None:
+    run(2, modes)
+
+
+def large(at: Rank, dtype: str) -> None:
+    """Sizes at which other kernels are chosen; in bfloat16 sums leave the range of integers."""
+    with engine() as made:
+        for name in ("serial", "uniform-fused-1d", "hetero-fused-2d", "uniform-unfused-2d:pull"):
+            of = problem([64] * at.world, 256, 96, dtype)
+            one = plan(of, Schedule.parse(name), at.rank)
+            execute(made, compile(one, made, slot_for(made, [one])), 2, LARGE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes_are_rounded_once(dtype: str) -> None:
+    run(2, large, dtype)
+
+
+def spans(at: Rank) -> None:
+    of = problem([8] * at.world)
+    with engine() as made:
+        made.disturbance = Disturbance(bandwidth=8 * 24 * 4 / 0.05)  # a shard takes 50 ms
+        one = plan(of, Schedule.parse("shard-overlap"), at.rank)
+        program = compile(one, made, slot_for(made, [one]), trace=True)
+        a, b = operands(of, 0)
+        for _ in range(2):
+            call = call_for(one, a, b)
+            made.execute(program, call)
+            verify(call, a, b, "traced")
+            found = made.spans(program, call)
+            assert [span.step for span in found] == list(range(len(one.steps)))
+            for span in found:
+                step = one.steps[span.step]
+                assert span.lane == step.lane and 0 <= span.start <= span.stop < 10
+                if step.op == "copy":
+                    assert span.stop - span.start >= 0.049
+
+
+def test_a_traced_call_says_when_its_steps_ran() -> None:
+    run(2, spans)
+
+
+def freed(at: Rank) -> list[int]:
+    with engine() as made:
+        memory = made.symmetric(64)
+        mine = memory.tensor.view(torch.float32)
+        made.free(memory)
+        made.free(memory)
+        mine.fill_(3)
+        assert mine.sum() == 48
+    made.close()
+    return sorted(os.listdir("/dev/shm"))
+
+
+def test_memory_is_freed_under_living_tensors() -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    assert run(2, freed) == [before] * 2
+
+
+def first_copy(one: Plan) -> int:
+    return next(i for i, step in enumerate(one.steps) if step.op == "copy")
+
+
+def lonely(at: Rank, name: str, way: str, victim: int, timeout_s: float) -> Any:
+    """Two whole calls, then one in which a rank is stuck, dies or is absent.
+
+    With several copy lanes only one peer may miss its piece; the others find out in the next call.
+    """
+    of = problem([8] * at.world)
+    one = plan(of, Schedule.parse(name), at.rank)
+    with engine(10.0) as made:
+        program = compile(one, made, slot_for(made, [one]))
+        execute(made, program, 2)
+        dist.barrier()
+        made.timeout_s = timeout_s
+        step = victim, first_copy(plan(of, Schedule.parse(name), victim))
+        made.disturbance = Disturbance(**{} if way == "absent" else {way: step})
+        a, b = operands(of, 0)
+        begin = time.monotonic()
+        failure = None
+        while failure is None and (way != "absent" or at.rank != victim):
+            failure = caught(lambda: made.execute(program, call_for(one, a, b)))
+        seconds = time.monotonic() - begin
+        begin = time.monotonic()
+    closing = time.monotonic() - begin
+    if way != "kill":
+        dist.barrier()
+    return failure, seconds, closing
+
+
+LONELY = (
+    "serial",
+    "uniform-fused-2d:copy=3,compute=2",
+    "hetero-unfused-1d:pull,copy=3",
+    "shard-overlap:pull",
+)
+
+
+def blamed(results: list[Any], name: str, victim: int, timeout_s: float) -> None:
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        failure, seconds, closing = result
+        assert failure.type == "SignalTimeout", failure
+        fields = failure.fields
+        assert (fields["operator"], fields["rank"], fields["peer"]) == (
+            "all_gather_matmul",
+            rank,
+            victim,
+        )
+        assert fields["schedule"] == str(Schedule.parse(name))
+        assert (fields["wanted"], fields["found"]) == (1, 0)
+        assert fields["step"] and " on c" in fields["step"]
+        assert timeout_s <= seconds < timeout_s + 2 and closing < 0.5
+
+
+@pytest.mark.parametrize("way", ["stall", "absent"])
+@pytest.mark.parametrize("name", LONELY)
+def test_a_stuck_or_absent_rank_is_named_by_all_others(name: str, way: str) -> None:
+    timeout_s = 0.4
+    results = run(4, lonely, name, way, 2, timeout_s)
+    blamed(results, name, 2, timeout_s)
+    if way == "stall":
+        assert results[2][0].type == "SignalTimeout"
+
+
+@pytest.mark.parametrize("name", LONELY[1:3])
+def test_a_killed_rank_is_named_by_all_others(name: str) -> None:
+    # Rank 0 hosts the store of the group, which the others do not need any more.
+    for victim in (0, 2) if name == LONELY[1] else (1,):
+        results = run(3, lonely, name, "kill", victim, 0.6, fresh=True, catch=True)
+        assert isinstance(results[victim], Died) and results[victim].exitcode == -9
+        blamed(results, name, victim, 0.6)
+
+
+def interrupted(at: Rank) -> Any:
+    of = problem([8] * at.world)
+    one = plan(of, Schedule.parse("serial"), at.rank)
+    with engine(20.0) as made:
+        program = compile(one, made, slot_for(made, [one]))
+        a, b = operands(of, 0)
+
+        def interrupt() -> None:
+            raise RankMismatch({0: "this", 1: "that"})
+
+        made.interrupt = interrupt
+        failure = None
+        begin = time.monotonic()
+        if at.rank == 0:
+            failure = caught(lambda: made.execute(program, call_for(one, a, b)))
+        seconds = time.monotonic() - begin
+        dist.barrier()
+        return failure, seconds
+
+
+def test_a_waiting_call_can_be_interrupted() -> None:
+    (failure, seconds), _ = run(2, interrupted)
+    assert failure.type == "RankMismatch" and seconds < 1
+
+
+def broken(at: Rank, name: str) -> Any:
+    """An error in one lane ends the others, long before the timeout."""
+    of = problem([8] * at.world)
+    one = plan(of, Schedule.parse(name), at.rank)
+    with engine(1.0) as made:
+        program = compile(one, made, slot_for(made, [one]))
+        a, b = operands(of, 0)
+        call = call_for(one, a, b)
+        if at.rank == 1:
+            call.b = call.b[:-1]
+        begin = time.monotonic()
+        failure = caught(lambda: made.execute(program, call))
+        seconds = time.monotonic() - begin
+        dist.barrier()
+        return failure, seconds
+
+
+def test_an_error_of_a_lane_is_raised_by_the_call() -> None:
+    for name in ("serial", "hetero-unfused-1d:pull,compute=2"):
+        failure, seconds = run(2, broken, name)[1]
+        assert failure.type == "RuntimeError" and seconds < 0.5
+
+
+def seeded(at: Rank) -> list[float]:
+    with engine() as made:
+        trouble = Disturbance(delay_s=1.0, seed=3)
+        found = [made._generator(trouble).random() for _ in range(3)]
+        assert made._generator(trouble).random() not in found
+        made._random = None
+        assert [made._generator(trouble).random() for _ in range(3)] == found
+        return found
+
+
+def test_delays_are_seeded_per_rank() -> None:
+    first, second = run(2, seeded)
+    assert first != second
+
+
+def test_disturb_puts_back_what_was() -> None:
+    outer, inner = Disturbance(seed=1), Disturbance(seed=2)
+    with disturb(outer):
+        with disturb(inner):
+            assert cpu._disturbance is inner
+        assert cpu._disturbance is outer
+    assert cpu._disturbance is None
+
+
+def describe(at: Rank) -> None:
+    with engine() as made:
+        assert made.name == "cpu" and not made.capabilities().capture
+        assert made.capabilities().movers == ("dma", "kernel")
+        assert made.capturing() == 0
+        made.synchronize()
+
+
+def test_it_says_what_it_can_do() -> None:
+    run(1, describe)

@@ -1,0 +1,536 @@
+"""Ranks that die, stall, stay away or disagree: never a hang, and everybody learns why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, call, equal, exact, make
+from ranks import Died, Failure, Rank, caught, run
+from test_all_gather_matmul import end_of, start_ranks
+
+import ficco
+
+#: Seconds after which the calls of these tests give up on a peer.
+PATIENCE_S = 1.5
+#: Seconds that a busy machine may take on top.
+SLACK_S = 2.5
+#: Seconds that anything may take that waits for nobody.
+AT_ONCE_S = 0.7
+
+
+def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
+    """What a call returned, or its :class:`Failure`, and its seconds."""
+    started = time.monotonic()
+    return caught(fn), time.monotonic() - started
+
+
+def outcome(at: Rank, case: Case, group: Any = None) -> dict[str, Any]:
+    """What a rank sees of a group in which something is wrong, to the end of the group."""
+    made = make(at, case.on(a="plain"), 5, group)
+    with ficco.options(timeout_s=PATIENCE_S):
+        first, waited = timed(lambda: call(case, made.a, made.b, group))
+        again, waited_again = timed(lambda: call(case, made.a, made.b, group))
+
+    def tear_down() -> None:
+        ficco.close(group)
+        dist.destroy_process_group(group)
+
+    torn, teardown = timed(tear_down)
+    return {
+        "first": first,
+        "waited": waited,
+        "again": again,
+        "waited_again": waited_again,
+        "torn": torn,
+        "teardown": teardown,
+    }
+
+
+def assert_timed_out(found: dict[str, Any], rank: int, peer: int, case: Case) -> None:
+    """The whole story of one survivor."""
+    first = found["first"]
+    assert isinstance(first, Failure) and first.type == "SignalTimeout", first
+    fields = first.fields
+    assert fields["operator"] == "all_gather_matmul"
+    assert fields["rank"] == rank
+    assert fields["peer"] == peer, first.text
+    assert fields["step"]
+    assert fields["schedule"] == case.schedule or fields["schedule"] == "none yet"
+    assert 0 < fields["seconds"] <= PATIENCE_S + SLACK_S
+    for word in ("all_gather_matmul", f"rank {rank} ", f"rank {peer}", fields["step"], "timeout_s"):
+        assert word in first.text
+    assert found["waited"] < PATIENCE_S + SLACK_S
+    assert_unusable(found)
+
+
+def assert_unusable(found: dict[str, Any]) -> None:
+    """The next call raises at once, and the group can be torn down."""
+    assert isinstance(found["again"], Failure), found["again"]
+    assert found["again"].type == found["first"].type
+    assert found["waited_again"] < AT_ONCE_S
+    assert found["torn"] is None, found["torn"]
+    assert found["teardown"] < 5
+
+
+# Ranks that die.
+
+
+def _with_a_casualty(
+    at: Rank, case: Case, victim: int, how: str, warm: bool
+) -> dict[str, Any] | None:
+    if warm:
+        for iteration in range(3):
+            exact(at, case, iteration)
+    at.barrier()
+    if at.rank == victim:
+        # Rank 0 holds the store: it dies with it.
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    if how == "kill-before":
+        time.sleep(0.3)
+    return outcome(at, case)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize(
+    ("victim", "schedule"),
+    [(0, "hetero-fused-1d:pieces=4"), (1, "growing"), (2, "uniform-unfused-1d:pull")],
+)
+def test_killed_rank(victim: int, schedule: str, warm: bool) -> None:
+    case = equal(3, 8, 8, 8, schedule=schedule)
+    found = run(
+        3, _with_a_casualty, case, victim, "kill", warm, fresh=True, catch=True, timeout=30
+    )
+    assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
+    for rank in {0, 1, 2} - {victim}:
+        assert_timed_out(found[rank], rank, victim, case)
+
+
+def test_rank_killed_before_the_call_began() -> None:
+    case = equal(4, 8, 8, 8, schedule="shrinking:pull")
+    found = run(
+        4, _with_a_casualty, case, 0, "kill-before", True, fresh=True, catch=True, timeout=30
+    )
+    for rank in (1, 2, 3):
+        assert_timed_out(found[rank], rank, 0, case)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stopped_rank(victim: int, warm: bool) -> None:
+    """A rank that is there and does nothing, as under a debugger."""
+    case = equal(2, 8, 8, 8, schedule="hetero-fused-2d")
+    found = run(
+        2,
+        _with_a_casualty,
+        case,
+        victim,
+        "stop",
+        warm,
+        fresh=True,
+        catch=True,
+        lost={victim},
+        timeout=30,
+    )
+    if warm or victim == 1:
+        assert_timed_out(found[1 - victim], 1 - victim, victim, case)
+    else:
+        # The store has stopped, too: what asks it can only give up.
+        assert found[1]["first"].type == "SignalTimeout", found[1]
+
+
+def _killed_at_step(at: Rank, case: Case, victim: int, step: int) -> dict[str, Any]:
+    from ficco.dma.cpu import Disturbance, disturb
+
+    for iteration in range(2):
+        exact(at, case, iteration)
+    at.barrier()
+    with disturb(Disturbance(delay_s=0.005, kill=(victim, step), seed=step)):
+        return outcome(at, case)
+
+
+@pytest.mark.parametrize("step", [0, 2, 4, 6])
+@pytest.mark.parametrize(
+    ("victim", "schedule"), [(0, "hetero-unfused-1d:pieces=2"), (2, "uniform-fused-1d:pull,copy=2")]
+)
+def test_rank_killed_in_the_middle_of_a_call(victim: int, schedule: str, step: int) -> None:
+    from ficco.problem import Problem
+    from ficco.schedules import Schedule, plans
+
+    case = equal(3, 8, 8, 8, schedule=schedule)
+    steps = plans(Problem("all_gather_matmul", case.rows, 8, 8, "float32"), Schedule.parse(schedule))
+    assert step < len(steps[victim].steps), "there is no such step to die at"
+    found = run(3, _killed_at_step, case, victim, step, fresh=True, catch=True, timeout=30)
+    assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
+    timed_out = 0
+    for rank in {0, 1, 2} - {victim}:
+        # A survivor that had all it needed ends this call well, and fails in the next.
+        first = found[rank]["first"]
+        if isinstance(first, Failure):
+            assert_timed_out(found[rank], rank, victim, case)
+            timed_out += 1
+        else:
+            assert found[rank]["again"].type == "SignalTimeout"
+            assert found[rank]["again"].fields["peer"] == victim
+            assert found[rank]["torn"] is None
+    if step < 4:
+        assert timed_out, "the victim died too late to matter"
+
+
+SURVIVOR = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import ficco
+
+torch.set_num_threads(1)
+victim, how = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+a, b = torch.ones(4, 8), torch.ones(8, 4)
+for _ in range(3):
+    ficco.all_gather_matmul(a, b, schedule="growing")
+print("warm", flush=True)
+if dist.get_rank() == victim:
+    os.kill(os.getpid(), signal.SIGKILL)
+with ficco.options(timeout_s=1.5):
+    try:
+        ficco.all_gather_matmul(a, b, schedule="growing")
+    except ficco.SignalTimeout as error:
+        print("caught", error, flush=True)
+        if how == "uncaught":
+            raise
+"""
+
+
+@pytest.mark.parametrize("how", ["caught", "uncaught"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_survivors_end_by_themselves(victim: int, how: str, tmp_path: Path) -> None:
+    """No launcher, no close(), no destroy_process_group(): the process still ends."""
+    found = end_of(start_ranks(tmp_path, SURVIVOR, 2, str(victim), how), 40)
+    assert found[victim][0] == -signal.SIGKILL
+    code, out, err = found[1 - victim]
+    assert "caught" in out, err
+    assert code == (0 if how == "caught" else 1), err
+    assert ("SignalTimeout" in err) == (how == "uncaught")
+    assert "Fatal Python error" not in err and "Exception ignored" not in err
+
+
+# Ranks that stall, stay away, or are late.
+
+
+def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[str, Any]:
+    from ficco.dma.cpu import Disturbance, disturb
+
+    group = dist.new_group(list(range(at.world)))
+    if warm:
+        exact(at, case, 0, group)
+    with disturb(Disturbance(stall=(victim, step))):
+        found = outcome(at, case, group)
+    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
+    return found
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize(
+    ("victim", "schedule", "step"),
+    [(0, "serial", 0), (1, "hetero-fused-1d:pieces=4", 1), (2, "growing:pull", 2)],
+)
+def test_stalled_rank(victim: int, schedule: str, step: int, warm: bool) -> None:
+    case = equal(3, 8, 8, 8, schedule=schedule)
+    found = run(3, _stalled, case, victim, step, warm)
+    for rank in {0, 1, 2} - {victim}:
+        assert_timed_out(found[rank], rank, victim, case)
+    # The stalled rank itself: its own call ends, too.
+    assert found[victim]["first"].type == "SignalTimeout"
+    assert found[victim]["waited"] < 2 * PATIENCE_S + SLACK_S
+
+
+def _absent(at: Rank, case: Case, victim: int, warm: bool) -> dict[str, Any] | None:
+    group = dist.new_group(list(range(at.world)))
+    if warm:
+        exact(at, case, 0, group)
+    found = None
+    if at.rank != victim:
+        found = outcome(at, case, group)
+    at.barrier()
+    if at.rank == victim:
+        ficco.close(group)
+        dist.destroy_process_group(group)
+    exact(at, equal(at.world, 4, 4, 4), 1)
+    return found
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_that_never_calls(victim: int, warm: bool) -> None:
+    case = equal(3, 8, 8, 8, schedule="shard-overlap")
+    found = run(3, _absent, case, victim, warm)
+    for rank in {0, 1, 2} - {victim}:
+        assert_timed_out(found[rank], rank, victim, case)
+
+
+def _late(at: Rank, case: Case, warm: bool) -> None:
+    group = dist.new_group(list(range(at.world)))
+    if warm:
+        exact(at, case, 0, group)
+    with ficco.options(timeout_s=10):
+        for iteration in range(at.world):
+            if at.rank == iteration:
+                time.sleep(0.5)
+            exact(at, case, iteration, group)
+    ficco.close(group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+def test_late_rank_is_no_fault(warm: bool) -> None:
+    run(3, _late, equal(3, 8, 8, 8, schedule="hetero-fused-1d"), warm)
+
+
+def _timeout_changes(at: Rank, case: Case) -> tuple[float, Any]:
+    """The time is that of the call's own options, not of the group's first call."""
+    group = dist.new_group(list(range(at.world)))
+    with ficco.options(timeout_s=30):
+        exact(at, case, 0, group)
+    found: tuple[float, Any] = (0.0, None)
+    if at.rank == 0:
+        made = make(at, case, 0, group)
+        with ficco.options(timeout_s=0.5):
+            first, waited = timed(lambda: call(case, made.a, made.b, group))
+        found = waited, first
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_timeout_is_that_of_the_call() -> None:
+    waited, first = run(2, _timeout_changes, equal(2, 4, 4, 4))[0]
+    assert isinstance(first, Failure) and first.type == "SignalTimeout"
+    assert 0.5 <= waited < 0.5 + SLACK_S
+
+
+def _interrupted(at: Rank, case: Case, warm: bool) -> tuple[str, float]:
+    group = dist.new_group(list(range(at.world)))
+    if warm:
+        exact(at, case, 0, group)
+    kind, waited = "", 0.0
+    if at.rank == 0:
+        made = make(at, case, 1, group)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        started = time.monotonic()
+        try:
+            call(case, made.a, made.b, group)
+        except KeyboardInterrupt:
+            kind = "KeyboardInterrupt"
+        waited = time.monotonic() - started
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return kind, waited
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+def test_keyboard_interrupt_ends_a_wait(warm: bool) -> None:
+    kind, waited = run(2, _interrupted, equal(2, 4, 4, 4, schedule="growing:copy=2"), warm)[0]
+    assert kind == "KeyboardInterrupt"
+    assert waited < 0.3 + AT_ONCE_S
+
+
+# Ranks that disagree.
+
+BASE = equal(3, 8, 8, 8, schedule="hetero-fused-1d")
+
+
+def _mismatch(
+    at: Rank, mine: dict[str, Any], odd: int, warm: bool, caps: tuple[int | None, int | None]
+) -> dict[str, Any]:
+    group = dist.new_group(list(range(at.world)))
+    other = BASE.on(**mine)
+    if warm:
+        # Each rank has seen both problems, so that no first call asks the others.
+        for iteration in range(2):
+            with ficco.options(workspace_bytes=caps[0]):
+                exact(at, BASE, iteration, group)
+            with ficco.options(workspace_bytes=caps[1]):
+                exact(at, other, iteration, group)
+    is_odd = at.rank == odd
+    with ficco.options(workspace_bytes=caps[is_odd]):
+        found = outcome(at, other if is_odd else BASE, group)
+    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups are well
+    return found
+
+
+MISMATCHES = {
+    "rows": {"rows": (9, 9, 9)},
+    "rows=": {"rows": (8, 10, 6)},
+    "k": {"k": 9},
+    "n": {"n": 16},
+    "dtype": {"dtype": "bfloat16"},
+    "schedule": {"schedule": "growing"},
+    "knob": {"schedule": "hetero-fused-1d:pull"},
+    "return_gathered": {"gathered": True},
+}
+
+
+def assert_mismatch(found: list[dict[str, Any]], odd: int) -> None:
+    for rank, mine in enumerate(found):
+        first = mine["first"]
+        assert isinstance(first, Failure) and first.type == "RankMismatch", (rank, first)
+        values = first.fields["values"]
+        assert sorted(values) == [0, 1, 2]
+        same = {value for peer, value in values.items() if peer != odd}
+        assert len(same) == 1 and values[odd] not in same, values
+        assert f"rank {odd}:" in first.text and "rows=" in first.text
+        assert mine["waited"] < PATIENCE_S + SLACK_S
+        assert_unusable(mine)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_mismatch(what: str, warm: bool) -> None:
+    odd = len(what) % 3
+    assert_mismatch(run(3, _mismatch, MISMATCHES[what], odd, warm, (None, None)), odd)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+def test_mismatch_of_options(warm: bool) -> None:
+    caps = (None, 100_000)
+    assert_mismatch(run(3, _mismatch, {}, 1, warm, caps), 1)
+
+
+def test_mismatch_names_sizes_and_schedules() -> None:
+    found = run(3, _mismatch, {"k": 9, "schedule": "serial"}, 2, False, (None, None))
+    text = found[0]["first"].text
+    for word in ("k=8", "k=9", "hetero-fused-1d", "serial", "ranks 0, 1"):
+        assert word in text
+
+
+def _symmetric_here_only(at: Rank, warm: bool) -> dict[str, Any]:
+    group = dist.new_group(list(range(at.world)))
+    case = equal(at.world, 8, 8, 8, schedule="growing:pull")
+    symmetric = ficco.empty((8, 8), dtype=torch.float32, group=group)
+    made = make(at, case, 0, group)
+    if warm:
+        exact(at, case, 0, group)
+        call(case, symmetric.copy_(made.a), made.b, group)
+    with ficco.options(timeout_s=PATIENCE_S):
+        a = symmetric.copy_(made.a) if at.rank == 1 else made.a
+        first, waited = timed(lambda: call(case, a, made.b, group))
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return {"first": first, "waited": waited}
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+def test_mismatch_of_symmetric_memory(warm: bool) -> None:
+    """Peers would read from where one rank's shard is not."""
+    for found in run(3, _symmetric_here_only, warm):
+        assert found["first"].type == "RankMismatch", found["first"]
+        assert found["waited"] < PATIENCE_S + SLACK_S
+
+
+def _other_order(at: Rank) -> dict[str, Any]:
+    group = dist.new_group(list(range(at.world)))
+    one, two = BASE, BASE.on(n=24)
+    for iteration in range(3):
+        exact(at, one, iteration, group)
+        exact(at, two, iteration, group)
+    return outcome(at, two if at.rank == 2 else one, group)
+
+
+def test_calls_in_another_order() -> None:
+    assert_mismatch(run(3, _other_order), 2)
+
+
+# Ranks whose arguments are wrong.
+
+
+def _wrong(made: Any, what: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    a, b = made.a, made.b
+    return {
+        "k": ((a, b[1:]), {}),
+        "rank of tensor": ((a[0], b), {}),
+        "dtype": ((a, b.half()), {}),
+        "device": ((a, b.to("meta")), {}),
+        "schedule": ((a, b), {"schedule": "fastest"}),
+        "rows": ((a, b), {"rows": [8, 8]}),
+        "no tensor": ((a.numpy(), b), {}),
+        "sparse": ((a.to_sparse(), b), {}),
+        "fp8": ((a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)), {}),
+        "gradient": ((a, b.clone().requires_grad_()), {}),
+        "workspace": ((a, b), {"cap": 1}),
+    }[what]
+
+
+def _one_wrong(at: Rank, what: str, odd: int, warm: bool) -> dict[str, Any]:
+    group = dist.new_group(list(range(at.world)))
+    if warm:
+        for iteration in range(3):
+            exact(at, BASE, iteration, group)
+    made = make(at, BASE, 4, group)
+    args, kwargs = _wrong(made, what) if at.rank == odd else ((made.a, made.b), {})
+    kwargs = {"schedule": BASE.schedule, **kwargs}
+    cap = kwargs.pop("cap", None)
+    with ficco.options(timeout_s=PATIENCE_S, workspace_bytes=cap):
+        first, waited = timed(lambda: ficco.all_gather_matmul(*args, group=group, **kwargs))
+    with ficco.options(timeout_s=PATIENCE_S):
+        again, waited_again = timed(lambda: call(BASE, made.a, made.b, group))
+
+    def tear_down() -> None:
+        ficco.close(group)
+        dist.destroy_process_group(group)
+
+    torn, teardown = timed(tear_down)
+    exact(at, equal(at.world, 4, 4, 4), 1)
+    return {
+        "first": first,
+        "waited": waited,
+        "again": again,
+        "waited_again": waited_again,
+        "torn": torn,
+        "teardown": teardown,
+    }
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "k",
+        "rank of tensor",
+        "dtype",
+        "device",
+        "schedule",
+        "rows",
+        "no tensor",
+        "sparse",
+        "fp8",
+        "gradient",
+        "workspace",
+    ],
+)
+def test_one_rank_with_wrong_arguments(what: str, warm: bool) -> None:
+    odd = len(what) % 3
+    found = run(3, _one_wrong, what, odd, warm)
+    kind = "NotImplementedError" if what in ("sparse", "fp8", "gradient") else "ValueError"
+    assert found[odd]["first"].type == kind, found[odd]["first"]
+    assert found[odd]["waited"] < AT_ONCE_S + SLACK_S
+    for rank in {0, 1, 2} - {odd}:
+        first = found[rank]["first"]
+        assert isinstance(first, Failure) and first.type == "RankMismatch", first
+        # The others learn what was wrong there, not only that something was.
+        assert kind in first.fields["values"][odd], first.text
+        assert found[rank]["waited"] < PATIENCE_S + SLACK_S
+        assert_unusable(found[rank])
+    # Alone in the group, the rank that was wrong fails as well, and ends.
+    assert isinstance(found[odd]["again"], Failure)
+    assert found[odd]["waited_again"] < PATIENCE_S + SLACK_S

@@ -1,0 +1,247 @@
+"""Host memory that ranks share: ficco.dma.host."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, caught, ranks, run
+
+from ficco.dma import host
+from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
+
+NBYTES = 100_003  # no multiple of anything
+
+
+def share(nbytes: int = NBYTES, timeout_s: float = 20.0, purpose: str = "test") -> HostMemory:
+    return HostMemory(dist.group.WORLD, nbytes, timeout_s, purpose)
+
+
+def fill(at: Rank, turn: int) -> bytes:
+    return bytes([(at.rank * 31 + turn) % 251]) * NBYTES
+
+
+def exchange(at: Rank) -> None:
+    memory = share()
+    assert len(memory.maps) == at.world and memory.nbytes == NBYTES
+    assert all(part[:NBYTES] == bytes(NBYTES) for part in memory.maps)
+    memory.barrier(10.0)
+    for turn in range(20):
+        memory.maps[at.rank][:NBYTES] = fill(at, turn)
+        memory.barrier(10.0)
+        for rank, part in enumerate(memory.maps):
+            assert part[:NBYTES] == fill(Rank(rank, at.world, at.device), turn)
+        memory.barrier(10.0)
+    # Peers write here as well.
+    memory.maps[(at.rank + 1) % at.world][at.rank] = 7
+    memory.barrier(10.0)
+    assert memory.maps[at.rank][(at.rank - 1) % at.world] == 7
+    memory.close()
+    memory.close()
+
+
+@ranks(1, 2, 4)
+def test_peers_see_what_is_written(world: int) -> None:
+    run(world, exchange)
+
+
+def again(at: Rank) -> None:
+    store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    for turn in range(30):
+        memory = share(64)  # under the same names in the store as the one before
+        memory.maps[at.rank][0] = turn
+        memory.barrier(10.0)
+        assert [part[0] for part in memory.maps] == [turn] * at.world
+    # What an earlier group of the same name has left in the store.
+    old = {"token": "0", "heard": {str(rank): "1" for rank in range(at.world)}, "pid": 1, "fd": 3}
+    store.set(f"ficco/leftover/{at.rank}", json.dumps(old))
+    dist.barrier()
+    time.sleep(0.1 * at.rank)
+    share(64, purpose="leftover").barrier(10.0)
+
+
+@ranks(3)
+def test_names_in_the_store_can_be_used_again(world: int) -> None:
+    run(world, again)
+
+
+def descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    return [name for name in found if "ficco" in name]
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("ficco leak" in line for line in file)
+
+
+def leave_nothing(at: Rank) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    memory = share(purpose="leak")
+    assert mappings() == at.world
+    assert sorted(os.listdir("/dev/shm")) == before
+    memory.close()
+    gc.collect()
+    assert mappings() == 0
+    assert not [name for name in descriptors() if "leak" in name]
+    for _ in range(3):
+        caught(lambda: share(0 if at.rank else 8, purpose="leak"))
+    gc.collect()
+    assert mappings() == 0
+    assert not [name for name in descriptors() if "leak" in name]
+    dist.barrier()
+
+
+@ranks(2)
+def test_nothing_is_left_behind(world: int) -> None:
+    run(world, leave_nothing)
+
+
+def outlive(at: Rank) -> None:
+    memory = share()
+    tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in memory.maps]
+    memory.barrier(10.0)
+    memory.close()
+    del memory
+    gc.collect()
+    tensors[at.rank][:8] = at.rank + 1
+    dist.barrier()
+    assert [int(tensor[0]) for tensor in tensors] == list(range(1, at.world + 1))
+
+
+@ranks(2)
+def test_tensors_keep_the_memory(world: int) -> None:
+    run(world, outlive)
+
+
+def absent(at: Rank, missing: list[int]) -> Any:
+    begin = time.monotonic()
+    failure = None
+    if at.rank not in missing:
+        failure = caught(lambda: share(timeout_s=0.4, purpose=f"nobody {missing}"))
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return failure, seconds
+
+
+@pytest.mark.parametrize("missing", [[1], [0, 2]])
+def test_an_absent_rank_is_named(missing: list[int]) -> None:
+    for rank, (failure, seconds) in enumerate(run(3, absent, missing)):
+        if rank in missing:
+            continue
+        assert failure.type == "SignalTimeout"
+        assert failure.fields["rank"] == rank
+        assert failure.fields["peer"] == missing[0]
+        assert ", ".join(map(str, missing)) in failure.fields["step"]
+        assert 0.3 < failure.fields["seconds"] < 2 and 0.3 < seconds < 2
+
+
+def absent_at_barrier(at: Rank) -> Any:
+    memory = share()
+    failure = None if at.rank == 1 else caught(lambda: memory.barrier(0.3))
+    dist.barrier()
+    return [failure]
+
+
+def test_a_barrier_names_the_absent_rank() -> None:
+    first, _, last = run(3, absent_at_barrier)
+    for [failure] in (first, last):
+        assert failure.type == "SignalTimeout"
+        assert failure.fields["peer"] == 1
+
+
+def different_sizes(at: Rank) -> Any:
+    failure = caught(lambda: share(8 if at.rank == 1 else 16, purpose="sizes"))
+    dist.barrier()
+    return [failure]
+
+
+def test_different_sizes_are_a_mismatch_on_every_rank() -> None:
+    for [failure] in run(3, different_sizes):
+        assert failure.type == "RankMismatch"
+        assert "ranks 0, 2: 16 bytes" in failure.text and "rank 1: 8 bytes" in failure.text
+
+
+def different_hosts(at: Rank) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_read", lambda path: f"boot {at.rank // 2}")
+        patch.setattr(socket, "gethostname", lambda: f"host{at.rank // 2}")
+        failure = caught(lambda: share(purpose="hosts"))
+    dist.barrier()
+    return [failure]
+
+
+def test_ranks_on_two_hosts_are_refused() -> None:
+    for [failure] in run(4, different_hosts):
+        assert failure.type == "NotImplementedError"
+        assert "host0" in failure.text and "host1" in failure.text
+
+
+class Alone:
+    """A group of one rank."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(NotImplementedError, match="Linux"):
+        HostMemory(Alone(), 8, 1.0, "test")
+
+
+def test_semaphores_count_and_time_out() -> None:
+    memory = HostMemory(Alone(), 2 * SEMAPHORE_STRIDE, 1.0, "test")
+    words = semaphores()
+    first = memory.address(0)
+    second = first + SEMAPHORE_STRIDE
+    words.init(first, 0)
+    words.init(second, 1)
+    assert not words.try_wait(first) and words.try_wait(second)
+    begin = time.monotonic()
+    assert not words.wait(first, 0.05)
+    assert 0.04 < time.monotonic() - begin < 1
+    words.post(first)
+    words.post(first)
+    assert words.value(first) == 2 and words.value(second) == 0
+    assert words.wait(first, 0.0) and words.wait(first, 1.0)
+    assert words.value(first) == 0
+
+
+def order(at: Rank, turns: int) -> int:
+    """Data written before a post is there behind the wait, whoever looks."""
+    memory = share(2 * SEMAPHORE_STRIDE + 4096, purpose="order")
+    words = semaphores()
+    parts = [
+        torch.frombuffer(part, dtype=torch.int64, count=64, offset=128) for part in memory.maps
+    ]
+    words.init(memory.address(at.rank), 0)
+    memory.barrier(10.0)
+    peer = 1 - at.rank
+    wrong = 0
+    for turn in range(turns):
+        parts[peer].fill_(turn)
+        words.post(memory.address(peer))
+        assert words.wait(memory.address(at.rank), 10.0)
+        wrong += int((parts[at.rank] != turn).sum())
+        memory.barrier(10.0)
+    return wrong
+
+
+def test_semaphores_order_memory() -> None:
+    assert run(2, order, 500) == [0, 0]
