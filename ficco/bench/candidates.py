@@ -26,6 +26,10 @@ NATIVE_ROWS = (2048, 4096)
 NATIVE_SWITCH = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
 
+#: The all-gather into one tensor; newer releases of PyTorch renamed it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One thing that is timed.
@@ -72,7 +76,7 @@ def parse(name: str) -> Candidate:
 REFERENCES = (
     Candidate("gemm", "gemm"),
     Candidate("collective", "collective"),
-    Candidate("copies", "copies", "serial"),
+    Candidate("copies", "copies", "shard-overlap"),
     Candidate("serial-collective", "serial-collective"),
     Candidate("ficco-rccl", "pieces"),
     Candidate("pytorch-fused", "pytorch"),
@@ -107,11 +111,13 @@ class Runner:
     Attributes:
         run: one call; returns its result.
         expected: which of the operands' references the result must equal.
+        proof: the call whose result is compared, where that is not the timed one.
         context: what the calls run inside of; entered outside of the timed part.
     """
 
     run: Callable[[], torch.Tensor]
     expected: str = "product"
+    proof: Callable[[], torch.Tensor] | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -127,6 +133,8 @@ def unavailable(candidate: Candidate, operands: Operands) -> str:
     if candidate.kind in ("pytorch", "pytorch-native"):
         if operands.device.type != "cuda":
             return "PyTorch has it on GPUs only"
+        from torch.distributed import _symmetric_memory  # noqa: F401 (it registers the op)
+
         if not hasattr(torch.ops.symm_mem, "fused_all_gather_matmul"):
             return "this PyTorch does not have it"
     if candidate.kind == "pytorch-native":
@@ -149,19 +157,25 @@ def _gemm(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runn
 def _collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
     def run() -> torch.Tensor:
         gathered = torch.empty_like(operands.a_full_MK)
-        dist.all_gather_into_tensor(gathered, operands.a_shard_SK, group=group)
+        all_gather(gathered, operands.a_shard_SK, group=group)
         return gathered
 
     return Runner(run, "gathered")
 
 
 def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
-    from ficco.ops.all_gather_matmul import gather_only
+    """The copies of a schedule alone: a call with a B of no columns, whose products are empty."""
 
-    return Runner(
-        lambda: gather_only(operands.a_shard_SK, group=group, schedule=candidate.schedule),
-        "gathered",
-    )
+    def call(return_gathered: bool) -> Any:
+        return ficco.all_gather_matmul(
+            operands.a_shard_SK,
+            operands.b_KN[:, :0],
+            group=group,
+            schedule=candidate.schedule,
+            return_gathered=return_gathered,
+        )
+
+    return Runner(lambda: call(False), "gathered", proof=lambda: call(True)[1])
 
 
 def _serial_collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
@@ -188,7 +202,7 @@ def _pieces(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
         arriving = []
         for first, last in cuts:
             piece = staging[first * world : last * world]
-            work = dist.all_gather_into_tensor(piece, shard[first:last], group=group, async_op=True)
+            work = all_gather(piece, shard[first:last], group=group, async_op=True)
             arriving.append((work, piece.view(world, last - first, k)))
         for (work, piece), (first, last) in zip(arriving, cuts, strict=True):
             work.wait()

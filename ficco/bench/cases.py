@@ -49,14 +49,14 @@ class Case:
     def memory(self, world: int) -> int:
         """Bytes that measuring takes at most on one rank.
 
-        Counted: the operands, three copies of the gathered A (the reference's, a collective's,
-        the staging of two slots being the largest), sums in float32, and three products.
+        Counted are B; the gathered A four times, as the reference's, a collective's and in the
+        staging of two slots; the shard four times, as it is given, in symmetric memory, and
+        published in two slots; and the product three times, once more in float32 for sums.
         """
         problem = self.problem(world)
         itemsize = problem.itemsize
-        shard, b = max(problem.rows) * self.k * itemsize, self.k * self.n * itemsize
-        product = self.m * self.n
-        return shard * 4 + b + problem.gathered_bytes * 4 + product * (3 * itemsize + 4)
+        a = 4 * problem.gathered_bytes + 4 * max(problem.rows) * self.k * itemsize
+        return a + self.k * self.n * itemsize + self.m * self.n * (3 * itemsize + 4)
 
     def skipped(self, world: int, free_bytes: int) -> str:
         """Why this shape is not measured with so much free memory; empty if it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,10 +40,10 @@ KNOBS = (
 CALLS = 5
 
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
-SIZES = {"cpu": (128, 256, 512, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
+SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
 
 #: On CPUs the drawn calls copy at this many bytes per second, or the copies could not be seen.
-DRAWN_BANDWIDTH = 2e8
+DRAWN_BANDWIDTH = 3e8
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Settings:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        out: folder of the pictures, the trace and the table.
+        out: folder of the pictures, the trace and the table; None for a new one.
     """
 
     device: str
-    out: Path
+    out: Path | None
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def demo(settings: Settings) -> int:
     ]
     console = Console(quiet=not first)
     console.print(f"{problem} on {device.type}")
+    out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-") if first else "")
     show = Progress(console=Console(stderr=True, quiet=not first), transient=True)
     results: list[Result] = []
     with show:
@@ -112,26 +114,29 @@ def demo(settings: Settings) -> int:
         with _slow_copies(device):
             timelines = trace_all(served, operands, group)
         if first:
-            settings.out.mkdir(parents=True, exist_ok=True)
+            out.mkdir(parents=True, exist_ok=True)
             limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s"
             note = f"{problem} on {device.type}, rank 0" + limited * (device.type == "cpu")
-            picture = draw(
-                timelines, settings.out / "timelines.png", columns=2, ranks=[0], note=note
-            )
-            traced = trace(timelines, settings.out / "trace.json")
+            picture = draw(timelines, out / "timelines.png", columns=2, ranks=[0], note=note)
+            traced = trace(timelines, out / "trace.json")
     if not first:
         return 0
-    _write(settings.out / "demo.csv", results)
+    _write(out / "demo.csv", results)
     _print(console, results)
     console.print(f"timelines, planned beside measured: {picture}", soft_wrap=True, highlight=False)
     console.print(f"trace for https://ui.perfetto.dev: {traced}", soft_wrap=True, highlight=False)
+    text, code = verdict(results, group.size())
+    print(text, flush=True)
+    return code
+
+
+def verdict(results: list[Result], world: int) -> tuple[str, int]:
+    """The last line, and the exit code. The first result is not a schedule's."""
     wrong = [result.name for result in results if result.exact is False]
     if wrong:
-        print(f"demo failed: wrong results of {', '.join(wrong)}")
-        return 1
+        return f"demo failed: wrong results of {', '.join(wrong)}", 1
     count = sum(result.exact is True for result in results[1:])
-    print(f"demo ok: {count} schedules exact on {group.size()} ranks", flush=True)
-    return 0
+    return f"demo ok: {count} schedules exact on {world} ranks", 0
 
 
 def _calls(candidate: Candidate, operands: Operands, group: ProcessGroup, seed: int) -> Result:

@@ -24,12 +24,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ficco.bench.candidates import Candidate, Runner
+from ficco.bench.stats import NONE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,10 +41,13 @@ MODES = ("queued", "idle", "graph")
 #: Calls of each candidate before the first round.
 WARM_CALLS = 2
 
-#: How much longer the GPU sleeps than the host is expected to take, and the least, in seconds: a
-#: collective that lines the ranks up is enqueued as well.
+#: Calls in a row of which the host's time is taken.
+HOST_CALLS = 5
+
+#: How long the GPU sleeps: so many times what the host took before, and so many seconds more, in
+#: which the collective that lines the ranks up is enqueued.
 SLEEP_FACTOR = 2.0
-SLEEP_LEAST_S = 300e-6
+SLEEP_LEAST_S = 200e-6
 
 
 def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
@@ -115,8 +120,8 @@ class Gate:
 class Item:
     """One candidate in one mode.
 
-    ``times_s`` and ``host_s`` are this rank's, one per round: the call's time, and what the host
-    took to enqueue it.
+    All times are this rank's, in seconds: ``times_s`` of the calls, one per round; ``host_s`` what
+    the host takes to enqueue one of several calls in a row.
     """
 
     mode: str
@@ -125,7 +130,7 @@ class Item:
     replay: Callable[[], None] | None = None
     sleep_s: float = SLEEP_LEAST_S
     times_s: list[float] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
+    host_s: float = NONE
 
     @property
     def call(self) -> Callable[[], Any]:
@@ -146,6 +151,10 @@ class HostClock:
         call()
         stop = time.perf_counter()
         return stop - start, stop - start
+
+    def host(self, item: Item) -> float:
+        """Not told apart from the call's own time."""
+        return NONE
 
 
 class DeviceClock:
@@ -185,6 +194,20 @@ class DeviceClock:
         torch.cuda.synchronize()
         return self._start.elapsed_time(self._stop) * 1e-3, end - begin
 
+    def host(self, item: Item) -> float:
+        """Seconds that the host takes to enqueue one of several calls in a row."""
+        call = item.call
+        taken = []
+        torch.cuda.synchronize()
+        self._gate.wait()
+        torch.cuda._sleep(int(HOST_CALLS * item.sleep_s * self._hertz))
+        for _ in range(HOST_CALLS):
+            begin = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        return median(taken)
+
 
 def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
     """A runner's call in a graph: its replay, and the result that replays write to.
@@ -192,7 +215,9 @@ def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor
     Graphs of one ``pool`` share memory: a result holds only until another graph is replayed.
     """
     graph = torch.cuda.CUDAGraph()
-    with runner.context(), torch.cuda.graph(graph, pool=pool):
+    # Other threads, such as NCCL's, may go on with what they do.
+    mode = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    with runner.context(), mode:
         result = runner.run()
     return graph.replay, result
 
@@ -226,8 +251,9 @@ def rounds(
     with no_collection():
         for item in items:
             with item.runner.context():
-                found = [clock.time(item) for _ in range(WARM_CALLS)]
-            item.sleep_s = max(SLEEP_LEAST_S, SLEEP_FACTOR * max(host for _, host in found[1:]))
+                hosts = [clock.time(item)[1] for _ in range(WARM_CALLS)]
+                item.sleep_s = SLEEP_LEAST_S + SLEEP_FACTOR * hosts[-1]
+                item.host_s = clock.host(item)
         began = time.monotonic()
         done = 0
         while done < most:
@@ -235,9 +261,7 @@ def rounds(
             order = shuffle.sample(items, len(items))
             for item in order:
                 with item.runner.context():
-                    taken, host = clock.time(item)
-                item.times_s.append(taken)
-                item.host_s.append(host)
+                    item.times_s.append(clock.time(item)[0])
             done += 1
             spent = time.monotonic() - began
             late = done >= least and spent + spent / done > seconds

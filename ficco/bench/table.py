@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shlex
 import subprocess
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,7 +37,8 @@ class Row:
         efficiency: overlap efficiency (Flux).
         vs_pytorch: over the faster path of PyTorch's fused op.
         vs_queued: queued time over this one.
-        host_us: microseconds that the host takes to enqueue a warm call, slowest rank.
+        host_us: microseconds that the host takes to enqueue one of several calls in a row, on
+            the slowest rank.
         extra_bytes: most memory beside operands and result, on the rank that takes most.
     """
 
@@ -88,7 +87,9 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}"
+        if math.isnan(value):
+            return ""
+        return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
     return value
 
 
@@ -115,17 +116,16 @@ def read(path: Path) -> list[Row]:
         raise ConfigError(str(path), "rows", str(error)) from None
 
 
-def describe(device: str, ranks: int, **more: Any) -> dict[str, Any]:
+def describe(device: str, ranks: int, command: str) -> dict[str, Any]:
     """The machine, the versions and the command: what a figure is worth nothing without."""
     kinds = [one for one in doctor.devices() if one["kind"].startswith(device)]
     names = dict.fromkeys(one["name"] for one in kinds)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+        "command": command,
         "commit": commit(),
         "device": " and ".join(names),
         "ranks": ranks,
-        **more,
         "versions": {name: value for name, value in doctor.versions().items() if value},
     }
 
@@ -161,55 +161,70 @@ def read_description(path: Path) -> dict[str, Any]:
     return found
 
 
-#: Columns of the printed table: heading, field, format.
-PRINTED = (
-    ("ms", "ms", "{:.3f}"),
-    ("speed-up", "speedup", "{:.2f}"),
-    ("of ideal", "share", "{:.2f}"),
-    ("overlap", "efficiency", "{:.2f}"),
-    ("x PyTorch", "vs_pytorch", "{:.2f}"),
-    ("x queued", "vs_queued", "{:.2f}"),
-    ("host us", "host_us", "{:.0f}"),
-    ("extra MiB", "extra_bytes", "{:.1f}"),
-)
+#: Figures of the printed table, in each mode: heading, field, format.
+BY_MODE = (("ms", "ms", "{:.3f}"), ("ideal", "share", "{:.2f}"), ("host us", "host_us", "{:.0f}"))
+
+#: Figures that do not depend on the mode.
+ONCE = (("extra MiB", "extra_bytes", "{:.1f}"),)
 
 
-def show(rows: Sequence[Row]) -> Table:
-    """One shape's rows as a table for a terminal, fastest first within each mode."""
+def show(rows: Sequence[Row]) -> Iterator[Table | str]:
+    """One shape's rows for a terminal: a table, fastest first, and what was left out."""
     from rich.markup import escape
     from rich.table import Table
 
     first = rows[0]
-    title = f"{first.case}: m={first.m} n={first.n} k={first.k} {first.dtype}, {first.world} ranks"
-    table = Table(title=escape(f"{title} {first.label}".strip()), title_justify="left")
-    table.add_column("mode")
+    shape = f"{first.case}: m={first.m} n={first.n} k={first.k} {first.dtype}, {first.world} ranks"
+    title = f"{shape}; {first.label}" if first.label else shape
+    modes = list(dict.fromkeys(row.mode for row in rows if row.ok))
+    if not modes:
+        yield f"{escape(title)}: {escape(first.status)}: {escape(first.note)}"
+        return
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("candidate", overflow="fold")
-    shown = [one for one in PRINTED if any(_there(row, one[1]) for row in rows)]
-    for heading, _, _ in shown:
+    figures = [
+        (f"{mode}\n{heading}", name, text, mode)
+        for mode in modes
+        for heading, name, text in BY_MODE
+        if any(_there(row, name) for row in rows if row.mode == mode)
+    ]
+    figures += [(*one, "") for one in ONCE if any(_there(row, one[1]) for row in rows)]
+    for heading, *_ in figures:
         table.add_column(heading, justify="right")
-    if any(row.note for row in rows):
-        table.add_column("note", overflow="fold")
-    for row in sorted(rows, key=_order):
-        cells = [_format(row, name, text) for _, name, text in shown]
-        style = "bold" if row.candidate == ROLES.ideal else "" if row.ok else "dim"
-        note = row.note if row.ok else f"{row.status}: {row.note}"
-        table.add_row(row.mode, escape(row.candidate), *cells, escape(note), style=style)
-    return table
+    found: dict[str, dict[str, Row]] = {}
+    for row in sorted(
+        (row for row in rows if row.ok), key=lambda row: (modes.index(row.mode), row.ms)
+    ):
+        found.setdefault(row.candidate, {})[row.mode] = row
+        found[row.candidate][""] = row
+    for name, by_mode in found.items():
+        note = f" ({by_mode[''].note})" if by_mode[""].note else ""
+        cells = [_format(by_mode.get(mode), field, text) for _, field, text, mode in figures]
+        style = "bold" if name == ROLES.ideal else ""
+        table.add_row(escape(name + note), *cells, style=style)
+    yield table
+    for text in left_out(rows):
+        yield f"  {escape(text)}"
 
 
-def _order(row: Row) -> tuple[Any, ...]:
-    return row.mode, math.isnan(row.ms), row.ms
+def left_out(rows: Iterable[Row]) -> list[str]:
+    """What was not measured, on which shapes, and why."""
+    why: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if not row.ok:
+            what = row.candidate or "the shape"
+            why.setdefault((what, f"{row.status}: {row.note}"), {})[row.case] = None
+    return [f"{what} on {', '.join(cases)}: {note}" for (what, note), cases in why.items()]
 
 
 def _there(row: Row, name: str) -> bool:
     return not math.isnan(getattr(row, name))
 
 
-def _format(row: Row, name: str, text: str) -> str:
-    value = getattr(row, name)
-    if name == "extra_bytes":
-        value /= 2**20
-    return "" if math.isnan(value) else text.format(value)
+def _format(row: Row | None, name: str, text: str) -> str:
+    if row is None or not _there(row, name):
+        return ""
+    return text.format(getattr(row, name) / (2**20 if name == "extra_bytes" else 1))
 
 
 def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:

@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ficco.dma.engine import (
     Call,
@@ -35,10 +37,11 @@ from ficco.dma.engine import (
     Slot,
     Span,
     Symmetric,
+    _all_gather,
     step_name,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
-from ficco.errors import SignalTimeout
+from ficco.errors import BackendError, SignalTimeout
 from ficco.plan import Product, Region, Signal, Transfer
 
 if TYPE_CHECKING:
@@ -117,13 +120,16 @@ class _Run:
     """One call under way: its lanes' common state."""
 
     def __init__(
-        self,
-        lanes: int,
-        recorded: Sequence[int],
-        timeout_s: float,
-        parts: Sequence[torch.Tensor],
+        self, lanes: int, recorded: Sequence[int], timeout_s: float, slot: Slot | None
     ) -> None:
-        self.parts = parts  # a stuck lane may outlast its slot: keep what its addresses point to
+        # What waits need of the slot: a stuck lane may outlast it, and its addresses must stay
+        # mapped. Behind the words lie marks, a byte per lane, see CpuEngine._expire.
+        self.parts: list[torch.Tensor] = []
+        if slot is not None:
+            assert isinstance(slot.memory, CpuMemory)
+            self.parts, self.pids = slot.memory.parts, slot.memory.host.pids
+            marks = slot.words * SEMAPHORE_STRIDE
+            self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
         self.timeout_s = timeout_s
         self.recorded = {step: threading.Event() for step in recorded}
         self.stamps: list[tuple[int, bool, float]] = []
@@ -180,9 +186,9 @@ class _Lane:
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def close(self) -> None:
+    def close(self, join: bool) -> None:
         self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
+        if join and threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
 
 
@@ -207,6 +213,7 @@ class CpuEngine(Engine):
         self._random: tuple[Disturbance, random.Random] | None = None
         self._serial = 0
         self._lanes: dict[str, _Lane] = {}
+        self._calls = 0  # under way
         self._closed = threading.Event()
 
     # Memory.
@@ -261,11 +268,11 @@ class CpuEngine(Engine):
             self.interrupt()
             if lane not in run.blocked:
                 run.blocked[lane] = (step, signal, word, begin)
-                self._mark(program, lane, 1)
+                self._mark(program, run, lane, 1)
             if time.monotonic() - begin > run.timeout_s:
                 self._expire(program, run)
         if run.blocked.pop(lane, None):
-            self._mark(program, lane, 0)
+            self._mark(program, run, lane, 0)
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         words = [self._word(program, signal) for signal in signals]
@@ -291,35 +298,41 @@ class CpuEngine(Engine):
         return self._disturbed(step, op)
 
     # Whom to blame. Where several lanes of a rank wait, one of the peers may itself only wait for
-    # another. Behind the words of a slot lies a byte per lane that says that the lane waits.
+    # another. Every rank therefore marks the lanes that wait in the slot, for its peers to see.
 
-    def _mark(self, program: Program, lane: str, value: int) -> None:
-        slot = program.slot
-        assert slot is not None
-        at = slot.words * SEMAPHORE_STRIDE + program.plan.lanes.index(lane) % SEMAPHORE_STRIDE
-        slot.memory.tensor[at] = value
+    def _mark(self, program: Program, run: _Run, lane: str, value: int) -> None:
+        run.marks[self.rank][program.plan.lanes.index(lane) % SEMAPHORE_STRIDE] = value
 
     def _expire(self, program: Program, run: _Run) -> NoReturn:
         """Raise for the wait whose peer most likely is the cause: dead, or not waiting itself."""
-        slot = program.slot
-        assert slot is not None and isinstance(slot.memory, CpuMemory)
-        memory, marks = slot.memory, slot.words * SEMAPHORE_STRIDE
 
         def order(wait: tuple[int, Signal, int, float]) -> tuple[bool, bool, float]:
             peer = wait[1].poster
-            waits = bool(memory.parts[peer][marks : marks + SEMAPHORE_STRIDE].any())
-            return not _dead(memory.host.pids[peer]), waits, wait[3]
+            return not _dead(run.pids[peer]), bool(run.marks[peer].any()), wait[3]
 
         step, signal, word, begin = min(list(run.blocked.values()), key=order)
-        raise SignalTimeout(
-            operator=program.plan.problem.operator,
+        seconds = time.monotonic() - begin
+        raise self._timeout(program, step, signal.poster, seconds, 1, semaphores().value(word))
+
+    def _timeout(
+        self,
+        program: Program,
+        step: int,
+        peer: int | None,
+        seconds: float,
+        wanted: int | None,
+        found: int | None,
+    ) -> SignalTimeout:
+        plan = program.plan
+        return SignalTimeout(
+            operator=plan.problem.operator,
             rank=self.rank,
-            peer=signal.poster,
-            step=step_name(program.plan.steps[step]),
-            schedule=program.plan.schedule,
-            seconds=time.monotonic() - begin,
-            wanted=1,
-            found=semaphores().value(word),
+            peer=peer,
+            step=step_name(plan.steps[step]),
+            schedule=plan.schedule,
+            seconds=seconds,
+            wanted=wanted,
+            found=found,
         )
 
     # Copies.
@@ -349,6 +362,59 @@ class CpuEngine(Engine):
             dst(call).copy_(src(call))
 
         return self._disturbed(step, op)
+
+    def gather(self, program: Program, step: int) -> Op:
+        """As all engines do, but a rank that does not come is a timeout of this call, not one of
+        the library, whose patience is half an hour."""
+        problem, group = program.plan.problem, self.group
+        bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
+
+        def op(call: Call) -> None:
+            gathered = call.gathered
+            assert gathered is not None
+            if len(set(problem.rows)) == 1:
+                a = call.a.contiguous()
+                start = partial(_all_gather, gathered, a, group=group, async_op=True)
+                self._collect(program, call, step, start, None)
+                return
+            first, last = bounds[self.rank]
+            gathered[first:last].copy_(call.a)
+            for rank, (first, last) in enumerate(bounds):
+                if first < last:
+                    part = gathered[first:last]
+                    start = partial(
+                        dist.broadcast, part, group=group, group_src=rank, async_op=True
+                    )
+                    self._collect(program, call, step, start, rank)
+
+        return self._disturbed(step, op)
+
+    def _collect(
+        self,
+        program: Program,
+        call: Call,
+        step: int,
+        start: Callable[[], dist.Work],
+        peer: int | None,
+    ) -> None:
+        """Run a collective; ``peer`` is whom it waits for, if that is one rank."""
+        run: _Run = call.state
+        begin = time.monotonic()
+        work = None
+        while True:
+            try:
+                work = work or start()
+                work.wait(timedelta(seconds=SLICE_S))
+                return
+            except RuntimeError as error:
+                run.check()
+                self.interrupt()  # ranks that disagree also fail here
+                if work is None or work.is_completed():
+                    library = str(dist.get_backend(self.group))
+                    raise BackendError(f"collective of {library}", "error", str(error)) from error
+                seconds = time.monotonic() - begin
+                if seconds > run.timeout_s:
+                    raise self._timeout(program, step, peer, seconds, None, None) from None
 
     def _rectangle(
         self, program: Program, region: Region, batch: int = 1, stride: int = 0
@@ -454,20 +520,22 @@ class CpuEngine(Engine):
                 lanes.setdefault(lane, []).append(op)
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
-        parts: Sequence[torch.Tensor] = ()
-        if (slot := program.slot) is not None:
-            assert isinstance(slot.memory, CpuMemory)
-            call.epoch, parts = slot.begin(program), slot.memory.parts
-        run = call.state = _Run(len(lanes), program.state["recorded"], self.timeout_s, parts)
+        slot = program.slot
+        if slot is not None:
+            call.epoch = slot.begin(program)
+        run = call.state = _Run(len(lanes), program.state["recorded"], self.timeout_s, slot)
         for lane, ops in lanes.items():
             if lane != "compute0":
                 self._lane(lane).submit(partial(run.carry_out, ops, call))
-        run.carry_out(lanes["compute0"], call)
+        self._calls += 1
         try:
+            run.carry_out(lanes["compute0"], call)
             run.over.wait()
         except BaseException as error:  # Ctrl-C: no lane may write to the result any more
             run.fail(error)
             run.over.wait(JOIN_S)
+        finally:
+            self._calls -= 1
         if run.error is not None:
             raise run.error
 
@@ -512,7 +580,8 @@ class CpuEngine(Engine):
     def close(self) -> None:
         self._closed.set()
         for lane in self._lanes.values():
-            lane.close()
+            # At the end of a process a call of another thread may be stuck: leave its lanes alone.
+            lane.close(join=not self._calls)
         self._lanes.clear()
 
 

@@ -92,7 +92,7 @@ class _SlotState:
         self.watch = watch
         self.over = cu.Event()  # the caller's stream is through with the latest call
         self.retired = cu.Event()  # and the slot has been handed on
-        self.stream = 0  # the caller's stream of the latest call
+        self.stream = self.sync = 0  # the caller's stream and the sync lane of the latest call
         self.begin = cu.Words([watch.begun])
 
 
@@ -170,6 +170,7 @@ class CudaEngine(Engine):
 
     def retire(self, slot: Slot) -> None:
         if slot.epoch:
+            slot.state.retired.record(slot.state.sync)
             slot.state.retired.synchronize()
 
     # Lanes.
@@ -474,7 +475,7 @@ class CudaEngine(Engine):
         if slot is not None:
             state = slot.state
             if slot.epoch and (slot.captured or state.stream != stream):
-                state.retired.hold(stream)
+                self._hand_over(slot, run.sync, stream)
             state.stream = stream
             call.epoch = slot.begin(program)
         if run.forks:
@@ -496,9 +497,14 @@ class CudaEngine(Engine):
         state.over.hold(sync)
         for op in run.tail:
             op(call)
-        state.retired.record(sync)
+        state.sync = sync
         if slot.captured:
-            state.retired.hold(stream)  # a capture ends with all its streams joined
+            self._hand_over(slot, sync, stream)  # a capture ends with all its streams joined
+
+    def _hand_over(self, slot: Slot, sync: int, stream: int) -> None:
+        """Let a stream wait until the latest call on a slot is over."""
+        slot.state.retired.record(sync)
+        slot.state.retired.hold(stream)
 
     def _run(self, program: Program) -> _Run:
         """What :meth:`execute` needs of a program, made once."""

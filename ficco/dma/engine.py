@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from ficco.errors import BackendError
 from ficco.plan import Plan, Product, Signal, Step, Transfer
 
 if TYPE_CHECKING:
@@ -56,6 +58,9 @@ class Symmetric(ABC):
     nbytes: int
     tensor: torch.Tensor
 
+
+#: Newer releases of PyTorch renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 #: Calls on one slot that a host may be ahead of its GPU and still get a full text on a timeout.
 MAX_BEHIND = 1024
@@ -256,6 +261,29 @@ class Engine(ABC):
     @abstractmethod
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         """Copy a region between ranks."""
+
+    def gather(self, program: Program, step: int) -> Op:
+        """Bring every rank's shard into ``gathered``, by the collective of the group's library."""
+        problem, group = program.plan.problem, self.group
+        equal = len(set(problem.rows)) == 1
+        bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
+
+        def op(call: Call) -> None:
+            gathered = call.gathered
+            assert gathered is not None
+            try:
+                if equal:
+                    _all_gather(gathered, call.a.contiguous(), group=group)
+                    return
+                gathered[slice(*bounds[self.rank])].copy_(call.a)
+                for rank, (first, last) in enumerate(bounds):
+                    if first < last:
+                        dist.broadcast(gathered[first:last], group=group, group_src=rank)
+            except RuntimeError as error:
+                library = str(dist.get_backend(group))
+                raise BackendError(f"all-gather of {library}", "error", str(error)) from error
+
+        return op
 
     @abstractmethod
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:

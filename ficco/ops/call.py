@@ -67,7 +67,7 @@ def gather_call(
     program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
     call = _operands(bound.plan, a, b)
     _execute(workspace, program, call)
-    return call.out, call.gathered
+    return call.out, call.gathered if return_gathered else None
 
 
 def gather_trace(
@@ -114,7 +114,7 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
 def _operands(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> Call:
     problem = plan.problem
     call = Call(a, b, a.new_empty((problem.m, problem.n)))
-    if problem.return_gathered:
+    if problem.return_gathered or plan.collective:
         call.gathered = a.new_empty((problem.m, problem.k))
     if plan.sums:
         call.sums = torch.empty((problem.m, problem.n), dtype=torch.float32, device=a.device)
@@ -139,6 +139,8 @@ def _bound(
     number = workspace.calls
     rows = tuple(rows) if rows is not None else None
     a, source = _matrix(workspace, a)
+    engine = workspace.engine
+    eager_on_gpu = engine.asynchronous and not (schedule == "auto" and engine.capturing())
     key = (
         operator,
         a.shape,
@@ -150,6 +152,7 @@ def _bound(
         a.layout,
         b.layout,
         schedule,
+        eager_on_gpu,
         rows,
         return_gathered,
         options.workspace_bytes,
@@ -164,7 +167,7 @@ def _bound(
         return workspace, bound, a
     try:
         problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
-        chosen = decide(problem, schedule).schedule
+        chosen = decide(problem, schedule, eager_on_gpu=eager_on_gpu).schedule
         made, single = _plan(workspace, problem, chosen, options)
     except (ValueError, NotImplementedError) as error:
         # The peers learn of it, so that they do not wait for this rank.
@@ -199,14 +202,14 @@ def _plan(
 ) -> tuple[Plan, bool]:
     """This rank's plan, and whether calls of it keep to one slot."""
     rank, cap = workspace.engine.rank, options.workspace_bytes
-    if schedule.mover not in workspace.engine.capabilities().movers:
+    if schedule.mover not in (*workspace.engine.capabilities().movers, "collective"):
         raise NotImplementedError(
             f"schedule {schedule}: the {workspace.name} engine has no mover {schedule.mover!r} "
             "yet; leave the knob out"
         )
-    if cap is None or problem.world == 1:
-        return plan(problem, schedule, rank), False
     whole = plan(problem, schedule, rank)
+    if cap is None or not whole.words:
+        return whole, False
     words = workspace.engine.slot_bytes(whole.words, (0, 0))
     return plan(problem, schedule, rank, max(0, cap - words - whole.room[1])), True
 
@@ -304,8 +307,7 @@ def _problem(
         rows = (a.shape[0],) * world
     elif len(rows) != world or any(not isinstance(r, int) or r < 0 for r in rows):
         raise ValueError(
-            f"rows: required {world} numbers of rows, one per rank, none negative, got "
-            f"{list(rows)}"
+            f"rows: required {world} numbers of rows, one per rank, none negative, got {list(rows)}"
         )
     if rows[rank] != a.shape[0]:
         raise ValueError(

@@ -43,7 +43,6 @@ from ficco.plan.model import (
     Region,
     Signal,
     Step,
-    Transfer,
 )
 
 Ints = npt.NDArray[np.int64]
@@ -72,6 +71,7 @@ FLOWS = (
 HOLDS = {
     "copy": (True, False),
     "place": (True, False),
+    "gather": (True, False),
     "matmul": (False, True),
     "sync": (False, False),
 }
@@ -123,7 +123,7 @@ class _Regions(NamedTuple):
 
 
 class _Accesses(NamedTuple):
-    """What steps read, or what they write.
+    """What steps read and write.
 
     Attributes:
         row_shift, col_shift: the place in the gathered A, or in the product, of what is there, less
@@ -144,12 +144,6 @@ class _Accesses(NamedTuple):
     k_first: Ints
     k_last: Ints
     adds: Ints
-
-    def at(self, index: Ints | Bools) -> _Accesses:
-        return _Accesses(*(column[index] for column in self))
-
-    def then(self, other: _Accesses) -> _Accesses:
-        return _Accesses(*map(np.concatenate, zip(self, other, strict=True)))
 
 
 class _Proof:
@@ -179,9 +173,9 @@ class _Proof:
         self._execute()
         self._clocks()
         self._cleared()
-        reads, writes = self._accesses()
-        self._compose(reads, writes)
-        self._memory(reads, writes)
+        self._accesses()
+        self._compose()
+        self._memory()
 
     def name(self, step: int) -> str:
         rank = int(self.rank[step])
@@ -205,6 +199,10 @@ class _Proof:
                 raise PlanError(f"rank {rank} holds a plan of something else")
             if plan.staging[1] != first.staging[1]:
                 raise PlanError(f"rank {rank} has another row pitch of staging than rank 0")
+            if [s.label for s in plan.steps if s.op == "gather"] != [
+                s.label for s in first.steps if s.op == "gather"
+            ]:
+                raise PlanError(f"rank {rank} takes part in other collectives than rank 0")
             need = plan.staging[0] * plan.staging[1], plan.publish * problem.rows[rank] * problem.k
             for elements, room in zip(need, plan.room, strict=True):
                 if elements * problem.itemsize > room:
@@ -257,11 +255,15 @@ class _Proof:
         posts.demand(self.waiter[posts.word] >= 0, f"posted and never waited for, {dirty}")
         posts.demand(self.clearer[posts.word] >= 0, f"never cleared, {dirty}")
         clears.demand(self.waiter[clears.word] >= 0, "cleared, and nobody waits for it")
-        posted = dict(zip(posts.word.tolist(), posts.signals, strict=True))
+        index = np.empty(self.world * self.words, np.int64)
+        index[posts.word] = np.arange(len(posts.word))
         for uses in (waits, clears):
-            for word, signal in zip(uses.word.tolist(), uses.signals, strict=True):
-                if posted[word] != signal:
-                    raise PlanError(f"{signal.name}: shares its word with {posted[word].name}")
+            posted = list(map(posts.signals.__getitem__, index[uses.word].tolist()))
+            for one, two in (
+                zip(posted, uses.signals, strict=True) if posted != uses.signals else ()
+            ):
+                if one != two:
+                    raise PlanError(f"{two.name}: shares its word with {one.name}")
         waiter, word = np.divmod(posts.word, max(self.words, 1))
         own = self.rank[posts.step] == _column(posts.signals, "poster")
         own &= self.rank[self.waiter[posts.word]] == waiter
@@ -333,20 +335,23 @@ class _Proof:
         sources, joins, lanes = self.sources, self.joins, self.lane.tolist()
         count = np.count_nonzero(np.diff(joins))
         self.clocks = np.zeros((count + 1, len(self.lanes)), np.int32)
+        clocks = list(self.clocks)
         current = [0] * len(self.lanes)
         row = [0] * len(self.steps)
         last = 0
         for step in self.order:
             lane, begin, end = lanes[step], joins[step], joins[step + 1]
             if begin < end:
-                last += 1
-                clock = self.clocks[last]
-                clock[:] = self.clocks[current[lane]]
+                clock = clocks[current[lane]]
                 for source in sources[begin:end]:
                     if clock[lanes[source]] <= source:
-                        np.maximum(clock, self.clocks[row[source]], out=clock)
-                        clock[lanes[source]] = source + 1
-                current[lane] = last
+                        new = clocks[last + 1]
+                        np.maximum(clock, clocks[row[source]], out=new)
+                        new[lanes[source]] = source + 1
+                        clock = new
+                if clock is clocks[last + 1]:
+                    last += 1
+                    current[lane] = last
             row[step] = current[lane]
         self.row = np.array(row, np.int64)
         self.when = np.empty(len(self.steps), np.int64)  # in the execution
@@ -369,27 +374,36 @@ class _Proof:
 
     # What steps read and write.
 
-    def _accesses(self) -> tuple[_Accesses, _Accesses]:
-        """All reads and all writes; a product's read of what it adds to counts as its write."""
+    def _accesses(self) -> None:
+        """All reads, and behind them all writes."""
         moved_from, moved_to = self._transfers()
+        # What a product adds to is not read by itself: its write says that it adds.
         multiplied, made = self._products()
-        reads, writes = moved_from.then(multiplied), moved_to.then(made)
-        for accesses in (reads, writes):
-            self._bounds(accesses)
-        return reads, writes
+        parts = (moved_from, multiplied, moved_to, made)
+        self.access = _Accesses(*map(np.concatenate, zip(*parts, strict=True)))
+        reads = len(moved_from.step) + len(multiplied.step)
+        self.writing = np.arange(len(self.access.step)) >= reads
+        shapes = [
+            [self._shape(buffer, rank) for rank in range(self.world)]
+            for buffer in range(len(BUFFERS))
+        ]
+        access = self.access
+        rows, cols = np.array(shapes)[access.buffer, access.rank].T
+        inside = (access.row >= 0) & (access.row <= access.row_stop) & (access.row_stop <= rows)
+        inside &= (access.col >= 0) & (access.col <= access.col_stop) & (access.col_stop <= cols)
+        self.allow(inside, np.arange(len(inside)), "leaves the buffer")
 
     def _regions(self, regions: list[Region], step: Ints) -> _Regions:
         numbers = {name: number for number, name in enumerate(BUFFERS)}
         buffer = _ints(numbers.get(region.buffer, -1) for region in regions)
         self.demand(buffer >= 0, step, "names no buffer")
-        rest = list(zip(*regions, strict=True))[1:] or [()] * 5
-        found = _Regions(buffer, *(np.array(column, np.int64) for column in rest))
+        found = _Regions(buffer, *(_column(regions, field) for field in Region._fields[1:]))
         self.demand((found.rank >= 0) & (found.rank < self.world), step, "names no rank")
         return found
 
     def _transfers(self) -> tuple[_Accesses, _Accesses]:
-        moved: list[Transfer]
-        moved, step = _flat((step.transfer,) if step.transfer else () for step in self.steps)
+        moved = [step.transfer for step in self.steps if step.transfer]
+        step = np.flatnonzero([step.transfer is not None for step in self.steps])
         src = self._regions([transfer.src for transfer in moved], step)
         dst = self._regions([transfer.dst for transfer in moved], step)
         me = self.rank[step]
@@ -403,14 +417,18 @@ class _Proof:
         flows = [source * len(BUFFERS) + target for source, target in FLOWS]
         flow = np.isin(src.buffer * len(BUFFERS) + dst.buffer, flows)
         self.demand(flow, step, "moves between the wrong buffers")
+        # A collective brings all shards to where they belong; it needs no slot and no signal.
+        gather = np.array([self.steps[i].op == "gather" for i in step], np.bool_)
         sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
+        whole = (src.rows == np.array(self.problem.rows)[me]) & (dst.rows == self.problem.m)
+        sizes |= gather & whole
         self.demand(sizes, step, "moves between regions of different sizes")
         # A shard begins `offset` rows down the gathered A. All else lies where it belongs, or is
         # brought there by this transfer.
         shard = np.isin(src.buffer, SHARDS)
         offset = np.array(self.problem.offsets)[src.rank]
         down, across = dst.row - src.row, dst.col - src.col
-        there = np.where(shard, offset - down, 0), np.where(shard, -across, 0)
+        there = np.where(shard & ~gather, offset - down, 0), np.where(shard, -across, 0)
         home = ~np.isin(dst.buffer, RESULTS) | ((there[0] == 0) & (there[1] == 0))
         self.demand(home, step, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there[0])[copy], (dst.row_stop + there[0])[copy])
@@ -432,8 +450,8 @@ class _Proof:
         self.posts.demand(gated | (at < 0), "gates other rows than those copied")
 
     def _products(self) -> tuple[_Accesses, _Accesses]:
-        made: list[Product]
         problem = self.problem
+        made: list[Product]
         made, step = _flat(map(attrgetter("products"), self.steps))
         a = self._regions([product.a for product in made], step)
         out = self._regions([product.out for product in made], step)
@@ -472,25 +490,14 @@ class _Proof:
             STAGING: plan.staging,
             SUM: (problem.m if plan.sums else 0, problem.n),
             OUT: (problem.m, problem.n),
-            GATHERED: (problem.m if problem.return_gathered else 0, problem.k),
+            GATHERED: (problem.m if problem.return_gathered or plan.collective else 0, problem.k),
         }[buffer]
 
-    def _bounds(self, accesses: _Accesses) -> None:
-        shapes = [
-            [self._shape(buffer, rank) for rank in range(self.world)]
-            for buffer in range(len(BUFFERS))
-        ]
-        rows, cols = np.array(shapes)[accesses.buffer, accesses.rank].T
-        inside = (accesses.row >= 0) & (accesses.row <= accesses.row_stop)
-        inside &= (accesses.col >= 0) & (accesses.col <= accesses.col_stop)
-        inside &= (accesses.row_stop <= rows) & (accesses.col_stop <= cols)
-        self.allow(inside, accesses, "leaves the buffer")
-
-    def allow(self, holds: Bools, accesses: _Accesses, why: str) -> None:
+    def allow(self, holds: Bools, access: Ints, why: str) -> None:
         """Every one of these accesses obeys a rule."""
         if not holds.all():
-            step, buffer, rank, *bounds = (int(c[holds.argmin()]) for c in accesses)
-            row, row_stop, col, col_stop, *_ = bounds
+            columns = (int(column[access[holds.argmin()]]) for column in self.access)
+            step, buffer, rank, row, row_stop, col, col_stop, *_ = columns
             raise PlanError(
                 f"{self.name(step)} {why} ({BUFFERS[buffer]} of rank {rank}, rows {row}:{row_stop},"
                 f" columns {col}:{col_stop})"
@@ -498,8 +505,10 @@ class _Proof:
 
     # 4. Composition with the calls before and behind.
 
-    def _compose(self, reads: _Accesses, writes: _Accesses) -> None:
-        if self.world == 1:
+    def _compose(self) -> None:
+        if not self.words:
+            step, _ = self._touches()
+            self.demand(np.zeros(len(step), np.bool_), step, "shares memory without a signal")
             return
         # Who posts and who waits for the words that hand slots over, by waiter and poster.
         posts = self.poster.reshape(self.world, -1)[:, : self.world]
@@ -509,12 +518,12 @@ class _Proof:
         if not whole.all():
             rank = whole.argmin()
             raise PlanError(f"rank {rank} does not hand its slot to every peer in one step")
-        step, home = self._touches(reads, writes)
+        step, home = self._touches()
         me = self.rank[step]
         begun = (home == me) | self.before(waits[me, home], step)
         late = np.flatnonzero(~begun)
         lane_rank = np.array([rank for rank, _ in self.lanes])
-        for rank in np.unique(home[late]):
+        for rank in set(home[late].tolist()):
             those = late[home[late] == rank]
             clocks = self.clocks[self.row[step[those]]]
             begun[those] = clocks[:, lane_rank == rank].any(axis=1)
@@ -524,88 +533,91 @@ class _Proof:
         rank = home[over.argmin()]
         self.demand(over, step, f"may still use rank {rank}'s slot when that hands it on")
 
-    def _touches(self, reads: _Accesses, writes: _Accesses) -> tuple[Ints, Ints]:
+    def _touches(self) -> tuple[Ints, Ints]:
         """Steps that use shared memory or words of a rank in this call, and that rank."""
-        found = []
-        for accesses in (reads, writes):
-            shared = np.isin(accesses.buffer, SHARED) | (accesses.rank != self.rank[accesses.step])
-            found.append((accesses.step[shared], accesses.rank[shared]))
+        access = self.access
+        shared = np.isin(access.buffer, SHARED) | (access.rank != self.rank[access.step])
+        found = [(access.step[shared], access.rank[shared])]
         for uses in (self.posts, self.waits, self.clears):
             # The post that hands a slot over is for the next call.
             here = ~self.released[uses.word] | (uses is not self.posts)
-            found.append((uses.step[here], uses.word[here] // self.words))
+            found.append((uses.step[here], uses.word[here] // max(self.words, 1)))
         steps, homes = zip(*found, strict=True)
         return np.concatenate(steps), np.concatenate(homes)
 
     # 3. Memory.
 
-    def _memory(self, reads: _Accesses, writes: _Accesses) -> None:
+    def _memory(self) -> None:
         """Check the accesses to every rectangle that no access divides."""
-        write, at, previous, following = self._cells(reads.then(writes), len(reads.step))
-        k = self.problem.k
+        access, k = self.access, self.problem.k
+        each, before, behind = self._cells()
+        write = self.writing[each]
 
-        old, new = previous[~write], at.at(~write)
-        self.allow(old >= 0, new, "reads what nobody has written")
-        self.allow(self.before(at.step[old], new.step), new, "may read before it is written")
-        same = (at.row_shift[old] == new.row_shift) & (at.col_shift[old] == new.col_shift)
+        old, new = each[before[~write]], each[~write]
+        self.allow(before[~write] >= 0, new, "reads what nobody has written")
+        ordered = self.before(access.step[old], access.step[new])
+        self.allow(ordered, new, "may read before it is written")
+        same = access.row_shift[old] == access.row_shift[new]
+        same &= access.col_shift[old] == access.col_shift[new]
         self.allow(same, new, "reads another piece than it should")
-        done = (new.buffer != SUM) | (at.k_last[old] == k)
+        done = (access.buffer[new] != SUM) | (access.k_last[old] == k)
         self.allow(done, new, "rounds before the last term")
 
-        read = np.flatnonzero(~write & (following >= 0))
-        new = at.at(following[read])
-        over = self.before(at.step[read], new.step)
-        self.allow(over, new, "overwrites what may still be read")
+        old, new = each[~write & (behind >= 0)], each[behind[~write & (behind >= 0)]]
+        ordered = self.before(access.step[old], access.step[new])
+        self.allow(ordered, new, "overwrites what may still be read")
 
-        written = np.flatnonzero(write & (previous >= 0))
-        old, new = previous[written], at.at(written)
-        over = self.before(at.step[old], new.step)
-        self.allow(over, new, "may be overwritten by an unordered step")
-        again = (new.adds > 0) | ~np.isin(new.buffer, RESULTS)
+        old, new = each[before[write & (before >= 0)]], each[write & (before >= 0)]
+        ordered = self.before(access.step[old], access.step[new])
+        self.allow(ordered, new, "may be overwritten by an unordered step")
+        again = (access.adds[new] > 0) | ~np.isin(access.buffer[new], RESULTS)
         self.allow(again, new, "is written twice")
-        once = (new.adds == 0) | (new.k_first >= at.k_last[old])
+        once = (access.adds[new] == 0) | (access.k_first[new] >= access.k_last[old])
         self.allow(once, new, "adds the same part of k twice")
 
-        new, old = at.at(write), previous[write]
-        based = (new.adds == 0) | (old >= 0)
-        self.allow(based, new, "adds to what nobody has written")
-        product = new.k_first >= 0
-        begin = np.where(new.adds > 0, at.k_last[old], 0)
-        self.allow(~product | (new.k_first == begin), new, "leaves out part of k")
-        done = ~product | (following[write] >= 0) | (new.k_last == k)
+        old, new = each[before[write]], each[write]
+        adds, k_first = access.adds[new] > 0, access.k_first[new]
+        self.allow(~adds | (before[write] >= 0), new, "adds to what nobody has written")
+        begin = np.where(adds, access.k_last[old], 0)
+        self.allow((k_first < 0) | (k_first == begin), new, "leaves out part of k")
+        done = (k_first < 0) | (behind[write] >= 0) | (access.k_last[new] == k)
         self.allow(done, new, "does not cover all of k")
 
-    def _cells(self, both: _Accesses, reads: int) -> tuple[Bools, _Accesses, Ints, Ints]:
-        """Each access once for every rectangle it holds, by rectangle and order of execution.
+    def _cells(self) -> tuple[Ints, Ints, Ints]:
+        """Each access once for every rectangle it holds, by rectangle and in order of execution.
 
-        Also returns which of them write, and the indices of the write before and of the write
-        behind in the same rectangle, -1 where there is none.
+        Also returns the indices of the write before it and of the write behind it in the same
+        rectangle, -1 where there is none.
         """
-        home = both.buffer * self.world + both.rank
-        row_lines, row, rows = _cut(home, both.row, both.row_stop)
-        col_lines, col, cols = _cut(home, both.col, both.col_stop)
-        # The caller's shards are never written, so that there is nothing to say of them.
-        count = np.where(both.buffer == A, 0, rows * cols)
-        each = np.repeat(np.arange(len(count)), count)
+        # The caller's shards are left out: they are never written.
+        kept = np.flatnonzero(self.access.buffer != A)
+        step, buffer, rank, *bounds = (column[kept] for column in self.access[:7])
+        home = buffer * self.world + rank
+        rows, row, row_count = _cut(home, *bounds[:2])
+        cols, col, col_count = _cut(home, *bounds[2:])
+        count = row_count * col_count
+        each = np.repeat(np.arange(len(kept)), count)
         turn = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
-        row, col = row[each] + turn // cols[each], col[each] + turn % cols[each]
-        cell = row * len(col_lines) + col
-        order = np.argsort(cell * len(self.steps) + self.when[both.step[each]], kind="stable")
-        cell, each, row, col = cell[order], each[order], row[order], col[order]
+        row, col = row[each] + turn // col_count[each], col[each] + turn % col_count[each]
+        # A step's reads come before its writes, and its writes in their order.
+        place = np.empty(len(kept), np.int64)
+        place[np.argsort(self.when[step] * len(kept) + np.arange(len(kept)))] = np.arange(len(kept))
+        cell = row * len(cols) + col
+        order = np.argsort(cell * len(kept) + place[each])
+        each, cell = each[order], cell[order]
 
-        write, index = each >= reads, np.arange(len(each))
-        previous = np.full(len(each), -1)
-        previous[1:] = np.maximum.accumulate(np.where(write, index, -1))[:-1]
-        previous[cell[previous] != cell] = -1
-        following = np.full(len(each), -1)
-        behind = np.where(write, index, len(each) - 1)[::-1]
-        following[:-1] = np.minimum.accumulate(behind)[::-1][1:]
-        following[(cell[following] != cell) | ~write[following]] = -1
+        index, write = np.arange(len(each)), self.writing[kept][each]
+        before, behind = np.full((2, len(each)), -1)
+        before[1:] = np.maximum.accumulate(np.where(write, index, -1))[:-1]
+        before[cell[before] != cell] = -1
+        next_write = np.where(write, index, len(each) - 1)[::-1]
+        behind[:-1] = np.minimum.accumulate(next_write)[::-1][1:]
+        behind[(cell[behind] != cell) | ~write[behind]] = -1
 
-        first = write & (previous < 0)
-        area = np.diff(row_lines)[row[first]] * np.diff(col_lines)[col[first]]
-        self._covered(home[each[first]], area)
-        return write, both.at(each), previous, following
+        first = order[write & (before < 0)]
+        area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
+        self._covered(home[each[write & (before < 0)]], area)
+        return kept[each], before, behind
 
     def _covered(self, home: Ints, area: Ints) -> None:
         """Every element of the results is written."""
@@ -628,11 +640,13 @@ def _cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     Returns the cuts of all homes one behind the other, and for each line the index of its first
     part there and the number of its parts.
     """
-    length = int(stop.max(initial=0)) + 1
-    low, high = home * length + start, home * length + stop
-    cuts = np.unique(np.concatenate([low, high]))
-    first = np.searchsorted(cuts, low)
-    return cuts, first, np.searchsorted(cuts, high) - first
+    ends = np.concatenate([start, stop]) + np.tile(home * (stop.max(initial=0) + 1), 2)
+    order = np.argsort(ends)
+    new = np.diff(ends[order], prepend=-1) > 0
+    index = np.empty(len(ends), np.int64)
+    index[order] = np.cumsum(new) - 1
+    first, last = index[: len(home)], index[len(home) :]
+    return ends[order][new], first, last - first
 
 
 def _flat(found: Iterable[Sequence[T]]) -> tuple[list[T], Ints]:

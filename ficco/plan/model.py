@@ -15,7 +15,7 @@ publish     [rows[r], k]           symmetric copy of the shard for peers to read
 staging     plan.staging           symmetric memory where pieces of peers land
 sum         [m, n], float32        partial sums of column pieces (2D), where the dtype is narrower
 out         [m, n]                 the product
-gathered    [m, k]                 the gathered A, if asked for
+gathered    [m, k]                 the gathered A, if asked for or made by a collective
 ==========  =====================  ==============================================================
 """
 
@@ -110,7 +110,8 @@ class Step(NamedTuple):
     """One thing enqueued on a lane: ``waits``, then the operation, then ``posts``.
 
     Attributes:
-        op: ``"copy"`` between ranks, ``"place"`` within a rank, ``"matmul"`` or ``"sync"``.
+        op: ``"copy"`` between ranks, ``"place"`` within a rank, ``"matmul"``, ``"sync"``, or
+            ``"gather"``, the library's collective that brings every rank's shard everywhere.
         lane: ``"compute0"``, ``"copy0"``, ..., or ``"sync"``.
         label: what the step does, for people.
         waits: signals waited for before the operation.
@@ -162,6 +163,11 @@ class Plan:
     stages: int = 0
 
     @property
+    def collective(self) -> bool:
+        """Whether the library's collective moves the bytes, into ``gathered``."""
+        return any(step.op == "gather" for step in self.steps)
+
+    @property
     def lanes(self) -> tuple[str, ...]:
         """Lanes in the order of their first step."""
         return tuple(dict.fromkeys(step.lane for step in self.steps))
@@ -169,5 +175,7 @@ class Plan:
     @property
     def extra_bytes(self) -> int:
         """Memory beside the operands and the results: staging, published shard, partial sums."""
-        sums = self.problem.m * self.problem.n * 4 if self.sums else 0
-        return sum(self.room) + sums
+        problem = self.problem
+        sums = problem.m * problem.n * 4 if self.sums else 0
+        gathered = problem.gathered_bytes if self.collective and not problem.return_gathered else 0
+        return sum(self.room) + sums + gathered

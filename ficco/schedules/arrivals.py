@@ -6,7 +6,7 @@ sender to know when to send a piece and where it lands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,14 +25,7 @@ class Unit(NamedTuple):
     ordinal: int  # counts the pieces of this shard in their order of arrival
     start: int
     stop: int
-
-
-class Place(NamedTuple):
-    """Where and when a unit lands at a receiver."""
-
-    group: int
-    position: int  # within the group, in order of arrival
-    unit: Unit
+    group: int  # of those that the receiver multiplies together
 
 
 def cut(length: int, pieces: int | tuple[int, ...]) -> list[tuple[int, int]]:
@@ -84,7 +77,7 @@ def peers_in_order(rank: int, world: int) -> list[int]:
 
 
 class Arrivals:
-    """The groups of units that one rank multiplies, in order, and their places in staging."""
+    """The groups of units that one rank multiplies, in order."""
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         self.problem, self.schedule, self.rank = problem, schedule, rank
@@ -105,54 +98,55 @@ class Arrivals:
             rank_sets = [[rank, *order]] if fused else [[rank], *rank_sets]
         self.sets = [s for s in rank_sets if s]
         self.set_of = {peer: i for i, s in enumerate(self.sets) for peer in s}
-        self.pieces = schedule.pieces or world
+        self.place_in_set = {peer: i for s in self.sets for i, peer in enumerate(s)}
         self._cuts: dict[int, list[tuple[int, int]]] = {}
         self.rounds = max((len(self.cuts(p)) for s in self.sets for p in s), default=0)
         self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
         self.groups = self.regular + (schedule.tail - 1 if self.regular else 0)
-
-    def length(self, peer: int) -> int:
-        """Extent of a peer's shard along the dimension that is cut."""
-        if self.schedule.dims == 1:
-            return self.problem.rows[peer]
-        return self.problem.k if self.problem.rows[peer] else 0
+        self._units: dict[int, list[Unit]] = {}
 
     def cuts(self, peer: int) -> list[tuple[int, int]]:
-        length = self.length(peer)
-        if length not in self._cuts:
-            whole = [(0, 0)] if self.schedule.dims == 2 and self.problem.rows[peer] else []
-            self._cuts[length] = cut(length, self.pieces) or whole
-        return self._cuts[length]
+        """Pieces of a peer's shard, along the dimension that is cut."""
+        rows = self.problem.rows[peer]
+        if rows not in self._cuts:
+            length = rows if self.schedule.dims == 1 else self.problem.k
+            whole = [(0, length)]  # without columns, the product is still due: zeros
+            pieces = cut(length, self.schedule.pieces or self.problem.world) or whole
+            self._cuts[rows] = pieces if rows else []
+        return self._cuts[rows]
 
-    def _group(self, set_index: int, piece: int) -> int:
-        if self.schedule.order == "piece":
-            return piece * len(self.sets) + set_index
-        return set_index * self.rounds + piece
+    def units(self, peer: int) -> list[Unit]:
+        """All units of a peer, in order of arrival."""
+        if peer not in self._units:
+            first, stride = self.set_of[peer], len(self.sets)
+            if self.schedule.order == "peer":
+                first, stride = first * self.rounds, 1
+            found = [
+                Unit(peer, i, start, stop, first + i * stride)
+                for i, (start, stop) in enumerate(self.cuts(peer))
+            ]
+            if self.schedule.tail > 1 and found and found[-1].group == self.regular - 1:
+                last = found.pop()
+                length = last.stop - last.start
+                found += [
+                    Unit(
+                        peer,
+                        last.ordinal + i,
+                        last.start + a,
+                        last.start + b,
+                        last.group + i,
+                    )
+                    for i, (a, b) in enumerate(cut(length, self.schedule.tail) or [(0, 0)])
+                ]
+            self._units[peer] = found
+        return self._units[peer]
 
-    def units(self, peer: int) -> list[tuple[int, Unit]]:
-        """All units of a peer, each with the group that it belongs to."""
-        set_index = self.set_of[peer]
-        found: list[tuple[int, Unit]] = []
-        for piece, (start, stop) in enumerate(self.cuts(peer)):
-            group = self._group(set_index, piece)
-            if group < self.regular - 1 or self.schedule.tail == 1:
-                found.append((group, Unit(peer, len(found), start, stop)))
-                continue
-            for i, (a, b) in enumerate(cut(stop - start, self.schedule.tail) or [(0, 0)]):
-                found.append((group + i, Unit(peer, len(found), start + a, start + b)))
-        return found
-
-    def places(self, peer: int) -> Iterator[Place]:
-        """Where and when the units of a peer arrive."""
-        position = self.sets[self.set_of[peer]].index(peer)
-        for group, unit in self.units(peer):
-            yield Place(group, position, unit)
-
+    @cached_property
     def by_group(self) -> list[list[Unit]]:
         """The units of every group, in order of arrival."""
         groups: list[list[Unit]] = [[] for _ in range(self.groups)]
         for members in self.sets:
             for peer in members:
-                for group, unit in self.units(peer):
-                    groups[group].append(unit)
+                for unit in self.units(peer):
+                    groups[unit.group].append(unit)
         return groups

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import Problem
@@ -14,9 +16,7 @@ from ficco.schedules.space import Schedule
 LOOKAHEAD = 2
 
 
-def plan(
-    problem: Problem, schedule: Schedule, rank: int, staging_bytes: int | None = None
-) -> Plan:
+def plan(problem: Problem, schedule: Schedule, rank: int, staging_bytes: int | None = None) -> Plan:
     """The Plan of one rank.
 
     ``staging_bytes`` caps staging: where the pieces do not fit at once, they use it as a ring.
@@ -24,93 +24,106 @@ def plan(
     Raises:
         ValueError: the cap is too small for the largest step.
     """
-    return _Gather(problem, schedule, rank, _layouts(problem, schedule), staging_bytes).build()
+    if schedule.mover == "collective" and problem.world > 1:
+        return _collective(problem, schedule, rank)
+    return _Gather(_World(problem, schedule, staging_bytes), rank).build()
 
 
-def plans(
-    problem: Problem, schedule: Schedule, staging_bytes: int | None = None
-) -> list[Plan]:
+def plans(problem: Problem, schedule: Schedule, staging_bytes: int | None = None) -> list[Plan]:
     """The Plans of all ranks."""
-    layouts = _layouts(problem, schedule)
-    return [
-        _Gather(problem, schedule, rank, layouts, staging_bytes).build()
-        for rank in range(problem.world)
-    ]
+    if schedule.mover == "collective":
+        return [plan(problem, schedule, rank) for rank in range(problem.world)]
+    # Millions of tuples and no cycle: the collector would walk them again and again.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        world = _World(problem, schedule, staging_bytes)
+        return [_Gather(world, rank).build() for rank in range(problem.world)]
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _layouts(problem: Problem, schedule: Schedule) -> list[Arrivals]:
-    return [Arrivals(problem, schedule, rank) for rank in range(problem.world)]
+def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
+    """The library's all-gather, then one product: what everything else has to beat."""
+    k = problem.k
+    own = Region("a", rank, 0, problem.rows[rank], 0, k)
+    gathered = Region("gathered", rank, 0, problem.m, 0, k)
+    product = Product(gathered, 0, k, Region("out", rank, 0, problem.m, 0, problem.n))
+    steps = (
+        Step("gather", "compute0", "all-gather", transfer=Transfer(own, gathered)),
+        Step("matmul", "compute0", "all", products=(product,)),
+    )
+    return Plan(problem, str(schedule), rank, steps, (0, 0), (0, 0), False, False, 0)
 
 
 class _Staging:
     """Where the pieces of one receiver land in its staging buffer.
 
-    Without a cap every row of the gathered A has its place, less the rank's own shard where that
-    is multiplied on its own. With a cap, group g lies in stage g modulo the number of stages, its
-    pieces side by side.
+    Every row of the gathered A has its place, less the rank's own shard where that is multiplied
+    on its own. As a ring, group g lies in stage g modulo the number of stages, its pieces side by
+    side.
     """
 
-    def __init__(self, arrivals: Arrivals, cap: int | None) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
         problem, schedule = arrivals.problem, arrivals.schedule
         self.arrivals = arrivals
         self.by_columns = schedule.dims == 2
         own = problem.rows[arrivals.rank]
         self.own_rows_absent = 0 if schedule.uniform and schedule.grouping == "fused" else own
-        rows = problem.m - self.own_rows_absent
+        self.rows = problem.m - self.own_rows_absent if problem.m > own else 0
+        self.cols = problem.k
         self.stages = 0
-        self.shape = (rows, problem.k)
-        self._offsets: dict[tuple[int, int], int] = {}
-        self.turn: dict[int, int] = {}  # group -> its turn among those that use the ring
-        if cap is None or rows * problem.k * problem.itemsize <= cap:
-            return
-        stage_rows = stage_cols = 0
-        for group, units in enumerate(arrivals.by_group()):
-            if all(unit.peer == arrivals.rank for unit in units):
+        self._offsets: dict[Unit, int] = {}
+        self._groups: list[int] = []  # those that take turns on the ring
+        self._turn: dict[int, int] = {}
+        self._regions: dict[int, list[Region]] = {}
+
+    def make_ring(self) -> None:
+        """Lay the pieces of each group side by side; :meth:`set_stages` says for how many."""
+        self.rows = self.cols = 0  # of one stage
+        for group, units in enumerate(self.arrivals.by_group):
+            if all(unit.peer == self.arrivals.rank for unit in units):
                 continue
-            self.turn[group] = len(self.turn)
+            self._turn[group] = len(self._groups)
+            self._groups.append(group)
             row = 0
             for unit in units:
-                if self._lands(unit):
-                    self._offsets[unit.peer, group] = row
+                if unit.peer != self.arrivals.rank or not self.own_rows_absent:
+                    self._offsets[unit] = row
                     row += self._unit_rows(unit)
-                    stage_cols = max(stage_cols, unit.stop - unit.start)
-            stage_rows = max(stage_rows, row)
+                    self.cols = max(self.cols, unit.stop - unit.start)
+            self.rows = max(self.rows, row)
         if not self.by_columns:
-            stage_cols = problem.k
-        stage_bytes = stage_rows * stage_cols * problem.itemsize
-        self.stages = min(cap // max(stage_bytes, 1), len(self.turn))
-        if self.stages < 1:
-            raise ValueError(
-                f"workspace_bytes: required at least {stage_bytes} for one step of schedule "
-                f"{schedule} on {problem}, got {cap}; allow more or cut finer (pieces=)"
-            )
-        self.stage_rows = stage_rows
-        self.shape = (self.stages * stage_rows, stage_cols)
-        self._groups = list(self.turn)
+            self.cols = self.arrivals.problem.k
+
+    def set_stages(self, most: int) -> None:
+        self.stages, self._stage_rows = min(most, len(self._groups)), self.rows
+        self.rows *= self.stages
 
     def ahead_of(self, group: int) -> int | None:
         """The group whose place in the ring this one takes over."""
-        turn = self.turn.get(group, -1) - self.stages
+        turn = self._turn.get(group, -1) - self.stages
         return self._groups[turn] if self.stages and turn >= 0 else None
 
     def heir_of(self, group: int) -> int | None:
         """The group that takes over the place of this one."""
-        if not self.stages or group not in self.turn:
-            return None
-        turn = self.turn[group] + self.stages
-        return self._groups[turn] if turn < len(self._groups) else None
-
-    def _lands(self, unit: Unit) -> bool:
-        return unit.peer != self.arrivals.rank or not self.own_rows_absent
+        turn = self._turn.get(group, len(self._groups)) + self.stages
+        return self._groups[turn] if self.stages and turn < len(self._groups) else None
 
     def _unit_rows(self, unit: Unit) -> int:
         return self.arrivals.problem.rows[unit.peer] if self.by_columns else unit.stop - unit.start
 
-    def region(self, group: int, unit: Unit) -> Region:
+    def regions(self, peer: int) -> list[Region]:
+        """Where all units of a peer land, in order of arrival."""
+        if peer not in self._regions:
+            self._regions[peer] = list(map(self.region, self.arrivals.units(peer)))
+        return self._regions[peer]
+
+    def region(self, unit: Unit) -> Region:
         problem, rank = self.arrivals.problem, self.arrivals.rank
         if self.stages:
-            stage = self.turn[group] % self.stages
-            row = stage * self.stage_rows + self._offsets[unit.peer, group]
+            row = self._turn[unit.group] % self.stages * self._stage_rows + self._offsets[unit]
             col = 0
         else:
             row = problem.offsets[unit.peer]
@@ -121,71 +134,105 @@ class _Staging:
         return Region("staging", rank, row, row + self._unit_rows(unit), col, col + cols)
 
 
-class _Gather:
-    """Builds one Plan. ``me`` is its rank; ``group`` counts a receiver's groups of units."""
+class _World:
+    """What all ranks derive alike: who sends what when, where it lands, which words say so."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        schedule: Schedule,
-        rank: int,
-        layouts: list[Arrivals],
-        cap: int | None,
-    ) -> None:
-        self.problem, self.schedule, self.me = problem, schedule, rank
-        self.layouts = layouts
-        self.mine = layouts[rank]
-        self.landing = [_Staging(arrivals, cap) for arrivals in layouts]
-        # One row pitch on all ranks, so that a sender need not ask for the receiver's.
-        self.pitch = max(staging.shape[1] for staging in self.landing)
-        self.staging = self.landing[rank]
-        self.peers = [peer for peer in range(problem.world) if peer != rank]
-        self.source = "a" if problem.symmetric or not schedule.pull else "publish"
-        terms = max(layout.rounds for layout in layouts) - 1 + schedule.tail
-        self.slots = max(terms, 2)  # data words per pair of ranks; pull uses two of them
-        self.groups = self.mine.by_group()
+    def __init__(self, problem: Problem, schedule: Schedule, cap: int | None) -> None:
+        self.problem, self.schedule = problem, schedule
+        self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(problem.world)]
+        terms = max(arrivals.rounds for arrivals in self.arrivals) - 1 + schedule.tail
         self.partial = schedule.dims == 2 and terms > 1
-        self.sum = "sum" if self.partial and problem.rounds else "out"
-        self.started: set[int] = set()  # shards whose partial sums have a first term
-        self.steps: list[Step] = []
-        self.product_of: dict[int, int] = {}  # group -> index of the step that consumed it
-        self.copied: dict[int, list[int]] = {}  # group -> indices of the copies of this rank
-        self.acquired: dict[str, int] = {}  # copy lane -> the step that takes over its peers' slots
-        self.lane_of = {
-            target: f"copy{i % schedule.copy}" for i, target in enumerate(self._targets())
-        }
+        self.slots = max(terms, 2)  # data words per pair of ranks; pull uses two of them
+        self.landing = [_Staging(arrivals) for arrivals in self.arrivals]
+        needed = max(staging.rows for staging in self.landing) * problem.k * problem.itemsize
+        if cap is not None and needed > cap:
+            self._make_rings(cap)
+        #: One row pitch on all ranks, so that a sender need not ask for the receiver's.
+        self.pitch = max(staging.cols for staging in self.landing)
+        self._ready: dict[tuple[int, int], list[Signal]] = {}
 
-    def _targets(self) -> list[int]:
-        """Peers in the order in which this rank first has to do with them."""
-        if self.schedule.pull:
-            return [p for members in self.mine.sets for p in members if p != self.me]
-        return sorted(
-            self.peers,
-            key=lambda p: min(
-                ((place.group, place.position) for place in self.layouts[p].places(self.me)),
-                default=(self.layouts[p].groups, 0),
+    def _make_rings(self, cap: int) -> None:
+        for staging in self.landing:
+            staging.make_ring()
+        pitch = max(staging.cols for staging in self.landing)
+        stage_bytes = max(staging.rows for staging in self.landing) * pitch * self.problem.itemsize
+        if stage_bytes > cap:
+            raise ValueError(
+                f"workspace_bytes: required at least {stage_bytes} for one step of schedule "
+                f"{self.schedule} on {self.problem}, got {cap}; allow more or cut finer (pieces=)"
             )
-            + ((p - self.me) % self.problem.world,),
-        )
+        for staging in self.landing:
+            staging.set_stages(cap // max(staging.rows * pitch * self.problem.itemsize, 1))
 
-    # Signal words. Every rank has the same layout: first one word per peer that rests at 1, then
-    # `slots` words per peer for data, then as many for room in a ring.
-
-    def _released(self, poster: int, waiter: int) -> Signal:
-        return Signal("released", poster, waiter, 0, poster)
-
-    def _word(self, kind: str, poster: int, waiter: int, slot: int, rows: tuple[int, int]) -> Signal:
-        world = self.problem.world
-        block = world * self.slots if kind == "room" else 0
-        word = world + block + poster * self.slots + slot
-        return Signal(kind, poster, waiter, slot, word, *rows)
-
-    def _rows(self, unit: Unit) -> tuple[int, int]:
+    def rows(self, unit: Unit) -> tuple[int, int]:
         """Rows of the gathered A that a unit holds."""
         base = self.problem.offsets[unit.peer]
         if self.schedule.dims == 2:
             return base, base + self.problem.rows[unit.peer]
         return base + unit.start, base + unit.stop
+
+    def room(self, publish: bool) -> tuple[int, int]:
+        """Bytes of staging and of published shards on the rank that needs most."""
+        staging = max(staging.rows for staging in self.landing) * self.pitch
+        published = max(self.problem.rows) * self.problem.k * publish
+        return staging * self.problem.itemsize, published * self.problem.itemsize
+
+    # Signal words. Every rank has the same layout: first one word per peer that rests at 1, then
+    # `slots` words per peer for data, then as many for room in a ring.
+
+    def words(self) -> int:
+        return self.problem.world * (1 + 2 * self.slots)
+
+    def released(self, poster: int, waiter: int) -> Signal:
+        return Signal("released", poster, waiter, 0, poster)
+
+    def word(
+        self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
+    ) -> Signal:
+        world = self.problem.world
+        block = world * self.slots if kind == "room" else 0
+        word = world + block + poster * self.slots + slot
+        return Signal(kind, poster, waiter, slot, word, *rows)
+
+    def room_for(self, unit: Unit, poster: int, waiter: int) -> Signal:
+        return self.word("room", poster, waiter, unit.ordinal, self.rows(unit))
+
+    def ready(self, poster: int, waiter: int) -> list[Signal]:
+        """Signals of the units that one rank pushes to another."""
+        if (poster, waiter) not in self._ready:
+            self._ready[poster, waiter] = [
+                self.word("ready", poster, waiter, unit.ordinal, self.rows(unit))
+                for unit in self.arrivals[waiter].units(poster)
+            ]
+        return self._ready[poster, waiter]
+
+
+class _Gather:
+    """Builds one Plan. ``me`` is its rank; ``group`` counts a receiver's groups of units."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.world, self.me = world, rank
+        self.problem, self.schedule = world.problem, world.schedule
+        self.mine = world.arrivals[rank]
+        self.staging = world.landing[rank]
+        self.peers = [peer for peer in range(self.problem.world) if peer != rank]
+        self.groups = self.mine.by_group
+        self.sum = "sum" if world.partial and self.problem.rounds else "out"
+        self.started: set[int] = set()  # shards whose partial sums have a first term
+        self.steps: list[Step] = []
+        self.product_of: dict[int, int] = {}  # group -> index of the step that consumed it
+        self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
+        self.acquired: dict[str, int] = {}  # copy lane -> the step that takes over its peers' slots
+        in_turn = sorted(self.peers, key=self._turn)
+        self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
+
+    def _turn(self, peer: int) -> tuple[int, int, int]:
+        """Sorts peers by when this rank first copies from (pull) or to them."""
+        if self.schedule.pull:
+            return self.mine.set_of[peer], self.mine.place_in_set[peer], 0
+        target = self.world.arrivals[peer]
+        first = next((unit.group for unit in target.units(self.me)), target.groups)
+        return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
 
     def _add(self, step: Step) -> int:
         self.steps.append(step)
@@ -204,15 +251,11 @@ class _Gather:
             self._open_push()
             copies = self._pushes()
         ahead = self.staging.stages or LOOKAHEAD
-        last = max((group for group, _ in copies), default=-1)
-        pending = iter(copies)
-        held = next(pending, None)
-        for group in range(-ahead, max(len(self.groups), last + 1)):
-            if group >= 0 and group < len(self.groups):
+        for group in range(-ahead, max(len(self.groups), len(copies))):
+            if 0 <= group < len(self.groups):
                 self._consume(group)
-            while held is not None and held[0] <= group + ahead:
-                self.copied.setdefault(held[0], []).append(self._add(self._with_room(*held)))
-                held = next(pending, None)
+            if group + ahead < len(copies):
+                self._copy(group + ahead, copies[group + ahead])
         if schedule.pull:
             self._close_pull()
         if self.peers:
@@ -222,97 +265,90 @@ class _Gather:
             schedule=str(schedule),
             rank=self.me,
             steps=tuple(self.steps),
-            staging=(self.staging.shape[0], self.pitch) if self.peers else (0, 0),
-            room=self._room_bytes(publish) if self.peers else (0, 0),
+            staging=(self.staging.rows, self.world.pitch) if self.peers else (0, 0),
+            room=self.world.room(publish) if self.peers else (0, 0),
             publish=publish,
-            sums=any(s.transfer is not None and s.transfer.src.buffer == "sum" for s in self.steps),
-            words=problem.world * (1 + 2 * self.slots) if self.peers else 0,
+            sums=self.sum == "sum" and any(self.groups),
+            words=self.world.words() if self.peers else 0,
             stages=self.staging.stages,
         )
 
-    def _room_bytes(self, publish: bool) -> tuple[int, int]:
-        itemsize = self.problem.itemsize
-        staging = max(staging.shape[0] for staging in self.landing) * self.pitch * itemsize
-        return staging, max(self.problem.rows) * self.problem.k * itemsize * publish
+    # Copies: both directions give the copies of each group.
 
-    # Copies: both directions yield (group, Step, unit) sorted by group.
-
-    def _pushes(self) -> list[tuple[int, Step]]:
-        sends = sorted(
-            (
-                (place.group, place.position, (target - self.me) % self.problem.world, target, place)
-                for target in self.peers
-                for place in self.layouts[target].places(self.me)
-            ),
-        )
-        return [
-            (
-                group,
-                Step(
-                    "copy",
-                    self.lane_of[target],
-                    f"{self.me}.{place.unit.ordinal}>{target}",
-                    waits=self._room(target, group, place.unit),
-                    posts=(
-                        self._word(
-                            "ready", self.me, target, place.unit.ordinal, self._rows(place.unit)
-                        ),
-                    ),
-                    transfer=Transfer(
-                        self._source(place.unit), self.landing[target].region(group, place.unit)
-                    ),
-                    mover=self.schedule.mover,
-                ),
-            )
-            for group, _, _, target, place in sends
-        ]
-
-    def _pulls(self) -> list[tuple[int, Step]]:
-        found = []
-        rest = {peer: len(self.mine.units(peer)) for peer in self.peers}
-        for group, units in enumerate(self.groups):
-            for unit in units:
-                peer = unit.peer
-                if peer == self.me:
-                    continue
-                rest[peer] -= 1
-                done = () if rest[peer] else (self._done(self.me, peer),)
-                valid = () if unit.ordinal else (self._valid(peer, self.me),)
+    def _pushes(self) -> list[list[Step]]:
+        me, mover = self.me, self.schedule.mover
+        found: list[list[Step]] = []
+        for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
+            lane = self.lane_of[target]
+            units = self.world.arrivals[target].units(me)
+            landing = self.world.landing[target]
+            for unit, region, ready in zip(
+                units, landing.regions(me), self.world.ready(me, target), strict=True
+            ):
                 step = Step(
                     "copy",
-                    self.lane_of[peer],
-                    f"{peer}.{unit.ordinal}>{self.me}",
-                    waits=valid,
-                    posts=done,
-                    transfer=Transfer(self._source(unit), self.staging.region(group, unit)),
-                    mover=self.schedule.mover,
+                    lane,
+                    f"{me}.{unit.ordinal}>{target}",
+                    waits=self._room(target, unit) if landing.stages else (),
+                    posts=(ready,),
+                    transfer=Transfer(self._source(unit), region),
+                    mover=mover,
                 )
-                found.append((group, step))
+                while len(found) <= unit.group:
+                    found.append([])
+                found[unit.group].append(step)
         return found
 
-    def _with_room(self, group: int, step: Step) -> Step:
-        """A pull into a ring also waits until this rank has used up what lay there."""
-        before = self.staging.ahead_of(group) if self.schedule.pull else None
-        return step if before is None else step._replace(after=(self.product_of[before],))
+    def _pulls(self) -> list[list[Step]]:
+        return [
+            [self._pull(unit) for unit in units if unit.peer != self.me] for units in self.groups
+        ]
+
+    def _pull(self, unit: Unit) -> Step:
+        peer = unit.peer
+        last = unit.ordinal == len(self.mine.units(peer)) - 1
+        return Step(
+            "copy",
+            self.lane_of[peer],
+            f"{peer}.{unit.ordinal}>{self.me}",
+            waits=() if unit.ordinal else (self._valid(peer, self.me),),
+            posts=(self._done(self.me, peer),) if last else (),
+            transfer=Transfer(self._source(unit), self.staging.regions(peer)[unit.ordinal]),
+            mover=self.schedule.mover,
+        )
+
+    def _copy(self, group: int, steps: list[Step]) -> None:
+        """Enqueue the copies of a group."""
+        if not self.schedule.pull:
+            self.steps += steps
+            return
+        # A pull into a ring also waits until this rank has used up what lay there.
+        before = self.staging.ahead_of(group)
+        after = () if before is None else (self.product_of[before],)
+        self.pulled[group] = {step.lane: self._add(step._replace(after=after)) for step in steps}
 
     def _source(self, unit: Unit) -> Region:
-        if self.schedule.dims == 2:
-            rows = (0, self.problem.rows[unit.peer], unit.start, unit.stop)
-        else:
-            rows = (unit.start, unit.stop, 0, self.problem.k)
-        return Region(self.source, unit.peer, *rows)
+        buffer = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
+        return self._shard(buffer, unit)
 
-    def _room(self, target: int, group: int, unit: Unit) -> tuple[Signal, ...]:
+    def _shard(self, buffer: str, unit: Unit) -> Region:
+        """Where a unit lies in its shard."""
+        if self.schedule.dims == 2:
+            rows = self.problem.rows[unit.peer]
+            return Region(buffer, unit.peer, 0, rows, unit.start, unit.stop)
+        return Region(buffer, unit.peer, unit.start, unit.stop, 0, self.problem.k)
+
+    def _room(self, target: int, unit: Unit) -> tuple[Signal, ...]:
         """What a push into a ring waits for: the target has used up what lay there."""
-        if self.landing[target].ahead_of(group) is None:
+        if self.world.landing[target].ahead_of(unit.group) is None:
             return ()
-        return (self._word("room", target, self.me, unit.ordinal, self._rows(unit)),)
+        return (self.world.room_for(unit, target, self.me),)
 
     def _valid(self, poster: int, waiter: int) -> Signal:
-        return self._word("valid", poster, waiter, 0, self._shard_rows(poster))
+        return self.world.word("valid", poster, waiter, 0, self._shard_rows(poster))
 
     def _done(self, poster: int, waiter: int) -> Signal:
-        return self._word("done", poster, waiter, 1, self._shard_rows(waiter))
+        return self.world.word("done", poster, waiter, 1, self._shard_rows(waiter))
 
     def _shard_rows(self, rank: int) -> tuple[int, int]:
         return self.problem.offsets[rank], self.problem.offsets[rank + 1]
@@ -328,10 +364,10 @@ class _Gather:
 
     def _open_push(self) -> None:
         for lane, peers in self._lanes():
-            mine = tuple(self._released(peer, self.me) for peer in peers)
+            mine = tuple(self.world.released(peer, self.me) for peer in peers)
             # A peer that gets no data still has to know that this rank's call has begun.
             bare = tuple(
-                self._word("ready", self.me, peer, 0, (0, 0))
+                self.world.word("ready", self.me, peer)
                 for peer in peers
                 if not self.problem.rows[self.me]
             )
@@ -345,12 +381,10 @@ class _Gather:
 
     def _open_pull(self, published: tuple[int, ...]) -> None:
         for lane, peers in self._lanes():
-            mine = tuple(self._released(peer, self.me) for peer in peers)
+            mine = tuple(self.world.released(peer, self.me) for peer in peers)
             valid = tuple(self._valid(self.me, peer) for peer in peers)
             self._add(
-                Step(
-                    "sync", lane, "acquire", waits=mine, clears=mine, posts=valid, after=published
-                )
+                Step("sync", lane, "acquire", waits=mine, clears=mine, posts=valid, after=published)
             )
 
     def _close_pull(self) -> None:
@@ -368,7 +402,7 @@ class _Gather:
         """Clear the words this rank waited for and hand the slot to the peers."""
         waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = [
-            self._word("ready", peer, self.me, 0, (0, 0))
+            self.world.word("ready", peer, self.me)
             for peer in self.peers
             if not self.schedule.pull and not self.problem.rows[peer]
         ]
@@ -380,7 +414,7 @@ class _Gather:
                 "retire",
                 waits=tuple(silent),
                 clears=(*waited, *silent),
-                posts=tuple(self._released(self.me, peer) for peer in self.peers),
+                posts=tuple(self.world.released(self.me, peer) for peer in self.peers),
                 after=tuple(last.values()),
             )
         )
@@ -413,36 +447,40 @@ class _Gather:
         if not units:
             return
         lane = self._compute_lane(group, units)
-        remote = [unit for unit in units if unit.peer != self.me]
-        if remote:
-            sources = [self.staging.region(group, unit) for unit in units]
-            self._place_own(group, lane, units)
+        waits: tuple[Signal, ...] = ()
+        if all(unit.peer == self.me for unit in units):
+            sources = [self._shard("a", unit) for unit in units]
         else:
-            sources = [self._source(unit)._replace(buffer="a") for unit in units]
-        ready = () if self.schedule.pull else tuple(map(self._ready, remote))
-        pulled = self.copied.get(group, ()) if self.schedule.pull else ()
-        copied = {self.steps[i].lane: i for i in pulled}
+            sources = [self._landed(unit) for unit in units]
+            self._place_own(group, lane, units)
+            if not self.schedule.pull:
+                ready = self.world.ready
+                waits = tuple(
+                    ready(peer, self.me)[ordinal] for peer, ordinal, *_ in units if peer != self.me
+                )
         multiply = Step(
             "matmul",
             lane,
-            " ".join(f"{unit.peer}.{unit.ordinal}" for unit in units),
-            waits=ready,
-            after=tuple(copied.values()),
-            products=self._products(list(zip(units, sources, strict=True))),
+            " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
+            waits=waits,
+            after=tuple(self.pulled.get(group, {}).values()),
+            products=self._products(units, sources),
         )
         self.product_of[group] = self._add(multiply)
-        for unit, region in zip(units, sources, strict=True):
-            if self.problem.return_gathered:
-                first, last = self._rows(unit)
-                cols = region.cols if self.schedule.dims == 2 else 0
-                col = unit.start if cols else 0
+        if self.problem.return_gathered:
+            for unit, region in zip(units, sources, strict=True):
+                first, last = self.world.rows(unit)
+                col = unit.start if self.schedule.dims == 2 else 0
                 dst = Region("gathered", self.me, first, last, col, col + region.cols)
                 self.product_of[group] = self._place(lane, region, dst)
-        self._round(lane, units)
+        if self.sum == "sum":
+            self._round(lane, units)
         self._give_room(group)
 
-    def _ready(self, unit: Unit) -> Signal:
-        return self._word("ready", unit.peer, self.me, unit.ordinal, self._rows(unit))
+    def _landed(self, unit: Unit) -> Region:
+        if unit.peer == self.me:
+            return self.staging.region(unit)
+        return self.staging.regions(unit.peer)[unit.ordinal]
 
     def _place_own(self, group: int, lane: str, units: list[Unit]) -> None:
         """Bring the rank's own piece beside those of its peers."""
@@ -451,42 +489,32 @@ class _Gather:
         after = tuple(i for i in used if self.steps[i].lane != lane)
         for unit in units:
             if unit.peer == self.me:
-                src = self._source(unit)._replace(buffer="a")
-                self._place(lane, src, self.staging.region(group, unit), after)
+                self._place(lane, self._shard("a", unit), self.staging.region(unit), after)
 
-    def _products(self, pieces: list[tuple[Unit, Region]]) -> tuple[Product, ...]:
+    def _products(self, units: list[Unit], sources: list[Region]) -> tuple[Product, ...]:
         """As few products as there can be: contiguous rows merge, equal distances form a batch."""
-        found: list[Product] = []
-        for unit, a in sorted(pieces, key=lambda piece: self._rows(piece[0])):
-            first, last = self._rows(unit)
-            k_first, k_last = (
-                (unit.start, unit.stop) if self.schedule.dims == 2 else (0, self.problem.k)
-            )
-            out = Region(self.sum, self.me, first, last, 0, self.problem.n)
-            accumulate = self.partial and unit.peer in self.started
-            one = Product(a, k_first, k_last, out, accumulate)
-            if found and (merged := _merge(found[-1], one)):
-                found[-1] = merged
-            else:
-                found.append(one)
-        self.started.update(unit.peer for unit, _ in pieces)
-        batched: list[Product] = []
-        for one in found:
-            if batched and (merged := _batch(batched[-1], one)):
-                batched[-1] = merged
-            else:
-                batched.append(one)
-        return tuple(batched)
+        runs: list[_Run] = []
+        by_columns, k = self.schedule.dims == 2, self.problem.k
+        for unit, a in sorted(zip(units, sources, strict=True)):
+            first, last = self.world.rows(unit)
+            terms = (unit.start, unit.stop) if by_columns else (0, k)
+            kind = a.col, *terms, self.world.partial and unit.peer in self.started
+            if not (runs and runs[-1].goes_on(kind, a.row, first, last - first)):
+                runs.append(_Run(kind, a.row, first, last - first))
+        self.started.update(unit.peer for unit in units)
+        batches: list[_Run] = []
+        for run in runs:
+            if not (batches and batches[-1].repeats(run)):
+                batches.append(run)
+        return tuple([run.product(sources[0], self.sum, self.problem.n) for run in batches])
 
     def _round(self, lane: str, units: list[Unit]) -> None:
         """Round the sums whose last term has been added."""
-        if self.sum == "out":
-            return
         spans: list[tuple[int, int]] = []
         for unit in sorted(units):
             if unit.stop < self.problem.k:
                 continue
-            first, last = self._rows(unit)
+            first, last = self.world.rows(unit)
             if spans and spans[-1][1] == first:
                 spans[-1] = (spans[-1][0], last)
             else:
@@ -501,7 +529,7 @@ class _Gather:
         if self.schedule.pull or heir is None:
             return
         posts = tuple(
-            self._word("room", self.me, unit.peer, unit.ordinal, self._rows(unit))
+            self.world.room_for(unit, self.me, unit.peer)
             for unit in self.groups[heir]
             if unit.peer != self.me
         )
@@ -511,38 +539,44 @@ class _Gather:
         self.steps[index] = step._replace(posts=posts, after=(*step.after, *sorted(acquired)))
 
 
-def _merge(left: Product, right: Product) -> Product | None:
-    """Two products on adjacent rows as one."""
-    if (left.k_first, left.k_last, left.accumulate) != (
-        right.k_first,
-        right.k_last,
-        right.accumulate,
-    ):
-        return None
-    a, out = left.a, left.out
-    if a.row_stop != right.a.row or a.col != right.a.col or out.row_stop != right.out.row:
-        return None
-    return left._replace(
-        a=a._replace(row_stop=right.a.row_stop), out=out._replace(row_stop=right.out.row_stop)
-    )
+@dataclass(slots=True)
+class _Run:
+    """Rows that lie together in A and in the product, once or again and again."""
 
+    kind: tuple[int, int, int, bool]  # first column in the buffer, rows of b, accumulate
+    a: int
+    out: int
+    rows: int
+    batch: int = 1
+    a_stride: int = 0
+    out_stride: int = 0
 
-def _batch(left: Product, right: Product) -> Product | None:
-    """Two products at equal distances as one strided batch."""
-    if (left.k_first, left.k_last, left.accumulate, left.a.rows, left.a.col) != (
-        right.k_first,
-        right.k_last,
-        right.accumulate,
-        right.a.rows,
-        right.a.col,
-    ):
-        return None
-    a_stride, out_stride = right.a.row - left.a.row, right.out.row - left.out.row
-    if left.batch > 1:
-        a_stride -= (left.batch - 1) * left.a_stride
-        out_stride -= (left.batch - 1) * left.out_stride
-        if (a_stride, out_stride) != (left.a_stride, left.out_stride):
-            return None
-    if min(a_stride, out_stride) < left.a.rows:
-        return None
-    return left._replace(batch=left.batch + 1, a_stride=a_stride, out_stride=out_stride)
+    def goes_on(self, kind: tuple[int, int, int, bool], a: int, out: int, rows: int) -> bool:
+        """Take in rows that lie directly behind these."""
+        if kind != self.kind or (a - self.a, out - self.out) != (self.rows, self.rows):
+            return False
+        self.rows += rows
+        return True
+
+    def repeats(self, other: _Run) -> bool:
+        """Take in a run of the same size at the same distance as those before."""
+        if (other.kind, other.rows) != (self.kind, self.rows):
+            return False
+        a_stride = other.a - self.a - (self.batch - 1) * self.a_stride
+        out_stride = other.out - self.out - (self.batch - 1) * self.out_stride
+        strides = a_stride, out_stride
+        if self.batch > 1 and strides != (self.a_stride, self.out_stride):
+            return False
+        if min(strides) < self.rows:
+            return False
+        self.batch += 1
+        self.a_stride, self.out_stride = strides
+        return True
+
+    def product(self, source: Region, target: str, n: int) -> Product:
+        col, k_first, k_last, accumulate = self.kind
+        col_stop = col + k_last - k_first
+        a = Region(source.buffer, source.rank, self.a, self.a + self.rows, col, col_stop)
+        out = Region(target, source.rank, self.out, self.out + self.rows, 0, n)
+        strides = self.a_stride, self.out_stride
+        return Product(a, k_first, k_last, out, accumulate, self.batch, *strides)

@@ -7,10 +7,13 @@ gives the same schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
+
+#: Who moves the bytes; the first is the default.
+MOVERS = ("dma", "kernel", "collective")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Schedule:
         order: ``"piece"``, a piece of every peer before the next piece of any (all links of a
             mesh are busy), or ``"peer"``, peer after peer (what a switch wants).
         pull: receivers fetch; otherwise senders push.
-        mover: ``"dma"``, copy engines, or ``"kernel"``, a copy kernel on a few SMs or CUs.
+        mover: ``"dma"``, copy engines; ``"kernel"``, a copy kernel on a few SMs or CUs; or
+            ``"collective"``, the all-gather of the group's own library, for serial alone.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.
     """
@@ -55,6 +59,11 @@ class Schedule:
             raise ValueError(
                 f"pieces: required a positive number or positive relative sizes such as 4+2+1, "
                 f"got {self.pieces}"
+            )
+        if self.mover == "collective" and replace(self, mover="dma") != NAMED["serial"]:
+            raise ValueError(
+                "collective: required the schedule serial without other knobs, since a collective "
+                "gathers whole shards, in its own way and at once"
             )
         for name in ("tail", "copy", "compute"):
             if getattr(self, name) < 1:
@@ -86,16 +95,16 @@ class Knob:
     field: str
     parse: Callable[[str], Any]
     show: Callable[[Any], str] = str
-    flag: str | None = None  # the word that stands for the value ``flag_value``
-    flag_value: Any = None
+    flags: Mapping[str, Any] = field(default_factory=dict)  # words that stand for a value
 
     def get(self, schedule: Schedule) -> Any:
         return getattr(schedule, self.field)
 
     def print(self, schedule: Schedule) -> str:
         value = self.get(schedule)
-        if self.flag and value == self.flag_value:
-            return self.flag
+        for flag, meaning in self.flags.items():
+            if value == meaning:
+                return flag
         return f"{self.field}={self.show(value)}"
 
 
@@ -123,8 +132,8 @@ KNOBS = (
     Knob("pieces", _pieces, _show_pieces),
     Knob("tail", int),
     Knob("order", _order),
-    Knob("pull", lambda text: {"1": True, "0": False}[text], "{:d}".format, "pull", True),
-    Knob("mover", lambda text: {"dma": "dma", "kernel": "kernel"}[text], str, "kernel", "kernel"),
+    Knob("pull", lambda text: {"1": True, "0": False}[text], "{:d}".format, {"pull": True}),
+    Knob("mover", lambda text: MOVERS[MOVERS.index(text)], str, {m: m for m in MOVERS[1:]}),
     Knob("copy", int),
     Knob("compute", int),
 )
@@ -151,22 +160,21 @@ NAMED: dict[str, Schedule] = {
 def _parse(name: str) -> Schedule:
     base, _, text = name.partition(":")
     if base not in NAMED:
-        raise ValueError(
-            f"schedule: required one of {', '.join(NAMED)}, or 'auto', got {name!r}"
-        )
+        raise ValueError(f"schedule: required one of {', '.join(NAMED)}, or 'auto', got {name!r}")
     values: dict[str, Any] = {}
     for item in text.split(",") if text else []:
         key, equals, value = item.partition("=")
-        knob = next((k for k in KNOBS if key == (k.field if equals else k.flag)), None)
+        knob = next((k for k in KNOBS if (key == k.field if equals else key in k.flags)), None)
         try:
             if knob is None or knob.field in values:
                 raise KeyError(key)
-            values[knob.field] = knob.parse(value) if equals else knob.flag_value
+            values[knob.field] = knob.parse(value) if equals else knob.flags[key]
         except (KeyError, ValueError):
-            usage = "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel, copy=2, compute=2"
+            usage = (
+                "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel or collective, copy=2, "
+                "compute=2"
+            )
             raise ValueError(
                 f"schedule {name!r}: {item!r} is not a knob or is given twice; knobs are {usage}"
             ) from None
-    known = {field.name for field in fields(Schedule)}
-    assert values.keys() <= known
     return replace(NAMED[base], **values)

@@ -1,0 +1,178 @@
+"""``ficco bench``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ficco.bench import cases
+
+if TYPE_CHECKING:
+    from ficco.bench.table import Row
+
+#: Seconds that starting the ranks, drawing and one shape's verification may take on top.
+START_S = 180.0
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``ficco bench`` to its parser."""
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--set", choices=list(cases.SETS), help="shapes (default: cpu or measured)")
+    what.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
+    what.add_argument(
+        "--schedules",
+        nargs="+",
+        metavar="NAME",
+        help="ficco schedules, such as shard-overlap:tail=4, with @symmetric (the shard lies in "
+        "symmetric memory) or @stages=2 (memory for so many steps) behind (default: a list)",
+    )
+    what.add_argument("--mode", help="queued, idle, graph; with commas (default: all there are)")
+    how = parser.add_argument_group("how")
+    how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    how.add_argument("--rounds", type=int, default=25, help="most rounds of a shape (default: 25)")
+    how.add_argument(
+        "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
+    )
+    how.add_argument("--seed", type=int, default=0, help="of the order and the operands")
+    result = parser.add_argument_group("what becomes of it")
+    result.add_argument("--out", type=Path, default=Path("ficco-bench"), help="folder")
+    result.add_argument("--name", help="of the files (default: set, machine and date)")
+    result.add_argument("--timelines", action="store_true", help="trace and draw the first shape")
+    result.add_argument("--json", action="store_true", help="print the rows as JSON")
+    later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
+    later.add_argument("--plot", type=Path, metavar="CSV", help="draw its pictures")
+    later.add_argument("--report", type=Path, metavar="CSV", help="write its report beside it")
+    later.add_argument("--readme", type=Path, metavar="CSV", help="put its table into a README")
+    later.add_argument("--readme-file", type=Path, default=Path("README.md"), metavar="FILE")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out ``ficco bench``; the exit code."""
+    if arguments.plot or arguments.report or arguments.readme:
+        return _later(arguments)
+    from ficco.bench.candidates import choose
+    from ficco.bench.measure import modes_of
+    from ficco.bench.run import Settings, bench
+    from ficco.launch import check_ranks, default_device, launch
+
+    device = arguments.device or default_device()
+    ranks = check_ranks(arguments.ranks, device)
+    for name in ("rounds", "seconds"):
+        if not getattr(arguments, name) > 0:
+            raise ValueError(f"--{name}: required a number above 0, got {getattr(arguments, name)}")
+    if arguments.set and arguments.shapes:
+        raise ValueError("--set and --shapes: required one of them, got both")
+    chosen = arguments.set or ("measured" if device == "cuda" else "cpu")
+    shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[chosen]()
+    what = arguments.shapes.stem if arguments.shapes else chosen
+    name = arguments.name or _name(what, device, ranks)
+    settings = Settings(
+        cases=tuple(shapes),
+        candidates=choose(arguments.schedules),
+        modes=modes_of(device, arguments.mode),
+        device=device,
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        csv=_fresh(arguments.out / f"{name}.csv"),
+        command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+        timelines=arguments.timelines,
+        quiet=arguments.json,
+        seed=arguments.seed,
+    )
+    rows = launch(
+        bench,
+        arguments.ranks if arguments.ranks is None else ranks,
+        settings,
+        device=device,
+        timeout_s=arguments.seconds + START_S,
+    )
+    if not rows:  # under torchrun, a rank other than 0
+        return 0
+    from ficco.bench.table import as_json
+
+    if arguments.json:
+        print(json.dumps(as_json(rows)))
+    else:
+        _print_summary(rows)
+    written = [settings.csv, *_pictures(settings.csv), _report(settings.csv)]
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+    bad = [row for row in rows if row.status in ("wrong", "failed")]
+    for row in bad:
+        print(f"{row.status}: {row.candidate} on {row.case}: {row.note}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _print_summary(rows: list[Row]) -> None:
+    from rich.console import Console
+
+    from ficco.bench.lines import summary
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in summary(rows):
+        console.print(table, highlight=False)
+
+
+def _name(what: str, device: str, ranks: int) -> str:
+    from ficco import doctor
+
+    kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
+    machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
+    machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def _fresh(path: Path) -> Path:
+    """A path that does not exist yet: rows are appended."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found, number = path, 1
+    while found.exists() and int(os.environ.get("RANK", 0)) == 0:
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
+
+
+def _later(arguments: argparse.Namespace) -> int:
+    if arguments.plot:
+        for path in _pictures(arguments.plot):
+            print(f"wrote {path}")
+    if arguments.report:
+        print(f"wrote {_report(arguments.report)}")
+    if arguments.readme:
+        from ficco.bench import table
+        from ficco.bench.report import put_into_readme, readme_table
+
+        rows, about = table.read(arguments.readme), table.read_description(arguments.readme)
+        folder = arguments.readme_file.resolve().parent
+        link = os.path.relpath(arguments.readme.resolve().with_suffix(".md"), folder)
+        put_into_readme(arguments.readme_file, readme_table(rows, about, link))
+        print(f"wrote {arguments.readme_file}")
+    return 0
+
+
+def _pictures(csv: Path) -> list[Path]:
+    from ficco.bench import plots, table
+
+    about = table.read_description(csv)
+    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
+    return plots.draw(table.read(csv), csv.with_suffix(""), title)
+
+
+def _report(csv: Path) -> Path:
+    from ficco.bench import table
+    from ficco.bench.report import report
+
+    stem = csv.with_suffix("").name
+    pictures = sorted(path for path in csv.parent.glob(f"{stem}_*.png"))
+    text = report(table.read(csv), table.read_description(csv), stem, pictures)
+    path = csv.with_suffix(".md")
+    path.write_text(text)
+    return path

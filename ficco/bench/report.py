@@ -1,0 +1,204 @@
+"""Markdown from a bench's rows: a report, and the table in the README."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ficco.bench.lines import Line, lines, mean_and_worst, modes, number
+from ficco.bench.table import Row, left_out
+from ficco.errors import ConfigError
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+MODE_WORDS = {
+    "queued": "the host runs ahead of the GPU, as in a training step",
+    "idle": "the GPU waits for the host, as in a decode step",
+    "graph": "captured in a graph and replayed behind a queue",
+}
+
+
+def report(rows: Sequence[Row], about: dict[str, Any], name: str, pictures: Sequence[Path]) -> str:
+    """A bench as Markdown."""
+    parts = [f"# {name}", _about(about), HOW]
+    parts += [f"![{path.stem}]({path.name})" for path in pictures]
+    for mode in modes(rows):
+        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", _bounds(rows, mode)]
+    parts += ["## Host cost and memory", _costs(rows)]
+    if missing := left_out(rows):
+        parts += ["## Not measured", "\n".join(f"- {text}" for text in missing)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+HOW = (
+    "All candidates of a shape run in shuffled order in every round, so that a GPU that gets hot "
+    "slows down all of them alike. A round's time is that of its slowest rank. Milliseconds are "
+    "medians over rounds; shares and ratios are medians of the ratios of each round. "
+    "ideal = the longer of one whole library GEMM alone and the faster of the vendor's collective "
+    "and the copy engines alone. serial = the better of that collective and the copy engines, with "
+    "the GEMM behind. overlap = overlap efficiency as in Flux (arXiv:2406.06858, equation 2). "
+    "Every result was compared exactly before it was timed."
+)
+
+
+def _about(about: dict[str, Any]) -> str:
+    if not about:
+        return ""
+    versions = about.get("versions", {})
+    said = [
+        ("machine", f"{about.get('ranks', '?')} ranks, {about.get('device', '')}"),
+        ("date", about.get("date", "")),
+        ("software", ", ".join(f"{name} {value}" for name, value in versions.items())),
+        ("commit", about.get("commit", "")),
+        ("command", f"`{about.get('command', '')}`"),
+    ]
+    return _table(("", ""), [(name, value) for name, value in said if value])
+
+
+def _bounds(rows: Sequence[Row], mode: str) -> str:
+    there = lines(rows, mode)
+    figures = ["share", "speedup", "vs_pytorch"] + ["vs_queued"] * (mode == "graph")
+    heads = (
+        "shape",
+        "GEMM",
+        "collective",
+        "copies",
+        "serial",
+        "PyTorch",
+        "ficco",
+        "schedule",
+        "of ideal",
+        "x serial",
+        "x PyTorch",
+        *["x queued"] * (mode == "graph"),
+        "overlap",
+    )
+    body = [
+        (
+            _shape(line.shape),
+            *(_ms(row) for row in (line.gemm, line.collective, line.copies)),
+            *(_ms(row) for row in (line.serial, line.pytorch, line.best)),
+            line.best.candidate if line.best else "",
+            *(_figure(line.best, name) for name in figures),
+            _figure(line.best, "efficiency"),
+        )
+        for line in there
+    ]
+    best = [line.best for line in there]
+    for i, name in enumerate(("geometric mean", "worst")):
+        means = [mean_and_worst(best, figure)[i] for figure in figures]
+        blank = ("",) * 7
+        body.append((f"**{name}**", *blank, *(number(value) for value in means), ""))
+    return "Milliseconds; (m, n of one rank, k).\n\n" + _table(heads, body)
+
+
+def _shape(row: Row) -> str:
+    size = f"{row.m}, {row.n}, {row.k}"
+    name = "" if row.case == f"{row.m}x{row.n}x{row.k}" else f"{row.case}: "
+    return f"{name}{size}" + (f" ({row.label})" if row.label else "")
+
+
+def _costs(rows: Sequence[Row]) -> str:
+    """Host microseconds and memory by candidate, over the shapes."""
+    names = list(dict.fromkeys(row.candidate for row in rows if row.ok))
+    measured = [mode for mode in modes(rows) if any(_known(r, mode, "host_us") for r in rows)]
+    body = []
+    for name in names:
+        own = [row for row in rows if row.candidate == name and row.ok]
+        host = [[r.host_us for r in own if _known(r, mode, "host_us")] for mode in measured]
+        extra = [
+            row.extra_bytes / gathered
+            for row in own
+            if not math.isnan(row.extra_bytes) and (gathered := _gathered_bytes(row))
+        ]
+        if extra or any(host):
+            cells = [f"{median(values):.0f}" if values else "" for values in host]
+            body.append((name, *cells, f"{max(extra):.2f}" if extra else ""))
+    heads = ("candidate", *(f"host us, {mode}" for mode in measured), "memory / gathered A")
+    text = (
+        "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
+        "the shapes. "
+        "Memory beside operands and result, on the rank that takes most, over the bytes of the "
+        "gathered A; largest of the shapes. ficco holds two slots, so that a call need not wait "
+        "for the one before, and one where its memory is capped."
+    )
+    return f"{text}\n\n{_table(heads, body)}"
+
+
+def _known(row: Row, mode: str, figure: str) -> bool:
+    return row.ok and row.mode == mode and not math.isnan(getattr(row, figure))
+
+
+def _gathered_bytes(row: Row) -> int:
+    from ficco.problem import ITEMSIZE
+
+    return row.m * row.k * ITEMSIZE[row.dtype]
+
+
+def readme_table(rows: Sequence[Row], about: dict[str, Any], link: str) -> str:
+    """The table of the README: what each shape reaches, in each mode."""
+    measured = [mode for mode in modes(rows) if mode != "graph"]
+    by_mode: dict[str, dict[str, Line]] = {
+        mode: {line.shape.case: line for line in lines(rows, mode)} for mode in measured
+    }
+    cases = list(dict.fromkeys(case for found in by_mode.values() for case in found))
+    heads = ["m, n per rank, k"]
+    for mode in measured:
+        heads += [f"{mode}: ms", "of ideal", "x serial", "x PyTorch", "schedule"]
+    body = []
+    for case in cases:
+        there = [by_mode[mode].get(case) for mode in measured]
+        cells = [_shape(next(line for line in there if line).shape)]
+        for line in there:
+            best = line.best if line else None
+            cells += [_ms(best), *(_figure(best, name) for name in README_FIGURES)]
+            cells.append(f"`{best.candidate}`" if best else "")
+        body.append(tuple(cells))
+    for i, name in enumerate(("geometric mean", "worst")):
+        cells = [f"**{name}**"]
+        for mode in measured:
+            best_rows = [line.best for line in by_mode[mode].values()]
+            cells.append("")
+            cells += [number(mean_and_worst(best_rows, f)[i]) for f in README_FIGURES]
+            cells.append("")
+        body.append(tuple(cells))
+    where = f"{about.get('ranks', '?')} ranks on {about.get('device', 'an unnamed machine')}"
+    date = str(about.get("date", "")).split(" ")[0]
+    return f"{where}, {date}; [all figures and how they were measured]({link}).\n\n" + _table(
+        tuple(heads), body
+    )
+
+
+README_FIGURES = ("share", "speedup", "vs_pytorch")
+
+
+def put_into_readme(readme: Path, text: str) -> None:
+    """Replace what stands between the two markers of a README.
+
+    Raises:
+        ConfigError: it does not have both markers, in order.
+    """
+    try:
+        whole = readme.read_text()
+    except OSError as error:
+        raise ConfigError(str(readme), "file", f"cannot be read: {error.strerror}") from None
+    start, stop = whole.find(BEGIN), whole.find(END)
+    if start < 0 or stop < start:
+        raise ConfigError(str(readme), "markers", f"required {BEGIN} and then {END}")
+    readme.write_text(f"{whole[: start + len(BEGIN)]}\n{text}\n{whole[stop:]}")
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *body]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _ms(row: Row | None) -> str:
+    return "" if row is None else f"{row.ms:.3f}"
+
+
+def _figure(row: Row | None, name: str) -> str:
+    return "" if row is None else number(getattr(row, name))

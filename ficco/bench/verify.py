@@ -1,0 +1,186 @@
+"""Proving every candidate right, eager and replayed, before it is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.bench.candidates import Candidate, Runner, build, unavailable
+from ficco.bench.inputs import Operands
+from ficco.bench.measure import Gate, capture, peak_bytes, pytorch_workspace_bytes
+from ficco.errors import FiccoError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Calls with fresh inputs that must be right before a candidate is timed; as many replays.
+CHECKS = 2
+
+
+@dataclass
+class Checked:
+    """A candidate that has passed, or why it has not.
+
+    Attributes:
+        runner: it, ready to be called; None if it is not to be timed.
+        status, note: as in a :class:`ficco.bench.table.Row`.
+        extra_bytes: most memory beside operands and result, on the rank that takes most.
+        replay: it, captured in a graph.
+        graph_status, graph_note: why there is no replay.
+    """
+
+    candidate: Candidate
+    runner: Runner | None = None
+    status: str = "ok"
+    note: str = ""
+    extra_bytes: float = math.nan
+    replay: Callable[[], None] | None = None
+    graph_status: str = "skipped"
+    graph_note: str = ""
+
+
+@dataclass
+class Verifier:
+    """The ranks of a group, which verify together: a candidate that fails on one is out on all."""
+
+    group: ProcessGroup
+    gate: Gate
+    device: torch.device
+    iteration: int = field(default=0, init=False)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, on every rank."""
+        found: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def free_bytes(self) -> int:
+        """Free memory where there is least: of a GPU, or a rank's part of the host's."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+        else:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+            free = int(kib) * 1024 // self.group.size()
+        return min(self.gather(free))
+
+    def close(self) -> None:
+        """Free ficco's memory on all ranks, once no peer can reach it any more."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self.gate.wait()
+        ficco.close(self.group)
+        self.gate.wait()
+
+    def renew(self, operands: Operands, symmetric: bool) -> None:
+        """Begin anew with ficco's memory, and with a shard in it if one is wanted."""
+        operands.a_symmetric_SK = None
+        self.close()
+        if symmetric:
+            shard = operands.a_shard_SK
+            operands.a_symmetric_SK = ficco.empty(
+                shard.shape, dtype=shard.dtype, group=self.group, device=self.device
+            )
+
+    def eager(self, candidate: Candidate, operands: Operands) -> Checked:
+        """Build a candidate and prove its calls right; note what memory they take."""
+        if why := unavailable(candidate, operands):
+            return Checked(candidate, status="skipped", note=why)
+        if candidate.ours:
+            self.renew(operands, candidate.symmetric)  # so that its memory is its own
+
+        def action() -> tuple[Runner, bool, int]:
+            runner = build(candidate, operands, self.group)
+            with runner.context():
+                proof = runner.proof or runner.run
+                found = [self._check(runner, operands, proof) for _ in range(CHECKS)]
+            extra = found[-1][1] + self._symmetric_bytes(candidate, operands)
+            return runner, all(right for right, _ in found), extra
+
+        value, why = self._together(action)
+        if value is None:
+            refused = why.startswith(("NotImplementedError", "ValueError"))
+            return Checked(candidate, status="skipped" if refused else "failed", note=why)
+        runner, right, extra = value
+        if wrong := self._wrong(right):
+            return Checked(candidate, status="wrong", note=wrong)
+        counted = (self.on_gpu or candidate.ours) and runner.proof is None
+        extra_bytes = float(max(self.gather(extra))) if counted else math.nan
+        return Checked(candidate, runner, extra_bytes=extra_bytes)
+
+    def graph(self, checked: Checked, operands: Operands, pool: Any) -> None:
+        """Capture a candidate's call and prove its replays right."""
+        runner = checked.runner
+        assert runner is not None
+
+        def action() -> tuple[Callable[[], None], bool]:
+            with runner.context():
+                runner.run()  # memory that cannot be grown in a capture
+            torch.cuda.synchronize()
+            replay, result = capture(runner, pool)
+
+            def again() -> torch.Tensor:
+                replay()
+                return result
+
+            if runner.proof is not None:  # its result shows nothing; the eager call's did
+                return replay, True
+            found = [self._check(runner, operands, again) for _ in range(CHECKS)]
+            return replay, all(right for right, _ in found)
+
+        value, why = self._together(action)
+        if value is None:
+            checked.graph_note = why
+        elif wrong := self._wrong(value[1]):
+            checked.graph_status, checked.graph_note = "wrong", wrong
+        else:
+            checked.replay = value[0]
+
+    def _check(
+        self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
+    ) -> tuple[bool, int]:
+        """Whether a call with inputs never used before is right, and its peak memory."""
+        self.iteration += 1
+        operands.exact(self.iteration)
+        result, peak = peak_bytes(call, self.device)
+        gathered = runner.expected == "gathered"
+        expected = operands.a_full_MK if gathered else operands.reference()
+        return torch.equal(result, expected), peak
+
+    def _wrong(self, right: bool) -> str:
+        ranks = [rank for rank, equal in enumerate(self.gather(right)) if not equal]
+        return f"wrong result on ranks {ranks}" if ranks else ""
+
+    def _symmetric_bytes(self, candidate: Candidate, operands: Operands) -> int:
+        if candidate.ours:
+            return ficco.memory(self.group)
+        if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.group):
+            return operands.a_shard_SK.untyped_storage().nbytes()  # it asks for one shard
+        return 0
+
+    def _together(self, action: Callable[[], Any]) -> tuple[Any, str]:
+        """The result of an action that every rank carried out, or why one could not."""
+        value, why = None, ""
+        try:
+            value = action()
+            if self.on_gpu:
+                torch.cuda.synchronize()
+        except FiccoError:
+            raise  # peers may be stuck: there is no way on
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            why = f"{type(error).__name__}: {lines[0]}"
+        failed = [text for text in self.gather(why) if text]
+        return (None, failed[0]) if failed else (value, "")

@@ -1,0 +1,328 @@
+"""The bench: figures from made-up times, shapes, rows, reports, and one small run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+from ficco.bench import cases, plots, report, stats, table
+from ficco.bench.candidates import REFERENCES, SCHEDULES, choose, parse, step_bytes
+from ficco.bench.cases import Case
+from ficco.bench.inputs import Operands
+from ficco.bench.lines import lines, mean_and_worst, modes, summary
+from ficco.bench.measure import Gate, modes_of
+from ficco.bench.table import COLUMNS, Row
+from ficco.errors import ConfigError
+from ficco.problem import Problem
+from ficco.schedules import NAMED, Schedule, plans
+
+# Figures.
+
+
+def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
+    assert stats.slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]) == [2.0, 5.0]
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    # The device is three times slower in the last round; the ratio is 2 in every one.
+    assert stats.paired([2.0, 2.2, 6.0], [1.0, 1.1, 3.0]) == pytest.approx(2.0)
+    assert math.isnan(stats.paired(None, [1.0]))
+    with pytest.raises(ValueError):
+        stats.paired([1.0, 2.0], [1.0])
+
+
+def test_means_leave_out_what_is_not_there() -> None:
+    assert stats.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
+    assert stats.worst([0.9, math.nan, 0.7]) == 0.7
+    assert math.isnan(stats.geomean([])) and math.isnan(stats.worst([math.nan]))
+
+
+def test_the_ideal_is_the_longer_of_gemm_and_fastest_communication() -> None:
+    gemm, collective, copies = [3.0, 3.0], [2.0, 5.0], [4.0, 4.0]
+    assert stats.ideal(gemm, collective, copies) == [3.0, 4.0]
+    assert stats.ideal(gemm, None, copies) == [4.0, 4.0]
+    assert stats.ideal(gemm) is None and stats.ideal(None, copies) is None
+
+
+def test_overlap_efficiency_is_that_of_flux() -> None:
+    gemm, serial = [10.0, 10.0, 10.0], [14.0, 14.0, 14.0]
+    assert stats.overlap_efficiency(serial, serial, gemm) == 0.0
+    assert stats.overlap_efficiency(gemm, serial, gemm) == 1.0
+    assert stats.overlap_efficiency([11.0] * 3, serial, gemm) == 0.75
+    assert stats.overlap_efficiency([18.0] * 3, serial, gemm) == -1.0
+    assert math.isnan(stats.overlap_efficiency(gemm, gemm, gemm))
+
+
+def test_a_summary_holds_every_candidate_against_the_same_round() -> None:
+    found = stats.summarise(
+        {
+            "gemm": [1.0, 2.0, 1.0],
+            "collective": [0.5, 1.0, 0.5],
+            "copies": [0.4, 0.8, 0.4],
+            "serial-collective": [1.5, 3.0, 1.5],
+            "serial": [1.4, 2.8, 1.4],
+            "growing": [1.25, 2.5, 1.25],
+            "pytorch-fused": [1.3, 2.6, 1.3],
+            "pytorch-native": [1.5, 3.0, 1.5],
+        },
+        queued={"growing": [1.0, 2.0, 1.0]},
+    )
+    growing = found["growing"]
+    assert (growing.ms, growing.ms_low, growing.ms_high) == (1250.0, 1250.0, 1875.0)
+    assert growing.speedup == pytest.approx(1.4 / 1.25)
+    assert growing.share == pytest.approx(0.8)
+    assert growing.efficiency == pytest.approx(0.5)
+    assert growing.vs_pytorch == pytest.approx(1.3 / 1.25)
+    assert growing.vs_queued == pytest.approx(0.8)
+    assert found["ideal"].share == 1.0 and found["ideal"].speedup == pytest.approx(1.4)
+    assert math.isnan(found["gemm"].share)
+
+
+# Shapes and candidates.
+
+
+def test_the_sets_are_those_that_are_published() -> None:
+    sizes = [(case.m, case.n, case.k) for case in cases.SETS["measured"]()]
+    assert len(sizes) == 8 and sizes[0] == (32768, 2048, 8192)
+    assert [len(cases.SETS[name]()) for name in ("small", "scenarios")] == [9, 16]
+
+
+def test_scenarios_are_as_one_rank_of_eight_sees_them() -> None:
+    found = {case.name: case for case in cases.scenarios()}
+    assert (found["g1"].m, found["g1"].n, found["g1"].k) == (16384, 2048, 131072)
+    assert "n / 8" in found["g1"].label
+    assert all("all_to_all_matmul" in found[f"g{i}"].skip for i in range(13, 17))
+
+
+def test_a_shape_that_does_not_fit_says_so() -> None:
+    case = Case("large", 1 << 20, 1 << 13, 1 << 13)
+    assert "GiB" in case.skipped(4, 1 << 30)
+    assert case.skipped(4, 1 << 40) == ""
+    assert "divide" in case.skipped(3, 1 << 40)
+
+
+def test_shapes_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.csv"
+    path.write_text("name,m,n,k,dtype\none,64,8,16,float32\n")
+    assert cases.read(path) == [Case("one", 64, 8, 16, "float32")]
+    path.write_text("name,m,n,k\none,64,-8,16\n")
+    with pytest.raises(ConfigError, match="line 2, column n"):
+        cases.read(path)
+    with pytest.raises(ConfigError, match="none.csv"):
+        cases.read(tmp_path / "none.csv")
+
+
+def test_candidates_have_names_of_their_own() -> None:
+    names = [candidate.name for candidate in choose(None)]
+    assert len(names) == len(set(names)) == len(REFERENCES) + len(SCHEDULES)
+    assert set(NAMED) <= set(names)
+    assert [c.name for c in choose(["growing"])][-2:] == ["serial", "growing"]
+
+
+def test_marks_behind_a_schedule() -> None:
+    found = parse("shard-overlap:pull@symmetric@stages=2")
+    assert (found.schedule, found.symmetric, found.stages) == ("shard-overlap:pull", True, 2)
+    assert parse(found.name) == found
+    for wrong in ("growing@fast", "growing@stages=0", "slowing"):
+        with pytest.raises(ValueError):
+            parse(wrong)
+
+
+def test_a_step_is_as_large_as_a_ring_needs() -> None:
+    problem = Problem("all_gather_matmul", (64,) * 4, 8, 32, "float32")
+    for name in ("hetero-fused-1d:pieces=4", "uniform-fused-2d", "growing", "shard-overlap"):
+        whole = plans(problem, Schedule.parse(name))[0]
+        cap = 2 * step_bytes(whole)
+        assert plans(problem, Schedule.parse(name), cap)[0].stages in (0, 2)
+
+
+def test_modes_are_those_of_the_device() -> None:
+    assert modes_of("cpu", None) == ("idle",)
+    assert modes_of("cuda", "idle,queued") == ("idle", "queued")
+    with pytest.raises(ValueError, match="queued"):
+        modes_of("cpu", "queued")
+
+
+# Operands.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_exact_operands_have_one_right_product(dtype: str) -> None:
+    problem = Problem("all_gather_matmul", (40, 40), 300, 200, dtype)
+    operands = Operands(problem, 1, torch.device("cpu"))
+    operands.exact_b()
+    operands.exact(7)
+    product = operands.a_full_MK.double() @ operands.b_KN.double()
+    assert product.abs().max() <= 256
+    assert torch.equal(operands.reference().double(), product)
+    assert torch.equal(operands.a_shard_SK, operands.a_full_MK[40:])
+    before = operands.a_full_MK.clone()
+    operands.exact(8)
+    assert not torch.equal(before[:40], operands.a_full_MK[:40])  # depends on the iteration
+    assert not torch.equal(operands.a_full_MK[:40], operands.a_full_MK[40:])  # and on the rank
+    assert operands.b_KN.any(1).all()  # and no column of A goes unnoticed
+
+
+def _through_the_gate(at: ranks.Rank) -> list[int]:
+    group = torch.distributed.group.WORLD
+    gate = Gate(group)
+    found = []
+    for turn in range(200):
+        gate.wait()
+        found.append(gate.decide(turn if at.rank == 0 else -1))
+    gate.close()
+    return found
+
+
+def test_all_ranks_go_through_the_gate_and_hear_what_rank_0_decides() -> None:
+    assert ranks.run(3, _through_the_gate) == [list(range(200))] * 3
+
+
+# Rows, reports and pictures, from made-up figures.
+
+
+def _rows() -> list[Row]:
+    found = []
+    for number, mode in enumerate(("queued", "idle")):
+        for case, scale in (Case("64x32x16", 64, 32, 16), 1.0), (Case("g1", 128, 32, 16), 2.0):
+            one = Row(case.name, "", case.m, case.n, case.k, "bfloat16", 4, mode, "", "", "ok")
+            one = replace(one, rounds=9, ms=scale, ms_low=scale, ms_high=scale)
+            for name, ms in (("gemm", 1.0), ("collective", 0.5), ("copies", 0.4)):
+                found.append(replace(one, candidate=name, kind=name, ms=ms * scale))
+            for name, kind, ms in (
+                ("ideal", "bound", 1.0),
+                ("serial-collective", "serial-collective", 1.5),
+                ("serial", "ficco", 1.4),
+                ("shard-overlap", "ficco", 1.2),
+                ("hetero-fused-1d:pieces=4", "ficco", 1.1 + 0.05 * number),
+                ("uniform-fused-2d", "ficco", 1.3),
+                ("ficco-rccl", "pieces", 1.6),
+                ("pytorch-fused", "pytorch", 1.25),
+            ):
+                row = replace(one, candidate=name, kind=kind, ms=ms * scale)
+                ratios = {"speedup": 1.4 / ms, "share": 1 / ms, "vs_pytorch": 1.25 / ms}
+                found.append(replace(row, **ratios, efficiency=0.5, host_us=40.0, extra_bytes=1e3))
+            native = replace(one, candidate="pytorch-native", kind="pytorch-native", ms=math.nan)
+            found.append(replace(native, status="skipped", note="applies for 2048 < m <= 4096"))
+    return found
+
+
+def _equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Rows are equal but for the digits that a file does not hold."""
+
+    def short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()}
+            for row in rows
+        ]
+
+    assert short(found) == short(wanted)
+
+
+def test_rows_survive_the_file(tmp_path: Path) -> None:
+    rows, path = _rows(), tmp_path / "rows.csv"
+    table.write(path, rows[:5])
+    table.write(path, rows[5:])
+    with path.open(newline="") as file:
+        assert next(csv.reader(file)) == list(COLUMNS)
+    _equal(table.as_json(table.read(path)), table.as_json(rows))
+    path.write_text("case,m\na,1\n")
+    with pytest.raises(ConfigError, match="columns"):
+        table.read(path)
+
+
+def test_lines_take_the_best_of_each_shape() -> None:
+    rows = _rows()
+    assert modes(rows) == ["queued", "idle"]
+    first, second = lines(rows, "queued")
+    assert first.best and first.best.candidate == "hetero-fused-1d:pieces=4"
+    assert first.best_2d and first.best_2d.candidate == "uniform-fused-2d"
+    assert first.serial and first.serial.candidate == "serial"
+    assert first.balance == second.balance == 2.5
+    assert mean_and_worst([first.best, second.best], "share") == pytest.approx((1 / 1.1, 1 / 1.1))
+
+
+def test_tables_for_a_terminal() -> None:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, quiet=True)
+    rows = [row for row in _rows() if row.case == "g1"]
+    with console.capture():
+        for part in (*table.show(rows), *summary(_rows())):
+            console.print(part)
+    text = " ".join(str(part) for part in table.show(rows))
+    assert "pytorch-native on g1: skipped: applies for 2048" in text
+
+
+def test_a_report_and_pictures_come_from_the_rows_alone(tmp_path: Path) -> None:
+    rows = _rows()
+    pictures = plots.draw(rows, tmp_path / "name", "title")
+    assert [path.name for path in pictures] == ["name_share.png", "name_speedup.png"]
+    assert all(path.stat().st_size > 10_000 for path in pictures)
+    about = {"device": "a device", "ranks": 4, "date": "2026-01-02 03:04 UTC", "command": "c"}
+    text = report.report(rows, about, "name", pictures)
+    assert "| 64, 32, 16 | 1.000 | 0.500 | 0.400 | 1.400 | 1.250 | 1.100 |" in text
+    assert "pytorch-native on 64x32x16, g1: skipped" in text
+    assert "| **geometric mean** |" in text and "name_share.png" in text
+
+
+def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    text = report.readme_table(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")
+    report.put_into_readme(readme, text)
+    report.put_into_readme(readme, text)
+    found = readme.read_text()
+    assert found.startswith("before\n") and found.endswith("\nafter\n") and "old" not in found
+    assert found.count("`hetero-fused-1d:pieces=4`") == 4
+    readme.write_text("no markers")
+    with pytest.raises(ConfigError, match="markers"):
+        report.put_into_readme(readme, text)
+
+
+# The whole, on the CPU engine.
+
+
+def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
+    shapes = tmp_path / "tiny.csv"
+    shapes.write_text("name,m,n,k,dtype\na,64,16,64,float32\nodd,63,16,64,float32\n")
+    command = [sys.executable, "-m", "ficco", "bench", "--shapes", str(shapes), "--ranks", "2"]
+    command += ["--device", "cpu", "--rounds", "3", "--seconds", "60", "--json", "--timelines"]
+    command += ["--out", str(tmp_path / "out"), "--name", "tiny"]
+    command += ["--schedules", "growing", "hetero-fused-1d:pieces=4@stages=2", "auto"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    rows = table.read(out / "tiny.csv")
+    _equal(table.as_json(rows), json.loads(done.stdout))
+    found = {row.candidate: row for row in rows if row.case == "a"}
+    assert {row.status for row in rows if row.case == "odd"} == {"skipped"}
+    for name in ("gemm", "collective", "copies", "serial-collective", "serial", "ficco-rccl"):
+        assert found[name].ok and found[name].ms > 0 and found[name].rounds == 3, name
+    assert found["ideal"].share == 1.0
+    assert found["growing"].extra_bytes > found["hetero-fused-1d:pieces=4@stages=2"].extra_bytes
+    assert found["pytorch-fused"].status == "skipped" and "GPU" in found["pytorch-fused"].note
+    files = {path.name for path in out.iterdir()}
+    assert files == {
+        "tiny.csv",
+        "tiny.json",
+        "tiny.md",
+        "tiny_share.png",
+        "tiny_speedup.png",
+        "tiny_timelines.png",
+        "tiny_trace.json",
+    }
+    about = json.loads((out / "tiny.json").read_text())
+    assert about["ranks"] == 2 and about["versions"]["torch"] == torch.__version__
+    events = json.loads((out / "tiny_trace.json").read_text())["traceEvents"]
+    assert {"matmul", "copy"} <= {event.get("cat") for event in events}

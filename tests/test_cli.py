@@ -1,0 +1,271 @@
+"""The command line, the launcher behind it, and the timelines that it draws."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ficco import cli, doctor
+from ficco.bench.demo import Result, verdict
+from ficco.dma.engine import Span
+from ficco.launch import RankFailed, check_ranks, launch
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.schedules import NAMED, Schedule, plans
+from ficco.timeline import Rates, draw, measured, planned, trace
+
+SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "4"]
+
+
+# plan
+
+
+def test_plan_prints_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "hetero-fused-1d:pieces=4", *SIZES]) == 0
+    found = capsys.readouterr().out
+    assert "compute0" in found and "checked for all 4 ranks" in found
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "auto", *SIZES, "--rank", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "rule", 8)
+    ops = [step["op"] for step in found["steps"]]
+    assert ops.count("copy") == 3 and "matmul" in ops
+
+
+def test_plan_draws_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, events = tmp_path / "sub" / "plan.png", tmp_path / "plan.json"
+    arguments = ["plan", "growing", *SIZES, "--draw", str(picture), "--trace", str(events)]
+    assert cli.run(arguments) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    names = {
+        e["args"]["name"] for e in json.loads(events.read_text())["traceEvents"] if "args" in e
+    }
+    assert {"growing rank 3", "compute0", "copy0"} <= names
+    assert str(picture) in capsys.readouterr().err
+
+
+def test_plan_of_unequal_shards_in_a_ring(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "hetero-unfused-1d:pieces=4", *SIZES, "--rows", "30,20,10,4"]
+    assert cli.run([*arguments, "--workspace-bytes", "1024"]) == 0
+    assert "steps at once" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["slowing", *SIZES], "serial, shard-overlap"),
+        (["growing:fast", *SIZES], "not a knob"),
+        (["growing", "--m", "65", *SIZES[2:]], "--rows"),
+        (["growing", *SIZES, "--rows", "1,2,3,4"], "sum 64"),
+        (["growing", *SIZES, "--rows", "a,2,3,4"], "whole numbers"),
+        (["growing", *SIZES, "--rank", "4"], "0 to 3"),
+        (["growing", *SIZES, "--dtype", "int8"], "int8"),
+        (["growing", *SIZES, "--gbps", "0"], "above 0"),
+        (["growing", *SIZES, "--workspace-bytes", "1"], "workspace_bytes"),
+        (["growing", *SIZES[:-2]], "--world"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["plan", *arguments]) == 2
+    found = capsys.readouterr().err.strip().splitlines()
+    assert said in found[-1] and "error:" in found[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "--schedules", "slowing"], "slowing"),
+        (["bench", "--device", "cpu", "--mode", "queued"], "idle on cpu"),
+        (["bench", "--device", "cpu", "--ranks", "0"], "at least 1"),
+        (["bench", "--rounds", "0", "--device", "cpu"], "--rounds"),
+        (["bench", "--plot", "nowhere.csv"], "nowhere.csv"),
+        (["bench", "--set", "cpu", "--shapes", "x.csv", "--device", "cpu"], "got both"),
+        (["demo", "--ranks", "0"], "at least 1"),
+        (["nothing"], "nothing"),
+        ([], "command"),
+    ],
+)
+def test_other_commands_refuse_bad_input_too(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert (
+        cli.run([*arguments, "--out", str(tmp_path)] if arguments[:1] == ["bench"] else arguments)
+        == 2
+    )
+    assert said in capsys.readouterr().err
+
+
+# doctor
+
+
+def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert found["devices"][0]["cores"] >= 1
+    assert found["engines"]["cpu"]["engine"] == "cpu"
+    assert "float32" in found["engines"]["cpu"]["accumulate"]
+    assert set(found["engines"]) == {"cpu", "cuda", "hip"}
+    assert found["use"]["tensors on cpu"].startswith("cpu")
+
+
+def test_doctor_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor"]) == 0
+    found = capsys.readouterr().out
+    assert "Engine cpu" in found and "What would be used" in found
+
+
+def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("no such driver")
+
+    for part in ("versions", "devices", "links", "use"):
+        monkeypatch.setattr(doctor, part, broken)
+    monkeypatch.setattr(doctor, "capabilities", lambda name: broken())
+    found = doctor.report()
+    json.dumps(found)
+    doctor.show(found)
+    assert found["links"] == "cannot be told: OSError: no such driver"
+    assert found["engines"]["cpu"] == "cannot be used here: no such driver"
+
+
+# demo
+
+
+def test_demo_proves_every_schedule(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ficco", "demo", "--ranks", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    rows = (tmp_path / "demo.csv").read_text().splitlines()[2:]
+    assert len(rows) > len(NAMED) and all(",True," in row for row in rows)
+    assert lines[-1] == f"demo ok: {len(rows)} schedules exact on 2 ranks"
+    assert (tmp_path / "timelines.png").stat().st_size > 10_000
+    assert str(tmp_path / "timelines.png") in done.stdout
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_wrong_result_fails_the_demo() -> None:
+    right, absent = Result("a", True, 1.0), Result("b", None, 1.0)
+    assert verdict([right, right, absent], 4) == ("demo ok: 1 schedules exact on 4 ranks", 0)
+    text, code = verdict([right, right, Result("growing", False, 1.0)], 4)
+    assert "growing" in text and code == 1
+
+
+# launch
+
+
+def _rank_and_world(more: int) -> tuple[int, int, int]:
+    dist.barrier()
+    return dist.get_rank(), dist.get_world_size(), more
+
+
+def _fail(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ZeroDivisionError("on purpose")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(100)
+    dist.barrier()
+
+
+def test_launch_returns_what_rank_0_returns() -> None:
+    assert launch(_rank_and_world, 3, 5) == (0, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "kind", "said"),
+    [
+        ("raise", 60.0, "ZeroDivisionError", "on purpose"),
+        ("kill", 60.0, "exit", "SIGKILL"),
+        ("hang", 1.0, "exit", "exit code 1"),
+    ],
+)
+def test_launch_says_which_rank_failed_and_how(
+    how: str, seconds: float, kind: str, said: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=said) as caught:
+        launch(_fail, 2, how, timeout_s=seconds)
+    assert caught.value.kind == kind
+    assert how == "hang" or caught.value.rank == 1
+    assert ("_fail" in caught.value.details) == (how == "raise")
+    assert time.monotonic() - began < 30
+
+
+def test_ranks_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert (check_ranks(None, "cuda"), check_ranks(None, "cpu")) == (2, 4)
+    with pytest.raises(ValueError, match="at most 2"):
+        check_ranks(3, "cuda")
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "3"),
+        ("MASTER_ADDR", "x"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert check_ranks(None, "cpu") == 3
+    with pytest.raises(ValueError, match="torchrun"):
+        check_ranks(4, "cpu")
+
+
+# timeline
+
+
+def _plans(name: str) -> list[Plan]:
+    problem = Problem("all_gather_matmul", (64,) * 4, 32, 16, "float32")
+    return plans(problem, Schedule.parse(name))
+
+
+def _seconds(plan: Plan, step: object) -> float:
+    return {"copy": 1.0, "matmul": 2.0}.get(step.op, 0.0)  # type: ignore[attr-defined]
+
+
+def test_a_planned_timeline_is_exact_on_paper() -> None:
+    serial = planned("serial", _plans("serial"), _seconds)
+    assert serial.stop_s == 3 * 1.0 + 2.0  # three copies through one port, then the product
+    overlap = planned("overlap", _plans("shard-overlap"), _seconds)
+    assert overlap.stop_s == 4 * 2.0  # copies are hidden behind the products
+    waits = [bar for bar in serial.ranks[0] if bar.kind == "wait" and bar.lane == "compute0"]
+    assert [(bar.start_s, bar.stop_s) for bar in waits] == [(0.0, 3.0)]
+
+
+def test_a_copy_takes_both_of_its_ports() -> None:
+    found = planned("two lanes", _plans("shard-overlap:copy=3"), _seconds)
+    for bars in found.ranks:
+        copies = sorted((bar.start_s, bar.stop_s) for bar in bars if bar.kind == "copy")
+        assert copies == [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)]
+
+
+@pytest.mark.parametrize("name", list(NAMED))
+def test_every_schedule_ends_on_paper(name: str) -> None:
+    made = _plans(name)
+    found = planned(name, made, Rates())
+    steps = sum(len(plan.steps) for plan in made)
+    assert sum(bar.kind != "wait" for bars in found.ranks for bar in bars) == steps
+
+
+def test_measured_spans_give_rates_and_waits(tmp_path: Path) -> None:
+    made = _plans("serial")
+    product = next(i for i, step in enumerate(made[0].steps) if step.op == "matmul")
+    spans = [[Span(product, "compute0", 3.0, 5.0)] for _ in made]
+    found = measured("serial", made, spans)
+    assert [bar.kind for bar in found.ranks[0]] == ["wait", "matmul"]
+    assert Rates.of(made, found).flops == 2 * 256 * 32 * 16 / 2.0
+    assert draw([found, found], tmp_path / "two.svg", columns=2).read_text().count("<svg") == 1
+    assert json.loads(trace([found], tmp_path / "t.json").read_text())["traceEvents"]

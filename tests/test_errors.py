@@ -1,0 +1,375 @@
+"""Wrong arguments: what the error is, and that it says what is required, what came and what to do.
+
+All ranks make the same mistake here, and the group must be as good as new after it.
+``test_faults.py`` has the cases where one rank is wrong and the others are not.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import equal, exact
+from ranks import Failure, Rank, caught, run
+
+import ficco
+
+#: Rows of a shard, k and n of the calls here.
+ROWS, K, N = 4, 8, 6
+
+
+def _a(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape or (ROWS, K), dtype=dtype)
+
+
+def _b(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape or (K, N), dtype=dtype)
+
+
+def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+    return lambda: ficco.all_gather_matmul(*args, **kwargs)
+
+
+def _with(options: dict[str, Any], fn: Callable[[], Any]) -> Callable[[], Any]:
+    def within() -> Any:
+        with ficco.options(**options):
+            return fn()
+
+    return within
+
+
+def _schedule(name: Any) -> Callable[[], Any]:
+    return _call(_a(), _b(), schedule=name)
+
+
+def _rows(rows: Any) -> Callable[[], Any]:
+    return _call(_a(), _b(), rows=rows)
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+#: What is wrong, the call, the exception, and what its text must match.
+MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = {
+    # Shapes.
+    "a is a vector": (
+        lambda: _call(_a(K), _b()),
+        "ValueError",
+        (r"a_shard \[\.\.\., m/W, k\]", r"\[8\]", "reshape"),
+    ),
+    "a is a number": (lambda: _call(torch.tensor(1.0), _b()), "ValueError", (r"\[\]", "reshape")),
+    "b is a vector": (lambda: _call(_a(), _b(K)), "ValueError", (r"b \[k, n\]", r"\[8\]")),
+    "b is a batch": (lambda: _call(_a(), _b(2, K, N)), "ValueError", (r"\[2, 8, 6\]", "reshape")),
+    "k differs": (
+        lambda: _call(_a(), _b(K + 1, N)),
+        "ValueError",
+        ("required", "k=8", "k=9", r"\.t\(\)"),
+    ),
+    "b is not transposed": (
+        lambda: _call(_a(), _b(N, K)),
+        "ValueError",
+        ("k=8", "k=6", r"weight\.t\(\)"),
+    ),
+    # Dtypes, devices, layouts.
+    "dtypes differ": (
+        lambda: _call(_a(), _b(dtype=torch.bfloat16)),
+        "ValueError",
+        ("required one dtype", "float32", "bfloat16", "convert"),
+    ),
+    "devices differ": (
+        lambda: _call(_a(), _b().to("meta")),
+        "ValueError",
+        ("required one device", "cpu", "meta", "move"),
+    ),
+    "no engine for the device": (
+        lambda: _call(_a().to("meta"), _b().to("meta")),
+        "NotImplementedError",
+        ("meta", "cpu"),
+    ),
+    "integers": (
+        lambda: _call(_a(dtype=torch.int32), _b(dtype=torch.int32)),
+        "NotImplementedError",
+        ("int32", "bfloat16", "float32"),
+    ),
+    "complex": (
+        lambda: _call(_a(dtype=torch.complex64), _b(dtype=torch.complex64)),
+        "NotImplementedError",
+        ("complex64", "bfloat16"),
+    ),
+    "fp8 e4m3": (
+        lambda: _call(_a().to(FP8[0]), _b().to(FP8[0])),
+        "NotImplementedError",
+        ("float8_e4m3fn", "bfloat16"),
+    ),
+    "fp8 e5m2": (
+        lambda: _call(_a().to(FP8[1]), _b().to(FP8[1])),
+        "NotImplementedError",
+        ("float8_e5m2",),
+    ),
+    "sparse a": (
+        lambda: _call(_a().to_sparse(), _b()),
+        "NotImplementedError",
+        ("a_shard", "sparse", r"to_dense\(\)"),
+    ),
+    "sparse b": (
+        lambda: _call(_a(), _b().to_sparse_csr()),
+        "NotImplementedError",
+        ("b: sparse", r"to_dense\(\)"),
+    ),
+    "a is no tensor": (
+        lambda: _call([[1.0] * K] * ROWS, _b()),
+        "ValueError",
+        ("a_shard: required a torch.Tensor", "list"),
+    ),
+    "b is no tensor": (
+        lambda: _call(_a(), _b().numpy()),
+        "ValueError",
+        ("b: required a torch.Tensor", "ndarray"),
+    ),
+    # Gradients.
+    "a needs a gradient": (
+        lambda: _call(_a().requires_grad_(), _b()),
+        "NotImplementedError",
+        (r"torch\.no_grad\(\)", "all_gather_matmul"),
+    ),
+    "b needs a gradient": (
+        lambda: _call(_a(), torch.nn.Linear(K, N).weight.t()),
+        "NotImplementedError",
+        (r"torch\.no_grad\(\)",),
+    ),
+    # Schedules.
+    "unknown schedule": (
+        lambda: _schedule("fastest"),
+        "ValueError",
+        ("required one of", "'fastest'", "hetero-fused-1d", "'auto'"),
+    ),
+    "unknown knob": (lambda: _schedule("serial:speed=9"), "ValueError", ("speed=9", "pieces=4")),
+    "knob twice": (lambda: _schedule("serial:copy=1,copy=2"), "ValueError", ("copy=2", "twice")),
+    "no pieces": (lambda: _schedule("growing:pieces=0"), "ValueError", ("pieces", "positive")),
+    "negative pieces": (lambda: _schedule("growing:pieces=-2"), "ValueError", ("pieces",)),
+    "an empty piece": (lambda: _schedule("growing:pieces=4+0"), "ValueError", ("pieces",)),
+    "no lanes": (lambda: _schedule("growing:copy=0"), "ValueError", ("copy", "at least 1")),
+    "no tail": (lambda: _schedule("growing:tail=0"), "ValueError", ("tail", "at least 1")),
+    "unknown order": (lambda: _schedule("growing:order=random"), "ValueError", ("order=random",)),
+    "unknown mover": (lambda: _schedule("growing:mover=bus"), "ValueError", ("mover=bus",)),
+    "schedule is a number": (lambda: _schedule(3), "ValueError", ("schedule", "required", "3")),
+    "schedule is None": (lambda: _schedule(None), "ValueError", ("schedule", "required", "None")),
+    "schedule needs more memory": (
+        lambda: _with({"workspace_bytes": 1}, _schedule("serial")),
+        "ValueError",
+        ("workspace_bytes", r"required at least \d+", "serial", "pieces="),
+    ),
+    # Rows.
+    "rows too short": (
+        lambda: _rows([ROWS]),
+        "ValueError",
+        ("rows: required 2 numbers", r"got \[4\]"),
+    ),
+    "rows too long": (lambda: _rows([ROWS] * 3), "ValueError", ("required 2", r"\[4, 4, 4\]")),
+    "rows negative": (lambda: _rows([ROWS, -1]), "ValueError", ("negative", r"\[4, -1\]")),
+    "rows not the shard's": (
+        lambda: _rows([ROWS + 1, ROWS + 1]),
+        "ValueError",
+        (r"rows\[\d\]=5", "got 4"),
+    ),
+    "rows no integers": (lambda: _rows([4.0, 4.0]), "ValueError", ("rows", r"4\.0")),
+    "rows a number": (lambda: _rows(8), "ValueError", ("rows: required", "8")),
+    # Groups.
+    "group is a list": (
+        lambda: _call(_a(), _b(), group=[0, 1]),
+        "ValueError",
+        ("group: required", "ProcessGroup", r"\[0, 1\]"),
+    ),
+    # ficco.empty and ficco.explain.
+    "empty with a negative size": (
+        lambda: lambda: ficco.empty((4, -1)),
+        "ValueError",
+        ("shape", "-1"),
+    ),
+    "explain of an unknown operator": (
+        lambda: lambda: ficco.explain("conv", m=8, n=8, k=8, world=2),
+        "ValueError",
+        ("operator", "all_gather_matmul", "'conv'"),
+    ),
+    "explain for no ranks": (
+        lambda: lambda: ficco.explain("all_gather_matmul", m=8, n=8, k=8, world=0),
+        "ValueError",
+        ("world", "0"),
+    ),
+    # Options.
+    "unknown engine": (
+        lambda: _with({"engine": "tpu"}, _call(_a(), _b())),
+        "ValueError",
+        ("engine", "cpu", "'tpu'"),
+    ),
+}
+
+
+def _mistake(at: Rank, what: str, warm: bool) -> Any:
+    good = equal(at.world, ROWS, K, N, schedule="growing")
+    if warm:
+        exact(at, good, 0)
+    found = caught(MISTAKES[what][0]())
+    # All ranks made the same mistake: nobody waits, nothing is broken.
+    exact(at, good, 1)
+    return found
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistake(what: str) -> None:
+    _, kind, patterns = MISTAKES[what]
+    for warm in (False, True):
+        for found in run(2, _mistake, what, warm):
+            assert isinstance(found, Failure), found
+            assert found.type == kind, found.traceback
+            for pattern in patterns:
+                assert re.search(pattern, found.text), f"{pattern!r} is not in: {found.text}"
+
+
+def _no_grad(at: Rank) -> None:
+    """What a gradient is needed of is served where no gradient is recorded."""
+    a, b = _a().requires_grad_(), _b().requires_grad_()
+    with torch.no_grad():
+        y = ficco.all_gather_matmul(a, b)
+    assert not y.requires_grad and (y == K).all()
+    # The same call is no longer served once gradients are.
+    assert caught(_call(a, b)).type == "NotImplementedError"
+    y = ficco.all_gather_matmul(a.detach(), b.detach())
+    assert (y == K).all()
+
+
+def test_no_grad_is_the_way_out() -> None:
+    run(2, _no_grad)
+
+
+def _not_a_member(at: Rank) -> Any:
+    group = dist.new_group([0])
+    found = None
+    if at.rank == 1:
+        found = caught(_call(_a(), _b(), group=group))
+    else:
+        assert (ficco.all_gather_matmul(_a(), _b(), group=group) == K).all()
+        ficco.close(group)
+        dist.destroy_process_group(group)
+    exact(at, equal(at.world, ROWS, K, N), 0)
+    return found
+
+
+def test_group_that_this_rank_is_not_in() -> None:
+    found = run(2, _not_a_member)[1]
+    assert isinstance(found, Failure) and found.type == "ValueError", found
+    for word in ("group", "required", "this rank is in"):
+        assert word in found.text
+
+
+def test_no_process_group() -> None:
+    assert not dist.is_initialized()
+    for fn in (_call(_a(), _b()), lambda: ficco.empty((4, 4))):
+        with pytest.raises(ValueError, match="required an initialised.*init_process_group"):
+            fn()
+
+
+OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"timeout_s": 0}, ("timeout_s", "above 0", "0")),
+    ({"timeout_s": -3.5}, ("timeout_s", "above 0", "-3.5")),
+    ({"timeout_s": float("nan")}, ("timeout_s", "nan")),
+    ({"timeout_s": "soon"}, ("timeout_s", "'?soon")),
+    ({"timeout_s": None}, ("timeout_s", "None")),
+    ({"on_timeout": "ignore"}, ("on_timeout", "abort, raise", "'ignore'")),
+    ({"signals": "smoke"}, ("signals", "auto, write, copy", "'smoke'")),
+    ({"workspace_bytes": -1}, ("workspace_bytes", "at least 0", "-1")),
+    ({"workspace_bytes": "1 GiB"}, ("workspace_bytes", "1 GiB")),
+    ({"engine": "tpu"}, ("engine", "cpu", "'tpu'")),
+    ({"timeout": 5}, ("timeout_s", "'timeout'")),
+]
+
+
+@pytest.mark.parametrize(("changes", "patterns"), OPTIONS, ids=lambda value: str(value)[:40])
+def test_options(changes: dict[str, Any], patterns: tuple[str, ...]) -> None:
+    for fn in (_enter, ficco.set_options):
+        with pytest.raises(ValueError) as error:
+            fn(**changes)
+        for pattern in patterns:
+            assert re.search(pattern, str(error.value)), error.value
+    # A refused change leaves nothing behind.
+    with ficco.options() as now:
+        assert now == ficco.Options()
+
+
+def _enter(**changes: Any) -> None:
+    with ficco.options(**changes):
+        raise AssertionError("the block was entered")
+
+
+def test_options_nest_and_follow_the_context() -> None:
+    import threading
+
+    with ficco.options(timeout_s=5) as outer:
+        with ficco.options(on_timeout="raise") as inner:
+            assert (inner.timeout_s, inner.on_timeout) == (5, "raise")
+        with ficco.options() as again:
+            assert again == outer
+        seen: list[float] = []
+
+        def elsewhere() -> None:
+            with ficco.options() as here:
+                seen.append(here.timeout_s)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert seen == [60.0]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            with ficco.options(timeout_s=1):
+                raise RuntimeError("on purpose")
+        with ficco.options() as now:
+            assert now.timeout_s == 5
+
+
+def test_set_options_is_for_the_process() -> None:
+    try:
+        ficco.set_options(timeout_s=7)
+        with ficco.options(on_timeout="raise") as now:
+            assert (now.timeout_s, now.on_timeout) == (7, "raise")
+    finally:
+        ficco.set_options(timeout_s=60.0)
+
+
+TIMEOUT = {
+    "operator": "all_gather_matmul",
+    "rank": 1,
+    "peer": 2,
+    "step": "2.0>1",
+    "schedule": "growing",
+    "seconds": 3.25,
+    "wanted": 1,
+    "found": 0,
+}
+
+
+def test_exceptions_survive_pickling() -> None:
+    """Launchers send exceptions from process to process."""
+    for error in (
+        ficco.RankMismatch({0: "this", 1: "that"}),
+        ficco.SignalTimeout(**TIMEOUT),
+        ficco.BackendError("memcpy", "EFAULT", "bad address"),
+        ficco.ConfigError("machine.yaml", "links", "required a list"),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)
+
+
+def test_exception_tree() -> None:
+    for kind in (ficco.RankMismatch, ficco.SignalTimeout, ficco.BackendError, ficco.ConfigError):
+        assert issubclass(kind, ficco.FiccoError) and issubclass(kind, RuntimeError)
+    text = str(ficco.SignalTimeout(**TIMEOUT))
+    for word in ("all_gather_matmul", "rank 1 ", "rank 2", "2.0>1", "growing", "3.2", "found 0"):
+        assert word in text
+    text = str(ficco.RankMismatch({0: "this", 1: "that", 2: "this"}))
+    assert "ranks 0, 2: this" in text and "rank 1: that" in text

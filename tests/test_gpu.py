@@ -1,0 +1,792 @@
+"""The contract on GPUs, and what only a GPU can get wrong: streams, graphs, queues, lifetimes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import (
+    Case,
+    all_exact,
+    call,
+    equal,
+    exact,
+    make,
+    product,
+    verify,
+    weight_of,
+)
+from ranks import Died, Failure, Rank, caught, ranks, run
+from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
+    KINDS,
+    NAMES,
+    end_of,
+    knobs_on,
+    named,
+    random_case,
+    start_ranks,
+    test_any_call_behind_any_other,
+    test_any_case,
+    test_capped_calls_between_others,
+    test_capped_memory_is_below_half_of_serial,
+    test_column_pieces_round_once,
+    test_dtypes,
+    test_eight_ranks,
+    test_float_error_is_that_of_a_plain_product,
+    test_groups_in_turn,
+    test_layouts_of_a,
+    test_layouts_of_b,
+    test_linear_weight_and_inference_mode,
+    test_operands_may_change_after_the_call,
+    test_results_stay,
+    test_schedule_as_object_and_auto,
+    test_schedules,
+    test_subgroups,
+    test_two_groups_at_once,
+    test_ugly_sizes,
+    test_workspace_grows_and_is_reused,
+)
+from test_faults import MISMATCHES, assert_unusable, timed
+
+import ficco
+
+pytestmark = pytest.mark.multigpu
+
+#: Cycles of torch.cuda._sleep that take about a millisecond.
+MILLISECOND = 1_800_000
+#: Seconds that calls wait for a peer in the tests about faults.
+PATIENCE_S = 3.0
+#: Seconds that a fault may take from the call to the error: the wait, the look of the watchdog,
+#: and freeing the streams.
+SLACK_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return "cuda"
+
+
+def everyone(at: Rank) -> Any:
+    """A group of all ranks with nothing of ficco's in it yet."""
+    return dist.new_group(list(range(at.world)))
+
+
+def leave(*groups: Any) -> None:
+    torch.cuda.synchronize()
+    for group in groups:
+        ficco.close(group)
+        dist.destroy_process_group(group)
+
+
+def settle(at: Rank) -> None:
+    """Every rank is here and its GPU is idle."""
+    at.barrier()
+    torch.cuda.synchronize()
+
+
+# One GPU.
+
+
+@pytest.mark.gpu
+def test_one_gpu() -> None:
+    cases = [
+        equal(1, 24, 40, 16, dtype="bfloat16", schedule=named(name, knobs), gathered=True)
+        for name in NAMES
+        for knobs in knobs_on("cuda")
+    ]
+    run(1, all_exact, cases, device="cuda")
+
+
+REFUSED = {
+    "cpu tensors": ("ValueError", ("CUDA tensor", "NCCL", "gloo", "move")),
+    "b on the cpu": ("ValueError", ("one device", "cuda:0", "cpu", "move")),
+    "a on the cpu": ("ValueError", ("cpu",)),
+    "float64": ("NotImplementedError", ("float64", "bfloat16")),
+    "fp8": ("NotImplementedError", ("float8_e4m3fn",)),
+    "kernel mover": ("NotImplementedError", ("kernel", "mover")),
+}
+
+
+def _refused(at: Rank, what: str) -> Any:
+    a, b = torch.ones(4, 8, device=at.device), torch.ones(8, 6, device=at.device)
+    args, kwargs = {
+        "cpu tensors": ((a.cpu(), b.cpu()), {}),
+        "b on the cpu": ((a, b.cpu()), {}),
+        "a on the cpu": ((a.cpu(), b), {}),
+        "float64": ((a.double(), b.double()), {}),
+        "fp8": ((a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)), {}),
+        "kernel mover": ((a, b), {"schedule": "growing:kernel"}),
+    }[what]
+    found = caught(lambda: ficco.all_gather_matmul(*args, **kwargs))
+    exact(at, equal(at.world, 4, 8, 6), 0)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_on_a_gpu(what: str) -> None:
+    kind, words = REFUSED[what]
+    (found,) = run(1, _refused, what, device="cuda")
+    assert isinstance(found, Failure) and found.type == kind, found
+    for word in words:
+        assert word in found.text
+
+
+# Graphs.
+
+GRAPHED = (
+    "serial",
+    "growing",
+    "shrinking:pull",
+    "shard-overlap:copy=2,compute=2",
+    "hetero-fused-1d:pieces=4",
+    "uniform-unfused-1d:pull,copy=2",
+    "hetero-fused-2d:pieces=4",
+    "uniform-unfused-2d:compute=2",
+)
+
+
+class Graphed:
+    """A call captured in a graph, with operands that change between replays."""
+
+    def __init__(self, at: Rank, case: Case, group: Any = None) -> None:
+        self.at, self.case, self.group = at, case, group
+        made = make(at, case, 0, group)
+        self.a, self.b = made.a, made.b
+        settle(at)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.results = call(case, self.a, self.b, group)
+
+    def replay(self, made: Any) -> list[torch.Tensor]:
+        """Enqueue new operands, a replay, and copies of its results."""
+        self.a.copy_(made.a)
+        self.b.copy_(made.b)
+        self.graph.replay()
+        # A replay that still waited for its peers behind its end would now read this.
+        self.a.fill_(44)
+        return [result.clone() for result in self.results]
+
+    def exact(self, first: int, count: int) -> None:
+        """Replays right after each other, then a look at all of them."""
+        made = [make(self.at, self.case, first + i, self.group) for i in range(count)]
+        found = [self.replay(one) for one in made]
+        torch.cuda.synchronize()
+        for i, (results, one) in enumerate(zip(found, made, strict=True)):
+            verify(self.case, results, one, f"rank {self.at.rank}, replay {first + i}:")
+
+
+def _replays(at: Rank, schedule: str, warm: bool) -> None:
+    group = everyone(at)
+    case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, gathered=True)
+    if warm:
+        exact(at, case, 0, group)
+    graphed = Graphed(at, case, group)
+    graphed.exact(1, 20)
+    graphed.exact(100, 3)
+    del graphed
+    leave(group)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "warm"])
+@pytest.mark.parametrize("schedule", GRAPHED)
+def test_replays(schedule: str, warm: bool) -> None:
+    run(4 if torch.cuda.device_count() >= 4 else 2, _replays, schedule, warm, device="cuda")
+
+
+def _graphs_between_calls(at: Rank, seed: int) -> None:
+    """Graphs of one and of several calls, eager calls, growth, in a random order."""
+    group = everyone(at)
+    rng = random.Random(seed)
+    small = [
+        equal(at.world, 8, 16, 8, dtype="float16", schedule=GRAPHED[i % len(GRAPHED)])
+        for i in range(8)
+    ]
+    first = Graphed(at, small[seed % 8], group)
+    first.exact(0, 3)
+    # Eager calls that need more: the graph keeps what it has.
+    exact(at, equal(at.world, 300, 256, 64, schedule="growing"), 1, group)
+    exact(at, equal(at.world, 300, 256, 64, schedule="serial:pull"), 2, group)
+    first.exact(10, 3)
+    second = Graphed(at, equal(at.world, 500, 256, 64, schedule="hetero-unfused-1d"), group)
+    graphs = [first, second]
+    for step in range(60):
+        kind = rng.randrange(5)
+        if kind == 0 and len(graphs) < 6:
+            graphs.append(Graphed(at, rng.choice(small), group))
+        elif kind <= 2:
+            rng.choice(graphs).exact(100 + 10 * step, rng.randrange(1, 4))
+        else:
+            case = rng.choice(small).on(rows=(rng.randrange(1, 700),) * at.world)
+            exact(at, case, 1000 + step, group)
+    del graphs, first, second
+    leave(group)
+
+
+@ranks(2, 4)
+def test_graphs_between_eager_calls(world: int) -> None:
+    run(world, _graphs_between_calls, world, device="cuda")
+
+
+def _many_calls_in_one_graph(at: Rank) -> None:
+    group = everyone(at)
+    cases = [
+        equal(at.world, 8 + 4 * i, 32, 24, dtype="bfloat16", schedule=schedule)
+        for i, schedule in enumerate(GRAPHED)
+    ]
+    made = [make(at, case, 0, group) for case in cases]
+    operands = [(one.a, one.b) for one in made]
+    settle(at)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call(case, a, b, group) for case, (a, b) in zip(cases, operands, strict=True)]
+    for iteration in range(10):
+        made = [make(at, case, 50 * iteration + i, group) for i, case in enumerate(cases)]
+        for (a, b), one in zip(operands, made, strict=True):
+            a.copy_(one.a)
+            b.copy_(one.b)
+        graph.replay()
+        for case, found, one in zip(cases, results, made, strict=True):
+            verify(case, found, one, f"rank {at.rank}, replay {iteration}:")
+    del graph
+    leave(group)
+
+
+def test_many_calls_in_one_graph() -> None:
+    run(2, _many_calls_in_one_graph, device="cuda")
+
+
+def _replay_beside_eager(at: Rank) -> None:
+    """A replay on one stream and an eager call on another, in flight together."""
+    group = everyone(at)
+    graphed = Graphed(at, equal(at.world, 64, 128, 64, schedule="growing"), group)
+    other = equal(at.world, 96, 64, 32, schedule="hetero-fused-1d:pieces=2")
+    exact(at, other, 0, group)
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    for iteration in range(20):
+        made = [make(at, case, iteration, group) for case in (graphed.case, other)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(one):
+            torch.cuda._sleep((at.rank + 1) * MILLISECOND // 4)
+            replayed = graphed.replay(made[0])
+        with torch.cuda.stream(two):
+            eager = call(other, made[1].a, made[1].b, group)
+        torch.cuda.synchronize()
+        verify(graphed.case, replayed, made[0], f"rank {at.rank}, replay {iteration}:")
+        verify(other, eager, made[1], f"rank {at.rank}, beside replay {iteration}:")
+    del graphed
+    leave(group)
+
+
+def test_replay_beside_an_eager_call() -> None:
+    run(2, _replay_beside_eager, device="cuda")
+
+
+# Streams and lifetimes.
+
+
+def _streams(at: Rank, schedule: str) -> None:
+    """A call runs behind what its stream holds already, and before what comes next."""
+    case = equal(at.world, 64, 96, 48, dtype="bfloat16", schedule=schedule, gathered=True)
+    exact(at, case, 0)
+    producer, caller, consumer = (torch.cuda.Stream() for _ in range(3))
+    rng = random.Random(at.rank)
+    for iteration in range(12):
+        made = make(at, case, iteration)
+        a, b = torch.full_like(made.a, 99), torch.full_like(made.b, 99)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(producer):
+            torch.cuda._sleep(rng.randrange(4) * MILLISECOND)
+            a.copy_(made.a)
+            b.copy_(made.b)
+        with torch.cuda.stream(caller):
+            caller.wait_stream(producer)
+            results = call(case, a, b)
+            a.fill_(33)
+            b.fill_(33)
+        consumer.wait_stream(caller)
+        with torch.cuda.stream(consumer):
+            kept = [result.clone() for result in results]
+        consumer.synchronize()
+        verify(case, kept, made, f"rank {at.rank}, iteration {iteration}:")
+
+
+@pytest.mark.parametrize("schedule", GRAPHED)
+def test_inputs_of_another_stream(schedule: str) -> None:
+    run(2, _streams, schedule, device="cuda")
+
+
+def _calls_on_many_streams(at: Rank) -> None:
+    """Calls of one group in flight on several streams that nothing orders."""
+    case = equal(at.world, 32, 64, 32, schedule="growing")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    rng = random.Random(7 + at.rank)
+    made = [make(at, case.on(schedule=GRAPHED[i % len(GRAPHED)]), i) for i in range(40)]
+    settle(at)
+    found = []
+    for i, one in enumerate(made):
+        with torch.cuda.stream(streams[i % 3]):
+            torch.cuda._sleep(rng.randrange(3) * MILLISECOND // 2)
+            found.append(call(case.on(schedule=GRAPHED[i % len(GRAPHED)]), one.a, one.b))
+    torch.cuda.synchronize()
+    for i, (results, one) in enumerate(zip(found, made, strict=True)):
+        verify(case, results, one, f"rank {at.rank}, call {i}:")
+
+
+@ranks(2, 4)
+def test_calls_on_many_streams(world: int) -> None:
+    run(world, _calls_on_many_streams, device="cuda")
+
+
+def _groups_on_two_streams(at: Rank) -> None:
+    """Two groups at once from one thread: their calls run beside each other."""
+    groups = [everyone(at) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    cases = [
+        equal(at.world, 40, 64, 32, schedule="hetero-fused-1d:pieces=4"),
+        equal(at.world, 24, 96, 16, schedule="shrinking:pull"),
+    ]
+    pairs = list(zip(cases, groups, strict=True))
+    made = [[make(at, case, 7 * i, group) for case, group in pairs] for i in range(30)]
+    settle(at)
+    rng = random.Random(at.rank)
+    found = []
+    for pair in made:
+        for case, group, stream, one in zip(cases, groups, streams, pair, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(rng.randrange(3) * MILLISECOND // 4)
+                found.append((case, call(case, one.a, one.b, group), one))
+    torch.cuda.synchronize()
+    for i, entry in enumerate(found):
+        verify(*entry, f"rank {at.rank}, call {i // 2} of group {i % 2}:")
+    leave(*groups)
+
+
+def test_two_groups_on_two_streams() -> None:
+    run(2, _groups_on_two_streams, device="cuda")
+
+
+def _reused_memory(at: Rank, schedule: str, layout: str) -> None:
+    """The caching allocator hands an operand's memory out again right behind the call."""
+    case = equal(at.world, 256, 512, 256, dtype="bfloat16", schedule=schedule, a=layout)
+    exact(at, case, 0)
+    wanted, found = [], []
+    torch.cuda.synchronize()
+    for iteration in range(40):
+        made = make(at, case, iteration)
+        a, b = made.a, made.b
+        wanted.append(made)
+        # Let the host run ahead, so that everything below is enqueued before the call begins.
+        torch.cuda._sleep((1 + (iteration + at.rank) % 3) * MILLISECOND)
+        found.append(call(case, a, b))
+        size, other = a.untyped_storage().nbytes(), b.untyped_storage().nbytes()
+        made.a = made.b = None  # type: ignore[assignment]
+        del a, b
+        for nbytes in (size, other):
+            torch.empty(nbytes, dtype=torch.uint8, device=at.device).fill_(0x7F)
+    torch.cuda.synchronize()
+    for iteration, (results, made) in enumerate(zip(found, wanted, strict=True)):
+        verify(case, results, made, f"rank {at.rank}, iteration {iteration}:")
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+@pytest.mark.parametrize(
+    "schedule", ["growing", "serial:pull", "hetero-unfused-1d:copy=2,compute=2"]
+)
+def test_operands_freed_right_after_the_call(schedule: str, layout: str) -> None:
+    run(2, _reused_memory, schedule, layout, device="cuda")
+
+
+def _chain(at: Rank, steps: int) -> None:
+    """Each call's shard comes from the call before: one that overtakes changes the end."""
+    case = equal(at.world, 16, 24, 24, dtype="float32")
+    rng, names = random.Random(at.rank), random.Random(99)
+    whole = make(at, case, 3).gathered
+    weights = [weight_of(case, rank, 0, at.device) for rank in range(at.world)]
+    mine = slice(16 * at.rank, 16 * (at.rank + 1))
+    shard = whole[mine].clone()
+    for _ in range(steps):
+        schedule = names.choice(GRAPHED)
+        if rng.random() < 0.3:
+            torch.cuda._sleep(rng.randrange(MILLISECOND))
+        (y,) = call(case.on(schedule=schedule), shard, weights[at.rank])
+        shard = y[mine].remainder(7) - 3
+    for _ in range(steps):
+        products = [product(whole, weight) for weight in weights]
+        whole = torch.cat(
+            [y[16 * r : 16 * (r + 1)].remainder(7) - 3 for r, y in enumerate(products)]
+        )
+    assert torch.equal(shard, whole[mine]), f"rank {at.rank}: the chain broke"
+
+
+@ranks(2, 4)
+def test_order_under_jitter(world: int) -> None:
+    run(world, _chain, 200, device="cuda")
+
+
+# Jitter.
+
+
+def _jitter(at: Rank, seed: int, calls: int, group: Any = None) -> int:
+    """Calls and replays on several streams, ranks out of step, each result checked on the GPU."""
+    shared, local = random.Random(seed), random.Random(1000 * seed + at.rank)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    kinds = [random_case(shared, at.world, "cuda") for _ in range(20)]
+    kinds += [equal(at.world, 64, 80, 48, dtype="bfloat16", schedule=name) for name in GRAPHED]
+    # The gathered A is checked elsewhere; one result per call keeps this simple.
+    kinds = [case.on(gathered=False) for case in kinds]
+    graphs = [Graphed(at, case, group) for case in kinds[-3:]]
+    wrong = torch.zeros(calls, dtype=torch.bool, device=at.device)
+    settle(at)
+    kept: list[tuple[int, torch.cuda.Stream, torch.Tensor, torch.Tensor]] = []
+
+    def check(index: int, stream: torch.cuda.Stream, y: torch.Tensor, want: torch.Tensor) -> None:
+        with torch.cuda.stream(stream):
+            wrong[index].copy_((y != want).any())
+
+    for index in range(calls):
+        which = shared.randrange(len(kinds) + len(graphs))
+        stream = streams[(which if which >= len(kinds) else shared.randrange(3)) % 3]
+        with torch.cuda.stream(stream):
+            if local.random() < 0.2:
+                torch.cuda._sleep(local.randrange(MILLISECOND))
+            if which >= len(kinds):  # a graph stays on its stream
+                graphed = graphs[which - len(kinds)]
+                made = make(at, graphed.case, index, group)
+                y = graphed.replay(made)[0]
+            else:
+                made = make(at, kinds[which], index, group)
+                y = call(kinds[which], made.a, made.b, group)[0]
+                made.a.fill_(22)
+        kept.append((index, stream, y, made.out))
+        if local.random() < 0.02:
+            time.sleep(local.random() * 0.005)
+        if len(kept) > 6:  # results must outlast the calls behind them
+            check(*kept.pop(0))
+        if index % 250 == 249:
+            torch.cuda.synchronize()
+            bad = wrong.nonzero().flatten().tolist()
+            assert not bad, f"rank {at.rank}: calls {bad[:20]} are wrong"
+    for entry in kept:
+        check(*entry)
+    torch.cuda.synchronize()
+    bad = wrong.nonzero().flatten().tolist()
+    assert not bad, f"rank {at.rank}: calls {bad[:20]} are wrong"
+    return calls
+
+
+@ranks(2, 4)
+def test_jittered_calls_and_replays(world: int) -> None:
+    """2,000 calls on four GPUs, or as many as there are ranks for."""
+    calls = 2000 if world == 4 else 500
+    assert run(world, _jitter, world, calls, device="cuda") == [calls] * world
+
+
+# Queues and signals.
+
+
+def _everything(at: Rank, signals: str) -> None:
+    group = everyone(at)
+    with ficco.options(signals=signals, timeout_s=20):
+        for iteration, schedule in enumerate([*GRAPHED, *KINDS]):
+            case = equal(at.world, 40, 64, 24, dtype="bfloat16", schedule=schedule)
+            exact(at, case, iteration, group)
+        graphed = Graphed(at, equal(at.world, 24, 40, 24, schedule="growing"), group)
+        graphed.exact(0, 10)
+        _jitter(at, 11, 120, group)
+    del graphed
+    leave(group)
+
+
+@pytest.mark.parametrize("connections", [1, 8, 32])
+def test_hardware_queues(connections: int) -> None:
+    """Streams share hardware queues: with one connection all lanes are one FIFO."""
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    run(world, _everything, "auto", device="cuda", fresh=True, env=env)
+
+
+@pytest.mark.parametrize("signals", ["write", "copy"])
+@ranks(2, 4)
+def test_signals(world: int, signals: str) -> None:
+    run(world, _everything, signals, device="cuda")
+
+
+# Memory.
+
+
+def _peak(at: Rank, schedule: str) -> tuple[int, int]:
+    """Bytes beside operands and result while a capped call runs, and those of the gathered A."""
+    group = everyone(at)
+    rows, k, n = 2048, 8192, 512
+    exact(at, equal(at.world, 8, 64, 8, dtype="bfloat16", schedule=schedule), 0, group)
+    a = torch.zeros(rows, k, dtype=torch.bfloat16, device=at.device)
+    b = torch.zeros(k, n, dtype=torch.bfloat16, device=at.device)
+    torch.mm(a, b)  # the library's own workspace is there already
+    whole = rows * at.world * k * 2
+    out = rows * at.world * n * 2
+    settle(at)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    allocated = torch.cuda.memory_allocated()
+    with ficco.options(workspace_bytes=int(0.4 * whole)):
+        y = ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
+        torch.cuda.synchronize()
+    symmetric = free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - reserved)
+    cached = torch.cuda.max_memory_allocated() - allocated - out
+    del y
+    leave(group)
+    return symmetric + cached, whole
+
+
+def test_capped_memory_as_the_device_sees_it() -> None:
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    for extra, whole in run(world, _peak, "hetero-fused-1d:pieces=4", device="cuda"):
+        assert 0 < extra < whole / 2, (extra, whole)
+
+
+# Faults.
+
+
+def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict[str, Any]:
+    case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
+    with ficco.options(timeout_s=PATIENCE_S, on_timeout=mode):
+        for iteration in range(3):
+            exact(at, case, iteration)
+        graphed = Graphed(at, case)
+        graphed.exact(0, 2)
+        made = make(at, case, 9)
+        settle(at)
+        if at.rank == victim:
+            # Rank 0 holds the store: it dies with it.
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        started = time.monotonic()
+
+        def fail() -> None:
+            if how == "replay":
+                graphed.replay(made)
+            else:
+                call(case, made.a, made.b)
+            ficco.synchronize()
+
+        first = caught(fail)
+        waited = time.monotonic() - started
+        again, waited_again = timed(lambda: call(case, made.a, made.b))
+
+    def tear_down() -> None:
+        ficco.close()
+        # destroy_process_group would wait for the dead in NCCL, which has this for such groups.
+        dist.distributed_c10d._abort_process_group()
+
+    torn, teardown = timed(tear_down)
+    return {
+        "first": first,
+        "waited": waited,
+        "again": again,
+        "waited_again": waited_again,
+        "torn": torn,
+        "teardown": teardown,
+    }
+
+
+@pytest.mark.parametrize("mode", ["abort", "raise"])
+@pytest.mark.parametrize("how", ["eager", "replay"])
+@pytest.mark.parametrize(
+    ("victim", "schedule"), [(0, "growing"), (1, "hetero-fused-1d:pieces=4,pull")]
+)
+def test_killed_rank(victim: int, schedule: str, how: str, mode: str) -> None:
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    found = run(
+        world,
+        _casualty,
+        schedule,
+        victim,
+        how,
+        mode,
+        device="cuda",
+        fresh=True,
+        catch=True,
+        timeout=90,
+    )
+    assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
+    for rank in set(range(world)) - {victim}:
+        mine = found[rank]
+        if mode == "abort":
+            assert isinstance(mine, Died), mine
+            assert mine.exitcode not in (0, None) and mine.exitcode > 0, mine
+            text = mine.output
+            assert "SignalTimeout" in text and "on_timeout='abort'" in text, text
+        else:
+            assert isinstance(mine, dict), mine
+            first = mine["first"]
+            assert isinstance(first, Failure) and first.type == "SignalTimeout", first
+            assert first.fields["rank"] == rank
+            assert mine["waited"] < PATIENCE_S + SLACK_S
+            assert_unusable(mine)
+            text = first.text
+        for word in ("all_gather_matmul", f"rank {rank} waited", "step", schedule, "timeout_s="):
+            assert word in text, text
+        # Whom it waited for: the dead, or a survivor that itself waits for the dead.
+        assert "for rank " in text, text
+
+
+def _absent(at: Rank, victim: int) -> dict[str, Any] | None:
+    """A rank that lives and never calls: the group fails, others do not."""
+    group = everyone(at)
+    case = equal(at.world, 32, 64, 32, schedule="growing")
+    exact(at, case, 0, group)
+    exact(at, case, 1, group)
+    found = None
+    if at.rank != victim:
+        made = make(at, case, 2, group)
+        with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
+            first, waited = timed(
+                lambda: (call(case, made.a, made.b, group), ficco.synchronize(group))
+            )
+            again, waited_again = timed(lambda: call(case, made.a, made.b, group))
+        torn, teardown = timed(lambda: ficco.close(group))
+        found = {
+            "first": first,
+            "waited": waited,
+            "again": again,
+            "waited_again": waited_again,
+            "torn": torn,
+            "teardown": teardown,
+        }
+    settle(at)
+    leave(group)
+    exact(at, equal(at.world, 4, 4, 4), 1)
+    return found
+
+
+def test_rank_that_never_calls() -> None:
+    found = run(2, _absent, 1, device="cuda")[0]
+    first = found["first"]
+    assert isinstance(first, Failure) and first.type == "SignalTimeout", first
+    assert first.fields["peer"] == 1 and first.fields["rank"] == 0
+    assert found["waited"] < PATIENCE_S + SLACK_S
+    assert_unusable(found)
+
+
+def _late(at: Rank) -> None:
+    """A host that runs far ahead of its peers' is no fault: time counts from the call's begin."""
+    group = everyone(at)
+    case = equal(at.world, 32, 64, 32, schedule="growing")
+    exact(at, case, 0, group)
+    made = [make(at, case, i, group) for i in range(8)]
+    settle(at)
+    with ficco.options(timeout_s=2, on_timeout="raise"):
+        found = []
+        for one in made:
+            torch.cuda._sleep(500 * MILLISECOND)  # eight of them outlast the timeout
+            found.append(call(case, one.a, one.b, group))
+        ficco.synchronize(group)
+    for results, one in zip(found, made, strict=True):
+        verify(case, results, one, f"rank {at.rank}:")
+    leave(group)
+
+
+def test_host_that_runs_ahead_is_no_fault() -> None:
+    run(2, _late, device="cuda")
+
+
+def _mismatch(at: Rank, changes: dict[str, Any], odd: int) -> dict[str, Any]:
+    group = everyone(at)
+    base = equal(at.world, 8, 8, 8, schedule="hetero-fused-1d")
+    rows = changes.get("rows")
+    other = base.on(**{**changes, **({"rows": rows[: at.world]} if rows else {})})
+    for iteration in range(2):
+        exact(at, base, iteration, group)
+        exact(at, other, iteration, group)
+    case = other if at.rank == odd else base
+    made = make(at, case, 5, group)
+    settle(at)
+    with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
+        first, waited = timed(lambda: (call(case, made.a, made.b, group), ficco.synchronize(group)))
+        again, waited_again = timed(lambda: call(case, made.a, made.b, group))
+    torn, teardown = timed(lambda: leave(group))
+    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups are well
+    return {
+        "first": first,
+        "waited": waited,
+        "again": again,
+        "waited_again": waited_again,
+        "torn": torn,
+        "teardown": teardown,
+    }
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_mismatch_when_warm(what: str) -> None:
+    changes = {k: v[:2] if k == "rows" else v for k, v in MISMATCHES[what].items()}
+    for found in run(2, _mismatch, changes, 1, device="cuda"):
+        first = found["first"]
+        assert isinstance(first, Failure) and first.type == "RankMismatch", first
+        values = first.fields["values"]
+        assert sorted(values) == [0, 1] and values[0] != values[1]
+        assert found["waited"] < PATIENCE_S + SLACK_S
+        assert_unusable(found)
+
+
+# The end of a process.
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+import ficco
+
+how = sys.argv[1]
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+a, b = torch.ones(8, 16, device="cuda"), torch.ones(16, 4, device="cuda")
+for schedule in ("serial", "growing:pull", "hetero-fused-1d:copy=2"):
+    y = ficco.all_gather_matmul(a, b, schedule=schedule)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    z = ficco.all_gather_matmul(a, b, schedule="growing")
+graph.replay()
+torch.cuda.synchronize()
+assert (y == 16).all() and (z == 16).all()
+dist.barrier()
+torch.cuda.synchronize()
+print("done", flush=True)
+if how == "close":
+    ficco.close()
+    dist.destroy_process_group()
+elif how == "destroy":
+    dist.destroy_process_group()
+elif how == "error":
+    raise RuntimeError("on purpose")
+elif how == "in-flight" and rank == 0:
+    # The peer will not come, and this process does not wait either.
+    with ficco.options(timeout_s=3):
+        ficco.all_gather_matmul(a, b, schedule="growing")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("close", 0), ("destroy", 0), ("end", 0), ("error", 1)])
+def test_exit(how: str, code: int, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    for rank, (returned, out, err) in enumerate(end_of(start_ranks(tmp_path, SCRIPT, 2, how), 80)):
+        assert "done" in out and returned == code, f"rank {rank}:\n{out}\n{err}"
+        assert "Fatal Python error" not in err and "Exception ignored" not in err, err
+        assert ("on purpose" in err) == (how == "error")
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "ficco" in name}
+
+
+def test_exit_with_a_call_in_flight(tmp_path: Path) -> None:
+    """The process ends, by itself or by the watchdog; it does not wait for the peer for ever."""
+    found = end_of(start_ranks(tmp_path, SCRIPT, 2, "in-flight"), 60)
+    assert all("done" in out for _, out, _ in found), found
+    assert found[0][0] in (0, 1) and found[1][0] == 0, found

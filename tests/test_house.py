@@ -1,0 +1,298 @@
+"""The rules of the house: what may import what, who knows a device, who says a vendor's name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import ficco
+
+PACKAGE = Path(ficco.__file__).parent
+
+#: Units of the package, lowest first. A unit is a module or a sub-package; "ficco" is its
+#: ``__init__``. A unit imports from lower lines alone.
+PURE = (
+    ("errors",),
+    ("problem", "machine"),
+    ("plan",),
+    ("schedules",),
+    ("simulate",),
+    ("heuristics",),
+)
+LAYERS = (
+    *PURE,
+    # Above this line devices, process groups and clocks begin.
+    ("options",),
+    ("hip_kernels",),
+    ("dma",),
+    ("board",),
+    ("watchdog",),
+    ("workspace",),
+    ("runtime",),
+    ("ops",),
+    ("api",),
+    ("ficco",),
+    ("timeline", "launch", "doctor"),
+    ("bench",),
+    ("tune",),
+    ("cli",),
+    ("__main__",),
+)
+#: Upward imports for type checkers alone: (who, whom).
+TYPES_ONLY = {("watchdog", "workspace")}
+
+#: What the pure units do not import, not even inside a function or for a type.
+IMPURE_MODULES = {
+    "torch",
+    "time",
+    "datetime",
+    "threading",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "subprocess",
+    "socket",
+    "signal",
+    "ctypes",
+    "mmap",
+    "random",
+    "secrets",
+    "tempfile",
+    "cuda",
+    "hip",
+    "triton",
+}
+
+#: Names of vendors and of their libraries, as words in code; prose may say them. "cuda" is
+#: PyTorch's name for a GPU of any vendor, "nccl" for the vendor's collectives on any of them.
+VENDOR = re.compile(
+    r"(?<![a-z])(nvidia|amd|amdgpu|rocm|hip|rccl|cu(blas|dart|dnn)\w*|(hip|roc)blas\w*|nvlink|xgmi)"
+    r"(?![a-z])"
+)
+#: Who says them, and why.
+VENDORS_ALLOWED = {
+    "dma": "the engines",
+    "hip_kernels": "the kernels, and the name of the folder",
+    "machine": "data of a machine",
+    "doctor": "prints what a machine has",
+}
+#: Code that is no vendor's business although the word is in it: (unit, string).
+VENDOR_WORDS_ALLOWED = {
+    ("bench", "ficco-rccl"),  # the paper's name of a candidate, whatever the vendor
+}
+
+
+class Import(NamedTuple):
+    unit: str
+    module: str
+    names: tuple[str, ...]
+    types_only: bool
+    where: str
+
+
+def unit_of(path: Path, package: Path = PACKAGE) -> str:
+    """The unit that a file belongs to."""
+    first = path.relative_to(package).parts[0].removesuffix(".py")
+    return package.name if first == "__init__" else first
+
+
+def sources(package: Path = PACKAGE) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(package.rglob("*.py")):
+        yield path, ast.parse(path.read_text(), str(path))
+
+
+def imports(package: Path = PACKAGE) -> Iterator[Import]:
+    """Every import in the package, inside functions, too."""
+    for path, tree in sources(package):
+        for_types = {
+            id(node)
+            for test in ast.walk(tree)
+            if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.unparse(test.test)
+            for part in test.body
+            for node in ast.walk(part)
+        }
+        for node in ast.walk(tree):
+            where = f"{path.relative_to(package.parent)}:{getattr(node, 'lineno', 0)}"
+            unit, only = unit_of(path, package), id(node) in for_types
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(unit, alias.name, (), only, where)
+            elif isinstance(node, ast.ImportFrom):
+                names = tuple(alias.name for alias in node.names)
+                assert node.level == 0, f"{where}: imports are absolute in this package"
+                yield Import(unit, node.module or "", names, only, where)
+
+
+def targets(found: Import, package: Path = PACKAGE) -> set[str]:
+    """The units of this package that an import reaches."""
+    parts = found.module.split(".")
+    if parts[0] != package.name:
+        return set()
+    if len(parts) > 1:
+        return {parts[1]}
+    modules = {path.stem for path in package.glob("*.py")}
+    modules |= {path.parent.name for path in package.glob("*/*.py")}
+    return {name if name in modules else package.name for name in found.names or ("",)}
+
+
+def upward(package: Path = PACKAGE) -> list[str]:
+    """Imports that break the order of the layers."""
+    level = {unit: i for i, units in enumerate(LAYERS) for unit in units}
+    wrong = []
+    for found in imports(package):
+        for target in targets(found, package) - {found.unit}:
+            if found.unit not in level or target not in level:
+                unknown = ({found.unit, target} - level.keys()).pop()
+                wrong.append(f"{found.where}: {unknown} has no place in LAYERS")
+            elif level[target] >= level[found.unit] and not (
+                found.types_only and (found.unit, target) in TYPES_ONLY
+            ):
+                wrong.append(f"{found.where}: {found.unit} imports {target}, which is not below it")
+    return wrong
+
+
+def impure(package: Path = PACKAGE) -> list[str]:
+    """Imports by which the pure half would know a device, a process group or a clock."""
+    pure = {unit for units in PURE for unit in units}
+    return [
+        f"{found.where}: {found.unit} is pure and imports {found.module}"
+        for found in imports(package)
+        if found.unit in pure and found.module.split(".")[0] in IMPURE_MODULES
+    ]
+
+
+def vendor_names(package: Path = PACKAGE) -> list[str]:
+    """Vendors' names in code (names and strings, no prose) outside of where they belong."""
+    wrong = []
+    for path, tree in sources(package):
+        unit = unit_of(path, package)
+        if unit in VENDORS_ALLOWED:
+            continue
+        prose = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            for text in words(node):
+                found = VENDOR.search(text.lower())
+                # A string with a blank in it is a sentence for people.
+                sentence = isinstance(node, ast.Constant) and " " in text
+                if found and id(node) not in prose and not sentence:
+                    if (unit, text.replace("\n", "")) not in VENDOR_WORDS_ALLOWED:
+                        where = f"{path.relative_to(package.parent)}:{node.lineno}"
+                        wrong.append(f"{where}: {text!r} names a vendor")
+    return wrong
+
+
+def words(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.keyword) and node.arg:
+        yield node.arg
+    elif isinstance(node, ast.Import):
+        yield from (part for alias in node.names for part in alias.name.split("."))
+    elif isinstance(node, ast.ImportFrom):
+        parts = (node.module or "").split(".")
+        if parts[0] != "ficco":
+            yield from parts
+
+
+def test_imports_go_downward() -> None:
+    assert upward() == []
+
+
+def test_pure_half_knows_no_device_group_or_clock() -> None:
+    assert impure() == []
+
+
+def test_vendors_are_named_in_engines_alone() -> None:
+    assert vendor_names() == []
+
+
+def test_every_module_has_a_docstring() -> None:
+    bare = [
+        str(path.relative_to(PACKAGE.parent))
+        for path, tree in sources()
+        if tree.body and not ast.get_docstring(tree)
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "rule"),
+    [
+        ("plan/model.py", "from ficco.dma.engine import Slot", upward),
+        ("plan/model.py", "def f():\n    import ficco.ops.call", upward),
+        ("dma/cpu.py", "from ficco import workspace", upward),
+        ("dma/cpu.py", "import ficco", upward),
+        ("board.py", "if TYPE_CHECKING:\n    from ficco.workspace import Workspace", upward),
+        ("attic.py", "from ficco.plan import Plan", upward),
+        ("problem.py", "import torch", impure),
+        ("heuristics/decide.py", "def f():\n    from time import monotonic", impure),
+        ("schedules/space.py", "if TYPE_CHECKING:\n    import torch.distributed", impure),
+        ("ops/call.py", "x = torch.version.hip", vendor_names),
+        ("workspace.py", "if engine.name == 'hip':\n    pass", vendor_names),
+        ("ops/call.py", "import rocm.utils", vendor_names),
+        ("runtime.py", "def use_nvidia(): pass", vendor_names),
+    ],
+)
+def test_rules_see_what_breaks_them(
+    file: str, text: str, rule: types.FunctionType, tmp_path: Path
+) -> None:
+    package = tmp_path / "ficco"
+    for name in (
+        "__init__.py",
+        "workspace.py",
+        "plan/__init__.py",
+        "ops/call.py",
+        "dma/cpu.py",
+        file,
+    ):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    assert rule(package) == []
+    (package / file).write_text(f'"""A module of AMD and NVIDIA."""\n{text}\n')
+    assert len(rule(package)) == 1, rule(package)
+
+
+# The public names.
+
+
+def test_all_is_true() -> None:
+    public = {
+        name
+        for name, value in vars(ficco).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert sorted(public) == sorted(ficco.__all__)
+    assert list(ficco.__all__) == sorted(ficco.__all__)
+    namespace: dict[str, object] = {}
+    exec("from ficco import *", namespace)
+    assert set(ficco.__all__) <= namespace.keys()
+
+
+def test_public_names_are_documented() -> None:
+    bare = [
+        name
+        for name in ficco.__all__
+        if not (getattr(ficco, name).__doc__ or "").strip()
+        or getattr(ficco, name).__doc__.startswith(f"{name}(")  # made up by dataclass
+    ]
+    assert bare == []

@@ -1,0 +1,231 @@
+"""The wheel holds what it should, and importing ficco costs and touches nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ficco
+
+ROOT = Path(ficco.__file__).resolve().parents[1]
+
+
+def python(*args: str, **kwargs: Any) -> str:
+    """Output of an interpreter that does not see the checkout, unless told to."""
+    done = subprocess.run(
+        [kwargs.pop("executable", sys.executable), *args],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        **kwargs,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel made from that sdist."""
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("needs a checkout")
+    out = tmp_path_factory.mktemp("dist")
+    python("-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT), cwd=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment that has the wheel, and this one's torch."""
+    folder = tmp_path_factory.mktemp("env")
+    python("-m", "venv", "--without-pip", str(folder))
+    executable = folder / "bin" / "python"
+    (wheel,) = built.glob("*.whl")
+    # pip of this interpreter installs into the other: nothing is downloaded.
+    install = ["-m", "pip", "--python", str(executable), "install", "--no-deps", "--no-index"]
+    python(*install, "--disable-pip-version-check", "-q", str(wheel))
+    site = Path(
+        python(
+            "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", executable=executable
+        ).strip()
+    )
+    assert site.is_relative_to(folder)
+    # Behind its own packages: those of this environment, and of the one below it.
+    paths = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+    (site / "torch.pth").write_text("\n".join(paths) + "\n")
+    return executable
+
+
+def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry,) = (archive.read(n).decode() for n in names if n.endswith("entry_points.txt"))
+        (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"ficco", next(top for top in tops if top.endswith(".dist-info"))}
+    for path in [*ROOT.glob("ficco/**/*.py"), ROOT / "ficco" / "py.typed"]:
+        assert path.relative_to(ROOT).as_posix() in names
+    for path in ROOT.glob("configs/**/*"):
+        if path.is_file():
+            assert f"ficco/{path.relative_to(ROOT).as_posix()}" in names
+    assert "ficco/configs/scenarios.csv" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "ficco = ficco.cli:main" in entry
+    assert re.search(r"^Requires-Dist: torch", metadata, re.M)
+    assert re.search(r"^Requires-Python: .*3\.10", metadata, re.M)
+    for extra in ("cuda", "hip", "dev"):
+        assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_sdist_has_tests_and_configs(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    wanted = {
+        "tests/conftest.py",
+        "tests/ranks.py",
+        "configs/scenarios.csv",
+        "README.md",
+        "LICENSE",
+    }
+    assert wanted <= names
+
+
+INSTALLED = """
+import json
+import importlib.metadata
+from pathlib import Path
+import ficco
+from ficco.bench.cases import configs
+import torch
+folder = Path(ficco.__file__).parent
+print(json.dumps({
+    "file": ficco.__file__,
+    "version": importlib.metadata.version("ficco"),
+    "configs": sorted(p.name for p in (folder / "configs").iterdir()),
+    "found": str(configs()),
+    "decision": str(ficco.explain("all_gather_matmul", m=8, n=8, k=8, world=2)),
+}))
+"""
+
+
+def test_wheel_installs_and_imports(installed: Path, tmp_path: Path) -> None:
+    # -I: neither the working directory nor PYTHONPATH leads back to the checkout.
+    found = json.loads(python("-I", "-c", INSTALLED, executable=installed, cwd=tmp_path))
+    assert Path(found["file"]).is_relative_to(installed.parents[1])
+    assert found["configs"] == sorted(p.name for p in (ROOT / "configs").iterdir())
+    assert Path(found["found"]).is_relative_to(installed.parents[1])
+    text = (ROOT / "pyproject.toml").read_text()
+    assert found["version"] == re.search(r'^version = "(.*)"', text, re.M)[1]  # type: ignore[index]
+    assert found["decision"]
+
+
+def test_command_is_installed(installed: Path, tmp_path: Path) -> None:
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    by_name = python("--help", executable=installed.parent / "ficco", cwd=tmp_path, env=clean)
+    by_module = python("-I", "-m", "ficco", "--help", executable=installed, cwd=tmp_path)
+    for text in (by_name, by_module):
+        for command in ("demo", "bench", "plan", "doctor"):
+            assert command in text
+
+
+#: What `import ficco` does beside what `import torch` has done, in a process of its own. Devices
+#: must not even be counted: on some machines that costs seconds, and no fork may follow it.
+IMPORT = """
+import json, os, signal, sys, threading, time, warnings
+import torch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("import ficco asked for a device")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
+torch.cuda.current_device = torch.cuda.get_device_properties = refuse
+
+def state():
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "environment": dict(os.environ),
+        "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "dtype": str(torch.get_default_dtype()),
+        "grad": torch.is_grad_enabled(),
+        "filters": [str(f) for f in warnings.filters],
+        "handlers": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
+        "path": sys.path,
+        "shared memory": sorted(n for n in os.listdir("/dev/shm") if "ficco" in n),
+    }
+
+before, had = state(), set(sys.modules)
+began = time.perf_counter()
+import ficco
+seconds = time.perf_counter() - began
+print(json.dumps({
+    "seconds": seconds,
+    "modules": sorted(set(sys.modules) - had),
+    "changed": [key for key, value in state().items() if value != before[key]],
+    "initialised": torch.cuda.is_initialized(),
+}))
+"""
+
+#: Modules that cost time or touch a device; whoever needs one imports it on first use.
+HEAVY = (
+    "matplotlib",
+    "rich",
+    "yaml",
+    "torch.distributed._symmetric_memory",
+    "torch._dynamo",
+    "torch._inductor",
+    "triton",
+    "cuda",
+    "hip",
+    "pytest",
+    "ficco.cli",
+    "ficco.doctor",
+    "ficco.bench",
+    "ficco.dma.cuda",
+    "ficco.dma.hip",
+    "ficco.hip_kernels",
+)
+
+
+def imported() -> dict[str, Any]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
+    return json.loads(python("-c", IMPORT, env=env))
+
+
+def test_import_is_quick() -> None:
+    """On top of torch; the best of several, since the machine may be busy with something else."""
+    times = []
+    for _ in range(5):
+        times.append(imported()["seconds"])
+        if times[-1] < 0.3:
+            return
+    raise AssertionError(f"import ficco took {min(times):.2f} s on top of torch")
+
+
+def test_import_touches_nothing() -> None:
+    found = imported()
+    assert not found["initialised"]
+    assert found["changed"] == []
+    heavy = [
+        module
+        for module in found["modules"]
+        if any(module == name or module.startswith(name + ".") for name in HEAVY)
+    ]
+    assert heavy == []
+    assert "ficco.ops.all_gather_matmul" in found["modules"]
+
+
+def test_this_interpreter_is_supported() -> None:
+    """The tests run on a Python that the package says it supports."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f"Python :: {sysconfig.get_python_version()}" in text
