@@ -127,12 +127,12 @@ class _Pages:
 class Board:
     """One rank's view of the board of a group. Making one is collective."""
 
-    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroup, timeout_s: float, operator: str = "ficco") -> None:
         self.rank, self.world = group.rank(), group.size()
         size = ENTRIES * 8 + TEXTS * TEXT_BYTES
         # Gone once closed. A thread that still looks at them keeps them for itself.
         self._pages: _Pages | None = _Pages(
-            HostMemory(group, size, timeout_s, "the agreement board")
+            HostMemory(group, size, timeout_s, "the agreement board", operator)
         )
         self._ring: np.ndarray | None = self._pages.rings[self.rank]
         self._cells: dict[int, int] = {}  # digest -> where this rank wrote its text

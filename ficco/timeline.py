@@ -8,6 +8,7 @@ the lane and the step that had to wait.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "matmul": "#2a5d8f",
     "copy": "#e08a1e",
+    "gather": "#a05a8a",
     "place": "#7a9a3a",
     "wait": "#dddddd",
 }
@@ -77,26 +79,21 @@ class Rates:
         flops, moved = work(plan, step)
         if step.op == "matmul":
             return self.start_s * len(step.products) + flops / self.flops
-        if step.op in ("copy", "place"):
-            rate = self.link_bytes if step.op == "copy" else self.place_bytes
+        if step.op in ("copy", "gather", "place"):
+            rate = self.place_bytes if step.op == "place" else self.link_bytes
             return self.start_s + moved / rate
         return 0.0
 
     @classmethod
     def of(cls, plans: Sequence[Plan], timeline: Timeline) -> Rates:
         """Rates at which the steps of a measured call ran, in the mean."""
-        kinds = ("matmul", "copy", "place")
-        spent = {
-            kind: sum(
-                b.stop_s - b.start_s for bars in timeline.ranks for b in bars if b.kind == kind
-            )
-            for kind in kinds
-        }
-        done = dict.fromkeys(kinds, 0.0)
+        spent: dict[str, float] = defaultdict(float)
+        done: dict[str, float] = defaultdict(float)
+        for bar in (bar for bars in timeline.ranks for bar in bars):
+            spent["copy" if bar.kind == "gather" else bar.kind] += bar.stop_s - bar.start_s
         for plan in plans:
             for step in plan.steps:
-                if step.op in done:
-                    done[step.op] += max(work(plan, step))
+                done["copy" if step.op == "gather" else step.op] += max(work(plan, step))
         default = cls()
         return cls(
             flops=done["matmul"] / spent["matmul"] if spent["matmul"] else default.flops,
@@ -107,20 +104,20 @@ class Rates:
 
 
 def work(plan: Plan, step: Step) -> tuple[float, float]:
-    """Floating-point operations and bytes of a step."""
+    """Floating-point operations of a step, and the bytes that it brings."""
     flops = sum(2.0 * p.batch * p.out.elements * (p.k_last - p.k_first) for p in step.products)
-    moved = step.transfer.src.elements * plan.problem.itemsize if step.transfer else 0
-    return flops, float(moved)
+    moved = step.transfer.src.elements if step.transfer else 0
+    if step.op == "gather" and step.transfer:  # all shards but the rank's own
+        moved = step.transfer.dst.elements - moved
+    return flops, float(moved * plan.problem.itemsize)
 
 
 def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:
     """The Timeline of a traced call: a Plan and its Spans for every rank."""
     ranks = []
     for plan, found in zip(plans, spans, strict=True):
-        steps = [
-            (plan.steps[s.step], s.start, s.stop) for s in sorted(found, key=lambda s: s.start)
-        ]
-        ranks.append(steps)
+        in_order = sorted(found, key=lambda span: span.start)
+        ranks.append([(plan.steps[span.step], span.start, span.stop) for span in in_order])
     return _timeline(title, ranks)
 
 
@@ -128,7 +125,8 @@ def planned(title: str, plans: Sequence[Plan], cost: Cost) -> Timeline:
     """The Plans of all ranks, every step as soon as it can run.
 
     A rank has one port out and one port in, and a copy takes both of its ends for as long as it
-    lasts; copies that are ready at the same time go in enqueue order.
+    lasts; copies that are ready at the same time go in enqueue order. A collective takes both ports
+    of its rank, and waits for no other.
 
     Raises:
         ValueError: the plans wait for each other for ever.
@@ -183,7 +181,7 @@ def planned(title: str, plans: Sequence[Plan], cost: Cost) -> Timeline:
 
 
 def _ports(step: Step) -> Iterator[tuple[str, int]]:
-    if step.op == "copy" and step.transfer:
+    if step.op in ("copy", "gather") and step.transfer:
         yield "out", step.transfer.src.rank
         yield "in", step.transfer.dst.rank
 
@@ -245,10 +243,12 @@ def draw(
         row = i // columns
         beside = timelines[row * columns : (row + 1) * columns]
         _draw_one(grid.flat[i], timeline, names, max(t.stop_s for t in beside))
+    there = {bar.kind for timeline in timelines for bars in timeline.ranks for bar in bars}
+    kinds = [kind for kind in COLOURS if kind in there]
     figure.legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
+        handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
         loc="outside lower center",
-        ncols=len(COLOURS),
+        ncols=len(kinds),
         frameon=False,
     )
     if note:

@@ -35,11 +35,16 @@ def test_plan_prints_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", "auto", *SIZES, "--rank", "2", "--json"]) == 0
+    assert cli.run(["plan", "growing", *SIZES, "--rank", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "rule", 8)
+    assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "caller", 8)
     ops = [step["op"] for step in found["steps"]]
     assert ops.count("copy") == 3 and "matmul" in ops
+
+
+def test_plan_says_what_auto_takes_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "auto", *SIZES]) == 0
+    assert "(rule: " in capsys.readouterr().out
 
 
 def test_plan_draws_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +257,7 @@ def test_a_copy_takes_both_of_its_ports() -> None:
         assert copies == [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)]
 
 
-@pytest.mark.parametrize("name", list(NAMED))
+@pytest.mark.parametrize("name", [*NAMED, "serial:collective"])
 def test_every_schedule_ends_on_paper(name: str) -> None:
     made = _plans(name)
     found = planned(name, made, Rates())

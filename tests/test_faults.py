@@ -108,7 +108,12 @@ def _with_a_casualty(
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 @pytest.mark.parametrize(
     ("victim", "schedule"),
-    [(0, "hetero-fused-1d:pieces=4"), (1, "growing"), (2, "uniform-unfused-1d:pull")],
+    [
+        (0, "hetero-fused-1d:pieces=4"),
+        (0, "serial:collective"),
+        (1, "growing"),
+        (2, "uniform-unfused-1d:pull"),
+    ],
 )
 def test_killed_rank(victim: int, schedule: str, warm: bool) -> None:
     case = equal(3, 8, 8, 8, schedule=schedule)
@@ -244,7 +249,12 @@ def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[s
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 @pytest.mark.parametrize(
     ("victim", "schedule", "step"),
-    [(0, "serial", 0), (1, "hetero-fused-1d:pieces=4", 1), (2, "growing:pull", 2)],
+    [
+        (0, "serial", 0),
+        (1, "serial:collective", 0),
+        (1, "hetero-fused-1d:pieces=4", 1),
+        (2, "growing:pull", 2),
+    ],
 )
 def test_stalled_rank(victim: int, schedule: str, step: int, warm: bool) -> None:
     case = equal(3, 8, 8, 8, schedule=schedule)
@@ -272,9 +282,11 @@ def _absent(at: Rank, case: Case, victim: int, warm: bool) -> dict[str, Any] | N
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-@pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_never_calls(victim: int, warm: bool) -> None:
-    case = equal(3, 8, 8, 8, schedule="shard-overlap")
+@pytest.mark.parametrize(
+    ("victim", "schedule"), [(0, "shard-overlap"), (2, "hetero-fused-1d"), (2, "serial:collective")]
+)
+def test_rank_that_never_calls(victim: int, schedule: str, warm: bool) -> None:
+    case = equal(3, 8, 8, 8, schedule=schedule)
     found = run(3, _absent, case, victim, warm)
     for rank in {0, 1, 2} - {victim}:
         assert_timed_out(found[rank], rank, victim, case)
@@ -294,8 +306,9 @@ def _late(at: Rank, case: Case, warm: bool) -> None:
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-def test_late_rank_is_no_fault(warm: bool) -> None:
-    run(3, _late, equal(3, 8, 8, 8, schedule="hetero-fused-1d"), warm)
+@pytest.mark.parametrize("schedule", ["hetero-fused-1d", "serial:collective"])
+def test_late_rank_is_no_fault(schedule: str, warm: bool) -> None:
+    run(3, _late, equal(3, 8, 8, 8, schedule=schedule), warm)
 
 
 def _timeout_changes(at: Rank, case: Case) -> tuple[float, Any]:
@@ -382,6 +395,7 @@ MISMATCHES = {
     "dtype": {"dtype": "bfloat16"},
     "schedule": {"schedule": "growing"},
     "knob": {"schedule": "hetero-fused-1d:pull"},
+    "mover": {"schedule": "serial:collective"},
     "return_gathered": {"gathered": True},
 }
 

@@ -143,6 +143,7 @@ def test_refused_on_a_gpu(what: str) -> None:
 
 GRAPHED = (
     "serial",
+    "serial:collective",
     "growing",
     "shrinking:pull",
     "shard-overlap:copy=2,compute=2",

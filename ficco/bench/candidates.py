@@ -88,6 +88,7 @@ SCHEDULES = tuple(
     parse(name)
     for name in (
         *NAMED,
+        "serial:collective",
         "auto",
         "shard-overlap:compute=2",
         "shard-overlap:tail=4",

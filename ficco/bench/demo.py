@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed import ProcessGroup
 
-#: Schedules beside the named ones: other directions, lanes, movers and pieces.
+#: Schedules beside the named ones: other movers, directions, lanes and pieces.
 KNOBS = (
+    "serial:collective",
     "shard-overlap:pull",
     "growing:tail=4",
     "hetero-fused-1d:pieces=4+2+1",

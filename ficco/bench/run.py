@@ -179,7 +179,9 @@ class _Bench:
             summaries = summarise(series, times.get("queued") if mode == "graph" else None)
             for name, summary in summaries.items():
                 one = by_name.get(name) or Checked(Candidate(name, "bound"))
-                row = self._row(case, mode, one.candidate, "ok", self._chosen(case, one), done)
+                row = self._row(
+                    case, mode, one.candidate, "ok", self._chosen(case, one, mode), done
+                )
                 figures = {"host_us": host.get((mode, name), NONE), "extra_bytes": one.extra_bytes}
                 rows.append(replace(row, **vars(summary), **figures))
             for one in checked:
@@ -190,11 +192,12 @@ class _Bench:
                     rows.append(self._row(case, mode, one.candidate, *left_out))
         return rows
 
-    def _chosen(self, case: Case, one: Checked) -> str:
+    def _chosen(self, case: Case, one: Checked, mode: str) -> str:
         """What ``auto`` stands for."""
         if one.candidate.schedule != "auto":
             return ""
-        return f"is {decide(case.problem(self.world)).schedule}"
+        eager_on_gpu = self.on_gpu and mode != "graph"
+        return f"is {decide(case.problem(self.world), eager_on_gpu=eager_on_gpu).schedule}"
 
     def _row(
         self,

@@ -196,7 +196,7 @@ def show(rows: Sequence[Row]) -> Iterator[Table | str]:
         (row for row in rows if row.ok), key=lambda row: (modes.index(row.mode), row.ms)
     ):
         found.setdefault(row.candidate, {})[row.mode] = row
-        found[row.candidate][""] = row
+        found[row.candidate].setdefault("", row)
     for name, by_mode in found.items():
         note = f" ({by_mode[''].note})" if by_mode[""].note else ""
         cells = [_format(by_mode.get(mode), field, text) for _, field, text, mode in figures]

@@ -96,7 +96,12 @@ class CpuMemory(Symmetric):
     def __init__(self, engine: CpuEngine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
         self.host = HostMemory(
-            engine.group, max(nbytes, 1), engine.timeout_s, f"allocation {serial}"
+            engine.group,
+            max(nbytes, 1),
+            engine.timeout_s,
+            f"allocation {serial}",
+            # A rank alone in wanting memory learns here that its call is not that of its peers.
+            interrupt=lambda: engine.interrupt(),
         )
         self.parts = [
             torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
@@ -538,6 +543,9 @@ class CpuEngine(Engine):
             self._calls -= 1
         if run.error is not None:
             raise run.error
+        # A call may get through on what peers sent for another one. Data from all of them has come,
+        # and so have their entries on the board.
+        self.interrupt()
 
     def _lane(self, name: str) -> _Lane:
         if name not in self._lanes:

@@ -15,7 +15,7 @@ on the same path.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 WORD = 4
-#: Words behind a slot's signals from which 4-byte copies post, one per lane.
+#: Words behind a slot's signals that lanes have for themselves, one each.
 SCRATCH = 256
 #: Slots that one engine can watch: two for eager calls, two for every graph.
 MAX_WATCHED = 4096
@@ -215,36 +215,6 @@ class CudaEngine(Engine):
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         stream = self._stream(program, step)
-        enqueue = self._post(program, step, signals)
-        if not self._posts_aside(program, step):
-            return lambda call: enqueue(stream or call.state, call)
-        # The next copy need not wait for this one's signal: another stream posts it.
-        aside, copied = self._aside(program), cu.Event()
-
-        def op(call: Call) -> None:
-            copied.record(stream)
-            copied.hold(aside)
-            enqueue(aside, call)
-
-        return op
-
-    def _posts_aside(self, program: Program, step: int) -> bool:
-        """Whether more copies follow on a step's lane."""
-        steps = program.plan.steps
-        return steps[step].op == "copy" and any(
-            later.op == "copy" and later.lane == steps[step].lane for later in steps[step + 1 :]
-        )
-
-    def _aside(self, program: Program) -> int:
-        lane = self._lane(program, "post")
-        assert lane is not None
-        program.state["aside"] = lane.cuda_stream
-        return lane.cuda_stream
-
-    def _post(
-        self, program: Program, step: int, signals: Sequence[Signal]
-    ) -> Callable[[int, Call], None]:
-        """What enqueues signals on a stream."""
         slot = program.slot
         assert slot is not None
         targets = self._words(program, signals)
@@ -254,34 +224,39 @@ class CudaEngine(Engine):
         if self._writes_reach and not (last and slot.captured):
             words = cu.Words(targets, wide=last)
             if value is not None:
-                return lambda stream, call: words.enqueue(stream, value)
-            return lambda stream, call: words.enqueue(stream, call.epoch)
+                return lambda call: words.enqueue(stream or call.state, value)
+            return lambda call: words.enqueue(stream or call.state, call.epoch)
 
         over = cu.Words([], wide=last)
         if self._writes_reach:
             words = cu.Words(targets)
 
-            def retire(stream: int, call: Call) -> None:
+            def retire(call: Call) -> None:
                 words.enqueue(stream, value or 0)
                 over.enqueue(stream, call.epoch)
 
             return retire
 
-        # One source word per stream of the slot: it is written and read in stream order.
-        lane = program.plan.lanes.index(program.plan.steps[step].lane)
-        lane += len(program.plan.lanes) * self._posts_aside(program, step)
-        assert isinstance(slot.memory, CudaMemory) and lane < SCRATCH
-        source = slot.memory.addresses[self.rank] + (slot.words + lane) * WORD
+        # One source word per lane of the slot: it is written and read in stream order.
+        source = self._scratch(program, step)
         sample = cu.Words([source])
 
-        def copy(stream: int, call: Call) -> None:
-            sample.enqueue(stream, call.epoch if value is None else value)
+        def copy(call: Call) -> None:
+            here = stream or call.state
+            sample.enqueue(here, call.epoch if value is None else value)
             for target in targets:
-                cu.copy(target, source, WORD, stream)
+                cu.copy(target, source, WORD, here)
             if last:
-                over.enqueue(stream, call.epoch)
+                over.enqueue(here, call.epoch)
 
         return copy
+
+    def _scratch(self, program: Program, step: int) -> int:
+        """Address of a word of this rank that a step's lane has for itself."""
+        slot, plan = program.slot, program.plan
+        lane = plan.lanes.index(plan.steps[step].lane)
+        assert slot is not None and isinstance(slot.memory, CudaMemory) and lane < SCRATCH
+        return slot.memory.addresses[self.rank] + (slot.words + lane) * WORD
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
         slot = program.slot
@@ -311,7 +286,17 @@ class CudaEngine(Engine):
             return None  # the sync lane begins when all others are over
         stream = self._stream(program, step)
         event = self._event(program, step)
-        return lambda call: event.record(stream or call.state)
+        if steps[step].op != "copy":
+            return lambda call: event.record(stream or call.state)
+        # An event right behind a copy is not seen before the copies behind it are over, too
+        # (H200, driver 580); behind a stream write it is seen at once.
+        flush = cu.Words([self._scratch(program, step)])
+
+        def op(call: Call) -> None:
+            flush.enqueue(stream, 0)
+            event.record(stream)
+
+        return op
 
     def join(self, program: Program, step: int, earlier: int) -> Op | None:
         if program.plan.steps[step].lane == "sync":
@@ -510,8 +495,6 @@ class CudaEngine(Engine):
         """What :meth:`execute` needs of a program, made once."""
         captured = program.slot is not None and program.slot.captured
         lanes = {name: self._lane(program, name) for name in program.plan.lanes}
-        if captured and "aside" in program.state:
-            lanes["post"] = self._lane(program, "post")
         joined = [
             (lane.cuda_stream, self._joins[name, captured])
             for name, lane in lanes.items()

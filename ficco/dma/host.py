@@ -16,6 +16,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -131,8 +132,10 @@ class HostMemory:
         timeout_s: float,
         purpose: str,
         operator: str = "ficco",
+        interrupt: Callable[[], None] | None = None,
     ) -> None:
-        """Allocate and map.
+        """Allocate and map. ``interrupt`` is called while a rank waits, here and in barriers, and
+        may raise.
 
         Raises:
             SignalTimeout: a rank did not come within ``timeout_s``; ``purpose`` says what for.
@@ -147,6 +150,7 @@ class HostMemory:
         self.nbytes = nbytes
         self.rank, self.world = group.rank(), group.size()
         self.purpose, self.operator = purpose, operator
+        self._interrupt = interrupt or (lambda: None)
         self.maps: list[mmap.mmap] = []
         self.pids: list[int] = []
         deadline = time.monotonic() + timeout_s
@@ -187,7 +191,8 @@ class HostMemory:
         for rank, gate in enumerate(self._gates(self.maps[self.rank])):
             came = rank == self.rank or semaphores().try_wait(gate)
             while not came and (rest := deadline - time.monotonic()) > 0:
-                came = semaphores().wait(gate, min(rest, 0.1))  # in slices: Ctrl-C comes through
+                self._interrupt()
+                came = semaphores().wait(gate, min(rest, 0.02))  # in slices: Ctrl-C comes through
             if not came:
                 absent.append(rank)
         if absent:
@@ -275,6 +280,7 @@ class HostMemory:
                 if found.get(rank, mine).get("heard", {}).get(str(self.rank)) != mine["token"]
             ]
             if absent:
+                self._interrupt()
                 if time.monotonic() > deadline:
                     raise self._timeout(absent, timeout_s)
                 time.sleep(pause)
