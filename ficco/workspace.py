@@ -38,8 +38,8 @@ class Workspace:
     def __init__(self, group: ProcessGroup, device: torch.device, options: Options) -> None:
         self.group = group
         self.name = engine_name(device, options.engine)
-        self.engine = make_engine(self.name, group, device, options.signals)
         self.board = Board(group, options.timeout_s)
+        self.engine = make_engine(self.name, group, device, options.signals)
         self.calls = 0
         self.programs: dict[Hashable, Any] = {}
         self.error: FiccoError | None = None

@@ -412,6 +412,8 @@ class CpuEngine(Engine):
                 work.wait(timedelta(seconds=SLICE_S))
                 return
             except RuntimeError as error:
+                if work is not None and work.is_completed() and work.is_success():
+                    return  # between the end of the slice and this look
                 run.check()
                 self.interrupt()  # ranks that disagree also fail here
                 if work is None or work.is_completed():

@@ -34,6 +34,7 @@ from ficco.dma.engine import (
     Span,
     Symmetric,
 )
+from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError
 from ficco.plan import Product, Region, Signal, Transfer
 
@@ -62,7 +63,7 @@ class CudaMemory(Symmetric):
                 self.tensor.zero_()
             engine.side.synchronize()
             # Every rank has zeroed its part before any rank learns of it.
-            self._handle = symm_mem.rendezvous(self.tensor, engine.group)
+            self._handle = engine.rendezvous.meet(self.tensor, engine.timeout_s, engine.interrupt)
         self.addresses = list(self._handle.buffer_ptrs)
 
     def free(self) -> None:
@@ -125,6 +126,7 @@ class CudaEngine(Engine):
                 "the cuda engine needs stream memory operations, which this device or driver "
                 "does not offer"
             )
+        self.rendezvous = Rendezvous(group, self.timeout_s)
         self._signals = signals
         self._serial = 0
         with torch.cuda.device(self.device), cu.uncaptured():
@@ -612,6 +614,7 @@ class CudaEngine(Engine):
         )
 
     def close(self) -> None:
+        self.rendezvous.close()
         self._lanes.clear()
         self._joins.clear()
 

@@ -94,7 +94,6 @@ def gather_trace(
 def _execute(workspace: Workspace, program: Program, call: Call) -> None:
     options = current()
     engine, watchdog = workspace.engine, workspace.watchdog
-    engine.timeout_s = options.timeout_s
     if watchdog is not None:
         watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
     grad = torch.is_grad_enabled()
@@ -135,6 +134,7 @@ def _bound(
     options = current()
     workspace = _workspace(group, a, b)
     workspace.raise_error()
+    workspace.engine.timeout_s = options.timeout_s
     workspace.calls += 1
     number = workspace.calls
     rows = tuple(rows) if rows is not None else None
