@@ -361,17 +361,17 @@ def collective(at: Rank, alone: Sequence[int]) -> Any:
         if at.rank != 1:
             failure = caught(lambda: made.execute(program, call_for(one, a, b)))
         else:
-            time.sleep(1.5)
+            time.sleep(2)
         return failure, time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("rows", "peer"), [([8, 8, 8], None), ([0, 9, 2], 1)])
-def test_a_collective_is_exact_and_ends(rows: list[int], peer: int | None) -> None:
+@pytest.mark.parametrize("rows", [[8, 8, 8], [0, 9, 2]], ids=["equal", "uneven"])
+def test_a_collective_is_exact_and_ends(rows: list[int]) -> None:
     results = run(3, collective, rows, fresh=True)
     for failure, seconds in (results[0], results[2]):
         assert failure.type == "SignalTimeout"
         assert failure.fields["step"] == "all-gather (gather on compute0)"
-        assert failure.fields["peer"] == peer and 0.3 <= seconds < 1.5
+        assert failure.fields["peer"] == 1 and 0.3 <= seconds < 5
 
 
 LONELY = (

@@ -148,6 +148,35 @@ def test_an_absent_rank_is_named(missing: list[int]) -> None:
         assert 0.3 < failure.fields["seconds"] < 2 and 0.3 < seconds < 2
 
 
+def stuck_store(at: Rank) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "_exchange", lambda *args: time.sleep(3))
+        begin = time.monotonic()
+        failure = caught(lambda: share(timeout_s=0.3))
+    return failure, time.monotonic() - begin
+
+
+def test_a_store_that_hangs_does_not_hang_the_rank() -> None:
+    """As one does whose host is stopped."""
+    for failure, seconds in run(2, stuck_store):
+        assert failure.type == "SignalTimeout" and seconds < 2
+
+
+def interrupted(at: Rank) -> Any:
+    def interrupt() -> None:
+        raise KeyError("enough")
+
+    failure = None
+    if at.rank == 0:
+        failure = caught(lambda: HostMemory(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt))
+    dist.barrier()
+    return failure, None
+
+
+def test_waiting_for_others_can_be_interrupted() -> None:
+    assert run(2, interrupted)[0][0].type == "KeyError"
+
+
 def absent_at_barrier(at: Rank) -> Any:
     memory = share()
     failure = None if at.rank == 1 else caught(lambda: memory.barrier(0.3))

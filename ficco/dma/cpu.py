@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 SLICE_S = 0.02
 #: Seconds that closing the engine waits for a lane.
 JOIN_S = 1.0
+#: Seconds within which a peer whose connection is lost turns out to be dead, if it is.
+DEATH_S = 1.0
 #: Buffers in slots begin at multiples of this many bytes.
 ALIGNMENT = 64
 
@@ -100,6 +102,7 @@ class CpuMemory(Symmetric):
             max(nbytes, 1),
             engine.timeout_s,
             f"allocation {serial}",
+            engine.operator,
             # A rank alone in wanting memory learns here that its call is not that of its peers.
             interrupt=lambda: engine.interrupt(),
         )
@@ -207,10 +210,12 @@ class CpuEngine(Engine):
     """See the module's docstring.
 
     Attributes:
+        operator: what errors of an allocation say was running.
         disturbance: trouble on purpose, for tests; goes before that of :func:`disturb`.
     """
 
     name = "cpu"
+    operator = "ficco"
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -218,6 +223,7 @@ class CpuEngine(Engine):
         self._random: tuple[Disturbance, random.Random] | None = None
         self._serial = 0
         self._lanes: dict[str, _Lane] = {}
+        self._roll: CpuMemory | None = None  # collectives that each rank has begun
         self._calls = 0  # under way
         self._closed = threading.Event()
 
@@ -369,18 +375,33 @@ class CpuEngine(Engine):
         return self._disturbed(step, op)
 
     def gather(self, program: Program, step: int) -> Op:
-        """As all engines do, but a rank that does not come is a timeout of this call, not one of
-        the library, whose patience is half an hour."""
+        """As all engines do, but a rank that does not come is a timeout of this call and named.
+
+        The library would wait for half an hour, or say that a connection is lost.
+        """
         problem, group = program.plan.problem, self.group
+        if self._roll is None:
+            self._roll = self.symmetric(ALIGNMENT)
+        counts = [part.view(torch.int64) for part in self._roll.parts]
+        pids = self._roll.host.pids
+
+        def missing() -> int | None:
+            """The rank that is dead, or has begun fewer collectives than this one."""
+            peers = [rank for rank in range(self.world) if rank != self.rank]
+            dead = [rank for rank in peers if _dead(pids[rank])]
+            late = [rank for rank in peers if counts[rank][0] < counts[self.rank][0]]
+            return next(iter(dead + late), None)
+
         bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
 
         def op(call: Call) -> None:
             gathered = call.gathered
             assert gathered is not None
+            counts[self.rank][0] += 1
             if len(set(problem.rows)) == 1:
                 a = call.a.contiguous()
                 start = partial(_all_gather, gathered, a, group=group, async_op=True)
-                self._collect(program, call, step, start, None)
+                self._collect(program, call, step, start, missing)
                 return
             first, last = bounds[self.rank]
             gathered[first:last].copy_(call.a)
@@ -390,7 +411,7 @@ class CpuEngine(Engine):
                     start = partial(
                         dist.broadcast, part, group=group, group_src=rank, async_op=True
                     )
-                    self._collect(program, call, step, start, rank)
+                    self._collect(program, call, step, start, missing)
 
         return self._disturbed(step, op)
 
@@ -400,9 +421,9 @@ class CpuEngine(Engine):
         call: Call,
         step: int,
         start: Callable[[], dist.Work],
-        peer: int | None,
+        missing: Callable[[], int | None],
     ) -> None:
-        """Run a collective; ``peer`` is whom it waits for, if that is one rank."""
+        """Run a collective, or raise for the rank that is missing."""
         run: _Run = call.state
         begin = time.monotonic()
         work = None
@@ -416,12 +437,17 @@ class CpuEngine(Engine):
                     return  # between the end of the slice and this look
                 run.check()
                 self.interrupt()  # ranks that disagree also fail here
-                if work is None or work.is_completed():
-                    library = str(dist.get_backend(self.group))
-                    raise BackendError(f"collective of {library}", "error", str(error)) from error
+                failed = work is None or (work.is_completed() and work.exception() is not None)
+                while failed and missing() is None:
+                    # A connection is lost a little before the peer's process is gone.
+                    if time.monotonic() - begin > DEATH_S:
+                        library = str(dist.get_backend(self.group))
+                        text = str(error)
+                        raise BackendError(f"collective of {library}", "error", text) from error
+                    time.sleep(SLICE_S)
                 seconds = time.monotonic() - begin
-                if seconds > run.timeout_s:
-                    raise self._timeout(program, step, peer, seconds, None, None) from None
+                if failed or seconds > run.timeout_s:
+                    raise self._timeout(program, step, missing(), seconds, None, None) from error
 
     def _rectangle(
         self, program: Program, region: Region, batch: int = 1, stride: int = 0
@@ -593,6 +619,9 @@ class CpuEngine(Engine):
             # At the end of a process a call of another thread may be stuck: leave its lanes alone.
             lane.close(join=not self._calls)
         self._lanes.clear()
+        if self._roll is not None:
+            self._roll.free()
+            self._roll = None
 
 
 def _offsets(words: int, room: tuple[int, int]) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ficco.errors import BackendError, RankMismatch, SignalTimeout
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 #: Distance of semaphores in bytes: a cache line each. A sem_t takes 32 bytes on 64-bit Linux.
 SEMAPHORE_STRIDE = 64
@@ -215,12 +216,14 @@ class HostMemory:
         end = _address(part) + len(part)
         return [end - (rank + 1) * SEMAPHORE_STRIDE for rank in range(self.world)]
 
-    def _timeout(self, absent: list[int], seconds: float) -> SignalTimeout:
-        who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    def _timeout(self, absent: list[int] | None, seconds: float) -> SignalTimeout:
+        who = "the rank that hosts the store"
+        if absent:
+            who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
         return SignalTimeout(
             operator=self.operator,
             rank=self.rank,
-            peer=absent[0],
+            peer=absent[0] if absent else None,
             step=f"share host memory for {self.purpose}: {who} absent",
             schedule="none yet",
             seconds=seconds,
@@ -243,46 +246,72 @@ class HostMemory:
     def _meet(
         self, group: ProcessGroup, mine: dict[str, Any], timeout_s: float, deadline: float
     ) -> list[dict[str, Any]]:
-        """Exchange hellos through the group's store.
+        """Exchange hellos through the group's store."""
+        found: dict[int, dict[str, Any]] = {self.rank: mine}
+        absent = [rank for rank in range(self.world) if rank != self.rank]
+        if not absent:
+            return [mine]
+        from torch.distributed import DistError, distributed_c10d
+
+        store = distributed_c10d._get_process_group_store(group)
+        begin = deadline - timeout_s
+        over, stop = threading.Event(), threading.Event()
+        errors: list[Exception] = []
+
+        def exchange() -> None:
+            try:
+                self._exchange(store, mine, found, absent, stop)
+            except Exception as error:
+                errors.append(error)
+            over.set()
+
+        # In a thread: a store whose host is stopped keeps its clients waiting for longer than this.
+        threading.Thread(target=exchange, name="ficco meet", daemon=True).start()
+        try:
+            while not over.wait(0.02):
+                self._interrupt()
+                if time.monotonic() > deadline:
+                    raise self._timeout(list(absent), timeout_s)
+        finally:
+            stop.set()
+        for error in errors:
+            if not isinstance(error, DistError):
+                raise error
+            # The rank that hosts the store is gone.
+            raise self._timeout(list(absent) or None, time.monotonic() - begin) from error
+        return [found[rank] for rank in range(self.world)]
+
+    def _exchange(
+        self,
+        store: Store,
+        mine: dict[str, Any],
+        found: dict[int, dict[str, Any]],
+        absent: list[int],
+        stop: threading.Event,
+    ) -> None:
+        """Fill ``found``, and empty ``absent`` while doing so.
 
         A store can outlive a group, and the names in it are used again. Each rank therefore makes
         up a token and repeats those that it heard: a hello with this rank's token in it is new. The
         barrier behind keeps a rank from coming back before all its peers have left this exchange.
         """
-        if self.world == 1:
-            return [mine]
-        from torch.distributed import DistError, distributed_c10d
-
-        store = distributed_c10d._get_process_group_store(group)
         key = f"ficco/{self.purpose}/"
-        begin = deadline - timeout_s
-        found: dict[int, dict[str, Any]] = {}
-        absent = [rank for rank in range(self.world) if rank != self.rank]
         said = None
         pause = 0.0005
-        while True:
+        while not stop.is_set():
             heard = {str(rank): hello["token"] for rank, hello in found.items()}
-            try:
-                if heard != said:
-                    store.set(f"{key}{self.rank}", json.dumps({**mine, "heard": heard}))
-                    said, pause = heard, 0.0005
-                if not absent:
-                    found[self.rank] = mine
-                    return [found[rank] for rank in range(self.world)]
-                for rank in absent:
-                    if store.check([f"{key}{rank}"]):
-                        found[rank] = json.loads(store.get(f"{key}{rank}"))
-            except DistError as error:  # the rank that hosts the store is gone
-                raise self._timeout(absent, time.monotonic() - begin) from error
-            absent = [
-                rank
-                for rank in absent
-                if found.get(rank, mine).get("heard", {}).get(str(self.rank)) != mine["token"]
-            ]
+            if heard != said:
+                store.set(f"{key}{self.rank}", json.dumps({**mine, "heard": heard}))
+                said, pause = heard, 0.0005
+            if not absent:
+                return
+            for rank in list(absent):
+                if store.check([f"{key}{rank}"]):
+                    hello = json.loads(store.get(f"{key}{rank}"))
+                    found[rank] = hello
+                    if hello["heard"].get(str(self.rank)) == mine["token"]:
+                        absent.remove(rank)
             if absent:
-                self._interrupt()
-                if time.monotonic() > deadline:
-                    raise self._timeout(absent, timeout_s)
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.02)
 

@@ -5,6 +5,69 @@ from __future__ import annotations
 from ficco.plan.model import Plan
 
 
-def render(plan: Plan) -> str:
-    """stub"""
-    return str(plan)
+def render(plan: Plan, width: int = 100) -> str:
+    """One rank's Plan as a timeline, a line per lane, at most ``width`` columns wide.
+
+    Every step takes one tick. A step that waits for data of a peer begins when this rank has sent
+    as many pieces as it awaits by then: on paper all ranks go at one pace.
+    """
+    problem = plan.problem
+    begin = _ticks(plan)
+    cells: dict[tuple[str, int], str] = {}
+    for tick, step in zip(begin, plan.steps, strict=True):
+        cells[step.lane, tick] = step.label
+    order = {"c": 0, "s": 1}
+    lanes = sorted(plan.lanes, key=lambda lane: (order[lane[0]], lane[:4] != "comp", lane))
+    ticks = sorted(set(begin))
+    head = max(map(len, lanes), default=0)
+    widths = {t: max(len(cells.get((lane, t), "")) for lane in lanes) for t in ticks}
+    shown, cut = _fit(ticks, widths, width - head)
+    lines = [
+        f"{problem}",
+        f"{plan.schedule}: rank {plan.rank} of {problem.world}, {plan.extra_bytes} bytes beside "
+        "the operands and the product",
+    ]
+    for lane in lanes:
+        line = [lane.ljust(head)]
+        for tick in shown:
+            if tick == cut:
+                line.append("..")
+            line.append(cells.get((lane, tick), "").ljust(widths[tick]))
+        lines.append(" | ".join(line).rstrip(" |"))
+    return "\n".join(lines)
+
+
+def _ticks(plan: Plan) -> list[int]:
+    """The tick at which every step begins."""
+    begin: list[int] = []
+    free: dict[str, int] = {}  # lane -> when its latest step is over
+    sent: list[int] = []  # when this rank's copies are over, in their order
+    awaited = 0
+    for step in plan.steps:
+        ready = [free.get(step.lane, 0), *(begin[i] + 1 for i in step.after)]
+        awaited += sum(signal.kind == "ready" for signal in step.waits)
+        if sent and awaited and step.op == "matmul" and step.waits:
+            ready.append(sorted(sent)[min(awaited, len(sent)) - 1])
+        begin.append(max(ready))
+        free[step.lane] = begin[-1] + 1
+        if step.op == "copy":
+            sent.append(begin[-1] + 1)
+    return begin
+
+
+def _fit(ticks: list[int], widths: dict[int, int], room: int) -> tuple[list[int], int | None]:
+    """The ticks that fit, and the one in front of which others are left out."""
+    if sum(widths[t] + 3 for t in ticks) <= room:
+        return ticks, None
+    room -= len(" | ..")
+    first: list[int] = []
+    last: list[int] = []
+    rest = list(ticks)
+    while rest:
+        tick = rest.pop(0 if len(first) <= len(last) else -1)
+        room -= widths[tick] + 3
+        if room < 0:
+            break
+        (first if len(first) <= len(last) else last).append(tick)
+    last.reverse()
+    return first + last, last[0] if last else None

@@ -1,4 +1,104 @@
-"""The space of schedules and the Plans it leads to."""
+"""The space of schedules and the Plans it leads to.
+
+The named schedules, as rank 0 of 4 goes through them. A step takes one tick. ``2.1`` is piece 1 of
+rank 2's shard, ``0.1>3`` the copy of piece 1 of rank 0 to rank 3, ``own`` the rank's own shard.
+
+>>> from ficco.plan import render
+>>> from ficco.problem import Problem
+>>> def show(name):
+...     problem = Problem("all_gather_matmul", (64,) * 4, n=32, k=64, dtype="bfloat16")
+...     lines = render(plan(problem, Schedule.parse(name), rank=0), width=96).splitlines()
+...     for line in lines[2:]:
+...         print(line)
+
+All shards first, then one product. Nothing overlaps; what everything has to beat.
+
+>>> show("serial")
+compute0 | a>staging |       |       |       | 0.0 1.0 2.0 3.0
+copy0    | acquire   | 0.0>1 | 0.0>2 | 0.0>3
+sync     |           |       |       |       |                 | retire
+
+Whole shards, peer after peer, each multiplied as it arrives: PyTorch's Async TP.
+
+>>> show("shard-overlap")
+compute0 | own     |       | 1.0   | 2.0   | 3.0
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3
+sync     |         |       |       |       |     | retire
+
+Peers in hypercube order, so that 1, then 2, then 4 shards are contiguous rows: log2(W) + 1
+products. Best where products take longer than copies.
+
+>>> show("growing")
+compute0 | own     |       | 1.0   |       | 2.0 3.0
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3
+sync     |         |       |       |       |         | retire
+
+The same the other way round: the product behind the last copy is the smallest.
+
+>>> show("shrinking")
+compute0 | own     |       |       | 2.0 3.0 | 1.0
+copy0    | acquire | 0.0>2 | 0.0>3 | 0.0>1
+sync     |         |       |       |         |     | retire
+
+A piece of every rank, its own among them, makes one product of equal size in every step (FiCCO,
+section V-B: little decomposition loss, most contention).
+
+>>> show("uniform-fused-1d")
+compute0 | a>staging |       |       |       | .. | a>staging |       | 0.3 1.3 2.3 3.3
+copy0    | acquire   | 0.0>1 | 0.0>2 | 0.0>3 | .. | 0.3>2     | 0.3>3
+sync     |           |       |       |       | .. |           |       |                 | retire
+
+The same with pieces of columns; products add up in ``sum`` (FiCCO's choice for m <= k).
+
+>>> show("uniform-fused-2d")
+compute0 | a>staging |       |       |       | .. |       | 0.3 1.3 2.3 3.3 | sum>out
+copy0    | acquire   | 0.0>1 | 0.0>2 | 0.0>3 | .. | 0.3>3
+sync     |           |       |       |       | .. |       |                 |         | retire
+
+A product for every piece, the rank's own pieces in turn with those of its peers.
+
+>>> show("uniform-unfused-1d")
+compute0 | 0.0     |       | 1.0   | 2.0   | 3.0   | 0.1   | .. | 0.3 | 1.3 | 2.3 | 3.3
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | 0.1>2 | ..
+sync     |         |       |       |       |       |       | .. |     |     |     |     | retire
+
+The same with pieces of columns.
+
+>>> show("uniform-unfused-2d")
+compute0 | 0.0     |       | 1.0   | 2.0   | 3.0   | .. | 2.3 | sum>out | 3.3 | sum>out
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | ..
+sync     |         |       |       |       |       | .. |     |         |     |         | retire
+
+The own shard first, while the first pieces travel; then a piece of every peer at a time (FiCCO,
+section V-B: the middle course).
+
+>>> show("hetero-fused-1d")
+compute0 | own     |       |       |       | .. |       |       | 1.3 2.3 3.3
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | .. | 0.3>2 | 0.3>3
+sync     |         |       |       |       | .. |       |       |             | retire
+
+The same with pieces of columns.
+
+>>> show("hetero-fused-2d")
+compute0 | own     |       |       |       | .. |       | 1.3 2.3 3.3 | sum>out
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | .. | 0.3>3
+sync     |         |       |       |       | .. |       |             |         | retire
+
+The own shard first, then a product for every piece (FiCCO, section V-B: most decomposition loss,
+least contention).
+
+>>> show("hetero-unfused-1d")
+compute0 | own     |       | 1.0   | 2.0   | 3.0   | .. | 3.2   | 1.3   | 2.3   | 3.3
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | .. | 0.3>1 | 0.3>2 | 0.3>3
+sync     |         |       |       |       |       | .. |       |       |       |     | retire
+
+The same with pieces of columns.
+
+>>> show("hetero-unfused-2d")
+compute0 | own     |       | 1.0   | 2.0   | 3.0   | .. | 2.3 | sum>out | 3.3 | sum>out
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | ..
+sync     |         |       |       |       |       | .. |     |         |     |         | retire
+"""
 
 from ficco.schedules.gather import plan, plans
 from ficco.schedules.space import KNOBS, NAMED, Schedule

@@ -32,7 +32,7 @@ def cut(length: int, pieces: int | tuple[int, ...]) -> list[tuple[int, int]]:
     """``[0, length)`` in pieces of equal or given relative sizes, none of them empty.
 
     >>> cut(100, 4)
-    [(0, 24), (24, 48), (48, 76), (76, 100)]
+    [(0, 24), (24, 48), (48, 72), (72, 100)]
     >>> cut(64, (4, 2, 2)), cut(3, 8), cut(0, 4)
     ([(0, 32), (32, 48), (48, 64)], [(0, 1), (1, 2), (2, 3)], [])
     """

@@ -1,0 +1,285 @@
+"""Plans of all schedules pass the proof, and the proof catches what breaks a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ficco.plan import Plan, PlanError, Signal, Step, check
+from ficco.problem import Problem
+from ficco.schedules import NAMED, Schedule, plans
+
+PROBLEM = Problem("all_gather_matmul", (16,) * 4, 24, 32, "bfloat16")
+
+KNOBS = (
+    "",
+    "pull",
+    "pieces=3",
+    "pieces=3+2+1,tail=2",
+    "pieces=4,pull,copy=2,compute=2",
+    "copy=3,compute=2,tail=3",
+    "order=peer,pieces=2",
+    "pull,order=peer,compute=3",
+)
+
+
+def made(name: str, problem: Problem = PROBLEM, cap: int | None = None) -> list[Plan]:
+    return plans(problem, Schedule.parse(name), cap)
+
+
+@settings(deadline=None, max_examples=250)
+@given(
+    rows=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    k=st.integers(0, 70),
+    n=st.integers(0, 9),
+    base=st.sampled_from(list(NAMED)),
+    knobs=st.sampled_from(KNOBS),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    flags=st.tuples(st.booleans(), st.booleans()),
+    share=st.sampled_from([None, 1.0, 0.5, 0.25]),
+)
+def test_plans_pass_the_proof(
+    rows: list[int],
+    k: int,
+    n: int,
+    base: str,
+    knobs: str,
+    dtype: str,
+    flags: tuple[bool, bool],
+    share: float | None,
+) -> None:
+    problem = Problem("all_gather_matmul", tuple(rows), n, k, dtype, *flags)
+    cap = None if share is None else int(share * problem.gathered_bytes)
+    try:
+        found = made(f"{base}:{knobs}".rstrip(":"), problem, cap)
+    except ValueError as error:
+        assert cap is not None and "workspace_bytes: required at least" in str(error)
+        return
+    check(found)
+    for plan in found:
+        assert cap is None or plan.room[0] <= cap
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("name", [*NAMED, "serial:collective"])
+def test_every_name_serves_every_world(name: str, world: int) -> None:
+    for rows in ((world,) * world, (1,) * world, tuple(range(world))):
+        check(made(name, replace(PROBLEM, rows=rows)))
+
+
+# Broken plans.
+
+
+def edited(found: list[Plan], rank: int, edit: Callable[[list[Step]], Any]) -> list[Plan]:
+    steps = list(found[rank].steps)
+    edit(steps)
+    return [*found[:rank], replace(found[rank], steps=tuple(steps)), *found[rank + 1 :]]
+
+
+def index(steps: list[Step], suits: Callable[[Step], Any]) -> int:
+    return next(i for i, step in enumerate(steps) if suits(step))
+
+
+def change(suits: Callable[[Step], Any], **fields: Any) -> Callable[[list[Step]], None]:
+    """Replace fields of the first step that suits; a callable makes the field from the step."""
+
+    def edit(steps: list[Step]) -> None:
+        i = index(steps, suits)
+        values = {name: f(steps[i]) if callable(f) else f for name, f in fields.items()}
+        steps[i] = steps[i]._replace(**values)
+
+    return edit
+
+
+def is_copy(step: Step) -> bool:
+    return step.op == "copy"
+
+
+def awaits_data(step: Step) -> bool:
+    return step.op == "matmul" and bool(step.waits)
+
+
+def retires(step: Step) -> bool:
+    return step.label == "retire"
+
+
+def shifted(step: Step) -> Any:
+    """The step's copy, landing a row too far up."""
+    assert step.transfer is not None
+    dst = step.transfer.dst
+    return step.transfer._replace(dst=dst._replace(row=dst.row - 1, row_stop=dst.row_stop - 1))
+
+
+def other_rows(step: Step) -> Any:
+    assert step.transfer is not None
+    src = step.transfer.src
+    return step.transfer._replace(src=src._replace(row=src.row + 1, row_stop=src.row_stop + 1))
+
+
+def outside(step: Step) -> Any:
+    assert step.transfer is not None
+    dst = step.transfer.dst
+    return step.transfer._replace(dst=dst._replace(row=dst.row + 999, row_stop=dst.row_stop + 999))
+
+
+def without_room(step: Step) -> tuple[Signal, ...]:
+    return tuple(signal for signal in step.waits if signal.kind != "room")
+
+
+BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
+    "missing wait": ("growing", change(awaits_data, waits=()), "never waited for"),
+    "missing post": ("growing", change(is_copy, posts=()), "never posted"),
+    "doubled signal": (
+        "growing",
+        change(is_copy, posts=lambda step: step.posts * 2),
+        "used twice",
+    ),
+    "dirty word": ("growing", change(retires, clears=lambda s: s.clears[1:]), "stays dirty"),
+    "missing release": (
+        "growing",
+        change(retires, posts=lambda step: step.posts[1:]),
+        "never posted",
+    ),
+    "early release": ("growing", change(retires, after=()), "may be cleared before"),
+    "no acquire": (
+        "growing",
+        change(
+            lambda step: step.label == "acquire",
+            waits=lambda step: step.waits[1:],
+            clears=lambda step: step.clears[1:],
+        ),
+        "never waited for",
+    ),
+    "overlapping landings": (
+        "hetero-unfused-1d",
+        change(lambda s: is_copy(s) and s.label.split(".")[1][0] == "1", transfer=shifted),
+        "reads what nobody has written|another piece",
+    ),
+    "wrong rows": (
+        "hetero-fused-1d",
+        change(is_copy, transfer=other_rows),
+        "another piece|gates other rows|puts rows",
+    ),
+    "outside the buffer": ("growing", change(is_copy, transfer=outside), "leaves the buffer"),
+    "product left out": (
+        "growing",
+        change(awaits_data, products=()),
+        "does not hold|elements of out are written",
+    ),
+    "product written twice": (
+        "growing",
+        change(awaits_data, products=lambda step: step.products * 2),
+        "twice",
+    ),
+    "part of k left out": (
+        "uniform-fused-2d",
+        change(lambda step: awaits_data(step) and "1.2" in step.label, op="sync", products=()),
+        "leaves out part of k|rounds before",
+    ),
+    "rounded too early": (
+        "uniform-fused-2d",
+        lambda steps: steps.insert(
+            index(steps, lambda s: s.op == "matmul") + 1,
+            steps.pop(index(steps, lambda s: s.label == "sum>out")),
+        ),
+        "rounds before the last term",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_broken_plans_are_caught(what: str, rank: int) -> None:
+    name, edit, words = BROKEN[what]
+    found = made(name)
+    check(found)
+    with pytest.raises(PlanError, match=words):
+        check(edited(found, rank, edit))
+
+
+def test_early_reuse_of_a_stage_is_caught() -> None:
+    found = made("hetero-fused-1d", cap=PROBLEM.gathered_bytes // 3)
+    assert 0 < found[0].stages < 4
+    check(found)
+
+    def suits(step: Step) -> bool:
+        return any(signal.kind == "room" for signal in step.waits)
+
+    # The word itself is still waited for, at the very end: only the order is lost.
+    def edit(steps: list[Step]) -> None:
+        i = index(steps, suits)
+        late = tuple(signal for signal in steps[i].waits if signal.kind == "room")
+        steps[i] = steps[i]._replace(waits=without_room(steps[i]))
+        j = index(steps, retires)
+        steps[j] = steps[j]._replace(waits=(*steps[j].waits, *late))
+
+    with pytest.raises(PlanError, match="overwrites|may still be read|unordered"):
+        check(edited(found, 1, edit))
+
+
+def test_pull_before_the_peer_is_ready_is_caught() -> None:
+    found = made("hetero-fused-1d:pull")
+
+    def edit(steps: list[Step]) -> None:
+        i = index(steps, lambda step: step.op == "copy" and step.waits)
+        late = steps[i].waits
+        steps[i] = steps[i]._replace(waits=())
+        j = index(steps, lambda step: step.label == "peers have read")
+        steps[j] = steps[j]._replace(waits=(*steps[j].waits, *late))
+
+    with pytest.raises(PlanError):
+        check(edited(found, 2, edit))
+
+
+def test_circles_and_shared_queues_are_told_apart() -> None:
+    found = made("shard-overlap", replace(PROBLEM, rows=(16,) * 2))
+
+    def wait_first(steps: list[Step]) -> None:
+        """Wait for the peer in front of the own copies, on another lane."""
+        steps.insert(0, steps.pop(index(steps, awaits_data)))
+        last = index(steps, retires)
+        lanes = {step.lane: i for i, step in enumerate(steps[:last])}
+        steps[last] = steps[last]._replace(after=tuple(lanes.values()))
+
+    queued = edited(edited(found, 0, wait_first), 1, wait_first)
+    with pytest.raises(PlanError, match="hardware queue"):
+        check(queued)
+
+    def one_lane(steps: list[Step]) -> None:
+        """The same where the copies are on the lane of the products."""
+        wait_first(steps)
+        steps[:] = [s._replace(lane="compute0") if s.lane == "copy0" else s for s in steps]
+
+    with pytest.raises(PlanError, match="circle"):
+        check(edited(edited(found, 0, one_lane), 1, one_lane))
+
+
+def test_plans_of_different_schedules_do_not_mix() -> None:
+    with pytest.raises(PlanError, match="something else"):
+        check([*made("growing")[:3], made("shrinking")[3]])
+    with pytest.raises(PlanError, match="3 plans for 4 ranks"):
+        check(made("growing")[:3])
+
+
+def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
+    problem = Problem("all_gather_matmul", (512,) * 4, 64, 256, "bfloat16")
+    found = made("hetero-fused-1d:pieces=4", problem, problem.gathered_bytes * 3 // 8)
+    assert found[0].stages == 2
+    assert found[0].extra_bytes < problem.gathered_bytes / 2
+
+
+#: How much slower than a quiet machine, where both take less than 5 s, a shared runner may be.
+SLACK = 3
+
+
+def test_64_ranks_with_64_pieces_build_and_check_in_time() -> None:
+    problem = Problem("all_gather_matmul", (4096,) * 64, 512, 4096, "bfloat16")
+    begin = time.process_time()
+    check(made("hetero-fused-1d", problem))
+    assert time.process_time() - begin < 5 * SLACK
