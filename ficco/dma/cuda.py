@@ -93,7 +93,8 @@ class _SlotState:
         self.watch = watch
         self.over = cu.Event()  # the caller's stream is through with the latest call
         self.retired = cu.Event()  # and the slot has been handed on
-        self.stream = self.sync = 0  # the caller's stream and the sync lane of the latest call
+        self.stream = 0  # number of the caller's stream of the latest call
+        self.sync: Any = None  # and its sync lane
         self.begin = cu.Words([watch.begun])
 
 
@@ -104,8 +105,8 @@ class _Run:
     body: list[Op]
     tail: list[Op]
     forks: bool
-    joined: list[tuple[int, cu.Event]]
-    sync: int
+    joined: list[tuple[Any, cu.Event]]
+    sync: Any
 
 
 class CudaEngine(Engine):
@@ -136,6 +137,7 @@ class CudaEngine(Engine):
             self._lanes: dict[tuple[str, bool], torch.cuda.Stream] = {}
             self._watched = torch.zeros(2 * MAX_WATCHED, dtype=torch.int32, pin_memory=True)
         self._watches = 0
+        self._callers: dict[int, Any] = {}  # streams of callers, by number
         self._fork = cu.Event()
         self._joins: dict[tuple[str, bool], cu.Event] = {}
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
@@ -191,10 +193,10 @@ class CudaEngine(Engine):
                 self._joins[key] = cu.Event()
         return self._lanes[key]
 
-    def _stream(self, program: Program, step: int) -> int:
-        """The handle of a step's lane, 0 for the caller's stream, known only in a call."""
+    def _stream(self, program: Program, step: int) -> Any:
+        """The handle of a step's lane, None for the caller's stream, known only in a call."""
         lane = self._lane(program, program.plan.steps[step].lane)
-        return lane.cuda_stream if lane is not None else 0
+        return None if lane is None else cu.stream(lane.cuda_stream)
 
     # Signals.
 
@@ -279,7 +281,7 @@ class CudaEngine(Engine):
         stream = self._lane(program, lane)
         if stream is None or lane == "sync":  # execute() sees to them
             return None
-        handle = stream.cuda_stream
+        handle = cu.stream(stream.cuda_stream)
         return lambda call: self._fork.hold(handle)
 
     def record(self, program: Program, step: int) -> Op | None:
@@ -323,7 +325,7 @@ class CudaEngine(Engine):
         itemsize = program.plan.problem.itemsize
         width, height = src.cols * itemsize, src.rows
         dst_base, dst_pitch = self._address(program, dst)
-        to = dst_base + dst.row * dst_pitch + dst.col * itemsize
+        to = cu.address(dst_base + dst.row * dst_pitch + dst.col * itemsize)
         rectangle = cu.Copy2D(width, height, dst_pitch)
         if src.buffer == "a" and src.rank == self.rank:
 
@@ -337,7 +339,7 @@ class CudaEngine(Engine):
 
             return push
         src_base, src_pitch = self._address(program, src)
-        at = src_base + src.row * src_pitch + src.col * itemsize
+        at = cu.address(src_base + src.row * src_pitch + src.col * itemsize)
         if (src_pitch == width == dst_pitch) or height == 1:
             return lambda call: cu.copy(to, at, width * height, stream or call.state)
         return lambda call: rectangle.enqueue(to, at, src_pitch, stream or call.state)
@@ -456,14 +458,18 @@ class CudaEngine(Engine):
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.execute(program, call)
-        stream = call.state = torch._C._cuda_getCurrentRawStream(self.device.index)
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self._callers.get(raw)
+        if stream is None:
+            stream = self._callers[raw] = cu.stream(raw)
+        call.state = stream
         slot = program.slot
         run = program.state.get("run") or self._run(program)
         if slot is not None:
             state = slot.state
-            if slot.epoch and (slot.captured or state.stream != stream):
+            if slot.epoch and (slot.captured or state.stream != raw):
                 self._hand_over(slot, run.sync, stream)
-            state.stream = stream
+            state.stream = raw
             call.epoch = slot.begin(program)
         if run.forks:
             self._fork.record(stream)
@@ -488,7 +494,7 @@ class CudaEngine(Engine):
         if slot.captured:
             self._hand_over(slot, sync, stream)  # a capture ends with all its streams joined
 
-    def _hand_over(self, slot: Slot, sync: int, stream: int) -> None:
+    def _hand_over(self, slot: Slot, sync: Any, stream: Any) -> None:
         """Let a stream wait until the latest call on a slot is over."""
         slot.state.retired.record(sync)
         slot.state.retired.hold(stream)
@@ -498,7 +504,7 @@ class CudaEngine(Engine):
         captured = program.slot is not None and program.slot.captured
         lanes = {name: self._lane(program, name) for name in program.plan.lanes}
         joined = [
-            (lane.cuda_stream, self._joins[name, captured])
+            (cu.stream(lane.cuda_stream), self._joins[name, captured])
             for name, lane in lanes.items()
             if lane is not None and name != "sync"
         ]
@@ -508,7 +514,7 @@ class CudaEngine(Engine):
             tail=[op for lane, op in program.ops if lane == "sync"],
             forks=any(lane is not None for lane in lanes.values()),
             joined=joined,
-            sync=sync.cuda_stream if sync is not None else 0,
+            sync=cu.stream(sync.cuda_stream) if sync is not None else None,
         )
         return run
 

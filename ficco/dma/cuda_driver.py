@@ -35,6 +35,16 @@ def check(call: str, result: Sequence[Any]) -> Any:
     return result[1] if len(result) == 2 else None
 
 
+def stream(handle: int) -> Any:
+    """A stream as the binding likes it best: it wraps plain numbers anew in every call."""
+    return driver.CUstream(handle)
+
+
+def address(value: int) -> Any:
+    """An address as the binding likes it best."""
+    return driver.CUdeviceptr(value)
+
+
 def attribute(name: str, device: int) -> int:
     """A device attribute, 0 where the driver does not know it."""
     found = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
@@ -64,7 +74,8 @@ class Words:
             self._flags = (_WAIT_EQ if wait == "==" else _WAIT_GEQ) | (_WAIT_FLUSH * flush)
         name = "WAIT" if wait else "WRITE"
         narrow = getattr(_KIND, f"CU_STREAM_MEM_OP_{name}_VALUE_32")
-        self._single = addresses[0] if len(addresses) == 1 and not wide else 0
+        single = len(addresses) == 1 and not wide
+        self._single = driver.CUdeviceptr(addresses[0]) if single else None
         self._enqueue_one = driver.cuStreamWaitValue32 if wait else driver.cuStreamWriteValue32
         self._params: list[Any] = []
         self._narrow = [self._part(narrow, address, wait) for address in addresses]
@@ -79,16 +90,17 @@ class Words:
         self._params.append(param)
         return part
 
-    def enqueue(self, stream: int, value: int) -> None:
+    def enqueue(self, stream: Any, value: int) -> None:
         """Enqueue the batch."""
         value &= 0xFFFFFFFF
-        if self._single:
+        if self._single is not None:
             result = self._enqueue_one(stream, self._single, value, self._flags)
             if result[0]:
                 check(self._enqueue_one.__name__, result)
             return
+        word = driver.cuuint32_t(value)
         for part in self._narrow:
-            part.value = value
+            part.value = word
         for part in self._wide:
             part.value64 = value << 32
         params = self._params
@@ -104,7 +116,7 @@ class Words:
             check("cuStreamBatchMemOp", driver.cuStreamBatchMemOp(stream, len(part), part, 0))
 
 
-def copy(dst: int, src: int, nbytes: int, stream: int) -> None:
+def copy(dst: Any, src: Any, nbytes: int, stream: Any) -> None:
     """Copy bytes between or within devices."""
     result = driver.cuMemcpyDtoDAsync(dst, src, nbytes, stream)
     if result[0]:
@@ -119,7 +131,7 @@ class Copy2D:
         part.srcMemoryType = part.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
         part.WidthInBytes, part.Height, part.dstPitch = width, height, dst_pitch
 
-    def enqueue(self, dst: int, src: int, src_pitch: int, stream: int) -> None:
+    def enqueue(self, dst: Any, src: Any, src_pitch: int, stream: Any) -> None:
         part = self._part
         part.dstDevice, part.srcDevice, part.srcPitch = dst, src, src_pitch
         result = driver.cuMemcpy2DAsync(part, stream)
@@ -134,12 +146,12 @@ class Event:
         flags = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._event = check("cuEventCreate", driver.cuEventCreate(flags))
 
-    def record(self, stream: int) -> None:
+    def record(self, stream: Any) -> None:
         result = driver.cuEventRecord(self._event, stream)
         if result[0]:
             check("cuEventRecord", result)
 
-    def hold(self, stream: int) -> None:
+    def hold(self, stream: Any) -> None:
         """Let a stream wait for the event; at once if it was never recorded."""
         result = driver.cuStreamWaitEvent(stream, self._event, 0)
         if result[0]:
