@@ -85,9 +85,7 @@ class Problem:
         flags = "".join(
             f", {name}" for name in ("return_gathered", "symmetric") if getattr(self, name)
         )
-        return (
-            f"{self.operator}(m={self.m} ({rows}), n={self.n}, k={self.k}, {self.dtype}{flags})"
-        )
+        return f"{self.operator}(m={self.m} ({rows}), n={self.n}, k={self.k}, {self.dtype}{flags})"
 
 
 def digest(text: str) -> int:

@@ -6,6 +6,7 @@ so that a stale or misplaced piece shows.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -345,7 +346,7 @@ def lonely(at: Rank, name: str, way: str, victim: int, timeout_s: float) -> Any:
 
 
 def collective(at: Rank, alone: Sequence[int]) -> Any:
-    """The library's all-gather obeys the time limit of the call."""
+    """The library's all-gather obeys the time limit of the call, and lets its group go."""
     with engine() as made:
         for rows in ([8] * at.world, [5, 0, 9], [0] * at.world):
             for dtype in ("bfloat16", "float64"):
@@ -361,14 +362,19 @@ def collective(at: Rank, alone: Sequence[int]) -> Any:
         if at.rank != 1:
             failure = caught(lambda: made.execute(program, call_for(one, a, b)))
         else:
-            time.sleep(2)
-        return failure, time.monotonic() - begin
+            time.sleep(3)
+        seconds = time.monotonic() - begin
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    gc.collect()
+    return failure, seconds, time.monotonic() - begin
 
 
 @pytest.mark.parametrize("rows", [[8, 8, 8], [0, 9, 2]], ids=["equal", "uneven"])
 def test_a_collective_is_exact_and_ends(rows: list[int]) -> None:
     results = run(3, collective, rows, fresh=True)
-    for failure, seconds in (results[0], results[2]):
+    for failure, seconds, ending in (results[0], results[2]):
+        assert ending < 5
         assert failure.type == "SignalTimeout"
         assert failure.fields["step"] == "all-gather (gather on compute0)"
         assert failure.fields["peer"] == 1 and 0.3 <= seconds < 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -458,6 +459,34 @@ def test_mismatch_of_symmetric_memory(warm: bool) -> None:
     for found in run(3, _symmetric_here_only, warm):
         assert found["first"].type == "RankMismatch", found["first"]
         assert found["waited"] < PATIENCE_S + SLACK_S
+
+
+def _unfinished_collective(at: Rank) -> float:
+    """Seconds that it takes a rank to be rid of a group on which its peers let it down."""
+    group = dist.new_group(list(range(at.world)))
+    case = equal(at.world, 8, 8, 8)
+    names = ("serial:collective", "growing")
+    for iteration in range(4):
+        exact(at, case.on(schedule=names[iteration % 2]), iteration, group)
+    made = make(at, case, 9, group)
+    with ficco.options(timeout_s=PATIENCE_S):
+        found = caught(lambda: call(case.on(schedule=names[at.rank]), made.a, made.b, group))
+    assert isinstance(found, Failure) and found.type == "RankMismatch", found
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    seconds = 0.0
+    if at.rank == 0:  # the peers still have theirs, whose connections stay open
+        started = time.monotonic()
+        del group
+        gc.collect()
+        seconds = time.monotonic() - started
+    at.barrier()
+    return seconds
+
+
+def test_unfinished_collective_does_not_hold_the_process() -> None:
+    """The end of a library's group waits for its operations, inside the garbage collector."""
+    assert max(run(2, _unfinished_collective)) < 5
 
 
 def _other_order(at: Rank) -> dict[str, Any]:

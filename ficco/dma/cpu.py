@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ficco.dma.engine import (
     Call,
@@ -37,7 +38,6 @@ from ficco.dma.engine import (
     Slot,
     Span,
     Symmetric,
-    _all_gather,
     step_name,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
@@ -377,7 +377,7 @@ class CpuEngine(Engine):
     def gather(self, program: Program, step: int) -> Op:
         """As all engines do, but a rank that does not come is a timeout of this call and named.
 
-        The library would wait for half an hour, or say that a connection is lost.
+        By itself the library waits for half an hour, or says that a connection is lost.
         """
         problem, group = program.plan.problem, self.group
         if self._roll is None:
@@ -398,20 +398,21 @@ class CpuEngine(Engine):
             gathered = call.gathered
             assert gathered is not None
             counts[self.rank][0] += 1
+            collect = partial(self._collect, program, call, step, missing)
+            # Its own time limit: a group with a collective that is still waiting cannot be freed.
+            patience = timedelta(seconds=call.state.timeout_s + 1)
             if len(set(problem.rows)) == 1:
-                a = call.a.contiguous()
-                start = partial(_all_gather, gathered, a, group=group, async_op=True)
-                self._collect(program, call, step, start, missing)
+                equal = distributed_c10d.AllgatherOptions()
+                equal.timeout = patience
+                collect(partial(group._allgather_base, gathered, call.a.contiguous(), equal))
                 return
             first, last = bounds[self.rank]
             gathered[first:last].copy_(call.a)
             for rank, (first, last) in enumerate(bounds):
                 if first < last:
-                    part = gathered[first:last]
-                    start = partial(
-                        dist.broadcast, part, group=group, group_src=rank, async_op=True
-                    )
-                    self._collect(program, call, step, start, missing)
+                    one = distributed_c10d.BroadcastOptions()
+                    one.timeout, one.rootRank = patience, rank
+                    collect(partial(group.broadcast, [gathered[first:last]], one))
 
         return self._disturbed(step, op)
 
@@ -420,8 +421,8 @@ class CpuEngine(Engine):
         program: Program,
         call: Call,
         step: int,
-        start: Callable[[], dist.Work],
         missing: Callable[[], int | None],
+        start: Callable[[], dist.Work],
     ) -> None:
         """Run a collective, or raise for the rank that is missing."""
         run: _Run = call.state

@@ -92,20 +92,20 @@ class Schedule:
 class Knob:
     """One axis as it is written behind the colon of a name."""
 
-    field: str
+    axis: str
     parse: Callable[[str], Any]
     show: Callable[[Any], str] = str
     flags: Mapping[str, Any] = field(default_factory=dict)  # words that stand for a value
 
     def get(self, schedule: Schedule) -> Any:
-        return getattr(schedule, self.field)
+        return getattr(schedule, self.axis)
 
     def print(self, schedule: Schedule) -> str:
         value = self.get(schedule)
         for flag, meaning in self.flags.items():
             if value == meaning:
                 return flag
-        return f"{self.field}={self.show(value)}"
+        return f"{self.axis}={self.show(value)}"
 
 
 def _pieces(text: str) -> int | tuple[int, ...]:
@@ -164,11 +164,11 @@ def _parse(name: str) -> Schedule:
     values: dict[str, Any] = {}
     for item in text.split(",") if text else []:
         key, equals, value = item.partition("=")
-        knob = next((k for k in KNOBS if (key == k.field if equals else key in k.flags)), None)
+        knob = next((k for k in KNOBS if (key == k.axis if equals else key in k.flags)), None)
         try:
-            if knob is None or knob.field in values:
+            if knob is None or knob.axis in values:
                 raise KeyError(key)
-            values[knob.field] = knob.parse(value) if equals else knob.flags[key]
+            values[knob.axis] = knob.parse(value) if equals else knob.flags[key]
         except (KeyError, ValueError):
             usage = (
                 "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel or collective, copy=2, "
