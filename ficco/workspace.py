@@ -130,7 +130,7 @@ class Workspace:
         found = self._empty.get(a.untyped_storage().data_ptr())
         if found is None:
             return None
-        return found[1], a.data_ptr() - found[1].tensor.data_ptr()
+        return found[1], a.storage_offset() * a.itemsize  # an empty tensor has no address
 
     def close(self) -> None:
         """Free everything. Does not wait for peers; works after an error."""
