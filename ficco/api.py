@@ -34,13 +34,16 @@ def empty(
         group: the ranks that can read it; default WORLD.
         device: default: the current GPU for a NCCL group, else cpu.
     """
+    shape = tuple(shape)
+    if any(not isinstance(size, int) or size < 0 for size in shape):
+        raise ValueError(f"shape: required sizes of at least 0, got {list(shape)}")
     group = process_group(group)
     if device is None:
         on_gpu = "nccl" in str(torch.distributed.get_backend(group))
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     workspace = workspace_of(group, torch.device(device))
     workspace.raise_error()
-    return workspace.empty(tuple(shape), dtype or torch.get_default_dtype())
+    return workspace.empty(shape, dtype or torch.get_default_dtype())
 
 
 def explain(

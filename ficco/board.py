@@ -138,12 +138,17 @@ class Board:
         self._cells: dict[int, int] = {}  # digest -> where this rank wrote its text
         self._cell = 0
 
-    def describe(self, text: str) -> int:
+    def describe(self, text: str, same_as: str = "") -> int:
         """The digest of what a call computes; others can look up the text. Texts beyond the
-        latest 128 are forgotten, and written again by the next call of this."""
-        found = digest(text) or 1  # an entry of 0 is none
-        if found not in self._cells and (pages := self._pages) is not None:
-            cell, self._cell = self._cell, (self._cell + 1) % TEXTS
+        latest 128 are forgotten, and written again by the next call of this.
+
+        Texts that are the ``same_as`` something share its digest, and the latest can be looked up.
+        """
+        found = digest(same_as or text) or 1  # an entry of 0 is none
+        if (same_as or found not in self._cells) and (pages := self._pages) is not None:
+            cell = self._cells.get(found, self._cell)
+            if found not in self._cells:
+                self._cell = (self._cell + 1) % TEXTS
             self._cells = {key: at for key, at in self._cells.items() if at != cell}
             data = text.encode()
             if len(data) > TEXT_BYTES - _HEADER.size:

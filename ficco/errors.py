@@ -14,10 +14,22 @@ request that is not served here. Everything else is below::
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class FiccoError(RuntimeError):
-    """Base of the exceptions that only ficco raises."""
+    """Base of the exceptions that only ficco raises. They survive pickling."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by calling the class again: its arguments are not those of RuntimeError.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[FiccoError], args: tuple[Any, ...], state: dict[str, Any]) -> FiccoError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class RankMismatch(FiccoError):

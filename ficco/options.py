@@ -8,6 +8,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+#: The engines there are.
+ENGINES = ("cpu", "cuda", "hip")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -34,19 +37,23 @@ class Options:
     signals: str = "auto"
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: required a number above 0, got {self.timeout_s}")
+        number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
+        if not number or not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: required a number above 0, got {self.timeout_s!r}")
         for name, values in (
             ("on_timeout", ("abort", "raise")),
             ("signals", ("auto", "write", "copy")),
+            ("engine", (None, *ENGINES)),
         ):
             if getattr(self, name) not in values:
                 raise ValueError(
-                    f"{name}: required one of {', '.join(values)}, got {getattr(self, name)!r}"
+                    f"{name}: required one of {', '.join(map(str, values))}, "
+                    f"got {getattr(self, name)!r}"
                 )
-        if self.workspace_bytes is not None and self.workspace_bytes < 0:
+        cap = self.workspace_bytes
+        if cap is not None and (not isinstance(cap, int) or isinstance(cap, bool) or cap < 0):
             raise ValueError(
-                f"workspace_bytes: required at least 0 or None, got {self.workspace_bytes}"
+                f"workspace_bytes: required a number of bytes, at least 0, or None, got {cap!r}"
             )
 
 

@@ -35,10 +35,12 @@ class Workspace:
         error: why the group can no longer be used, if so.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, options: Options) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, options: Options, operator: str
+    ) -> None:
         self.group = group
         self.name = engine_name(device, options.engine)
-        self.board = Board(group, options.timeout_s)
+        self.board = Board(group, options.timeout_s, operator)
         self.engine = make_engine(self.name, group, device, options.signals)
         self.calls = 0
         self.programs: dict[Hashable, Any] = {}
@@ -155,13 +157,14 @@ class Workspace:
 _workspaces: dict[tuple[ProcessGroup, torch.device, str | None], Workspace] = {}
 
 
-def workspace_of(group: ProcessGroup, device: torch.device) -> Workspace:
-    """The workspace of a group on a device. The first call for a group is collective."""
+def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "ficco") -> Workspace:
+    """The workspace of a group on a device. The first call for a group is collective; errors of
+    it name the operator."""
     options = current()
     key = (group, device, options.engine)
     workspace = _workspaces.get(key)
     if workspace is None or workspace.closed:
-        workspace = _workspaces[key] = Workspace(group, device, options)
+        workspace = _workspaces[key] = Workspace(group, device, options, operator)
     return workspace
 
 

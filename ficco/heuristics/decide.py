@@ -48,6 +48,8 @@ def decide(
     """
     if isinstance(wanted, Schedule):
         return Decision(wanted, "caller", "given")
+    if not isinstance(wanted, str):
+        raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {wanted!r}")
     if wanted != "auto":
         return Decision(Schedule.parse(wanted), "caller", "given")
     if problem.world == 1:

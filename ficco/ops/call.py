@@ -5,7 +5,7 @@ The second call of a kind is one dictionary look-up, one entry on the board and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -132,12 +132,12 @@ def _bound(
     """The workspace, what is kept of such calls, and A as a matrix that copies can read."""
     group = process_group(group)
     options = current()
-    workspace = _workspace(group, a, b)
+    workspace = _workspace(group, a, b, operator)
     workspace.raise_error()
     workspace.engine.timeout_s = options.timeout_s
     workspace.calls += 1
     number = workspace.calls
-    rows = tuple(rows) if rows is not None else None
+    rows = tuple(rows) if isinstance(rows, Iterable) else rows
     a, source = _matrix(workspace, a)
     engine = workspace.engine
     eager_on_gpu = engine.asynchronous and not (schedule == "auto" and engine.capturing())
@@ -170,9 +170,10 @@ def _bound(
         chosen = decide(problem, schedule, eager_on_gpu=eager_on_gpu).schedule
         made, single = _plan(workspace, problem, chosen, options)
     except (ValueError, NotImplementedError) as error:
-        # The peers learn of it, so that they do not wait for this rank.
+        # The peers learn of it, so that they do not wait for this rank. Where all refuse, they
+        # agree, whatever each of them says.
         text = f"{type(error).__name__}: {error}"
-        workspace.board.post(number, workspace.board.describe(text))
+        workspace.board.post(number, workspace.board.describe(text, same_as="refused"))
         raise
     text = _text(made, options, source if chosen.pull else None)
     bound = Bound(made, digest(text), single, source if made.publish is False else None)
@@ -230,7 +231,7 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def _workspace(group: ProcessGroup, a: torch.Tensor, b: torch.Tensor) -> Workspace:
+def _workspace(group: ProcessGroup, a: torch.Tensor, b: torch.Tensor, operator: str) -> Workspace:
     for name, tensor in (("a_shard", a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
@@ -239,7 +240,7 @@ def _workspace(group: ProcessGroup, a: torch.Tensor, b: torch.Tensor) -> Workspa
             "a_shard: required a CUDA tensor for a NCCL group, got one on cpu; move it to the "
             "GPU or use a gloo group"
         )
-    return workspace_of(group, a.device)
+    return workspace_of(group, a.device, operator)
 
 
 def _backend(group: ProcessGroup) -> str:
@@ -305,6 +306,8 @@ def _problem(
     rank, world = group.rank(), group.size()
     if rows is None:
         rows = (a.shape[0],) * world
+    elif not isinstance(rows, tuple):
+        raise ValueError(f"rows: required {world} numbers of rows, one per rank, got {rows!r}")
     elif len(rows) != world or any(not isinstance(r, int) or r < 0 for r in rows):
         raise ValueError(
             f"rows: required {world} numbers of rows, one per rank, none negative, got {list(rows)}"
