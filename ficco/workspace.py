@@ -154,7 +154,9 @@ class Workspace:
         self.board.close()
 
 
-_workspaces: dict[tuple[ProcessGroup, torch.device, str | None], Workspace] = {}
+_Key = tuple["ProcessGroup", torch.device, "str | None"]
+_workspaces: dict[_Key, Workspace] = {}
+_failed: dict[_Key, FiccoError] = {}
 
 
 def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "ficco") -> Workspace:
@@ -164,7 +166,13 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
     key = (group, device, options.engine)
     workspace = _workspaces.get(key)
     if workspace is None or workspace.closed:
-        workspace = _workspaces[key] = Workspace(group, device, options, operator)
+        if key in _failed:
+            raise _failed[key]
+        try:
+            workspace = _workspaces[key] = Workspace(group, device, options, operator)
+        except FiccoError as error:
+            _failed[key] = error  # the next call does not wait for the same peers again
+            raise
     return workspace
 
 
@@ -183,6 +191,8 @@ def close(group: ProcessGroup | None = None) -> None:
     Waits for this rank's calls first, unless they failed. Graphs that captured calls of the group
     must not be replayed any more. A later call makes a new workspace, which is collective.
     """
+    for key in [key for key in _failed if group is None or key[0] is group]:
+        del _failed[key]
     for key, workspace in list(_workspaces.items()):
         if group is None or key[0] is group:
             if workspace.error is None:

@@ -63,7 +63,9 @@ class CudaMemory(Symmetric):
                 self.tensor.zero_()
             engine.side.synchronize()
             # Every rank has zeroed its part before any rank learns of it.
-            self._handle = engine.rendezvous.meet(self.tensor, engine.timeout_s, engine.interrupt)
+            self._handle = engine.rendezvous.meet(
+                self.tensor, engine.timeout_s, engine.operator, engine.interrupt
+            )
         self.addresses = list(self._handle.buffer_ptrs)
 
     def free(self) -> None:

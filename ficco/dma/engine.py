@@ -178,12 +178,14 @@ class Engine(ABC):
             ones. Otherwise a call raises itself.
         timeout_s: seconds that the next call may wait for a peer.
         interrupt: called while a call waits; may raise.
+        operator: what is being called, for errors.
     """
 
     name: str
     asynchronous: bool = False
     timeout_s: float = 60.0
     interrupt: Callable[[], None]
+    operator: str = "ficco"
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group = group

@@ -39,6 +39,7 @@ class Rendezvous:
         # One 64-bit word per rank, written whole: number of the meeting, then the rank's count.
         self._words = [np.frombuffer(part, np.int64, 1) for part in self._host.maps]
         self._meeting = 0
+        self._operator = "ficco"
 
     def meet(self, tensor: torch.Tensor, timeout_s: float, interrupt: Callable[[], None]) -> Any:
         """PyTorch's handle of symmetric memory in which all ranks put their tensor. Collective.
@@ -48,6 +49,7 @@ class Rendezvous:
         """
         global _count
         self._meeting += 1
+        self._operator = operator
         deadline = time.monotonic() + timeout_s
         # Every rank holds its process's lock meanwhile. They take it in the order of ranks, as
         # all groups do, so that no two groups wait for each other.
@@ -79,10 +81,10 @@ class Rendezvous:
 
     def _timeout(self, peer: int | None, seconds: float) -> SignalTimeout:
         return SignalTimeout(
-            operator="symmetric memory",
+            operator=self._operator,
             rank=self.rank,
             peer=peer,
-            step=f"allocation {self._meeting}",
+            step=f"symmetric memory, allocation {self._meeting}",
             schedule="none yet",
             seconds=seconds,
         )

@@ -134,7 +134,7 @@ def _bound(
     options = current()
     workspace = _workspace(group, a, b, operator)
     workspace.raise_error()
-    workspace.engine.timeout_s = options.timeout_s
+    workspace.engine.timeout_s, workspace.engine.operator = options.timeout_s, operator
     workspace.calls += 1
     number = workspace.calls
     rows = tuple(rows) if isinstance(rows, Iterable) else rows
