@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from ficco.dma.host import HostMemory
 from ficco.errors import SignalTimeout
@@ -41,7 +41,13 @@ class Rendezvous:
         self._meeting = 0
         self._operator = "ficco"
 
-    def meet(self, tensor: torch.Tensor, timeout_s: float, interrupt: Callable[[], None]) -> Any:
+    def meet(
+        self,
+        tensor: torch.Tensor,
+        timeout_s: float,
+        operator: str,
+        interrupt: Callable[[], None],
+    ) -> Any:
         """PyTorch's handle of symmetric memory in which all ranks put their tensor. Collective.
 
         Raises:
@@ -97,10 +103,12 @@ class Rendezvous:
 def _meet_alone(device: torch.device) -> None:
     """Count one rendezvous up, with nobody."""
     if not _alone:
-        _SymmetricMemory.set_group_info(_ALONE, 0, 1, dist.HashStore())
+        group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        _register_process_group(_ALONE, group)
+        _alone.append(group)  # the registry does not keep it
     tensor = symm_mem.empty(1, dtype=torch.uint8, device=device)
     _SymmetricMemory.rendezvous(tensor, _ALONE)
     _alone.append(tensor)  # freeing it could fall into the capture of a graph
 
 
-_alone: list[torch.Tensor] = []
+_alone: list[object] = []
