@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide
 from ficco.ops.call import process_group
 from ficco.problem import Problem
@@ -88,3 +89,8 @@ def synchronize(group: ProcessGroup | None = None) -> None:
     for workspace in workspaces(group):
         workspace.engine.synchronize()
         workspace.raise_error()
+        try:
+            workspace.interrupt()
+        except FiccoError as error:
+            workspace.fail(error)
+            raise

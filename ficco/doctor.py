@@ -135,7 +135,7 @@ def _run(tool: list[str]) -> str:
 
 def engines() -> dict[str, Any]:
     """What each engine can do here, or why it cannot be used."""
-    from ficco.options import ENGINES
+    from ficco.dma.choose import ENGINES
 
     found: dict[str, Any] = {}
     for name in ENGINES:

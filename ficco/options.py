@@ -8,8 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-#: The engines there are.
-ENGINES = ("cpu", "cuda", "hip")
+from ficco.dma.choose import ENGINES
 
 
 @dataclass(frozen=True)

@@ -54,19 +54,18 @@ class Watchdog:
         workspace = self._workspace
         now = time.monotonic()
         stuck: FiccoError | None = None
-        running = False
         for slot in workspace.slots:
             epoch, ended = workspace.engine.pulse(slot)
             if not epoch:
                 self._since.pop(id(slot), None)
                 continue
-            running = True
             since = self._since.setdefault(id(slot), now)
             if ended:
                 self._since[id(slot)] = now
             elif now - since > self.timeout_s and stuck is None:
                 stuck = self._timeout(slot, epoch, now - since)
-        return (workspace.board.mismatch(workspace.calls) if running else None) or stuck
+        # Calls that do not fit together can be over before anybody looks, with wrong results.
+        return workspace.board.mismatch(workspace.calls) or stuck
 
     def _timeout(self, slot: Slot, epoch: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
@@ -86,7 +85,7 @@ class Watchdog:
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace
-        workspace.error = error
+        workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if self.on_timeout == "abort":
             print("ficco: ending this process (on_timeout='abort')", file=sys.stderr, flush=True)

@@ -58,6 +58,15 @@ class Workspace:
         if mismatch := self.board.mismatch(self.calls):
             raise mismatch
 
+    def fail(self, error: BaseException) -> None:
+        """Remember why the group can no longer be used: its words do not say who is where."""
+        if not isinstance(error, FiccoError):
+            error = FiccoError(
+                f"a call of this group was broken off by {type(error).__name__}: {error}. Its "
+                "ranks are no longer in step: destroy the group and make a new one"
+            )
+        self.error = self.error or error
+
     def raise_error(self) -> None:
         """Raise what made the group unusable, if anything did."""
         if self.closed:

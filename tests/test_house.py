@@ -28,9 +28,9 @@ PURE = (
 LAYERS = (
     *PURE,
     # Above this line devices, process groups and clocks begin.
-    ("options",),
     ("hip_kernels",),
     ("dma",),
+    ("options",),
     ("board",),
     ("watchdog",),
     ("workspace",),

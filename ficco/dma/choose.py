@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+#: The engines there are.
+ENGINES = ("cpu", "cuda", "hip")
+
+
 def engine_name(device: torch.device, wanted: str | None = None) -> str:
     """The engine for a device and this build of PyTorch, or the one that was asked for.
 

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
-from ficco.errors import FiccoError
 from ficco.heuristics import decide
 from ficco.options import Options, current
 from ficco.plan import Plan
-from ficco.problem import ITEMSIZE, Problem, digest
+from ficco.problem import ITEMSIZE, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan
 from ficco.workspace import Workspace, workspace_of
@@ -63,10 +62,14 @@ def gather_call(
 ) -> Result:
     """Run an operator that gathers A by rows and multiplies it with a local B."""
     workspace, bound, a = _bound(operator, a, b, group, schedule, rows, return_gathered)
-    slot = workspace.slot(bound.plan, bound.single)
-    program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
-    call = _operands(bound.plan, a, b)
-    _execute(workspace, program, call)
+    try:
+        slot = workspace.slot(bound.plan, bound.single)
+        program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
+        call = _operands(bound.plan, a, b)
+        _execute(workspace, program, call)
+    except BaseException as error:
+        workspace.fail(error)
+        raise
     return call.out, call.gathered if return_gathered else None
 
 
@@ -80,11 +83,15 @@ def gather_trace(
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
     """Run one call that notes when its steps ran."""
     workspace, bound, a = _bound(operator, a, b, group, schedule, rows, False)
-    slot = workspace.slot(bound.plan, bound.single)
-    program = compile(bound.plan, workspace.engine, slot, bound.source, trace=True)
-    call = _operands(bound.plan, a, b)
-    _execute(workspace, program, call)
-    spans = workspace.engine.spans(program, call)
+    try:
+        slot = workspace.slot(bound.plan, bound.single)
+        program = compile(bound.plan, workspace.engine, slot, bound.source, trace=True)
+        call = _operands(bound.plan, a, b)
+        _execute(workspace, program, call)
+        spans = workspace.engine.spans(program, call)
+    except BaseException as error:
+        workspace.fail(error)
+        raise
     if slot is not None:
         del slot.programs[slot.epoch]
     program.clear()
@@ -101,10 +108,6 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
         torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
     try:
         engine.execute(program, call)
-    except FiccoError as error:
-        # The words of this group no longer say who is where.
-        workspace.error = error
-        raise
     finally:
         if grad:
             torch._C._set_grad_enabled(True)
@@ -163,7 +166,11 @@ def _bound(
     if bound is not None:
         workspace.board.post(number, bound.digest)
         if not bound.programs:  # its slot is gone: growing again must begin in agreement
-            workspace.board.agree(number, options.timeout_s, operator, bound.plan.schedule)
+            try:
+                workspace.board.agree(number, options.timeout_s, operator, bound.plan.schedule)
+            except BaseException as error:
+                workspace.fail(error)
+                raise
         return workspace, bound, a
     try:
         problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
@@ -176,13 +183,13 @@ def _bound(
         workspace.board.post(number, workspace.board.describe(text, same_as="refused"))
         raise
     text = _text(made, options, source if chosen.pull else None)
-    bound = Bound(made, digest(text), single, source if made.publish is False else None)
-    workspace.board.describe(text)
-    workspace.board.post(number, bound.digest)
+    digest = workspace.board.describe(text)
+    bound = Bound(made, digest, single, None if made.publish else source)
+    workspace.board.post(number, digest)
     try:
         workspace.board.agree(number, options.timeout_s, operator, made.schedule)
-    except FiccoError as error:
-        workspace.error = error
+    except BaseException as error:
+        workspace.fail(error)
         raise
     workspace.programs[key] = bound
     return workspace, bound, a

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from ficco.plan.model import Region
 from ficco.problem import Problem
 from ficco.schedules.space import Schedule
 
@@ -140,6 +141,20 @@ class Arrivals:
                 ]
             self._units[peer] = found
         return self._units[peer]
+
+    def rows(self, unit: Unit) -> tuple[int, int]:
+        """Rows of the gathered A that a unit holds."""
+        first = self.problem.offsets[unit.peer]
+        if self.schedule.dims == 2:
+            return first, first + self.problem.rows[unit.peer]
+        return first + unit.start, first + unit.stop
+
+    def in_shard(self, buffer: str, unit: Unit) -> Region:
+        """Where a unit lies in its shard, or in the published copy of that."""
+        if self.schedule.dims == 2:
+            rows = self.problem.rows[unit.peer]
+            return Region(buffer, unit.peer, 0, rows, unit.start, unit.stop)
+        return Region(buffer, unit.peer, unit.start, unit.stop, 0, self.problem.k)
 
     @cached_property
     def by_group(self) -> list[list[Unit]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.arrivals import Arrivals, Unit
@@ -33,15 +33,9 @@ def plans(problem: Problem, schedule: Schedule, staging_bytes: int | None = None
     """The Plans of all ranks."""
     if schedule.mover == "collective":
         return [plan(problem, schedule, rank) for rank in range(problem.world)]
-    # Millions of tuples and no cycle: the collector would walk them again and again.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with paused():
         world = _World(problem, schedule, staging_bytes)
         return [_Gather(world, rank).build() for rank in range(problem.world)]
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
@@ -58,11 +52,12 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
 
 
 class _Staging:
-    """Where the pieces of one receiver land in its staging buffer.
+    """Where the units of one receiver lie when it multiplies them.
 
-    Every row of the gathered A has its place, less the rank's own shard where that is multiplied
-    on its own. As a ring, group g lies in stage g modulo the number of stages, its pieces side by
-    side.
+    Those of its peers land in staging, and its own are brought there where they share a step with
+    theirs. Every row of the gathered A has its place there, less the rank's own shard where that
+    is multiplied on its own. As a ring, group g lies in stage g modulo the number of stages, its
+    units side by side.
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
@@ -74,7 +69,7 @@ class _Staging:
         self.rows = problem.m - self.own_rows_absent if problem.m > own else 0
         self.cols = problem.k
         self.stages = 0
-        self._offsets: dict[Unit, int] = {}
+        self._row: dict[Unit, int] = {}  # within its stage
         self._groups: list[int] = []  # those that take turns on the ring
         self._turn: dict[int, int] = {}
         self._regions: dict[int, list[Region]] = {}
@@ -83,16 +78,15 @@ class _Staging:
         """Lay the pieces of each group side by side; :meth:`set_stages` says for how many."""
         self.rows = self.cols = 0  # of one stage
         for group, units in enumerate(self.arrivals.by_group):
-            if all(unit.peer == self.arrivals.rank for unit in units):
-                continue
-            self._turn[group] = len(self._groups)
-            self._groups.append(group)
+            landing = [unit for unit in units if self._lands(unit)]
+            if landing:
+                self._turn[group] = len(self._groups)
+                self._groups.append(group)
             row = 0
-            for unit in units:
-                if unit.peer != self.arrivals.rank or not self.own_rows_absent:
-                    self._offsets[unit] = row
-                    row += self._unit_rows(unit)
-                    self.cols = max(self.cols, unit.stop - unit.start)
+            for unit in landing:
+                self._row[unit] = row
+                row += self._unit_rows(unit)
+                self.cols = max(self.cols, unit.stop - unit.start)
             self.rows = max(self.rows, row)
         if not self.by_columns:
             self.cols = self.arrivals.problem.k
@@ -111,27 +105,36 @@ class _Staging:
         turn = self._turn.get(group, len(self._groups)) + self.stages
         return self._groups[turn] if self.stages and turn < len(self._groups) else None
 
+    def _lands(self, unit: Unit) -> bool:
+        rank = self.arrivals.rank
+        return unit.peer != rank or any(u.peer != rank for u in self.arrivals.by_group[unit.group])
+
     def _unit_rows(self, unit: Unit) -> int:
         return self.arrivals.problem.rows[unit.peer] if self.by_columns else unit.stop - unit.start
 
     def regions(self, peer: int) -> list[Region]:
-        """Where all units of a peer land, in order of arrival."""
+        """Where the units of a peer lie, in order of arrival."""
         if peer not in self._regions:
-            self._regions[peer] = list(map(self.region, self.arrivals.units(peer)))
+            self._regions[peer] = list(self._place(peer))
         return self._regions[peer]
 
-    def region(self, unit: Unit) -> Region:
+    def _place(self, peer: int) -> Iterator[Region]:
         problem, rank = self.arrivals.problem, self.arrivals.rank
-        if self.stages:
-            row = self._turn[unit.group] % self.stages * self._stage_rows + self._offsets[unit]
-            col = 0
-        else:
-            row = problem.offsets[unit.peer]
-            row -= self.own_rows_absent if unit.peer > rank else 0
-            row += 0 if self.by_columns else unit.start
-            col = unit.start if self.by_columns else 0
-        cols = unit.stop - unit.start if self.by_columns else problem.k
-        return Region("staging", rank, row, row + self._unit_rows(unit), col, col + cols)
+        first = problem.offsets[peer] - (self.own_rows_absent if peer > rank else 0)
+        rows, cols = problem.rows[peer], problem.k
+        for unit in self.arrivals.units(peer):
+            row, col = first, 0
+            if self.by_columns:
+                col, cols = unit.start, unit.stop - unit.start
+            else:
+                row, rows = first + unit.start, unit.stop - unit.start
+            if peer == rank and not self._lands(unit):
+                yield self.arrivals.in_shard("a", unit)
+                continue
+            if self.stages:
+                row = self._turn[unit.group] % self.stages * self._stage_rows + self._row[unit]
+                col = 0
+            yield Region("staging", rank, row, row + rows, col, col + cols)
 
 
 class _World:
@@ -149,7 +152,7 @@ class _World:
             self._make_rings(cap)
         #: One row pitch on all ranks, so that a sender need not ask for the receiver's.
         self.pitch = max(staging.cols for staging in self.landing)
-        self._ready: dict[tuple[int, int], list[Signal]] = {}
+        self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
 
     def _make_rings(self, cap: int) -> None:
         for staging in self.landing:
@@ -163,13 +166,6 @@ class _World:
             )
         for staging in self.landing:
             staging.set_stages(cap // max(staging.rows * pitch * self.problem.itemsize, 1))
-
-    def rows(self, unit: Unit) -> tuple[int, int]:
-        """Rows of the gathered A that a unit holds."""
-        base = self.problem.offsets[unit.peer]
-        if self.schedule.dims == 2:
-            return base, base + self.problem.rows[unit.peer]
-        return base + unit.start, base + unit.stop
 
     def room(self, publish: bool) -> tuple[int, int]:
         """Bytes of staging and of published shards on the rank that needs most."""
@@ -194,17 +190,17 @@ class _World:
         word = world + block + poster * self.slots + slot
         return Signal(kind, poster, waiter, slot, word, *rows)
 
-    def room_for(self, unit: Unit, poster: int, waiter: int) -> Signal:
-        return self.word("room", poster, waiter, unit.ordinal, self.rows(unit))
-
-    def ready(self, poster: int, waiter: int) -> list[Signal]:
-        """Signals of the units that one rank pushes to another."""
-        if (poster, waiter) not in self._ready:
-            self._ready[poster, waiter] = [
-                self.word("ready", poster, waiter, unit.ordinal, self.rows(unit))
-                for unit in self.arrivals[waiter].units(poster)
+    def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
+        """Signals of a kind, one for each unit between two ranks, in order of arrival."""
+        if (kind, poster, waiter) not in self._of_units:
+            sender, receiver = (waiter, poster) if kind == "room" else (poster, waiter)
+            first = self.word(kind, poster, waiter).word
+            arrivals = self.arrivals[receiver]
+            self._of_units[kind, poster, waiter] = [
+                Signal(kind, poster, waiter, slot, first + slot, *arrivals.rows(unit))
+                for slot, unit in enumerate(arrivals.units(sender))
             ]
-        return self._ready[poster, waiter]
+        return self._of_units[kind, poster, waiter]
 
 
 class _Gather:
@@ -220,9 +216,12 @@ class _Gather:
         self.sum = "sum" if world.partial and self.problem.rounds else "out"
         self.started: set[int] = set()  # shards whose partial sums have a first term
         self.steps: list[Step] = []
-        self.product_of: dict[int, int] = {}  # group -> index of the step that consumed it
+        self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
+        self.source = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
+        self.sources: dict[tuple[int, int, int], Region] = {}
         self.acquired: dict[str, int] = {}  # copy lane -> the step that takes over its peers' slots
+        self.compute_lanes = [f"compute{i}" for i in range(self.schedule.compute)]
         in_turn = sorted(self.peers, key=self._turn)
         self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
 
@@ -276,21 +275,18 @@ class _Gather:
     # Copies: both directions give the copies of each group.
 
     def _pushes(self) -> list[list[Step]]:
-        me, mover = self.me, self.schedule.mover
+        me, mover, world = self.me, self.schedule.mover, self.world
         found: list[list[Step]] = []
         for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
-            lane = self.lane_of[target]
-            units = self.world.arrivals[target].units(me)
-            landing = self.world.landing[target]
-            for unit, region, ready in zip(
-                units, landing.regions(me), self.world.ready(me, target), strict=True
-            ):
+            lane, landing = self.lane_of[target], world.landing[target]
+            ready = world.of_units("ready", me, target)
+            for unit, region in zip(landing.arrivals.units(me), landing.regions(me), strict=True):
                 step = Step(
                     "copy",
                     lane,
                     f"{me}.{unit.ordinal}>{target}",
                     waits=self._room(target, unit) if landing.stages else (),
-                    posts=(ready,),
+                    posts=(ready[unit.ordinal],),
                     transfer=Transfer(self._source(unit), region),
                     mover=mover,
                 )
@@ -324,25 +320,21 @@ class _Gather:
             return
         # A pull into a ring also waits until this rank has used up what lay there.
         before = self.staging.ahead_of(group)
-        after = () if before is None else (self.product_of[before],)
+        after = () if before is None else (self.last_use[before],)
         self.pulled[group] = {step.lane: self._add(step._replace(after=after)) for step in steps}
 
     def _source(self, unit: Unit) -> Region:
-        buffer = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
-        return self._shard(buffer, unit)
-
-    def _shard(self, buffer: str, unit: Unit) -> Region:
-        """Where a unit lies in its shard."""
-        if self.schedule.dims == 2:
-            rows = self.problem.rows[unit.peer]
-            return Region(buffer, unit.peer, 0, rows, unit.start, unit.stop)
-        return Region(buffer, unit.peer, unit.start, unit.stop, 0, self.problem.k)
+        """Where a unit is copied from; several peers may get the same."""
+        key = unit.peer, unit.start, unit.stop
+        if key not in self.sources:
+            self.sources[key] = self.mine.in_shard(self.source, unit)
+        return self.sources[key]
 
     def _room(self, target: int, unit: Unit) -> tuple[Signal, ...]:
         """What a push into a ring waits for: the target has used up what lay there."""
         if self.world.landing[target].ahead_of(unit.group) is None:
             return ()
-        return (self.world.room_for(unit, target, self.me),)
+        return (self.world.of_units("room", target, self.me)[unit.ordinal],)
 
     def _valid(self, poster: int, waiter: int) -> Signal:
         return self.world.word("valid", poster, waiter, 0, self._shard_rows(poster))
@@ -436,10 +428,8 @@ class _Gather:
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         """Groups take turns; those that add to the same sums stay on one lane."""
-        turn = group
-        if self.schedule.dims == 2:
-            turn = self.mine.set_of[units[0].peer]
-        return f"compute{turn % self.schedule.compute}"
+        turn = self.mine.set_of[units[0].peer] if self.schedule.dims == 2 else group
+        return self.compute_lanes[turn % self.schedule.compute]
 
     def _consume(self, group: int) -> None:
         """Multiply what has arrived of one group, and give its room back."""
@@ -447,66 +437,62 @@ class _Gather:
         if not units:
             return
         lane = self._compute_lane(group, units)
-        waits: tuple[Signal, ...] = ()
-        if all(unit.peer == self.me for unit in units):
-            sources = [self._shard("a", unit) for unit in units]
-        else:
-            sources = [self._landed(unit) for unit in units]
+        remote = [unit for unit in units if unit.peer != self.me]
+        if remote and len(remote) < len(units):
             self._place_own(group, lane, units)
-            if not self.schedule.pull:
-                ready = self.world.ready
-                waits = tuple(
-                    ready(peer, self.me)[ordinal] for peer, ordinal, *_ in units if peer != self.me
-                )
+        sources = [self.staging.regions(unit.peer)[unit.ordinal] for unit in units]
+        ready = [] if self.schedule.pull else [self._ready(unit) for unit in remote]
         multiply = Step(
             "matmul",
             lane,
             " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
-            waits=waits,
-            after=tuple(self.pulled.get(group, {}).values()),
+            waits=tuple(ready),
+            after=tuple(self.pulled.pop(group).values()) if self.schedule.pull else (),
             products=self._products(units, sources),
         )
-        self.product_of[group] = self._add(multiply)
+        last_use = self._add(multiply)
         if self.problem.return_gathered:
             for unit, region in zip(units, sources, strict=True):
-                first, last = self.world.rows(unit)
+                first, last = self.mine.rows(unit)
                 col = unit.start if self.schedule.dims == 2 else 0
                 dst = Region("gathered", self.me, first, last, col, col + region.cols)
-                self.product_of[group] = self._place(lane, region, dst)
+                last_use = self._place(lane, region, dst)
         if self.sum == "sum":
             self._round(lane, units)
-        self._give_room(group)
+        if self.staging.stages:
+            self.last_use[group] = last_use
+            self._give_room(group)
 
-    def _landed(self, unit: Unit) -> Region:
-        if unit.peer == self.me:
-            return self.staging.region(unit)
-        return self.staging.regions(unit.peer)[unit.ordinal]
+    def _ready(self, unit: Unit) -> Signal:
+        return self.world.of_units("ready", unit.peer, self.me)[unit.ordinal]
 
     def _place_own(self, group: int, lane: str, units: list[Unit]) -> None:
-        """Bring the rank's own piece beside those of its peers."""
+        """Bring the rank's own units beside those of its peers."""
         before = self.staging.ahead_of(group)
-        used = () if before is None else (self.product_of[before],)
+        used = () if before is None else (self.last_use[before],)
         after = tuple(i for i in used if self.steps[i].lane != lane)
         for unit in units:
             if unit.peer == self.me:
-                self._place(lane, self._shard("a", unit), self.staging.region(unit), after)
+                there = self.staging.regions(self.me)[unit.ordinal]
+                self._place(lane, self.mine.in_shard("a", unit), there, after)
 
     def _products(self, units: list[Unit], sources: list[Region]) -> tuple[Product, ...]:
         """As few products as there can be: contiguous rows merge, equal distances form a batch."""
         runs: list[_Run] = []
         by_columns, k = self.schedule.dims == 2, self.problem.k
         for unit, a in sorted(zip(units, sources, strict=True)):
-            first, last = self.world.rows(unit)
+            first, last = self.mine.rows(unit)
             terms = (unit.start, unit.stop) if by_columns else (0, k)
             kind = a.col, *terms, self.world.partial and unit.peer in self.started
             if not (runs and runs[-1].goes_on(kind, a.row, first, last - first)):
-                runs.append(_Run(kind, a.row, first, last - first))
-        self.started.update(unit.peer for unit in units)
+                runs.append(_Run(kind, a, first, last - first))
+        if self.world.partial:
+            self.started.update(unit.peer for unit in units)
         batches: list[_Run] = []
         for run in runs:
             if not (batches and batches[-1].repeats(run)):
                 batches.append(run)
-        return tuple([run.product(sources[0], self.sum, self.problem.n) for run in batches])
+        return tuple([run.product(self.sum, self.me, self.problem.n) for run in batches])
 
     def _round(self, lane: str, units: list[Unit]) -> None:
         """Round the sums whose last term has been added."""
@@ -514,7 +500,7 @@ class _Gather:
         for unit in sorted(units):
             if unit.stop < self.problem.k:
                 continue
-            first, last = self.world.rows(unit)
+            first, last = self.mine.rows(unit)
             if spans and spans[-1][1] == first:
                 spans[-1] = (spans[-1][0], last)
             else:
@@ -526,15 +512,15 @@ class _Gather:
     def _give_room(self, group: int) -> None:
         """Tell the peers that write to the same stage next that it is free."""
         heir = self.staging.heir_of(group)
-        if self.schedule.pull or heir is None:
+        if heir is None or self.schedule.pull:
             return
         posts = tuple(
-            self.world.room_for(unit, self.me, unit.peer)
+            self.world.of_units("room", self.me, unit.peer)[unit.ordinal]
             for unit in self.groups[heir]
             if unit.peer != self.me
         )
         acquired = {self.acquired[self.lane_of[signal.waiter]] for signal in posts}
-        index = self.product_of[group]
+        index = self.last_use[group]
         step = self.steps[index]
         self.steps[index] = step._replace(posts=posts, after=(*step.after, *sorted(acquired)))
 
@@ -544,7 +530,7 @@ class _Run:
     """Rows that lie together in A and in the product, once or again and again."""
 
     kind: tuple[int, int, int, bool]  # first column in the buffer, rows of b, accumulate
-    a: int
+    a: Region  # of the first unit
     out: int
     rows: int
     batch: int = 1
@@ -553,7 +539,7 @@ class _Run:
 
     def goes_on(self, kind: tuple[int, int, int, bool], a: int, out: int, rows: int) -> bool:
         """Take in rows that lie directly behind these."""
-        if kind != self.kind or (a - self.a, out - self.out) != (self.rows, self.rows):
+        if kind != self.kind or (a - self.a.row, out - self.out) != (self.rows, self.rows):
             return False
         self.rows += rows
         return True
@@ -562,7 +548,7 @@ class _Run:
         """Take in a run of the same size at the same distance as those before."""
         if (other.kind, other.rows) != (self.kind, self.rows):
             return False
-        a_stride = other.a - self.a - (self.batch - 1) * self.a_stride
+        a_stride = other.a.row - self.a.row - (self.batch - 1) * self.a_stride
         out_stride = other.out - self.out - (self.batch - 1) * self.out_stride
         strides = a_stride, out_stride
         if self.batch > 1 and strides != (self.a_stride, self.out_stride):
@@ -573,10 +559,11 @@ class _Run:
         self.a_stride, self.out_stride = strides
         return True
 
-    def product(self, source: Region, target: str, n: int) -> Product:
-        col, k_first, k_last, accumulate = self.kind
-        col_stop = col + k_last - k_first
-        a = Region(source.buffer, source.rank, self.a, self.a + self.rows, col, col_stop)
-        out = Region(target, source.rank, self.out, self.out + self.rows, 0, n)
+    def product(self, buffer: str, rank: int, n: int) -> Product:
+        _, k_first, k_last, accumulate = self.kind
+        a = self.a
+        if a.rows < self.rows:
+            a = a._replace(row_stop=a.row + self.rows)
+        out = Region(buffer, rank, self.out, self.out + self.rows, 0, n)
         strides = self.a_stride, self.out_stride
         return Product(a, k_first, k_last, out, accumulate, self.batch, *strides)
