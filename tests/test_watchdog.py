@@ -1,0 +1,145 @@
+"""The watchdog, on a stand-in for a GPU: when it speaks up, what it says and what it does then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ficco.dma.engine import Program, Slot
+from ficco.errors import FiccoError, RankMismatch, SignalTimeout
+from ficco.problem import Problem
+from ficco.schedules import NAMED, plan
+from ficco.watchdog import PERIOD_S, Watchdog
+
+TIMEOUT_S = 0.4
+
+
+class Engine:
+    """A GPU on which call ``running`` never ends, or on which calls end all the time."""
+
+    rank = 0
+
+    def __init__(self, program: Program, running: int, ending: bool) -> None:
+        self.program, self.running, self.ending = program, running, ending
+        self.released: list[Slot] = []
+
+    def pulse(self, slot: Slot) -> tuple[int, bool]:
+        return self.running, self.ending
+
+    def missing(self, slot: Slot, program: Program, epoch: int) -> Any:
+        assert program is self.program
+        for index, step in enumerate(program.plan.steps):
+            for signal in step.waits:
+                if signal.kind == "ready":
+                    return index, signal, epoch - 1
+        raise AssertionError("the plan waits for nobody")
+
+    def release(self, slots: list[Slot], seconds: float) -> bool:
+        self.released = list(slots)
+        return True
+
+
+class Board:
+    def __init__(self, error: RankMismatch | None) -> None:
+        self.error = error
+
+    def mismatch(self, latest: int) -> RankMismatch | None:
+        return self.error
+
+
+class Workspace:
+    calls = 7
+
+    def __init__(self, running: int, ending: bool, error: RankMismatch | None) -> None:
+        problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
+        program = Program(plan(problem, NAMED["growing"], 0), None, [])
+        slot = Slot(None, 0, (0, 0), (0, 0), epoch=7, programs={7: program})  # type: ignore
+        self.slots = [slot]
+        self.engine = Engine(program, running, ending)
+        self.board = Board(error)
+        self.error: BaseException | None = None
+
+    def fail(self, error: FiccoError) -> None:
+        self.error = error
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[..., Workspace]]:
+    dogs: list[Watchdog] = []
+
+    def start(running: int, ending: bool = False, error: RankMismatch | None = None) -> Workspace:
+        workspace = Workspace(running, ending, error)
+        dog = Watchdog(workspace)  # type: ignore[arg-type]
+        dog.timeout_s, dog.on_timeout = TIMEOUT_S, "raise"
+        dogs.append(dog)
+        return workspace
+
+    yield start
+    for dog in dogs:
+        dog.stop()
+
+
+def until(workspace: Workspace, seconds: float) -> float:
+    """Seconds until the workspace fails, or all of them."""
+    begin = time.monotonic()
+    while workspace.error is None and time.monotonic() - begin < seconds:
+        time.sleep(0.005)
+    return time.monotonic() - begin
+
+
+def test_a_stuck_call_is_named_and_released(
+    watch: Callable[..., Workspace], capfd: pytest.CaptureFixture[str]
+) -> None:
+    workspace = watch(running=7)
+    waited = until(workspace, 10 * TIMEOUT_S)
+    error = workspace.error
+    assert isinstance(error, SignalTimeout)
+    assert TIMEOUT_S <= waited < 5 * TIMEOUT_S
+    assert (error.operator, error.rank, error.peer) == ("all_gather_matmul", 0, 1)
+    assert (error.schedule, error.wanted, error.found) == ("growing", 7, 6)
+    assert error.step == "1.0 (matmul on compute0)" and error.seconds >= TIMEOUT_S
+    time.sleep(2 * PERIOD_S)
+    assert workspace.engine.released == workspace.slots
+    assert str(error) in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("running", "ending"), [(0, False), (7, True)])
+def test_idle_slots_and_calls_that_end_are_left_alone(
+    watch: Callable[..., Workspace], running: int, ending: bool
+) -> None:
+    workspace = watch(running, ending)
+    assert until(workspace, 3 * TIMEOUT_S) >= 3 * TIMEOUT_S
+
+
+def test_disagreement_is_found_although_nothing_runs(watch: Callable[..., Workspace]) -> None:
+    error = RankMismatch({0: "this", 1: "that"})
+    workspace = watch(running=0, error=error)
+    assert until(workspace, TIMEOUT_S) < TIMEOUT_S
+    assert workspace.error is error
+
+
+def test_abort_ends_the_process_with_the_whole_text() -> None:
+    script = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from test_watchdog import Watchdog, Workspace
+dog = Watchdog(Workspace(7, False, None))
+dog.timeout_s = 0.2
+time.sleep(20)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "SignalTimeout: all_gather_matmul: rank 0 waited" in done.stderr
+    assert "on_timeout='abort'" in done.stderr
