@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ficco.plan import Plan, PlanError, Signal, Step, check
+from ficco.plan import Plan, PlanError, Signal, Step, Transfer, check
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, plans
 
@@ -128,6 +128,80 @@ def outside(step: Step) -> Any:
     return step.transfer._replace(dst=dst._replace(row=dst.row + 999, row_stop=dst.row_stop + 999))
 
 
+def moved(end: str, **fields: Any) -> Callable[[Step], Any]:
+    """The step's transfer with other fields in the region at one end."""
+
+    def transfer(step: Step) -> Any:
+        assert step.transfer is not None
+        return step.transfer._replace(**{end: getattr(step.transfer, end)._replace(**fields)})
+
+    return transfer
+
+
+def multiplied(**fields: Any) -> Callable[[Step], Any]:
+    """The step's products, the first with other fields; a dict holds fields of a region."""
+
+    def products(step: Step) -> Any:
+        first = step.products[0]
+        values = {
+            name: getattr(first, name)._replace(**value) if isinstance(value, dict) else value
+            for name, value in fields.items()
+        }
+        return (first._replace(**values), *step.products[1:])
+
+    return products
+
+
+def multiplies(step: Step) -> bool:
+    return step.op == "matmul"
+
+
+def adds(step: Step) -> bool:
+    return any(product.accumulate for product in step.products)
+
+
+def swap_sums(steps: list[Step]) -> None:
+    """Round the sums of each of two shards into the rows of the other."""
+    i, j, *_ = (i for i, step in enumerate(steps) if step.label == "sum>out")
+    one, two = steps[i].transfer, steps[j].transfer
+    assert one and two
+    steps[i] = steps[i]._replace(transfer=one._replace(dst=two.dst))
+    steps[j] = steps[j]._replace(transfer=two._replace(dst=one.dst))
+
+
+def clear_first(steps: list[Step]) -> None:
+    """Clear a word of data where the call begins."""
+    i, j = index(steps, lambda step: step.label == "acquire"), index(steps, retires)
+    early, *rest = steps[j].clears
+    steps[i] = steps[i]._replace(clears=(*steps[i].clears, early))
+    steps[j] = steps[j]._replace(clears=tuple(rest))
+
+
+def release_later(steps: list[Step]) -> None:
+    """Hand the slot to one peer in a step of its own."""
+    *rest, last = steps[-1].posts
+    steps[-1] = steps[-1]._replace(posts=tuple(rest))
+    steps.append(Step("sync", "sync", "late", posts=(last,)))
+
+
+def acquire_late(steps: list[Step]) -> None:
+    """Take over the slots of the peers where the call ends."""
+    i = index(steps, lambda step: step.label == "acquire")
+    late = steps[i]
+    steps[i] = late._replace(waits=(), clears=())
+    steps[-1] = steps[-1]._replace(
+        waits=(*late.waits, *steps[-1].waits), clears=(*late.clears, *steps[-1].clears)
+    )
+
+
+def product_of_inputs(steps: list[Step]) -> None:
+    """Rows of A where the product should be."""
+    i = index(steps, lambda step: step.label == "own")
+    a, out = steps[i].products[0].a, steps[i].products[0].out
+    transfer = Transfer(a._replace(col_stop=out.col_stop), out)
+    steps[i] = Step("place", "compute0", "a>out", transfer=transfer)
+
+
 def without_room(step: Step) -> tuple[Signal, ...]:
     return tuple(signal for signal in step.waits if signal.kind != "room")
 
@@ -146,7 +220,7 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
         change(retires, posts=lambda step: step.posts[1:]),
         "never posted",
     ),
-    "early release": ("growing", change(retires, after=()), "may be cleared before"),
+    "early release": ("growing", change(retires, after=()), "may still use a slot"),
     "no acquire": (
         "growing",
         change(
@@ -181,6 +255,83 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
         "uniform-fused-2d",
         change(lambda step: awaits_data(step) and "1.2" in step.label, op="sync", products=()),
         "leaves out part of k|rounds before",
+    ),
+    "sums of other rows": ("uniform-unfused-2d", swap_sums, "reads another piece"),
+    "a term that replaces the sum": (
+        "uniform-fused-2d",
+        change(adds, products=multiplied(accumulate=False)),
+        "is written twice",
+    ),
+    "a term that comes twice": (
+        "uniform-fused-2d",
+        change(adds, products=multiplied(k_first=0, k_last=8, a={"col": 0, "col_stop": 8})),
+        "adds the same part of k twice|reads another piece",
+    ),
+    "a sum without a first term": (
+        "uniform-fused-2d",
+        change(multiplies, products=multiplied(accumulate=True)),
+        "adds to what nobody has written",
+    ),
+    "a sum without a last term": (
+        "hetero-fused-1d",
+        change(awaits_data, products=multiplied(k_last=31, a={"col_stop": 31})),
+        "does not cover all of k",
+    ),
+    "sums in a dtype that rounds": (
+        "uniform-fused-2d",
+        change(adds, products=multiplied(out={"buffer": "out"})),
+        "adds to what has been rounded",
+    ),
+    "a word cleared too early": ("growing", clear_first, "may be cleared before"),
+    "two releases": ("growing", release_later, "every peer in one step"),
+    "no wait for the slots": ("growing", acquire_late, "has not handed it over"),
+    "a release before reads are over": (
+        "growing:pull",
+        change(retires, after=lambda step: step.after[1:]),
+        "may still use a slot",
+    ),
+    "memory out of reach": (
+        "growing:pull",
+        change(is_copy, transfer=moved("src", buffer="a")),
+        "not symmetric",
+    ),
+    "a copy for others": (
+        "growing",
+        change(is_copy, transfer=moved("src", rank=1)),
+        "between the wrong ranks",
+    ),
+    "a copy that shrinks": (
+        "growing",
+        change(is_copy, transfer=moved("dst", row_stop=17)),
+        "different sizes|leaves the buffer",
+    ),
+    "inputs as product": ("growing", product_of_inputs, "between the wrong buffers"),
+    "products of products": (
+        "growing",
+        change(awaits_data, products=multiplied(a={"buffer": "out"})),
+        "in the wrong buffers",
+    ),
+    "own rows elsewhere": (
+        "growing",
+        change(multiplies, products=multiplied(out={"row": 7, "row_stop": 23})),
+        "into a peer's",
+    ),
+    "an empty batch": ("growing", change(multiplies, products=multiplied(batch=0)), "do not fit"),
+    "part of the columns": (
+        "growing",
+        change(multiplies, products=multiplied(out={"col_stop": 23})),
+        "part of the columns",
+    ),
+    "no such buffer": ("growing", change(is_copy, transfer=moved("src", buffer="b")), "no buffer"),
+    "no such rank": ("growing", change(is_copy, transfer=moved("dst", rank=9)), "no rank"),
+    "no such lane": ("growing", change(is_copy, lane="copy"), "there is no lane"),
+    "no such operation": ("growing", change(is_copy, op="move"), "does not hold"),
+    "no such mover": ("growing", change(is_copy, mover="hand"), "does not hold"),
+    "no such step": ("growing", change(retires, after=(99,)), "not there"),
+    "product not made": (
+        "growing",
+        change(awaits_data, op="sync", products=()),
+        "elements of out are written",
     ),
     "rounded too early": (
         "uniform-fused-2d",
@@ -258,6 +409,118 @@ def test_circles_and_shared_queues_are_told_apart() -> None:
 
     with pytest.raises(PlanError, match="circle"):
         check(edited(edited(found, 0, one_lane), 1, one_lane))
+
+
+@pytest.mark.parametrize("kind", ["valid", "ready"])
+def test_signals_that_go_missing_altogether_are_caught(kind: str) -> None:
+    """Neither posted, waited for nor cleared: the words are right, the order is lost."""
+    problem = replace(PROBLEM, symmetric=True)
+    found = made("hetero-fused-1d" + (":pull" if kind == "valid" else ""), problem)
+
+    def without(step: Step) -> Step:
+        rest = {
+            role: tuple(s for s in getattr(step, role) if (s.kind, s.poster) != (kind, 1))
+            for role in ("waits", "posts", "clears")
+        }
+        return step._replace(**rest)
+
+    found = [replace(plan, steps=tuple(map(without, plan.steps))) for plan in found]
+    with pytest.raises(PlanError, match="may not have begun|before it is written|nobody has"):
+        check(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"last": 17}, "gates other rows"),
+        ({"word": 9999}, "outside the pads"),
+        ({"word": 1}, "rests at another value|used twice"),
+        ({"poster": 2}, "another rank than it says"),
+    ],
+)
+def test_signals_that_are_wrong_on_both_sides_are_caught(
+    fields: dict[str, Any], words: str
+) -> None:
+    found = made("growing")
+    wrong = next(step for step in found[1].steps if is_copy(step)).posts[0]
+
+    def renamed(signals: tuple[Signal, ...]) -> tuple[Signal, ...]:
+        return tuple(s._replace(**fields) if s == wrong else s for s in signals)
+
+    def edit(step: Step) -> Step:
+        return step._replace(
+            waits=renamed(step.waits), posts=renamed(step.posts), clears=renamed(step.clears)
+        )
+
+    found = [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in found]
+    with pytest.raises(PlanError, match=words):
+        check(found)
+
+
+def test_two_signals_do_not_share_a_word() -> None:
+    def edit(steps: list[Step]) -> None:
+        i = index(steps, is_copy)
+        steps[i] = steps[i]._replace(posts=tuple(s._replace(slot=1) for s in steps[i].posts))
+
+    with pytest.raises(PlanError, match="shares its word"):
+        check(edited(made("growing"), 2, edit))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("growing", {"staging": (47, 32)}, "leaves the buffer"),
+        ("growing", {"staging": (48, 33)}, "another row pitch"),
+        ("growing", {"room": (0, 0)}, "something else"),
+        ("growing:pull", {"publish": False}, "leaves the buffer"),
+        ("uniform-fused-2d", {"sums": False}, "leaves the buffer"),
+        ("growing", {"rank": 0}, "something else"),
+    ],
+)
+def test_plans_that_need_more_than_they_say_are_caught(
+    name: str, fields: dict[str, Any], words: str
+) -> None:
+    found = made(name)
+    found[1] = replace(found[1], **fields)
+    with pytest.raises(PlanError, match=words):
+        check(found)
+
+
+def test_staging_fits_into_its_room() -> None:
+    found = [replace(plan, room=(100, 0)) for plan in made("growing")]
+    with pytest.raises(PlanError, match="larger than its room"):
+        check(found)
+
+
+def test_rows_written_twice_do_not_make_up_for_rows_left_out() -> None:
+    problem = Problem("all_gather_matmul", (4, 4), 3, 8, "float32")
+    found = made("uniform-fused-2d:pieces=2", problem)
+    check(found)
+
+    def rows(step: Step, first: int, last: int) -> Any:
+        product = step.products[0]
+        a, out = (r._replace(row=first, row_stop=last) for r in (product.a, product.out))
+        return product._replace(a=a, out=out)
+
+    def edit(steps: list[Step]) -> None:
+        i, j = (i for i, step in enumerate(steps) if step.op == "matmul")
+        steps[i] = steps[i]._replace(products=(rows(steps[i], 0, 4),))
+        steps[j] = steps[j]._replace(products=(rows(steps[j], 0, 2), rows(steps[j], 2, 4)))
+
+    with pytest.raises(PlanError, match="12 of 24 elements of out"):
+        check(edited(found, 0, edit))
+
+
+def test_collectives_are_the_same_everywhere_and_alone() -> None:
+    found = made("serial:collective")
+    gathers = index(list(found[1].steps), lambda step: step.op == "gather")
+    for fields, words in (
+        ({"label": "other"}, "other collectives"),
+        ({"posts": made("growing")[1].steps[-1].posts}, "mixes signals|never waited for"),
+        ({"transfer": moved("dst", row_stop=63)(found[1].steps[gathers])}, "all shards"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            check(edited(found, 1, change(lambda step: step.op == "gather", **fields)))
 
 
 def test_plans_of_different_schedules_do_not_mix() -> None:

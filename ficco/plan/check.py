@@ -177,8 +177,9 @@ class _Proof:
         self._words()
         self._execute()
         self._accesses()
-        self._compose()
         self._memory()
+        self._compose()
+        self._cleared()
         self._settle()
 
     def demand(self, holds: Bools, who: Who, why: str) -> None:
@@ -308,16 +309,16 @@ class _Proof:
         self.demand(rests, posts.who, "has a word that rests at another value")
         self.posts, self.waits, self.clears = posts, waits, clears
         self.released = np.arange(self.world * self.words) % max(self.words, 1) < self.world
+
+    def _cleared(self) -> None:
+        """A word is cleared after it was waited for, and posted again after it was cleared."""
+        posts, clears = self.posts, self.clears
         why = "may be cleared before it was waited for"
         self.claim(self.waiter[clears.word], clears.step, clears.who, why)
-        handed = np.flatnonzero(released)
+        handed = np.flatnonzero(self.released[posts.word])
         word = posts.word[handed]
-        self.claim(
-            self.clearer[word],
-            self.poster[word],
-            lambda index: posts.who(handed[index]),
-            "may be posted before it is cleared",
-        )
+        why = "may be posted before it is cleared"
+        self.claim(self.clearer[word], posts.step[handed], lambda i: posts.who(handed[i]), why)
 
     # 2. Execution in enqueue order.
 

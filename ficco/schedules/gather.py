@@ -213,6 +213,10 @@ class _Gather:
         self.staging = world.landing[rank]
         self.peers = [peer for peer in range(self.problem.world) if peer != rank]
         self.groups = self.mine.by_group
+        #: Where the units of each rank lie, and what says so of those that peers push.
+        self.regions = {peer: self.staging.regions(peer) for peer in self.mine.set_of}
+        pushers = [] if self.schedule.pull else self.peers
+        self.ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
         self.sum = "sum" if world.partial and self.problem.rounds else "out"
         self.started: set[int] = set()  # shards whose partial sums have a first term
         self.steps: list[Step] = []
@@ -309,7 +313,7 @@ class _Gather:
             f"{peer}.{unit.ordinal}>{self.me}",
             waits=() if unit.ordinal else (self._valid(peer, self.me),),
             posts=(self._done(self.me, peer),) if last else (),
-            transfer=Transfer(self._source(unit), self.staging.regions(peer)[unit.ordinal]),
+            transfer=Transfer(self._source(unit), self.regions[peer][unit.ordinal]),
             mover=self.schedule.mover,
         )
 
@@ -440,8 +444,8 @@ class _Gather:
         remote = [unit for unit in units if unit.peer != self.me]
         if remote and len(remote) < len(units):
             self._place_own(group, lane, units)
-        sources = [self.staging.regions(unit.peer)[unit.ordinal] for unit in units]
-        ready = [] if self.schedule.pull else [self._ready(unit) for unit in remote]
+        sources = [self.regions[unit.peer][unit.ordinal] for unit in units]
+        ready = [self.ready[unit.peer][unit.ordinal] for unit in remote] if self.ready else []
         multiply = Step(
             "matmul",
             lane,
@@ -463,9 +467,6 @@ class _Gather:
             self.last_use[group] = last_use
             self._give_room(group)
 
-    def _ready(self, unit: Unit) -> Signal:
-        return self.world.of_units("ready", unit.peer, self.me)[unit.ordinal]
-
     def _place_own(self, group: int, lane: str, units: list[Unit]) -> None:
         """Bring the rank's own units beside those of its peers."""
         before = self.staging.ahead_of(group)
@@ -473,7 +474,7 @@ class _Gather:
         after = tuple(i for i in used if self.steps[i].lane != lane)
         for unit in units:
             if unit.peer == self.me:
-                there = self.staging.regions(self.me)[unit.ordinal]
+                there = self.regions[self.me][unit.ordinal]
                 self._place(lane, self.mine.in_shard("a", unit), there, after)
 
     def _products(self, units: list[Unit], sources: list[Region]) -> tuple[Product, ...]:
@@ -488,9 +489,9 @@ class _Gather:
                 runs.append(_Run(kind, a, first, last - first))
         if self.world.partial:
             self.started.update(unit.peer for unit in units)
-        batches: list[_Run] = []
-        for run in runs:
-            if not (batches and batches[-1].repeats(run)):
+        batches = runs[:1]
+        for run in runs[1:]:
+            if not batches[-1].repeats(run):
                 batches.append(run)
         return tuple([run.product(self.sum, self.me, self.problem.n) for run in batches])
 
