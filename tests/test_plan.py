@@ -328,6 +328,11 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
     "no such operation": ("growing", change(is_copy, op="move"), "does not hold"),
     "no such mover": ("growing", change(is_copy, mover="hand"), "does not hold"),
     "no such step": ("growing", change(retires, after=(99,)), "not there"),
+    "pieces not copied": (
+        "growing",
+        change(is_copy, op="sync", transfer=None),
+        "reads what nobody has written",
+    ),
     "product not made": (
         "growing",
         change(awaits_data, op="sync", products=()),
@@ -411,18 +416,25 @@ def test_circles_and_shared_queues_are_told_apart() -> None:
         check(edited(edited(found, 0, one_lane), 1, one_lane))
 
 
-@pytest.mark.parametrize("kind", ["valid", "ready"])
-def test_signals_that_go_missing_altogether_are_caught(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("hetero-fused-1d:pull", ("valid",)),
+        ("hetero-fused-1d:pull", ("valid", "done")),
+        ("hetero-fused-1d", ("ready",)),
+    ],
+)
+def test_signals_that_go_missing_altogether_are_caught(name: str, kinds: tuple[str, ...]) -> None:
     """Neither posted, waited for nor cleared: the words are right, the order is lost."""
-    problem = replace(PROBLEM, symmetric=True)
-    found = made("hetero-fused-1d" + (":pull" if kind == "valid" else ""), problem)
+    found = made(name, replace(PROBLEM, symmetric=True))
+
+    def kept(signals: tuple[Signal, ...]) -> tuple[Signal, ...]:
+        return tuple(s for s in signals if s.poster != 1 or s.kind not in kinds)
 
     def without(step: Step) -> Step:
-        rest = {
-            role: tuple(s for s in getattr(step, role) if (s.kind, s.poster) != (kind, 1))
-            for role in ("waits", "posts", "clears")
-        }
-        return step._replace(**rest)
+        return step._replace(
+            waits=kept(step.waits), posts=kept(step.posts), clears=kept(step.clears)
+        )
 
     found = [replace(plan, steps=tuple(map(without, plan.steps))) for plan in found]
     with pytest.raises(PlanError, match="may not have begun|before it is written|nobody has"):
@@ -434,7 +446,8 @@ def test_signals_that_go_missing_altogether_are_caught(kind: str) -> None:
     [
         ({"last": 17}, "gates other rows"),
         ({"word": 9999}, "outside the pads"),
-        ({"word": 1}, "rests at another value|used twice"),
+        ({"word": 1}, "used twice"),
+        ({"kind": "released"}, "rests at another value"),
         ({"poster": 2}, "another rank than it says"),
     ],
 )
@@ -454,6 +467,21 @@ def test_signals_that_are_wrong_on_both_sides_are_caught(
 
     found = [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in found]
     with pytest.raises(PlanError, match=words):
+        check(found)
+
+
+def test_a_word_is_not_cleared_for_nothing() -> None:
+    found = made("growing")
+    signal = found[2].steps[-1].clears[0]
+
+    def kept(signals: tuple[Signal, ...]) -> tuple[Signal, ...]:
+        return tuple(s for s in signals if s != signal)
+
+    def edit(step: Step) -> Step:
+        return step._replace(waits=kept(step.waits), posts=kept(step.posts))
+
+    found = [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in found]
+    with pytest.raises(PlanError, match="cleared, and nobody waits for it"):
         check(found)
 
 
@@ -484,6 +512,29 @@ def test_plans_that_need_more_than_they_say_are_caught(
     found[1] = replace(found[1], **fields)
     with pytest.raises(PlanError, match=words):
         check(found)
+
+
+def test_rows_of_the_gathered_a_lie_where_they_belong() -> None:
+    def own(step: Step) -> bool:
+        return step.label == "a>gathered"
+
+    found = made("growing", replace(PROBLEM, return_gathered=True))
+    shift = change(own, transfer=moved("dst", row=16, row_stop=32))
+    with pytest.raises(PlanError, match="puts rows where others belong"):
+        check(edited(found, 0, shift))
+    with pytest.raises(PlanError, match="48 of 64|1536 of 2048 elements of gathered"):
+        check(edited(found, 0, change(own, op="sync", transfer=None)))
+
+
+def test_memory_is_not_shared_without_signals() -> None:
+    (plan,) = made("growing", replace(PROBLEM, rows=(16,)))
+    a = plan.steps[0].products[0].a
+    extra = Step("place", "compute0", "in", transfer=Transfer(a, a._replace(buffer="staging")))
+    plan = replace(plan, steps=(*plan.steps, extra), staging=(16, 32), room=(4096, 0))
+    with pytest.raises(PlanError, match="without a signal"):
+        check([plan])
+    with pytest.raises(PlanError, match="no plans"):
+        check([])
 
 
 def test_staging_fits_into_its_room() -> None:

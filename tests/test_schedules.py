@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import doctest
 import importlib
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ficco.plan import render
+from ficco.plan import check, render
 from ficco.problem import Problem
-from ficco.schedules import NAMED, Schedule, plan
+from ficco.schedules import NAMED, Schedule, plan, plans
 from ficco.schedules.arrivals import Arrivals, cut, peers_in_order, siblings
 
 PIECES = st.one_of(
@@ -71,6 +72,35 @@ def test_knobs_print_in_a_fixed_order() -> None:
 def test_bad_names_say_what_is_wrong(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Schedule.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"grouping": "some"}, "grouping: required one of fused"),
+        ({"dims": 3}, "dims: required one of 1, 2"),
+        ({"order": "rank"}, "order: required one of piece, peer"),
+        ({"mover": "hand"}, "mover: required one of dma"),
+        ({"grouping": "growing", "dims": 2}, "use the grouping fused or unfused"),
+        ({"grouping": "shrinking", "uniform": True}, "use the grouping fused or unfused"),
+        ({"pieces": ()}, "positive"),
+        ({"pieces": -1}, "positive"),
+    ],
+)
+def test_bad_points_say_what_is_wrong(fields: dict[str, Any], words: str) -> None:
+    point: dict[str, Any] = {"uniform": False, "grouping": "fused", "dims": 1}
+    with pytest.raises(ValueError, match=words):
+        Schedule(**(point | fields))
+
+
+@pytest.mark.parametrize("name", ["hetero-fused-1d", "uniform-fused-2d", "shard-overlap"])
+def test_knobs_are_clamped_to_what_there_is(name: str) -> None:
+    problem = Problem("all_gather_matmul", (7,) * 4, 32, 64, "bfloat16")
+    most = 10**9
+    schedule = Schedule.parse(f"{name}:pieces={most},tail={most},copy={most},compute={most}")
+    found = plans(problem, schedule)
+    check(found)
+    assert found[0].words < 1000 and len(found[0].steps) < 1000
 
 
 @given(st.integers(0, 500), PIECES.filter(lambda pieces: pieces != 0))

@@ -103,7 +103,10 @@ class Arrivals:
         self._cuts: dict[int, list[tuple[int, int]]] = {}
         self.rounds = max((len(self.cuts(p)) for s in self.sets for p in s), default=0)
         self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
-        self.groups = self.regular + (schedule.tail - 1 if self.regular else 0)
+        ends = [self.cuts(p)[-1] for p in self.sets[-1] if self.cuts(p)] if self.sets else []
+        #: In how many the last group is cut, which short pieces do not allow for as many as asked.
+        self.tail = max((len(cut(b - a, schedule.tail)) for a, b in ends), default=1) or 1
+        self.groups = self.regular + (self.tail - 1 if self.regular else 0)
         self._units: dict[int, list[Unit]] = {}
 
     def cuts(self, peer: int) -> list[tuple[int, int]]:

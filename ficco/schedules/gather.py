@@ -143,7 +143,7 @@ class _World:
     def __init__(self, problem: Problem, schedule: Schedule, cap: int | None) -> None:
         self.problem, self.schedule = problem, schedule
         self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(problem.world)]
-        terms = max(arrivals.rounds for arrivals in self.arrivals) - 1 + schedule.tail
+        terms = max(arrivals.rounds - 1 + arrivals.tail for arrivals in self.arrivals)
         self.partial = schedule.dims == 2 and terms > 1
         self.slots = max(terms, 2)  # data words per pair of ranks; pull uses two of them
         self.landing = [_Staging(arrivals) for arrivals in self.arrivals]
@@ -225,7 +225,9 @@ class _Gather:
         self.source = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
         self.sources: dict[tuple[int, int, int], Region] = {}
         self.acquired: dict[str, int] = {}  # copy lane -> the step that takes over its peers' slots
-        self.compute_lanes = [f"compute{i}" for i in range(self.schedule.compute)]
+        self.compute_lanes = [
+            f"compute{i}" for i in range(min(self.schedule.compute, len(self.groups) + 1))
+        ]
         in_turn = sorted(self.peers, key=self._turn)
         self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
 

@@ -12,6 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+#: Which pieces share a step.
+GROUPINGS = ("fused", "unfused", "growing", "shrinking")
+
+#: What arrives before what; the first is the default.
+ORDERS = ("piece", "peer")
+
 #: Who moves the bytes; the first is the default.
 MOVERS = ("dma", "kernel", "collective")
 
@@ -52,6 +58,20 @@ class Schedule:
     compute: int = 1
 
     def __post_init__(self) -> None:
+        for name, known in (
+            ("grouping", GROUPINGS),
+            ("dims", (1, 2)),
+            ("order", ORDERS),
+            ("mover", MOVERS),
+        ):
+            if getattr(self, name) not in known:
+                one_of = ", ".join(map(str, known))
+                raise ValueError(f"{name}: required one of {one_of}, got {getattr(self, name)!r}")
+        if self.grouping in ("growing", "shrinking") and (self.uniform or self.dims == 2):
+            raise ValueError(
+                f"{self.grouping}: required the own shard first (uniform=False) and rows (dims=1); "
+                "for other steps use the grouping fused or unfused"
+            )
         if isinstance(self.pieces, tuple) and len(set(self.pieces)) == 1:
             object.__setattr__(self, "pieces", len(self.pieces))
         weights = self.pieces if isinstance(self.pieces, tuple) else (self.pieces + 1,)
@@ -121,17 +141,11 @@ def _show_pieces(pieces: int | tuple[int, ...]) -> str:
     return str(pieces) if pieces else "W"
 
 
-def _order(text: str) -> str:
-    if text not in ("piece", "peer"):
-        raise ValueError(text)
-    return text
-
-
 #: The knobs in the order in which names print them.
 KNOBS = (
     Knob("pieces", _pieces, _show_pieces),
     Knob("tail", int),
-    Knob("order", _order),
+    Knob("order", lambda text: ORDERS[ORDERS.index(text)]),
     Knob("pull", lambda text: {"1": True, "0": False}[text], "{:d}".format, {"pull": True}),
     Knob("mover", lambda text: MOVERS[MOVERS.index(text)], str, {m: m for m in MOVERS[1:]}),
     Knob("copy", int),
