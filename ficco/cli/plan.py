@@ -1,98 +1,16 @@
-"""The command line: ``ficco demo``, ``bench``, ``plan`` and ``doctor``.
-
-Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong.
-Modules are imported by the command that needs them.
-"""
+"""``ficco plan``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PROGRAM = "ficco"
 
-#: Seconds after which a demo has hung; it takes about thirty.
-DEMO_S = 300.0
-
-#: Seconds after which the ranks of ``doctor`` have hung.
-DOCTOR_S = 120.0
-
-
-def main() -> int:
-    """Run the command line of this process; the exit code."""
-    return run(sys.argv[1:])
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run a command; the exit code. Errors become one line on the standard error."""
-    try:
-        parsed = _parser().parse_args(arguments)
-    except SystemExit as end:  # argparse has printed what is wrong, or the help
-        return int(end.code or 0)
-    from ficco.errors import ConfigError, FiccoError
-    from ficco.launch import RankFailed
-
-    try:
-        return int(parsed.run(parsed) or 0)
-    except RankFailed as error:
-        if error.details:
-            print(error.details, file=sys.stderr)
-        return _fail(error, 1)
-    except (ValueError, NotImplementedError, ConfigError, OSError) as error:
-        return _fail(error, 2)
-    except FiccoError as error:
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-
-
-def _fail(error: object, code: int) -> int:
-    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Overlap an all-gather with the product that depends on it."
-    )
-    commands = parser.add_subparsers(required=True, metavar="command")
-    _add_demo(commands)
-    _add_bench(commands)
-    _add_plan(commands)
-    _add_doctor(commands)
-    return parser
-
-
-# demo
-
-
-def _add_demo(commands: Any) -> None:
-    text = "run every schedule on this machine, compare it with the plain product, draw it"
-    parser = commands.add_parser("demo", help=text, description=text)
-    parser.add_argument("--ranks", type=int, help="ranks to start (default: 4, or a GPU each)")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda is any vendor's GPU"
-    )
-    parser.add_argument("--out", type=Path, help="folder for the pictures (default: a new one)")
-    parser.set_defaults(run=_demo)
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from ficco.bench.demo import Settings, demo
-    from ficco.launch import launch
-
-    settings = Settings(arguments.device, arguments.out)
-    return launch(demo, arguments.ranks, settings, device=arguments.device, timeout_s=DEMO_S)
-
-
-# plan
-
-
-def _add_plan(commands: Any) -> None:
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
     text = "print or draw what a schedule does for given sizes; needs no GPU"
     parser = commands.add_parser("plan", help=text, description=text)
     parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
@@ -220,55 +138,3 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
             for step in plan.steps
         ],
     }
-
-
-# doctor
-
-
-def _add_doctor(commands: Any) -> None:
-    text = "print versions, devices, links, engines, and what would be used and why"
-    parser = commands.add_parser("doctor", help=text, description=text)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="start so many ranks and make a call, to see what reaches a peer",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="of those ranks")
-    parser.set_defaults(run=_doctor)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from ficco import doctor
-    from ficco.launch import default_device, launch
-
-    found = doctor.report()
-    if arguments.ranks is not None:
-        device = arguments.device or default_device()
-        name, seen = launch(
-            doctor.after_a_call, arguments.ranks, device, device=device, timeout_s=DOCTOR_S
-        )
-        found["engines"][name] = seen
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        doctor.show(found)
-    return 0
-
-
-# bench
-
-
-def _add_bench(commands: Any) -> None:
-    from ficco.bench.command import add
-
-    text = "time schedules, the serial composition and PyTorch's fused op, paired"
-    parser = commands.add_parser("bench", help=text, description=text)
-    add(parser)
-    parser.set_defaults(run=_bench)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from ficco.bench.command import run as run_bench
-
-    return run_bench(arguments)

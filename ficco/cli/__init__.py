@@ -1,0 +1,61 @@
+"""The command line: ``ficco demo``, ``bench``, ``plan`` and ``doctor``.
+
+Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong.
+Modules are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ficco.cli import bench, demo, doctor, plan
+
+PROGRAM = "ficco"
+
+#: In the order in which the help lists them.
+COMMANDS = (demo, bench, plan, doctor)
+
+
+def main() -> int:
+    """Run the command line of this process; the exit code."""
+    return run(sys.argv[1:])
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; the exit code. Errors become one line on the standard error."""
+    try:
+        parsed = _parser().parse_args(arguments)
+    except SystemExit as end:  # argparse has printed what is wrong, or the help
+        return int(end.code or 0)
+    from ficco.errors import ConfigError, FiccoError
+    from ficco.launch import RankFailed
+
+    try:
+        return int(parsed.run(parsed) or 0)
+    except RankFailed as error:
+        if error.details:
+            print(error.details, file=sys.stderr)
+        return _fail(error, 1)
+    except (ValueError, NotImplementedError, ConfigError, OSError) as error:
+        return _fail(error, 2)
+    except FiccoError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Overlap an all-gather with the product that depends on it."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command in COMMANDS:
+        command.add(commands)
+    return parser

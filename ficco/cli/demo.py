@@ -1,0 +1,30 @@
+"""``ficco demo``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+#: Seconds after which a demo has hung; it takes about thirty.
+DEMO_S = 300.0
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    text = "run every schedule on this machine, compare it with the plain product, draw it"
+    parser = commands.add_parser("demo", help=text, description=text)
+    parser.add_argument("--ranks", type=int, help="ranks to start (default: 4, or a GPU each)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda is any vendor's GPU"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the pictures (default: a new one)")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from ficco.bench.demo import Settings, demo
+    from ficco.launch import launch
+
+    settings = Settings(arguments.device, arguments.out)
+    return launch(demo, arguments.ranks, settings, device=arguments.device, timeout_s=DEMO_S)

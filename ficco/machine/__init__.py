@@ -1,0 +1,1 @@
+"""Machines: what is known of a kind of host, as data and as files."""
