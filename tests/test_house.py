@@ -19,7 +19,8 @@ PACKAGE = Path(ficco.__file__).parent
 #: ``__init__``. A unit imports from lower lines alone.
 PURE = (
     ("errors",),
-    ("problem", "machine"),
+    ("problem",),
+    ("machine",),
     ("plan",),
     ("schedules",),
     ("simulate",),

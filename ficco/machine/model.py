@@ -1,17 +1,86 @@
 """Machines as data: what a simulation needs to know of ranks, links, copy engines and GEMMs.
 
 All quantities are SI: bytes, seconds, bytes per second, floating-point operations per second.
-Nothing here knows a device; files are read and written by :mod:`ficco.machine.files`.
+Nothing here knows a device; files are read and written by :mod:`ficco.machine.files`, to which
+the annotations are the schema.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from math import exp, log
+from functools import lru_cache
+from math import ceil, exp, log
+from typing import Annotated
+
+from ficco.problem import ITEMSIZE
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a number in a file must be: its unit, empty for a plain number, and its bounds."""
+
+    unit: str = ""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+
+    def allows(self, value: float) -> bool:
+        """Whether a value lies within the bounds."""
+        return not (
+            (self.least is not None and value < self.least)
+            or (self.above is not None and value <= self.above)
+            or (self.most is not None and value > self.most)
+        )
+
+    def show(self) -> str:
+        """In words."""
+        words = [f"a quantity in {self.unit}" if self.unit else "a number"]
+        words += [f"of at least {self.least:g}"] if self.least is not None else []
+        words += [f"above {self.above:g}"] if self.above is not None else []
+        words += [f"and at most {self.most:g}"] if self.most is not None else []
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Points:
+    """The units of the points of a curve, empty for plain numbers."""
+
+    x: str
+    y: str
+
+    def show(self) -> str:
+        """In words."""
+        return f"{self.x or 'number'}, {self.y or 'number'}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The texts that a field can hold."""
+
+    texts: tuple[str, ...]
+
+
+Size = Annotated[int, Quantity(least=0)]
+Count = Annotated[int, Quantity(least=1)]
+Factor = Annotated[float, Quantity(least=1)]
+Share = Annotated[float, Quantity(above=0, most=1)]
+Seconds = Annotated[float, Quantity("s", least=0)]
+Flops = Annotated[float, Quantity("FLOP", least=0)]
+FlopRate = Annotated[float, Quantity("FLOP/s", above=0)]
+Bytes = Annotated[float, Quantity("B", above=0)]
+ByteRate = Annotated[float, Quantity("B/s", above=0)]
 
 #: (size, value) with rising sizes.
 Curve = tuple[tuple[float, float], ...]
+RateCurve = Annotated[Curve, Points("B", "B/s")]
+TimeCurve = Annotated[Curve, Points("B", "s")]
+
+#: How ranks can be joined.
+KINDS = ("mesh", "switch")
+
+#: Where figures come from.
+SOURCES = ("measured", "fitted", "data sheet", "paper", "simulated", "assumed")
 
 
 def interpolate(curve: Curve, size: float) -> float:
@@ -38,7 +107,7 @@ class Provenance:
         note: anything else a reader should know.
     """
 
-    source: str
+    source: Annotated[str, OneOf(SOURCES)]
     date: str = ""
     command: str = ""
     driver: str = ""
@@ -58,10 +127,10 @@ class Topology:
             same time.
     """
 
-    kind: str
-    bandwidth: float
+    kind: Annotated[str, OneOf(KINDS)]
+    bandwidth: ByteRate
     provenance: Provenance
-    sharing: float = 1.0
+    sharing: Share = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,10 +147,10 @@ class Copies:
         curve: (bytes, bytes per second) of one copy that has its link or port for itself.
     """
 
-    engines: int
-    latency: float
-    gap: float
-    curve: Curve
+    engines: Count
+    latency: Seconds
+    gap: Seconds
+    curve: RateCurve
     provenance: Provenance
 
     def rate(self, nbytes: float) -> float:
@@ -93,7 +162,7 @@ class Copies:
 class Collective:
     """The vendor's all-gather: (bytes that each rank contributes, seconds)."""
 
-    curve: Curve
+    curve: TimeCurve
     provenance: Provenance
 
     def seconds(self, nbytes: float) -> float:
@@ -111,10 +180,10 @@ class Contention:
         gemm_under_collective, collective_under_gemm: GEMM and the vendor's collective.
     """
 
-    gemm_under_copies: float
-    copies_under_gemm: float
-    gemm_under_collective: float
-    collective_under_gemm: float
+    gemm_under_copies: Factor
+    copies_under_gemm: Factor
+    gemm_under_collective: Factor
+    collective_under_gemm: Factor
     provenance: Provenance
 
 
@@ -128,11 +197,11 @@ class Host:
         matmul, copy, signal: of each product, copy, and batch of waits or posts enqueued.
     """
 
-    call: float
-    collective_call: float
-    matmul: float
-    copy: float
-    signal: float
+    call: Seconds
+    collective_call: Seconds
+    matmul: Seconds
+    copy: Seconds
+    signal: Seconds
     provenance: Provenance
 
 
@@ -145,8 +214,8 @@ class Thresholds:
         high: above it hetero-unfused-1d; hetero-fused-1d between (the paper: 5 times ``low``).
     """
 
-    low: float
-    high: float
+    low: Flops
+    high: Flops
     provenance: Provenance
 
 
@@ -163,15 +232,87 @@ class Tuned:
     """
 
     operator: str
-    rows: tuple[int, ...]
-    n: int
-    k: int
-    dtype: str
+    rows: tuple[Size, ...]
+    n: Size
+    k: Size
+    dtype: Annotated[str, OneOf(tuple(ITEMSIZE))]
     queued: str
     idle: str
-    seconds: tuple[float, float]
-    serial: tuple[float, float]
+    seconds: tuple[Seconds, Seconds]
+    serial: tuple[Seconds, Seconds]
     provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank.
+
+    Attributes:
+        capacity: bytes.
+        bandwidth: bytes per second.
+        latency: seconds before a copy within it.
+    """
+
+    capacity: Bytes
+    bandwidth: ByteRate
+    provenance: Provenance
+    latency: Seconds = 3e-6
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Library GEMMs of one rank. See :meth:`seconds` for the model.
+
+    Attributes:
+        peak: operations per second of 2-byte numbers, from the data sheet.
+        units: processors (SMs, CUs) that work on one tile of the output each.
+        launch: seconds between two products of a lane, beside their own time.
+        efficiency: share of the peak that full waves of tiles reach.
+        start: seconds of a product before and behind its tiles.
+        tile: rows and columns of a tile.
+        bandwidth: bytes per second at which operands and result are read and written at best.
+        shares: (bytes per element, share of the peak) of the dtypes.
+    """
+
+    peak: FlopRate
+    units: Count
+    launch: Seconds
+    efficiency: Share
+    start: Seconds
+    tile: tuple[Count, Count]
+    bandwidth: ByteRate
+    provenance: Provenance
+    shares: Annotated[Curve, Points("", "")] = ((2, 1.0),)
+
+    def seconds(
+        self, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2, wide: bool = False
+    ) -> float:
+        """Seconds of a product, or of a strided batch of such, on an idle rank.
+
+        ``wide``: the result is float32 and is added to.
+        """
+        return _gemm_seconds(self, m, n, k, batch, itemsize, wide, True)
+
+    def dense(
+        self, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2, wide: bool = False
+    ) -> float:
+        """The same with the last wave counted as far as it is filled: another product fills it."""
+        return _gemm_seconds(self, m, n, k, batch, itemsize, wide, False)
+
+
+@lru_cache(maxsize=1 << 16)
+def _gemm_seconds(
+    gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool, whole: bool
+) -> float:
+    if not (m and n and k and batch):
+        return 0.0
+    rows, cols = gemm.tile
+    tiles = batch * ceil(m / rows) * ceil(n / cols)
+    waves = ceil(tiles / gemm.units) if whole else tiles / gemm.units
+    rate = gemm.peak * gemm.efficiency * interpolate(gemm.shares, itemsize)
+    busy = waves * gemm.units * 2.0 * rows * cols * k / rate
+    moved = batch * (m * k + k * n) * itemsize + batch * m * n * (8 if wide else itemsize)
+    return gemm.start + max(busy, moved / gemm.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -182,6 +323,7 @@ class Machine:
         name: of the file, too.
         accelerator: name of the device as its driver gives it; the fingerprint of a host is this
             and ``ranks``.
+        also: further names of the device.
         ranks: of the group that it describes.
         margin: predicted gain over serial below which serial is taken.
         source: the file it was read from, for people; no part of what machines agree on.
@@ -189,7 +331,8 @@ class Machine:
 
     name: str
     accelerator: str
-    ranks: int
+    ranks: Count
+    also: tuple[str, ...] = ()
     topology: Topology | None = None
     copies: Copies | None = None
     kernel_copies: Copies | None = None
@@ -200,23 +343,5 @@ class Machine:
     host: Host | None = None
     thresholds: Thresholds | None = None
     tuned: tuple[Tuned, ...] = ()
-    margin: float = 0.02
+    margin: Annotated[float, Quantity(least=0)] = 0.02
     source: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The memory of one rank: bytes, bytes per second, and seconds before a copy within it."""
-
-    capacity: float
-    bandwidth: float
-    provenance: Provenance
-    latency: float = 3e-6
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """Library GEMMs of one rank. See :meth:`seconds` for the model."""
-
-    peak: float
-    provenance: Provenance

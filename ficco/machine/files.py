@@ -1,0 +1,315 @@
+"""Machines as YAML files.
+
+The schema is the dataclasses of :mod:`ficco.machine.model`: every field is a key, its annotation
+says what is expected, and nothing is listed here twice. Quantities are written with their unit.
+
+A file ends with the line ``...``, YAML's end of a document, so that one that was cut short is
+noticed wherever the cut is.
+
+Names of schedules in ``tuned`` are texts to this module: whoever takes one looks whether it still
+exists. An entry of a schedule that is gone loads, is kept by ``save``, and is nobody's error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from ficco.errors import ConfigError
+from ficco.machine import units
+from ficco.machine.model import Machine, OneOf, Points, Quantity
+from ficco.problem import digest as digest_of_text
+
+_END = "..."
+
+
+def load(path: str | os.PathLike[str]) -> Machine:
+    """The machine of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is cut short or no YAML, a key is missing or unknown,
+            or a value is of another type, in another unit or impossible.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), "file", "required text in UTF-8") from None
+    return loads(text, str(path))
+
+
+def loads(text: str, source: str = "text") -> Machine:
+    """The machine of a text; ``source`` stands for the file in messages. Raises as :func:`load`."""
+    lines = text.split()
+    if not lines or lines[-1] != _END:
+        raise ConfigError(
+            source,
+            "file",
+            f"ends early: required the line {_END!r} at its end; is it half-written?",
+        )
+    try:
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a subclass of SafeLoader)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f"line {where.line + 1}" if where else "file"
+        what = getattr(error, "problem", None) or str(error)
+        raise ConfigError(source, line, f"required YAML: {what}") from None
+    except RecursionError:
+        raise ConfigError(source, "file", "required YAML: nested too deeply") from None
+    try:
+        machine: Machine = _read(data, Machine, "")
+    except _Wrong as wrong:
+        raise ConfigError(source, wrong.key or "file", wrong.expected) from None
+    object.__setattr__(machine, "source", source)
+    return machine
+
+
+def dumps(machine: Machine) -> str:
+    """The machine as text that :func:`loads` reads back to an equal one."""
+    data = _write(machine, Machine)
+    body = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return f"{body}{_END}\n"
+
+
+def save(machine: Machine, path: str | os.PathLike[str]) -> None:
+    """Write a machine to a file, entirely or not at all: a reader sees the old file or the new one.
+
+    Raises:
+        ConfigError: the folder cannot be written, the disk is full, or the machine holds an
+            impossible value. The old file is then as it was.
+    """
+    path = Path(path)
+    text = dumps(machine)
+    loads(text, str(path))  # what could not be read again is not written
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+    except OSError as error:
+        raise ConfigError(str(path), "file", f"cannot be written: {error.strerror}") from None
+    with suppress(OSError):  # the name, too, survives a loss of power where folders can be synced
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def digest(machine: Machine) -> int:
+    """40-bit fingerprint of what a machine holds, without the texts that are for people.
+
+    Machines of the same digest lead to the same decisions.
+    """
+    return digest_of_text(repr(_facts(machine)))
+
+
+def _facts(value: Any) -> Any:
+    if is_dataclass(value):
+        named = [f.name for f in fields(value) if f.compare and f.name != "provenance"]
+        return [(name, _facts(getattr(value, name))) for name in named]
+    if isinstance(value, tuple):
+        return [_facts(item) for item in value]
+    return float(value) if isinstance(value, (int, float)) else value
+
+
+class _Wrong(Exception):
+    """A value at a key, and what was expected there."""
+
+    def __init__(self, key: str, expected: str) -> None:
+        self.key = key
+        self.expected = expected
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are given twice: the first would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Mappings over lines, points of curves on one."""
+
+
+def _flow_if_flat(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    flat = all(isinstance(item, (int, float, str)) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+
+
+_Dumper.add_representer(list, _flow_if_flat)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _inner(hint: Any) -> tuple[Any, Any, bool]:
+    """The type of a hint, the note of an Annotated or None, and whether None is allowed."""
+    optional = False
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
+        optional = True
+    if get_origin(hint) is Annotated:
+        kind, note = get_args(hint)
+        return kind, note, optional
+    return hint, None, optional
+
+
+def _read(data: Any, hint: Any, key: str) -> Any:
+    kind, note, optional = _inner(hint)
+    if data is None and optional:
+        return None
+    if is_dataclass(kind):
+        return _read_block(data, kind, key)
+    if isinstance(note, Points):
+        return _read_curve(data, note, key)
+    if get_origin(kind) is tuple:
+        return _read_tuple(data, kind, key)
+    if kind is str:
+        if not isinstance(data, str):
+            raise _Wrong(key, f"required a text, got {data!r}")
+        if isinstance(note, OneOf) and data not in note.texts:
+            raise _Wrong(key, f"required one of {', '.join(note.texts)}, got {data!r}")
+        return data
+    note = note or Quantity()
+    value = _number(data, note, key)
+    if kind is int:
+        if value != int(value):
+            raise _Wrong(key, f"required a whole number, got {data!r}")
+        return int(value)
+    return value
+
+
+def _read_block(data: Any, kind: Any, key: str) -> Any:
+    if not isinstance(data, dict):
+        raise _Wrong(key, f"required the keys of a {kind.__name__.lower()}, got {data!r}")
+    known = {f.name: f for f in fields(kind) if f.compare}
+    for name in data:
+        if name not in known:
+            expected = f"is unknown; known here are {', '.join(known)}"
+            raise _Wrong(_join(key, str(name)), expected)
+    values = {}
+    for name, field in known.items():
+        hint = _hints(kind)[name]
+        if name in data:
+            values[name] = _read(data[name], hint, _join(key, name))
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise _Wrong(_join(key, name), f"is missing; required {_wanted(hint)}")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise _Wrong(key, str(error)) from None
+
+
+def _read_curve(data: Any, note: Points, key: str) -> Any:
+    if not isinstance(data, list) or not data:
+        raise _Wrong(key, f"required a list of points [{note.show()}], got {data!r}")
+    points: list[tuple[float, float]] = []
+    for i, pair in enumerate(data):
+        here = f"{key}[{i}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _Wrong(here, f"required a point [{note.show()}], got {pair!r}")
+        x = _number(pair[0], Quantity(note.x, above=0), f"{here}[0]")
+        y = _number(pair[1], Quantity(note.y, above=0), f"{here}[1]")
+        if points and x <= points[-1][0]:
+            raise _Wrong(here, f"required sizes that rise from point to point, got {pair[0]!r}")
+        points.append((x, y))
+    return tuple(points)
+
+
+def _read_tuple(data: Any, kind: Any, key: str) -> Any:
+    arms = get_args(kind)
+    if not isinstance(data, list):
+        raise _Wrong(key, f"required a list, got {data!r}")
+    if arms[-1] is not Ellipsis:
+        if len(data) != len(arms):
+            raise _Wrong(key, f"required a list of {len(arms)}, got {data!r}")
+        return tuple(
+            _read(x, arm, f"{key}[{i}]") for i, (x, arm) in enumerate(zip(data, arms, strict=True))
+        )
+    return tuple(_read(item, arms[0], f"{key}[{i}]") for i, item in enumerate(data))
+
+
+def _number(data: Any, note: Quantity, key: str) -> float:
+    if note.unit:
+        try:
+            value = units.parse(data, note.unit)
+        except ValueError as error:
+            raise _Wrong(key, str(error)) from None
+    else:
+        try:  # YAML takes 1e-3 for a text
+            if isinstance(data, bool):
+                raise ValueError
+            value = float(data)
+        except (TypeError, ValueError, OverflowError):
+            raise _Wrong(key, f"required a number, got {data!r}") from None
+    if not math.isfinite(value) or not note.allows(value):
+        raise _Wrong(key, f"required {note.show()}, got {data!r}")
+    return value
+
+
+def _wanted(hint: Any) -> str:
+    kind, note, _ = _inner(hint)
+    if isinstance(note, Points):
+        return f"a list of points [{note.show()}]"
+    if isinstance(note, OneOf):
+        return f"one of {', '.join(note.texts)}"
+    if kind in (int, float):
+        return (note or Quantity()).show()
+    if kind is str:
+        return "a text"
+    return "a list" if get_origin(kind) is tuple else "a block"
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _write(value: Any, hint: Any) -> Any:
+    kind, note, _ = _inner(hint)
+    if is_dataclass(kind) and value is not None:
+        hints = _hints(kind)  # type: ignore[arg-type]
+        return {
+            f.name: _write(getattr(value, f.name), hints[f.name])
+            for f in fields(kind)
+            if f.compare and getattr(value, f.name) != f.default
+        }
+    if isinstance(note, Points):
+        return [[_show(x, note.x), _show(y, note.y)] for x, y in value]
+    if get_origin(kind) is tuple:
+        arms = get_args(kind)
+        each = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
+        return [_write(item, arm) for item, arm in zip(value, each, strict=True)]
+    if isinstance(note, Quantity) and note.unit:
+        return units.show(value, note.unit)
+    return value
+
+
+def _show(value: float, unit: str) -> Any:
+    return units.show(value, unit) if unit else value

@@ -1,0 +1,105 @@
+"""Which machine this host is.
+
+Looked for in this order, and the first that is found is taken:
+
+1. the argument, and 2. the environment variable ``FICCO_MACHINE``: a path, or the name of a user
+   or shipped file without its ``.yaml``;
+3. the user's files, by fingerprint, and 4. those that ship with ficco, likewise.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ficco.errors import ConfigError
+from ficco.machine.files import load
+from ficco.machine.model import Machine
+
+#: Names a machine: a path, or the name of a file.
+VARIABLE = "FICCO_MACHINE"
+
+#: The folder of the user's files, in place of the usual one.
+FOLDER_VARIABLE = "FICCO_CONFIG_DIR"
+
+_SUFFIX = ".yaml"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a host is known by: its devices' name, as the driver gives it, and how many ranks."""
+
+    accelerator: str
+    ranks: int
+
+    def matches(self, machine: Machine) -> bool:
+        """Whether a machine describes such a host; small and capital letters are the same."""
+        names = {name.casefold() for name in (machine.accelerator, *machine.also)}
+        return self.ranks == machine.ranks and self.accelerator.casefold() in names
+
+
+def find(name_or_path: str | None, fingerprint: Fingerprint | None) -> Machine | None:
+    """The machine of this host; None if nobody described it.
+
+    A file that is damaged and was not asked for is warned of and passed over.
+
+    Raises:
+        ConfigError: the argument or ``FICCO_MACHINE`` names no file, or a damaged one.
+    """
+    for name, asker in ((name_or_path, "machine"), (os.environ.get(VARIABLE), VARIABLE)):
+        if name:
+            return load(_named(name, asker))
+    if fingerprint is None:
+        return None
+    for path in (*_files(user_dir()), *_files(configs())):
+        try:
+            machine = load(path)
+        except ConfigError as error:
+            warnings.warn(f"passed over: {error}", stacklevel=2)
+            continue
+        if fingerprint.matches(machine):
+            return machine
+    return None
+
+
+def shipped() -> tuple[str, ...]:
+    """Names of the machines that ship with ficco."""
+    return tuple(path.stem for path in _files(configs()))
+
+
+def user_dir() -> Path:
+    """The folder of the user's machines; it need not exist."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ficco"
+
+
+def configs() -> Path:
+    """The folder of the files that ship with ficco: in a wheel inside, in a checkout beside it."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The machines of a folder in the order of their names; half-written ones are hidden files."""
+    return iter(sorted(p for p in folder.glob(f"*{_SUFFIX}") if not p.name.startswith(".")))
+
+
+def _named(name: str, asker: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    for folder in (user_dir(), configs()):
+        file = folder / f"{name}{_SUFFIX}"
+        if file.is_file():
+            return file
+    known = sorted({file.stem for folder in (user_dir(), configs()) for file in _files(folder)})
+    raise ConfigError(
+        asker,
+        name,
+        f"required a file, or one of {', '.join(known)} (of {user_dir()} and of those that ship)",
+    )

@@ -1,0 +1,84 @@
+"""Quantities with their units, as files write them: ``64 GB/s``, ``15 us``, ``2 MiB``.
+
+Numbers go through :class:`decimal.Decimal`, so that a float that is printed and read again is the
+same float whatever the prefix.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+
+_LARGE = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_SMALL = {"": 0, "m": -3, "u": -6, "n": -9, "p": -12}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
+
+#: Prefixes of each unit and the exponents of ten they stand for. Large units have no small
+#: prefixes and the other way round: ``mB`` is a slip of the hand.
+PREFIXES: dict[str, dict[str, int]] = {
+    "B": _LARGE,
+    "B/s": _LARGE,
+    "FLOP": _LARGE,
+    "FLOP/s": _LARGE,
+    "s": _SMALL,
+}
+
+#: A quantity of each unit, for messages.
+EXAMPLES = {
+    "B": "'2 MiB'",
+    "B/s": "'64 GB/s'",
+    "FLOP": "'1.5e11 FLOP'",
+    "FLOP/s": "'989 TFLOP/s'",
+    "s": "'15 us'",
+}
+
+
+def parse(text: object, unit: str) -> float:
+    """The value in the SI unit ``unit`` of a quantity such as ``"64 GB/s"``.
+
+    Raises:
+        ValueError: no number, no unit, or another unit.
+    """
+    number, _, suffix = str(text).strip().partition(" ")
+    suffix = suffix.strip()
+    factor = next((f for name, f in _names(unit) if name == suffix), None)
+    try:
+        if not isinstance(text, str) or factor is None:
+            raise InvalidOperation
+        value = float(Decimal(number) * factor)
+    except (InvalidOperation, OverflowError):
+        raise ValueError(
+            f"required a quantity in {unit} such as {EXAMPLES[unit]}, got {text!r}"
+        ) from None
+    return value
+
+
+def show(value: float, unit: str) -> str:
+    """A quantity as text, with the prefix that leaves 1 to 3 digits before the point.
+
+    Bytes that are a whole number of KiB, MiB, ... are written so.
+    """
+    if unit == "B" and value:
+        for prefix, bits in reversed(_BINARY.items()):
+            if value % 2**bits == 0:
+                return f"{Decimal(int(value) >> bits):f} {prefix}B"
+    number = Decimal(repr(value))
+    table = PREFIXES[unit]
+    fitting = [p for p, exponent in table.items() if p != "K" and number.adjusted() >= exponent]
+    if not number:
+        prefix = ""
+    elif fitting:
+        prefix = max(fitting, key=table.__getitem__)
+    else:
+        prefix = min(table, key=table.__getitem__)
+    scaled = number.scaleb(-table[prefix])
+    digits = f"{scaled:f}" if abs(scaled.adjusted()) < 20 else str(scaled)
+    if "." in digits and "E" not in digits:
+        digits = digits.rstrip("0").rstrip(".")
+    return f"{digits} {prefix}{unit}"
+
+
+def _names(unit: str) -> list[tuple[str, Decimal]]:
+    names = [(prefix + unit, Decimal(10) ** e) for prefix, e in PREFIXES[unit].items()]
+    if unit in ("B", "B/s"):
+        names += [(prefix + unit, Decimal(2**bits)) for prefix, bits in _BINARY.items()]
+    return names
