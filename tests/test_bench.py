@@ -319,6 +319,7 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
         "tiny.md",
         "tiny_share.png",
         "tiny_speedup.png",
+        "tiny_timelines.json",
         "tiny_timelines.png",
         "tiny_trace.json",
     }

@@ -23,6 +23,7 @@ PURE = (
     ("machine",),
     ("plan",),
     ("schedules",),
+    ("timeline",),
     ("simulate",),
     ("heuristics",),
 )
@@ -39,7 +40,7 @@ LAYERS = (
     ("ops",),
     ("api",),
     ("ficco",),
-    ("timeline", "launch", "doctor"),
+    ("launch", "doctor"),
     ("bench",),
     ("tune",),
     ("cli",),

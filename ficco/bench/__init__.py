@@ -12,6 +12,7 @@ stats          figures from times; knows no device
 table          rows: CSV, the description of the machine, the printed table
 run            one bench, on every rank
 traces         a traced call per schedule, planned and measured
+draw           Timelines as pictures and as traces
 lines          one line per shape: what reports say of the rows
 plots, report  pictures and Markdown from a CSV alone
 command        the options of ``ficco bench``

@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.candidates import Candidate, build, parse
+from ficco.bench.draw import draw, trace
+from ficco.bench.cases import scenarios
+from ficco.bench.decisions import examples, table_i
 from ficco.bench.inputs import Operands
 from ficco.bench.stats import slowest
 from ficco.bench.traces import trace_all
+from ficco.machine import find
 from ficco.problem import Problem
 from ficco.schedules import NAMED
-from ficco.timeline import draw, trace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +45,10 @@ CALLS = 5
 
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
 SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
+
+#: Machines on which the demo decides, and the one on which it simulates.
+DECIDED_ON = ("h200-4",)
+SIMULATED_ON = "mi300x-8"
 
 #: On CPUs the drawn calls copy at this many bytes per second, or the copies could not be seen.
 DRAWN_BANDWIDTH = 3e8
@@ -126,9 +133,23 @@ def demo(settings: Settings) -> int:
     _print(console, results)
     console.print(f"timelines, planned beside measured: {picture}", soft_wrap=True, highlight=False)
     console.print(f"trace for https://ui.perfetto.dev: {traced}", soft_wrap=True, highlight=False)
+    _decisions(console)
     text, code = verdict(results, group.size())
     print(text, flush=True)
     return code
+
+
+def _decisions(console: Console) -> None:
+    """What ``auto`` takes elsewhere, and the paper's Table I on its machine, both on paper."""
+    for name in DECIDED_ON:
+        machine = find(name, None)
+        assert machine is not None
+        console.print(f"\nschedule='auto' on {name}:")
+        for text in examples(machine):
+            console.print(text, highlight=False)
+    machine = find(SIMULATED_ON, None)
+    assert machine is not None
+    console.print(table_i(machine, scenarios()), highlight=False)
 
 
 def verdict(results: list[Result], world: int) -> tuple[str, int]:

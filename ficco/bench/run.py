@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ficco.bench import table
 from ficco.bench.candidates import Candidate
 from ficco.bench.cases import Case
+from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import DeviceClock, Gate, HostClock, Item, rounds
 from ficco.bench.stats import NONE, slowest, summarise
@@ -22,7 +23,7 @@ from ficco.bench.table import Row
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier
 from ficco.heuristics import decide
-from ficco.timeline import draw, trace
+from ficco.timeline import dumps
 
 Tick = Callable[[str], None]
 
@@ -232,6 +233,7 @@ class _Bench:
             note = f"{operands.problem}, rank 0 of {self.world}; planned at the rates measured"
             draw(found, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
             trace(found, f"{stem}_trace.json")
+            Path(f"{stem}_timelines.json").write_text(dumps(found))
 
     @contextmanager
     def _progress(self, title: str) -> Iterator[Tick]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ficco.bench.inputs import Operands
+from ficco.dma.engine import Span
+from ficco.machine import Machine
+from ficco.machine.flat import flat
 from ficco.ops.all_gather_matmul import traced
-from ficco.timeline import Rates, Timeline, measured, planned
+from ficco.plan import Plan
+from ficco.simulate import simulate
+from ficco.timeline import Timeline, assemble, work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+#: Rate of what took no time that could be measured.
+UNSEEN = 1e18
 
 
 def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup) -> list[Timeline]:
     """The planned and the measured Timeline of every schedule that is served here, in turn.
 
-    The plan is executed on paper at the rates that the steps of the measured call reached, so that
-    both differ in what waited for what. Collective; the result is the same on every rank.
+    The plan is simulated at the rates that the steps of the measured call reached, so that both
+    differ in what waited for what. Collective; the result is the same on every rank.
     """
     found: list[Timeline] = []
     for schedule in schedules:
@@ -32,6 +41,42 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             dist.all_gather_object(everyone, (plan, spans), group=group)
             plans = [plan for plan, _ in everyone]
             real = measured(f"{schedule}: measured", plans, [spans for _, spans in everyone])
-            rates = Rates.of(plans, real)
-            found += [planned(f"{schedule}: planned", plans, rates), real]
+            machine = machine_of(plans, real)
+            found += [simulate(plans, machine, title=f"{schedule}: planned"), real]
     return found
+
+
+def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:
+    """The Timeline of a traced call: a Plan and its Spans for every rank."""
+    ranks = []
+    for plan, found in zip(plans, spans, strict=True):
+        in_order = sorted(found, key=lambda span: span.start)
+        ranks.append([(plan.steps[span.step], span.start, span.stop) for span in in_order])
+    return assemble(title, ranks)
+
+
+def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
+    """A machine with the mean rates at which the steps of a measured call ran.
+
+    What was shared or in the way of something else is part of these rates.
+    """
+    spent: dict[str, float] = defaultdict(float)
+    done: dict[str, float] = defaultdict(float)
+    for bar in (bar for bars in timeline.ranks for bar in bars):
+        spent["copy" if bar.kind == "gather" else bar.kind] += bar.stop_s - bar.start_s
+    for plan in plans:
+        for step in plan.steps:
+            done["copy" if step.op == "gather" else step.op] += max(work(plan, step))
+    done["place"] *= 2  # read and written
+
+    def rate(kind: str) -> float:
+        return done[kind] / spent[kind] if done[kind] and spent[kind] else UNSEEN
+
+    return flat(
+        rate("matmul"),
+        rate("copy"),
+        rate("place"),
+        ranks=len(plans),
+        kind="mesh",  # copies to one peer come one after the other, so that none share a link
+        source="measured",
+    )

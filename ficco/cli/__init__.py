@@ -1,4 +1,4 @@
-"""The command line: ``ficco demo``, ``bench``, ``plan`` and ``doctor``.
+"""The command line: ``python -m ficco --help`` lists the commands.
 
 Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong.
 Modules are imported by the command that needs them.
@@ -10,12 +10,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ficco.cli import bench, demo, doctor, plan
+from ficco.cli import bench, demo, doctor, plan, plot, simulate
 
 PROGRAM = "ficco"
 
 #: In the order in which the help lists them.
-COMMANDS = (demo, bench, plan, doctor)
+COMMANDS = (demo, bench, plan, simulate, plot, doctor)
 
 
 def main() -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from ficco.cli.simulate import chosen, write
 
 
 def add(commands: Any) -> None:
@@ -24,8 +25,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--workspace-bytes", type=int, help="cap on staging; pieces then share it as a ring"
     )
-    parser.add_argument("--tflops", type=float, default=700, help="of a GEMM, for the timeline")
-    parser.add_argument("--gbps", type=float, default=380, help="GB/s of a link, likewise")
+    parser.add_argument("--machine", help="to draw it on: a name or a file (default: h200-4)")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the timeline (png, svg)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the steps as JSON")
@@ -36,14 +36,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
     from ficco.plan import check, render
     from ficco.schedules import plans
-    from ficco.timeline import Rates, draw, planned, trace
 
     problem = _problem(arguments)
     if not 0 <= arguments.rank < problem.world:
         raise ValueError(f"--rank: required 0 to {problem.world - 1}, got {arguments.rank}")
-    for name in ("tflops", "gbps"):
-        if not getattr(arguments, name) > 0:
-            raise ValueError(f"--{name}: required a number above 0, got {getattr(arguments, name)}")
     decision = decide(problem, arguments.schedule)
     made = plans(problem, decision.schedule, arguments.workspace_bytes)
     check(made)
@@ -54,15 +50,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(render(one))
         print(_plan_text(one, decision))
     if arguments.draw or arguments.trace:
-        rates = Rates(flops=arguments.tflops * 1e12, link_bytes=arguments.gbps * 1e9)
-        timeline = planned(str(decision.schedule), made, rates)
-        note = f"{problem}, on paper: {arguments.tflops:g} TFLOP/s, {arguments.gbps:g} GB/s"
-        for path, write in (
-            (arguments.draw, lambda path: draw([timeline], path, note=note)),
-            (arguments.trace, lambda path: trace([timeline], path)),
-        ):
-            if path:
-                print(f"wrote {write(path)}", file=sys.stderr)
+        from ficco.simulate import simulate
+
+        machine = chosen(arguments.machine)
+        timeline = simulate(made, machine)
+        write([timeline], arguments, f"{problem}, simulated on {machine.name}")
     return 0
 
 

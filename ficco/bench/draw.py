@@ -1,0 +1,153 @@
+"""Timelines as pictures and as traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ficco.timeline import Bar, Timeline
+
+#: Colours of the kinds of bars, also where hues are hard to tell apart: dark, middle, light.
+COLOURS = {
+    "matmul": "#2a5d8f",
+    "copy": "#e08a1e",
+    "gather": "#a05a8a",
+    "place": "#7a9a3a",
+    "wait": "#dddddd",
+}
+
+
+def draw(
+    timelines: Sequence[Timeline],
+    path: str | Path,
+    columns: int = 1,
+    ranks: Sequence[int] | None = None,
+    note: str = "",
+) -> Path:
+    """Draw Timelines in a grid, lanes as rows; the suffix of ``path`` is the format.
+
+    Args:
+        timelines: row by row of the grid; one without ranks leaves its place free.
+        path: the picture.
+        columns: Timelines side by side, for example the planned and the measured one.
+        ranks: the ranks to show; None for all.
+        note: a line above the grid.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lanes = [
+        [
+            (rank, lane)
+            for rank, bars in enumerate(timeline.ranks)
+            if ranks is None or rank in ranks
+            for lane in _lanes(bars)
+        ]
+        for timeline in timelines
+    ]
+    rows = -(-len(timelines) // columns)
+    heights = [
+        max(len(names) for names in lanes[i * columns : (i + 1) * columns]) for i in range(rows)
+    ]
+    figure = Figure(
+        figsize=(max(7.0, 6.5 * columns), sum(0.24 * h + 0.75 for h in heights) + 0.8),
+        layout="constrained",
+    )
+    grid = figure.subplots(
+        rows, columns, squeeze=False, gridspec_kw={"height_ratios": [h + 1.5 for h in heights]}
+    )
+    for axes in grid.flat[len(timelines) :]:
+        axes.set_axis_off()
+    for i, (timeline, names) in enumerate(zip(timelines, lanes, strict=True)):
+        if not names:
+            grid.flat[i].set_axis_off()
+            continue
+        row = i // columns
+        beside = timelines[row * columns : (row + 1) * columns]
+        _draw_one(grid.flat[i], timeline, names, max(t.stop_s for t in beside))
+    there = {bar.kind for timeline in timelines for bars in timeline.ranks for bar in bars}
+    kinds = [kind for kind in COLOURS if kind in there]
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
+        loc="outside lower center",
+        ncols=len(kinds),
+        frameon=False,
+    )
+    if note:
+        figure.suptitle(note, fontsize=10)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _lanes(bars: Sequence[Bar]) -> list[str]:
+    """Lanes that copy or compute, compute first."""
+    seen = {bar.lane for bar in bars if bar.kind not in ("sync", "wait")}
+    return sorted(seen, key=lambda lane: (not lane.startswith("compute"), lane))
+
+
+def _draw_one(
+    axes: Any, timeline: Timeline, names: Sequence[tuple[int, str]], until_s: float
+) -> None:
+    scale, unit = (1e3, "ms") if until_s >= 1e-3 else (1e6, "us")
+    row_of = {name: i for i, name in enumerate(names)}
+    for rank, bars in enumerate(timeline.ranks):
+        for bar in bars:
+            row = row_of.get((rank, bar.lane))
+            if row is None or bar.kind == "sync":
+                continue
+            axes.barh(
+                row,
+                (bar.stop_s - bar.start_s) * scale,
+                left=bar.start_s * scale,
+                height=0.5 if bar.kind == "wait" else 0.85,
+                color=COLOURS[bar.kind],
+                edgecolor="white",
+                linewidth=0.4,
+            )
+    one_rank = len({rank for rank, _ in names}) == 1
+    axes.set_yticks(
+        range(len(names)),
+        [lane if one_rank else f"rank {rank} {lane}" for rank, lane in names],
+        fontsize=7,
+    )
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, max(until_s * scale, 1e-9))
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_title(
+        f"{timeline.title} ({timeline.stop_s * scale:.3g} {unit})", fontsize=8, loc="left"
+    )
+
+
+def trace(timelines: Sequence[Timeline], path: str | Path) -> Path:
+    """Write Timelines as a trace file for Perfetto or ``chrome://tracing``."""
+    events: list[dict[str, Any]] = []
+    process = 0
+    for timeline in timelines:
+        for rank, bars in enumerate(timeline.ranks):
+            process += 1
+            name = {"name": f"{timeline.title} rank {rank}"}
+            events.append({"ph": "M", "pid": process, "name": "process_name", "args": name})
+            threads = {lane: i for i, lane in enumerate(dict.fromkeys(bar.lane for bar in bars))}
+            for lane, thread in threads.items():
+                meta = {"ph": "M", "pid": process, "tid": thread, "name": "thread_name"}
+                events.append({**meta, "args": {"name": lane}})
+            for bar in bars:
+                events.append(
+                    {
+                        "ph": "X",
+                        "pid": process,
+                        "tid": threads[bar.lane],
+                        "name": bar.label,
+                        "cat": bar.kind,
+                        "ts": bar.start_s * 1e6,  # microseconds, by the format
+                        "dur": (bar.stop_s - bar.start_s) * 1e6,
+                    }
+                )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return path

@@ -1,0 +1,194 @@
+"""``ficco simulate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ficco.bench.cases import Case
+    from ficco.bench.simulated import Row
+    from ficco.machine import Machine
+    from ficco.timeline import Timeline
+
+#: The machine that is simulated unless another is named; the one that was measured most.
+MACHINE = "h200-4"
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    text = "predict schedules on a described machine; needs no GPU"
+    parser = commands.add_parser("simulate", help=text, description=text)
+    parser.add_argument(
+        "schedules", nargs="*", help="names such as growing:compute=2 (default: all named ones)"
+    )
+    what = parser.add_argument_group("what")
+    what.add_argument("--set", help="shapes that ship with ficco (default: measured)")
+    what.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
+    what.add_argument("--m", type=int, help="one shape: rows of the gathered A,")
+    what.add_argument("--n", type=int, help="columns of one rank's B,")
+    what.add_argument("--k", type=int, help="columns of A")
+    what.add_argument("--dtype", default="bfloat16", help="of that shape")
+    where = parser.add_argument_group("where")
+    where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
+    where.add_argument("--world", type=int, help="ranks (default: the machine's)")
+    where.add_argument(
+        "--mode", default="queued", help="queued: the host runs ahead; idle: the GPU waits for it"
+    )
+    result = parser.add_argument_group("what becomes of it")
+    result.add_argument("--json", action="store_true", help="print the rows as JSON")
+    result.add_argument("--csv", type=Path, metavar="FILE", help="write the rows")
+    result.add_argument("--draw", type=Path, metavar="FILE", help="draw one shape (png, svg)")
+    result.add_argument("--trace", type=Path, metavar="FILE", help="its trace for Perfetto")
+    result.add_argument(
+        "--timelines", type=Path, metavar="FILE", help="its timelines, for ficco plot"
+    )
+    result.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="hold the paper's claims against its scenarios: a page, and beside it a CSV and a "
+        "picture in the folder simulated (with --set scenarios)",
+    )
+    parser.set_defaults(run=_simulate)
+
+
+def chosen(name: str | None) -> Machine:
+    """The machine of an option: its name or file, what the environment names, or the default."""
+    from ficco.machine import find
+
+    found = find(name, None) or find(MACHINE, None)
+    assert found is not None
+    return found
+
+
+def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: str) -> None:
+    """Write what ``--draw`` and ``--trace`` ask for."""
+    from ficco.bench.draw import draw, trace
+
+    for path, put in (
+        (arguments.draw, lambda path: draw(timelines, path, ranks=_shown(timelines), note=note)),
+        (arguments.trace, lambda path: trace(timelines, path)),
+    ):
+        if path:
+            print(f"wrote {put(path)}", file=sys.stderr)
+
+
+def _shown(timelines: Sequence[Timeline]) -> list[int] | None:
+    """All ranks of one call, the first one of several calls."""
+    return [0] if len(timelines) > 1 else None
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from ficco.bench import simulated
+    from ficco.schedules import Schedule
+    from ficco.simulate import MODES
+
+    if arguments.mode not in MODES:
+        raise ValueError(f"--mode: required one of {', '.join(MODES)}, got {arguments.mode!r}")
+    machine = chosen(arguments.machine)
+    world = machine.ranks if arguments.world is None else arguments.world
+    if world < 1:
+        raise ValueError(f"--world: required at least 1, got {world}")
+    schedules = [Schedule.parse(name) for name in arguments.schedules] or None
+    cases = _cases(arguments)
+    drawn = arguments.draw or arguments.trace or arguments.timelines
+    if drawn and len(cases) > 1:
+        raise ValueError(
+            f"--draw, --trace, --timelines: required one shape, got {len(cases)}; "
+            "give it with --m, --n and --k"
+        )
+    if arguments.report and arguments.set != "scenarios":
+        raise ValueError("--report: required --set scenarios, which is what the paper is about")
+    rows: list[Row] = []
+    for case in cases:
+        rows += simulated.simulate_case(case, machine, world, arguments.mode, schedules)
+    if arguments.json:
+        print(json.dumps([vars(row) for row in rows]))
+    else:
+        _print(rows)
+    if arguments.csv:
+        print(f"wrote {simulated.write(arguments.csv, simulated.as_csv(rows))}", file=sys.stderr)
+    if drawn:
+        _timelines(arguments, cases[0], machine, world)
+    if arguments.report:
+        from ficco.bench.paper import write_report
+
+        command = shlex.join(["python", "-m", "ficco", *sys.argv[1:]])
+        for path in write_report(rows, machine, arguments.report, command):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    from ficco.bench import cases
+
+    sizes = [arguments.m, arguments.n, arguments.k]
+    one = any(size is not None for size in sizes)
+    if sum([one, arguments.set is not None, arguments.shapes is not None]) > 1:
+        raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
+    if one:
+        for name, size in zip("mnk", sizes, strict=True):
+            if size is None or size < 0:
+                raise ValueError(f"--{name}: required a size of at least 0, got {size}")
+        name = "x".join(map(str, sizes))
+        return [cases.Case(name, *sizes, arguments.dtype)]
+    if arguments.shapes:
+        return list(cases.read(arguments.shapes))
+    name = arguments.set or "measured"
+    if name not in cases.SETS:
+        raise ValueError(f"--set: required one of {', '.join(cases.SETS)}, got {name!r}")
+    return list(cases.SETS[name]())
+
+
+def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, world: int) -> None:
+    from ficco.bench import simulated
+    from ficco.schedules import Schedule, plans
+    from ficco.simulate import simulate
+    from ficco.timeline import dumps
+
+    problem = case.problem(world)
+    schedules = [Schedule.parse(name) for name in arguments.schedules]
+    timelines = [
+        simulate(plans(problem, schedule), machine, arguments.mode, f"{schedule}: simulated")
+        for schedule in schedules or simulated.default_schedules(problem, machine)
+    ]
+    write(timelines, arguments, f"{problem}, simulated on {machine.name}, {arguments.mode}")
+    if arguments.timelines:
+        path = simulated.write(arguments.timelines, dumps(timelines))
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _print(rows: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ficco.bench.simulated import BOUNDS
+
+    one = rows[0]
+    table = Table(title=f"simulated on {one.machine}, {one.world} ranks, {one.mode}")
+    table.add_column("m, n per rank, k", overflow="fold")
+    table.add_column("candidate", overflow="fold")
+    for heading in ("ms", "x serial", "of ideal"):
+        table.add_column(heading, justify="right")
+    shown = ""
+    for row in rows:
+        if row.case != shown:
+            table.add_section()
+        sizes = f"{row.m}, {row.n}, {row.k}"
+        named = f"{row.case}: {sizes}" if row.case != sizes.replace(", ", "x") else sizes
+        bound = row.candidate in BOUNDS
+        table.add_row(
+            named if row.case != shown else "",
+            f"[dim]{row.candidate}[/]" if bound else row.candidate,
+            f"{row.ms:.4g}",
+            "" if bound and row.candidate != "ideal" else f"{row.speedup:.2f}",
+            "" if bound else f"{row.share:.2f}",
+        )
+        shown = row.case
+    Console().print(table)

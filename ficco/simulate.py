@@ -1,0 +1,607 @@
+"""Plans on a Machine, as a discrete-event simulation: when every step runs, without a device.
+
+What is modelled, and how:
+
+- *Copies.* A lane of copies is a queue. A copy holds it for ``gap`` and its bytes' time, and its
+  signal is seen ``latency`` and its bytes' time after it began. Bytes move at the copy's own rate
+  or at its share of what it shares: on a switch the sender's port out and the receiver's port in,
+  on a mesh the link between the two. A rank has no more copies in flight than it has engines.
+- *Products.* The GPU of a rank serves the products of all its compute lanes in the order in which
+  they begin: the tiles of the next one fill the last wave of the one before, so that two lanes
+  together take no less than ``Gemm.dense`` of both, and each no less than its own
+  ``Gemm.seconds``. Copies within the rank are served likewise, at the rate of its memory.
+- *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
+  multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
+- *The host.* In the mode ``"idle"`` an operation is there for the GPU when the host has enqueued
+  it, after all those before it in the plan; in the mode ``"queued"`` all are there at 0.
+- *The end* is when the caller's stream is through, which waits for all lanes but ``sync``. Slots
+  are free: nothing waits for the call before.
+
+Where all ranks do the same, one stands for all (:func:`predict`). The result depends on the
+arguments alone, to the last bit, so that ranks that simulate for themselves agree.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+from math import floor
+from typing import Any
+
+from ficco.machine import (
+    Collective,
+    Contention,
+    Copies,
+    Gemm,
+    Host,
+    Machine,
+    Memory,
+    Topology,
+)
+from ficco.plan import Plan, Signal, Step
+from ficco.plan.collector import paused
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plan, plans
+from ficco.schedules.arrivals import GRANULE, cut
+from ficco.timeline import SYNC_LANE, Timeline, assemble
+
+#: Whether the host runs ahead of the GPU, or the GPU waits for its host.
+MODES = ("queued", "idle")
+
+#: Points of time per second: what differs by less than a femtosecond happens at the same time.
+GRID = 2.0**50
+
+#: A step with its start and stop.
+Ran = tuple[Step, float, float]
+
+
+def simulate(
+    plans: Sequence[Plan], machine: Machine, mode: str = "queued", title: str = ""
+) -> Timeline:
+    """When the steps of all ranks run.
+
+    Args:
+        plans: of all ranks, in their order.
+        machine: what it runs on; a group of another size is simulated at the same rates.
+        mode: ``"queued"`` or ``"idle"``.
+        title: of the Timeline; the schedule's name if empty.
+
+    Raises:
+        ValueError: the machine lacks a block that the plans need, the mode is none, or the plans
+            wait for each other for ever.
+    """
+    with paused():
+        ranks = _Simulation(plans, machine, mode).run()
+    return assemble(title or plans[0].schedule, ranks)
+
+
+def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued") -> float:
+    """Seconds of a call: until the caller's stream of the slowest rank is through.
+
+    Where shards are equal, one rank stands for all, with every signal taken from its mirror image
+    among the rank's own. That is exact but for steps with pieces of all peers and not the own one
+    (hetero-fused), whose products fall in two at another place on every rank: there the ranks
+    with the longest products stand for all, which leaves out that the others' copies meet a little
+    less contention.
+
+    Raises:
+        ValueError: as :func:`simulate`.
+    """
+    with paused():
+        if not _alike(problem, schedule):
+            found = [_Simulation(plans(problem, schedule), machine, mode)]
+        else:
+            found = [
+                _Simulation([_plan(problem, schedule, rank)], machine, mode, mirrored=True)
+                for rank in _slowest(problem, schedule, machine)
+            ]
+        return max(
+            (
+                stop
+                for simulation in found
+                for ran in simulation.run()
+                for step, _, stop in ran
+                if step.lane != SYNC_LANE
+            ),
+            default=0.0,
+        )
+
+
+@lru_cache(maxsize=8)
+def _plan(problem: Problem, schedule: Schedule, rank: int) -> Plan:
+    """The plan of a rank; the same call is often predicted in one mode, then in the other."""
+    return plan(problem, schedule, rank)
+
+
+def _alike(problem: Problem, schedule: Schedule) -> bool:
+    """Whether all ranks do the same, seen from each.
+
+    Ranks go through their peers as ``rank ^ i`` or as ``rank - i`` (see arrivals in
+    ficco.schedules). The neighbourhoods of growing groups are alike for powers of two alone.
+    """
+    regular = schedule.grouping in ("fused", "unfused") or problem.world.bit_count() == 1
+    return regular and len(set(problem.rows)) == 1
+
+
+def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]:
+    """Ranks that can be the last, of those that do the same but for the own shard's place.
+
+    They have the longest products in all, or behind the last copy.
+    """
+    world, gemm = problem.world, machine.gemm
+    if schedule.uniform or schedule.grouping != "fused" or world < 3 or gemm is None:
+        return [0]
+    rows, n, k, itemsize = problem.rows[0], problem.n, problem.k, problem.itemsize
+    by_rows = schedule.dims == 1
+    pieces = cut(rows if by_rows else k, schedule.pieces or world)
+    if not (rows and pieces):
+        return [0]
+    pieces[-1:] = [(0, b - a) for a, b in cut(pieces[-1][1] - pieces[-1][0], schedule.tail)]
+    lengths = [b - a for a, b in pieces]
+    wide = not by_rows  # accumulated
+    by_rank: list[list[float]] = []
+    for rank, parts in enumerate(_parts(world, schedule.dims, min(len(lengths), 2))):
+        # The sums are rounded in front of and behind the own shard's.
+        apart = machine.memory.latency if wide and machine.memory and 0 < rank < world - 1 else 0.0
+        seconds = {
+            length: sum(
+                gemm.launch + gemm.seconds(m, n, terms, batch=batch, itemsize=itemsize, wide=wide)
+                for shards, batch in parts
+                for m, terms in [(shards * length, k) if by_rows else (shards * rows, length)]
+            )
+            for length in dict.fromkeys(lengths)
+        }
+        by_rank.append([sum(seconds[length] for length in lengths), seconds[lengths[-1]] + apart])
+    ranks = range(world)
+    return sorted({max(ranks, key=lambda rank: by_rank[rank][i]) for i in (0, 1)})
+
+
+@lru_cache(maxsize=256)
+def _parts(world: int, dims: int, pieces: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each rank: the products of a fused step, as shards side by side and length of the batch.
+
+    Read from plans of a small problem, since sizes do not matter.
+    """
+    rows = GRANULE * (pieces if dims == 1 else 1)
+    problem = Problem("all_gather_matmul", (rows,) * world, 1, GRANULE * pieces, "float32")
+    schedule = Schedule(uniform=False, grouping="fused", dims=dims, pieces=pieces)
+    found = []
+    for rank in range(world):
+        steps = plan(problem, schedule, rank).steps
+        step = next(step for step in steps if step.op == "matmul" and step.waits)
+        found.append(tuple((p.out.rows // GRANULE, p.batch) for p in step.products))
+    return tuple(found)
+
+
+class _Lane:
+    """A queue of steps of one rank, and the step at its head once that has begun."""
+
+    __slots__ = (
+        "rank", "steps", "at", "free", "version", "start", "launched", "left",
+        "pace", "since", "alone", "ports", "ends",
+    )  # fmt: skip
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank  # index among those that are simulated
+        self.steps: list[int] = []
+        self.at = 0  # which of the steps is at the head
+        self.free = 0.0  # when that can begin, as far as the lane is concerned
+        self.version = 0  # of its end, which moves with its pace
+        self.start = 0.0
+        self.launched = False  # whether a product ran before
+        #: Of a product: when it ends on its rank's clock. Of a copy: bytes to move, at a pace in
+        #: bytes per second, since when, its pace if nothing else ran, what it shares with others,
+        #: and the ranks whose products it slows down.
+        self.left = self.pace = self.since = self.alone = 0.0
+        self.ports: tuple[int, ...] = ()
+        self.ends: tuple[int, ...] = ()
+
+
+def _head(lane: _Lane) -> int:
+    """What begins first where several can: the step that was enqueued first."""
+    return lane.steps[lane.at] if lane.at < len(lane.steps) else -1
+
+
+class _Rank:
+    """The GPU of a rank. Its products go by a clock that runs slower while copies are in flight."""
+
+    __slots__ = (
+        "plan", "lanes", "clock", "since", "slowed", "served", "multiplying", "busy",
+        "copying", "in_flight", "engines", "queue", "enqueued", "ran",
+    )  # fmt: skip
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        self.plan = plan
+        self.lanes: dict[str, _Lane] = {}
+        for index, step in enumerate(plan.steps):
+            if step.lane not in self.lanes:
+                self.lanes[step.lane] = _Lane(number)
+            self.lanes[step.lane].steps.append(index)
+        self.clock = self.since = 0.0
+        self.slowed = 1.0  # seconds per second of the clock
+        self.served = 0.0  # when all tiles of what has begun are given out, on the clock
+        self.multiplying: dict[_Lane, None] = {}
+        self.busy = False  # whether copies are slowed down by products
+        self.copying: dict[_Lane, None] = {}  # lanes, of any rank, with a copy to or from this one
+        self.in_flight = 0  # copies of its own lanes
+        self.engines = 0  # how many there can be; 0 for no limit
+        self.queue: deque[_Lane] = deque()  # lanes that wait for an engine
+        self.enqueued: list[tuple[float, float]] = []  # step -> when it is there, and its posts
+        self.ran: list[tuple[float, int, float]] = []  # start, step, stop
+
+    def tick(self, now: float) -> float:
+        """What the clock says now."""
+        self.clock += (now - self.since) / self.slowed
+        self.since = now
+        return self.clock
+
+
+#: Kinds of events.
+_BEGIN, _END, _ENGINE = range(3)
+
+
+class _Simulation:
+    """Plans of all ranks, or the plan of one that stands for all."""
+
+    def __init__(
+        self, plans: Sequence[Plan], machine: Machine, mode: str, mirrored: bool = False
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
+        self.mirrored = mirrored
+        self.problem, self.name = plans[0].problem, plans[0].schedule
+        self.ranks = [_Rank(plan, number) for number, plan in enumerate(plans)]
+        self.now = 0.0
+        self.pushed = 0
+        self.events: list[tuple[float, int, int, int, _Lane, int]] = []
+        self.ready: list[_Lane] = []  # lanes to look at
+        #: When a signal is seen, or a step is over; lanes that wait for it to be known.
+        self.known: dict[object, float] = {}
+        self.waiting: dict[object, list[_Lane]] = {}
+        self.sharers: dict[int, dict[_Lane, None]] = {}  # lanes whose copies use a port or link
+        self.changed_ranks: dict[int, None] = {}
+        self.changed_copies: dict[_Lane, None] = {}
+        self.gathering: list[_Lane] = []
+        self._seconds: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
+        self._rates: dict[int, float] = {}
+        self._take(machine, mode)
+
+    def _take(self, machine: Machine, mode: str) -> None:
+        """The blocks of the machine that the plans need."""
+        steps = [step for rank in self.ranks for step in rank.plan.steps]
+        ops = {step.op for step in steps}
+        by_kernel = any(step.op == "copy" and step.mover == "kernel" for step in steps)
+
+        def block(name: str, needed: bool) -> Any:
+            found = getattr(machine, name)
+            if needed and found is None:
+                raise ValueError(
+                    f"machine {machine.name}: required the block {name!r} to simulate {self.name} "
+                    f"({mode}), got none; measure it, or add it to the file"
+                )
+            return found
+
+        self.gemm: Gemm = block("gemm", "matmul" in ops)
+        self.memory: Memory = block("memory", "place" in ops)
+        self.collective: Collective = block("collective", "gather" in ops)
+        self.topology: Topology = block("topology", "copy" in ops)
+        self.copies: Copies = block("copies", "copy" in ops)
+        if by_kernel and machine.kernel_copies is not None:
+            self.copies = machine.kernel_copies
+        contention: Contention = block("contention", {"copy", "matmul"} <= ops)
+        self.product_factor = self.copy_factor = 1.0
+        if contention is not None and by_kernel:
+            self.product_factor = contention.gemm_under_collective
+            self.copy_factor = contention.collective_under_gemm
+        elif contention is not None:
+            self.product_factor = contention.gemm_under_copies
+            self.copy_factor = contention.copies_under_gemm
+        host: Host = block("host", mode == "idle")
+        for rank in self.ranks:
+            lanes = sum(name.startswith("copy") for name in rank.lanes)
+            if self.copies is not None and lanes > self.copies.engines:
+                rank.engines = self.copies.engines
+            if mode == "idle":
+                rank.enqueued = _enqueued(rank.plan, host)
+
+    def run(self) -> list[list[Ran]]:
+        """The steps of every rank that is simulated, in the order of their start."""
+        for rank in self.ranks:
+            self.ready.extend(rank.lanes.values())
+        events = self.events
+        self._go_on()
+        while events:
+            self.now = now = events[0][0]
+            while events and events[0][0] == now:
+                _, _, _, kind, lane, version = heappop(events)
+                if kind == _BEGIN:
+                    self._begin(lane)
+                elif kind == _ENGINE:
+                    self._free_engine(lane)
+                elif version == lane.version:
+                    self._end(lane)
+            self._go_on()
+        if any(len(rank.ran) < len(rank.plan.steps) for rank in self.ranks):
+            raise ValueError(f"{self.name}: the plans wait for each other for ever")
+        return [
+            [(rank.plan.steps[index], start, stop) for start, index, stop in sorted(rank.ran)]
+            for rank in self.ranks
+        ]
+
+    def _go_on(self) -> None:
+        """Begin what can begin now, then see who slows whom down."""
+        while self.ready:
+            ready, self.ready = self.ready, []
+            for lane in sorted(ready, key=_head) if len(ready) > 1 else ready:
+                self._advance(lane)
+        if self.changed_ranks or self.changed_copies:
+            self._settle()
+
+    def _push(self, at: float, kind: int, lane: _Lane) -> None:
+        self.pushed += 1
+        at = floor(at * GRID + 0.5) / GRID
+        heappush(self.events, (at, _head(lane), self.pushed, kind, lane, lane.version))
+
+    # What a step waits for.
+
+    def _wait_key(self, signal: Signal) -> object:
+        """What a signal is known by: its word, or this rank's own signal that mirrors it."""
+        if not self.mirrored:
+            return signal.waiter, signal.word
+        me, world = signal.waiter, self.problem.world
+        turned = world & (world - 1)  # the peer at the same distance the other way round
+        mirror = (2 * me - signal.poster) % world if turned else signal.poster
+        return signal.kind, mirror, signal.slot
+
+    def _post_key(self, signal: Signal) -> object:
+        if not self.mirrored:
+            return signal.waiter, signal.word
+        return signal.kind, signal.waiter, signal.slot
+
+    def _tell(self, key: object, at: float) -> None:
+        self.known[key] = at
+        if key in self.waiting:
+            self.ready.extend(self.waiting.pop(key))
+
+    def _advance(self, lane: _Lane) -> None:
+        """Begin the step at the head, now or later, once it is known when all it waits for is."""
+        if lane.at == len(lane.steps):
+            return
+        rank = self.ranks[lane.rank]
+        index = lane.steps[lane.at]
+        step = rank.plan.steps[index]
+        begin = lane.free
+        if rank.enqueued:
+            begin = max(begin, rank.enqueued[index][0])
+        keys = [self._wait_key(signal) for signal in step.waits if signal.kind != "released"]
+        if step.after:
+            keys += [(-1, lane.rank, earlier) for earlier in step.after]
+        for key in keys:
+            at = self.known.get(key)
+            if at is None:
+                self.waiting.setdefault(key, []).append(lane)
+                return
+            if at > begin:
+                begin = at
+        if begin > self.now:
+            self._push(begin, _BEGIN, lane)
+        else:
+            self._begin(lane)
+
+    # Steps.
+
+    def _begin(self, lane: _Lane) -> None:
+        rank = self.ranks[lane.rank]
+        step = rank.plan.steps[lane.steps[lane.at]]
+        if step.op == "copy":
+            if rank.engines and rank.in_flight == rank.engines:
+                rank.queue.append(lane)
+                return
+            lane.start = self.now
+            self._begin_copy(lane, rank, step)
+            return
+        lane.start = self.now
+        if step.op in ("matmul", "place"):
+            self._begin_product(lane, rank, step)
+        elif step.op == "gather":
+            self.gathering.append(lane)
+            if len(self.gathering) == len(self.ranks):
+                self._gather()
+        else:
+            self._over(lane, self.now, self.now)
+
+    def _end(self, lane: _Lane) -> None:
+        rank = self.ranks[lane.rank]
+        if lane in rank.multiplying:
+            del rank.multiplying[lane]
+            self.changed_ranks[lane.rank] = None
+        elif lane.ends:
+            self._end_copy(lane, rank)
+            return
+        self._over(lane, self.now, self.now)
+
+    def _over(self, lane: _Lane, seen: float, free: float) -> None:
+        """The step at the head is over: for others when that is seen, for the lane when free."""
+        rank = self.ranks[lane.rank]
+        index = lane.steps[lane.at]
+        rank.ran.append((lane.start, index, free))
+        lane.free = free
+        lane.at += 1
+        lane.version += 1
+        posted = max(seen, rank.enqueued[index][1]) if rank.enqueued else seen
+        for signal in rank.plan.steps[index].posts:
+            if signal.kind != "released":
+                self._tell(self._post_key(signal), posted)
+        self._tell((-1, lane.rank, index), seen)
+        self.ready.append(lane)
+
+    def _gather(self) -> None:
+        """The collective begins once all ranks have reached it."""
+        nbytes = max(self.problem.rows) * self.problem.k * self.problem.itemsize
+        end = self.now + (self.collective.seconds(nbytes) if nbytes else 0.0)
+        for lane in self.gathering:
+            self._push(end, _END, lane)
+        self.gathering = []
+
+    # Products, and copies within a rank.
+
+    def _begin_product(self, lane: _Lane, rank: _Rank, step: Step) -> None:
+        whole, filled = self._place(step) if step.op == "place" else self._multiply(step)
+        if not whole:
+            self._over(lane, self.now, self.now)
+            return
+        begin = rank.tick(self.now)
+        if lane.launched and step.op == "matmul":
+            begin += self.gemm.launch
+        lane.launched = True
+        rank.served = max(rank.served, begin) + filled
+        lane.left = max(begin + whole, rank.served)
+        lane.ends = ()
+        rank.multiplying[lane] = None
+        self.changed_ranks[lane.rank] = None
+        self._push(self.now + (lane.left - rank.clock) * rank.slowed, _END, lane)
+
+    def _multiply(self, step: Step) -> tuple[float, float]:
+        """Seconds of a step's products alone, and with their last waves filled by others."""
+        whole = filled = 0.0
+        for product in step.products:
+            _, k_first, k_last, out, accumulate, batch, _, _ = product
+            wide = accumulate or out.buffer == "sum"
+            key = out.row_stop - out.row, out.col_stop - out.col, k_last - k_first, batch, wide
+            found = self._seconds.get(key)
+            if found is None:
+                found = self._seconds[key] = self._product(*key)
+            between = self.gemm.launch if whole else 0.0
+            whole += found[0] + between
+            filled += found[1] + between
+        return whole, filled
+
+    def _product(self, m: int, n: int, k: int, batch: int, wide: bool) -> tuple[float, float]:
+        if not (m and n and k):
+            return 0.0, 0.0
+        itemsize = self.problem.itemsize
+        whole = self.gemm.seconds(m, n, k, batch=batch, itemsize=itemsize, wide=wide)
+        filled = self.gemm.dense(m, n, k, batch=batch, itemsize=itemsize, wide=wide)
+        return whole, filled
+
+    def _place(self, step: Step) -> tuple[float, float]:
+        """Read here, written there; sums are float32."""
+        assert step.transfer is not None
+        sizes = [4 if end.buffer == "sum" else self.problem.itemsize for end in step.transfer]
+        filled = step.transfer.src.elements * sum(sizes) / self.memory.bandwidth
+        return (self.memory.latency + filled, filled) if filled else (0.0, 0.0)
+
+    # Copies between ranks.
+
+    def _begin_copy(self, lane: _Lane, rank: _Rank, step: Step) -> None:
+        assert step.transfer is not None
+        src, dst = step.transfer
+        nbytes = src.elements * self.problem.itemsize
+        if not nbytes:
+            self._over(lane, self.now, self.now)
+            return
+        rank.in_flight += 1
+        if nbytes not in self._rates:
+            self._rates[nbytes] = self.copies.rate(nbytes)
+        lane.left, lane.alone = float(nbytes), self._rates[nbytes]
+        lane.pace, lane.since = 0.0, self.now
+        if not self.mirrored:
+            lane.ends = src.rank, dst.rank
+            one = src.rank * self.problem.world + dst.rank
+            lane.ports = (
+                (one,) if self.topology.kind == "mesh" else (2 * src.rank, 2 * dst.rank + 1)
+            )
+        else:  # what uses the peer's port mirrors what uses this rank's
+            lane.ends = (0,)
+            peer = dst.rank if src.rank == rank.plan.rank else src.rank
+            lane.ports = (peer,) if self.topology.kind == "mesh" else (0,)
+        for port in lane.ports:
+            sharers = self.sharers.setdefault(port, {})
+            sharers[lane] = None
+            self.changed_copies.update(sharers)
+        for end in lane.ends:
+            self.ranks[end].copying[lane] = None
+            self.changed_ranks[end] = None
+
+    def _end_copy(self, lane: _Lane, rank: _Rank) -> None:
+        for port in lane.ports:
+            sharers = self.sharers[port]
+            del sharers[lane]
+            self.changed_copies.update(sharers)
+        for end in lane.ends:
+            del self.ranks[end].copying[lane]
+            self.changed_ranks[end] = None
+        self.changed_copies.pop(lane, None)
+        lane.ends = ()
+        free = self.now + self.copies.gap
+        self._push(free, _ENGINE, lane)
+        self._over(lane, self.now + self.copies.latency, free)
+
+    def _free_engine(self, lane: _Lane) -> None:
+        rank = self.ranks[lane.rank]
+        rank.in_flight -= 1
+        if rank.queue:
+            self._begin(rank.queue.popleft())
+
+    def _settle(self) -> None:
+        """New paces for what began to share, or to be in the way of, something else."""
+        for number in self.changed_ranks:
+            rank = self.ranks[number]
+            slowed = self.product_factor if rank.copying else 1.0
+            if slowed != rank.slowed:
+                clock = rank.tick(self.now)
+                rank.slowed = slowed
+                for lane in rank.multiplying:
+                    lane.version += 1
+                    self._push(self.now + (lane.left - clock) * slowed, _END, lane)
+            if bool(rank.multiplying) != rank.busy:
+                rank.busy = not rank.busy
+                self.changed_copies.update(rank.copying)
+        self.changed_ranks.clear()
+        for lane in self.changed_copies:
+            pace = lane.alone
+            for port in lane.ports:
+                pace = min(pace, self._share(len(self.sharers[port])))
+            if any(self.ranks[end].busy for end in lane.ends):
+                pace /= self.copy_factor
+            if pace != lane.pace:
+                lane.left -= lane.pace * (self.now - lane.since)
+                lane.pace, lane.since = pace, self.now
+                lane.version += 1
+                self._push(self.now + max(lane.left, 0.0) / pace, _END, lane)
+        self.changed_copies.clear()
+
+    def _share(self, sharers: int) -> float:
+        """Bytes per second of one of so many copies on a port or link."""
+        whole = self.topology.bandwidth
+        return whole if sharers == 1 else whole * self.topology.sharing / sharers
+
+
+def _enqueued(plan: Plan, host: Host) -> list[tuple[float, float]]:
+    """When the host has enqueued each step, and what the step posts.
+
+    The lane ``sync`` comes last, as engines enqueue it. A collective is part of its call; a place
+    is as much work for the host as a product.
+    """
+    at = host.collective_call if plan.collective else host.call
+    found = [(0.0, 0.0)] * len(plan.steps)
+    for last in (False, True):
+        for index, step in enumerate(plan.steps):
+            if (step.lane == SYNC_LANE) != last:
+                continue
+            if step.waits or step.after:
+                at += host.signal
+            there = at
+            if step.op == "copy":
+                there = at = at + host.copy
+            elif step.op == "place":
+                there = at = at + host.matmul
+            elif step.op == "matmul":
+                there = at + host.matmul  # of the first product: the next come while that runs
+                at += host.matmul * len(step.products)
+            if step.posts:
+                at += host.signal
+            found[index] = there, at
+    return found
