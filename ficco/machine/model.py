@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import ceil, exp, log
-from typing import Annotated
+from math import exp, inf, log
+from typing import Annotated, Any
 
 from ficco.problem import ITEMSIZE
 
@@ -261,16 +261,30 @@ class Memory:
 
 @dataclass(frozen=True)
 class Gemm:
-    """Library GEMMs of one rank. See :meth:`seconds` for the model.
+    """Library GEMMs of one rank, as waves of tiles.
+
+    The result is cut into tiles, and into parts of k where there are fewer tiles than processors.
+    The processors work on one tile each, wave after wave, and the last wave takes as long as a
+    full one. A tile takes its prologue, its terms of k, and the writing of its result. The library
+    has tiles of many shapes and takes the one that ends first. Memory limits the whole.
+
+    What a library does beyond that, such as a poor choice for an odd shape, is not modelled: on
+    shapes that the fit has not seen the errors that are left are no smooth function of the sizes,
+    so that curves over rows and tables of corrections were tried and did not help.
 
     Attributes:
-        peak: operations per second of 2-byte numbers, from the data sheet.
-        units: processors (SMs, CUs) that work on one tile of the output each.
+        peak: operations per second of the smallest dtype in ``shares``, from the data sheet.
+        units: processors (SMs, CUs, cores) that work on one tile each.
         launch: seconds between two products of a lane, beside their own time.
-        efficiency: share of the peak that full waves of tiles reach.
-        start: seconds of a product before and behind its tiles.
-        tile: rows and columns of a tile.
+        efficiency: share of the peak at which full waves run.
+        start: seconds of a product before its first and behind its last tile.
         bandwidth: bytes per second at which operands and result are read and written at best.
+        tile_rows, tile_cols: sizes of tiles; every pair is a tile that the library has.
+        splits: numbers of parts that k can be cut into.
+        prologue: seconds of a tile before its first term.
+        step: seconds that every 64 terms of k take beside their operations.
+        write: bytes per second at which all processors together write results; None: at once.
+        join: seconds before the parts of a split k are read back and summed.
         shares: (bytes per element, share of the peak) of the dtypes.
     """
 
@@ -279,40 +293,98 @@ class Gemm:
     launch: Seconds
     efficiency: Share
     start: Seconds
-    tile: tuple[Count, Count]
     bandwidth: ByteRate
     provenance: Provenance
+    tile_rows: tuple[Count, ...] = (1,)
+    tile_cols: tuple[Count, ...] = (1,)
+    splits: tuple[Count, ...] = (1,)
+    prologue: Seconds = 0.0
+    step: Seconds = 0.0
+    write: ByteRate | None = None
+    join: Seconds = 0.0
     shares: Annotated[Curve, Points("", "")] = ((2, 1.0),)
+
+    def __hash__(self) -> int:
+        # Times are looked up by the machine they are of: its hash must not cost more than they do.
+        return hash((self.peak, self.efficiency, self.start, self.bandwidth, self.write))
 
     def seconds(
         self, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2, wide: bool = False
     ) -> float:
-        """Seconds of a product, or of a strided batch of such, on an idle rank.
+        """Seconds of a product, or of a strided batch of such, on an otherwise idle rank.
 
-        ``wide``: the result is float32 and is added to.
+        The batch shares its right operand. ``wide``: the result is float32 and is added to.
         """
-        return _gemm_seconds(self, m, n, k, batch, itemsize, wide, True)
+        return _times(self, m, n, k, batch, itemsize, wide)[0]
 
     def dense(
         self, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2, wide: bool = False
     ) -> float:
-        """The same with the last wave counted as far as it is filled: another product fills it."""
-        return _gemm_seconds(self, m, n, k, batch, itemsize, wide, False)
+        """What a product costs a rank that others keep busy: they fill its start and last wave."""
+        return _times(self, m, n, k, batch, itemsize, wide)[1]
+
+
+def tiles_seconds(
+    gemm: Gemm, rows: int, cols: int, parts: Any, terms: Any, itemsize: Any, wide: Any, rate: Any
+) -> tuple[Any, Any]:
+    """Seconds in which the processors work on parts, in whole waves and with the last one filled.
+
+    ``parts``: tiles times the parts of k, of ``terms`` each; ``rate``: operations per second of all
+    processors. Numbers, or arrays of them.
+    """
+    result = rows * cols * result_bytes(itemsize, wide)
+    each = gemm.prologue + terms * (gemm.step / 64 + 2.0 * rows * cols * gemm.units / rate)
+    if gemm.write:
+        each = each + result * gemm.units / gemm.write
+    return -(-parts // gemm.units) * each, parts / gemm.units * each
+
+
+def result_bytes(itemsize: Any, wide: Any) -> Any:
+    """Bytes that an element of the result moves: wide ones are read, too, and float32."""
+    return itemsize + (8 - itemsize) * wide
+
+
+def memory_seconds(gemm: Gemm, m: Any, n: Any, k: Any, batch: Any, itemsize: Any, wide: Any) -> Any:
+    """Seconds in which the operands are read and the result is written; numbers, or arrays."""
+    moved = (batch * m * k + k * n) * itemsize + batch * m * n * result_bytes(itemsize, wide)
+    return moved / gemm.bandwidth
+
+
+def join_seconds(gemm: Gemm, m: Any, n: Any, batch: Any, split: int) -> Any:
+    """Seconds in which float32 sums of the parts of k are written, read and added."""
+    return gemm.join + batch * m * n * 8.0 * split / gemm.bandwidth if split > 1 else 0.0
+
+
+def both(busy: Any, memory: Any) -> Any:
+    """Seconds of what two limits slow: nearly the greater, more where they are about equal."""
+    return (busy**3 + memory**3) ** (1 / 3)
 
 
 @lru_cache(maxsize=1 << 16)
-def _gemm_seconds(
-    gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool, whole: bool
-) -> float:
+def _times(
+    gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool
+) -> tuple[float, float]:
+    """Seconds alone, and among others."""
     if not (m and n and k and batch):
-        return 0.0
-    rows, cols = gemm.tile
-    tiles = batch * ceil(m / rows) * ceil(n / cols)
-    waves = ceil(tiles / gemm.units) if whole else tiles / gemm.units
+        return 0.0, 0.0
     rate = gemm.peak * gemm.efficiency * interpolate(gemm.shares, itemsize)
-    busy = waves * gemm.units * 2.0 * rows * cols * k / rate
-    moved = batch * (m * k + k * n) * itemsize + batch * m * n * (8 if wide else itemsize)
-    return gemm.start + max(busy, moved / gemm.bandwidth)
+    best = best_filled = inf
+    for rows in gemm.tile_rows:
+        down = batch * -(-m // rows)
+        for cols in gemm.tile_cols:
+            tiles = down * -(-n // cols)
+            for split in gemm.splits:
+                parts = tiles * split
+                if split > 1 and parts > gemm.units:
+                    break
+                busy, filled = tiles_seconds(
+                    gemm, rows, cols, parts, k / split, itemsize, wide, rate
+                )
+                joined = join_seconds(gemm, m, n, batch, split)
+                if busy + joined < best:
+                    best, best_filled = busy + joined, filled + joined
+    memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide)
+    return gemm.start + both(best, memory), both(best_filled, memory)
 
 
 @dataclass(frozen=True)
