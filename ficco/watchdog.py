@@ -55,32 +55,32 @@ class Watchdog:
         now = time.monotonic()
         stuck: FiccoError | None = None
         for slot in workspace.slots:
-            epoch, ended = workspace.engine.pulse(slot)
-            if not epoch:
+            running, ended = workspace.engine.pulse(slot)
+            if not running:
                 self._since.pop(id(slot), None)
                 continue
             since = self._since.setdefault(id(slot), now)
             if ended:
                 self._since[id(slot)] = now
             elif now - since > self.timeout_s and stuck is None:
-                stuck = self._timeout(slot, epoch, now - since)
+                stuck = self._timeout(slot, running, now - since)
         # Calls that do not fit together can be over before anybody looks, with wrong results.
         return workspace.board.mismatch(workspace.calls) or stuck
 
-    def _timeout(self, slot: Slot, epoch: int, seconds: float) -> SignalTimeout:
+    def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
-        program = slot.programs[epoch]
-        found = engine.missing(slot, program, epoch)
-        step, signal, value = found or (None, None, None)
+        program = slot.programs[running]
+        found = engine.missing(slot, program)
+        signal = found.signal if found else None
         return SignalTimeout(
             operator=program.plan.problem.operator,
             rank=engine.rank,
             peer=signal.poster if signal else None,
-            step=step_name(program.plan.steps[step]) if step is not None else "unknown",
+            step=step_name(program.plan.steps[found.step]) if found else "unknown",
             schedule=program.plan.schedule,
             seconds=seconds,
-            wanted=None if signal is None else slot.wanted(signal, epoch),
-            found=value,
+            wanted=found.wanted if found else None,
+            found=found.found if found else None,
         )
 
     def _act(self, error: FiccoError) -> None:

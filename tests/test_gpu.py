@@ -56,6 +56,7 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, with this mo
 from test_faults import MISMATCHES, assert_unusable, timed
 
 import ficco
+from ficco.workspace import workspaces
 
 pytestmark = pytest.mark.multigpu
 
@@ -137,6 +138,132 @@ def test_refused_on_a_gpu(what: str) -> None:
     assert isinstance(found, Failure) and found.type == kind, found
     for word in words:
         assert word in found.text
+
+
+# Replays of eager calls whose operands lie where they lay.
+
+
+class Resident:
+    """A call whose operands and results lie where they lay before, with other contents."""
+
+    def __init__(self, at: Rank, case: Case, group: Any) -> None:
+        self.at, self.case, self.group = at, case, group
+        made = make(at, case, 0, group)
+        self.a, self.b = made.a, made.b
+
+    def exact(self, iteration: int) -> None:
+        made = make(self.at, self.case, iteration, self.group)
+        torch.cuda.synchronize()  # or what is freed here might be used for the result
+        self.a.copy_(made.a)
+        self.b.copy_(made.b)
+        found = call(self.case, self.a, self.b, self.group)
+        self.a.fill_(44)  # a copy that outlived the call would read this
+        verify(self.case, found, made, f"rank {self.at.rank}, iteration {iteration}:")
+
+
+def recorded(group: Any) -> int:
+    """How many calls of a group were recorded."""
+    return sum(workspace.engine._recorded for workspace in workspaces(group))
+
+
+def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
+    group = everyone(at)
+    case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, a=a, gathered=True)
+    resident = Resident(at, case, group)
+    with ficco.options(replay=False):
+        for iteration in range(6):
+            resident.exact(iteration)
+    before = recorded(group)
+    other = equal(at.world, 31, 24, 8, dtype="float16", schedule="hetero-fused-1d:pieces=3")
+    for iteration in range(30):
+        resident.exact(10 + iteration)
+        if iteration % 7 == 3:
+            exact(at, other, iteration, group)
+    bigger = equal(at.world, 4096, 128, 8, dtype="bfloat16", schedule=schedule)
+    exact(at, bigger, 1, group)
+    exact(at, bigger, 2, group)  # both slots have grown: what was recorded is gone
+    for iteration in range(12):
+        resident.exact(100 + iteration)
+    after = recorded(group)
+    del resident
+    leave(group)
+    return before, after
+
+
+@pytest.mark.parametrize("a", ["plain", "columns", "symmetric"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "growing",
+        "hetero-fused-1d:pieces=4,compute=2",
+        "shrinking:pull,copy=2,compute=2",
+        "uniform-fused-2d:pieces=4",
+    ],
+)
+def test_recorded_calls(schedule: str, a: str) -> None:
+    for before, after in run(2, _recorded_calls, schedule, a, device="cuda"):
+        assert before == 0 and after >= 4
+
+
+def _recorded_on_streams(at: Rank, schedule: str) -> int:
+    group = everyone(at)
+    cases = [equal(at.world, 48, 64, n, dtype="bfloat16", schedule=schedule) for n in (40, 24)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    operands = []
+    for case, stream in zip(cases, streams, strict=True):
+        made = make(at, case, 0, group)
+        stream.wait_stream(torch.cuda.current_stream())
+        operands.append((made.a, made.b))
+    wrong = []
+    for iteration in range(40):
+        turn = iteration % 3 % 2
+        case, (a, b) = cases[turn], operands[turn]
+        made = make(at, case, iteration, group)
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(streams[turn]):
+            a.copy_(made.a)
+            b.copy_(made.b)
+            (found,) = call(case, a, b, group)
+            wrong.append((found != made.out).sum())
+            del found
+    torch.cuda.synchronize()
+    assert [int(count) for count in wrong] == [0] * len(wrong)
+    found_recorded = recorded(group)
+    leave(group)
+    return found_recorded
+
+
+@pytest.mark.parametrize("schedule", ["growing:compute=2", "hetero-fused-1d:pieces=4,pull"])
+def test_recorded_calls_on_two_streams(schedule: str) -> None:
+    assert min(run(2, _recorded_on_streams, schedule, device="cuda")) >= 2
+
+
+def _recorded_settings(at: Rank) -> tuple[bool, bool]:
+    group = everyone(at)
+    generator = torch.Generator(at.device).manual_seed(1)
+    a, b = (torch.randn(128, 128, device=at.device, generator=generator) for _ in range(2))
+
+    def four() -> list[torch.Tensor]:
+        torch.cuda.synchronize()
+        found = []
+        for _ in range(4):
+            y = ficco.all_gather_matmul(a, b, group=group, schedule="growing")
+            found.append(y.cpu())
+            del y
+        return found
+
+    exact_products = four()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    rough = four()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    again = four()
+    leave(group)
+    same = all(torch.equal(exact_products[0], y) for y in exact_products + again)
+    return same, any(torch.equal(exact_products[0], y) for y in rough)
+
+
+def test_recorded_calls_follow_the_settings_of_products() -> None:
+    assert run(2, _recorded_settings, device="cuda") == [(True, False)] * 2
 
 
 # Graphs.

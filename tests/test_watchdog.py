@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ficco.dma.engine import Program, Slot
+from ficco.dma.engine import Missing, Program, Slot
 from ficco.errors import FiccoError, RankMismatch, SignalTimeout
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
@@ -32,12 +32,12 @@ class Engine:
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         return self.running, self.ending
 
-    def missing(self, slot: Slot, program: Program, epoch: int) -> Any:
+    def missing(self, slot: Slot, program: Program) -> Missing:
         assert program is self.program
         for index, step in enumerate(program.plan.steps):
             for signal in step.waits:
                 if signal.kind == "ready":
-                    return index, signal, epoch - 1
+                    return Missing(index, signal, 1, 0)
         raise AssertionError("the plan waits for nobody")
 
     def release(self, slots: list[Slot], seconds: float) -> bool:
@@ -59,7 +59,7 @@ class Workspace:
     def __init__(self, running: int, ending: bool, error: RankMismatch | None) -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
         program = Program(plan(problem, NAMED["growing"], 0), None, [])
-        slot = Slot(None, 0, (0, 0), (0, 0), epoch=7, programs={7: program})  # type: ignore
+        slot = Slot(None, 0, (0, 0), (0, 0), programs={7: program})  # type: ignore
         self.slots = [slot]
         self.engine = Engine(program, running, ending)
         self.board = Board(error)
@@ -102,7 +102,7 @@ def test_a_stuck_call_is_named_and_released(
     assert isinstance(error, SignalTimeout)
     assert TIMEOUT_S <= waited < 5 * TIMEOUT_S
     assert (error.operator, error.rank, error.peer) == ("all_gather_matmul", 0, 1)
-    assert (error.schedule, error.wanted, error.found) == ("growing", 7, 6)
+    assert (error.schedule, error.wanted, error.found) == ("growing", 1, 0)
     assert error.step == "1.0 (matmul on compute0)" and error.seconds >= TIMEOUT_S
     time.sleep(2 * PERIOD_S)
     assert workspace.engine.released == workspace.slots

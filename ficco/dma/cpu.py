@@ -555,8 +555,6 @@ class CpuEngine(Engine):
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
         slot = program.slot
-        if slot is not None:
-            call.epoch = slot.begin(program)
         run = call.state = _Run(len(lanes), program.state["recorded"], self.timeout_s, slot)
         for lane, ops in lanes.items():
             if lane != "compute0":

@@ -14,7 +14,11 @@ on the same path.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +32,7 @@ from ficco.dma.engine import (
     Call,
     Capabilities,
     Engine,
+    Missing,
     Op,
     Program,
     Slot,
@@ -42,10 +47,27 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 WORD = 4
-#: Words behind a slot's signals that lanes have for themselves, one each.
-SCRATCH = 256
-#: Slots that one engine can watch: two for eager calls, two for every graph.
+#: Words behind a slot's signals: a 0 and a 1 to copy from, and one that nobody reads.
+SCRATCH = 3
+#: Slots that one engine can watch: three for eager calls, three for every graph.
 MAX_WATCHED = 4096
+#: Calls that are recorded for replay, over all programs; more are enqueued step by step. A graph
+#: takes about 0.2 MB of the device's memory (H200, 2 ranks, growing).
+MAX_RECORDED = 512
+
+#: What changes the kernels that PyTorch picks for the same operands.
+_SETTINGS = [
+    getter
+    for name in (
+        "_get_cublas_allow_tf32",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_blas_preferred_backend",
+        "_get_deterministic_algorithms",
+        "_get_sm_carveout_experimental",
+    )
+    if (getter := getattr(torch._C, name, None)) is not None
+]
 
 
 def _align(nbytes: int, to: int = 512) -> int:
@@ -79,7 +101,12 @@ class _Watch:
         self._view = words.numpy()[2 * index : 2 * index + 2]
         # Adjacent, so that the end of a call is one write.
         self.begun = words.data_ptr() + 2 * index * WORD
-        self.ended = self.begun + WORD
+
+    def begin(self, number: int) -> cu.MemOp:
+        return cu.MemOp(cu.WRITE_32, self.begun, number)
+
+    def end(self) -> cu.MemOp:
+        return cu.MemOp(cu.WRITE_64, self.begun, 1 << 32)
 
     def read(self) -> tuple[int, bool]:
         ended = bool(self._view[1])
@@ -95,20 +122,71 @@ class _SlotState:
         self.watch = watch
         self.over = cu.Event()  # the caller's stream is through with the latest call
         self.retired = cu.Event()  # and the slot has been handed on
-        self.stream = 0  # number of the caller's stream of the latest call
-        self.sync: Any = None  # and its sync lane
-        self.begin = cu.Words([watch.begun])
+        self.used = False
+
+
+class _Lanes(dict[str, Any]):
+    """Handles of the streams of a call's lanes, each made when first asked for."""
+
+    def __init__(self, caller: int, streams: dict[str, torch.cuda.Stream]) -> None:
+        """``streams`` may be shared: calls of several callers take turns on them."""
+        super().__init__(compute0=cu.stream(caller))
+        self.streams = streams
+        self.fork = cu.Event()
+        self.joins: dict[str, cu.Event] = {}
+
+    def __missing__(self, lane: str) -> Any:
+        with cu.uncaptured():
+            if lane not in self.streams:
+                # High priority: hardware queues of their own, no place behind a long GEMM.
+                priority = 0 if lane.startswith("compute") else -1
+                self.streams[lane] = torch.cuda.Stream(priority=priority)
+            self.joins[lane] = cu.Event()
+        handle = self[lane] = cu.stream(self.streams[lane].cuda_stream)
+        return handle
+
+
+class _Recorder:
+    """Where calls of one caller's stream are recorded. Graphs that share its memory, and PyTorch's
+    workspaces of its streams, run one after the other on that stream."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.lanes = _Lanes(self.stream.cuda_stream, {})
+        self.memory = torch.cuda.MemPool()
+
+
+class _Memops:
+    """An operation that is waits and writes alone; neighbours on a lane become one."""
+
+    def __init__(self, lane: str, batch: cu.Batch) -> None:
+        self.lane, self.batch = lane, batch
+
+    def __call__(self, call: Call) -> None:
+        self.batch.enqueue(call.state[self.lane])
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A program as :meth:`CudaEngine.execute` goes through it."""
+    """A program as :meth:`CudaEngine.execute` goes through it.
+
+    ``body`` is what the caller's stream waits for, ``tail`` what peers and the watchdog are told
+    afterwards; ``lanes`` run beside the caller's stream. ``recorded`` holds graphs of the body, by
+    where the operands lie, ``seen`` where they lay once.
+    """
 
     body: list[Op]
+    begin: cu.Batch | None
     tail: list[Op]
-    forks: bool
-    joined: list[tuple[Any, cu.Event]]
-    sync: Any
+    lanes: tuple[str, ...]
+    recorded: dict[Any, cu.Recording]
+    seen: set[Any]
+
+
+def _wanted(signal: Signal) -> int:
+    """The value that is posted and waited for. Memory is zero when a slot is made: that is at rest
+    for all words but, in the meaning of a Plan, those that hand a slot over, where 0 says free."""
+    return 0 if signal.released else 1
 
 
 class CudaEngine(Engine):
@@ -133,15 +211,16 @@ class CudaEngine(Engine):
         self._signals = signals
         self._serial = 0
         with torch.cuda.device(self.device), cu.uncaptured():
-            # High priority: hardware queues of their own, and no place behind a long GEMM.
             self.side = torch.cuda.Stream(priority=-1)
             self._rescue = torch.cuda.Stream(priority=-1)
-            self._lanes: dict[tuple[str, bool], torch.cuda.Stream] = {}
             self._watched = torch.zeros(2 * MAX_WATCHED, dtype=torch.int32, pin_memory=True)
         self._watches = 0
-        self._callers: dict[int, Any] = {}  # streams of callers, by number
-        self._fork = cu.Event()
-        self._joins: dict[tuple[str, bool], cu.Event] = {}
+        # Captured calls use streams of their own: a stream that is being captured is closed to
+        # eager calls of other threads.
+        self._streams: dict[bool, dict[str, torch.cuda.Stream]] = {False: {}, True: {}}
+        self._lanes: dict[tuple[int, bool], _Lanes] = {}  # by the caller's stream
+        self._recorders: dict[int, _Recorder] = {}
+        self._recorded = 0
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
 
@@ -163,153 +242,102 @@ class CudaEngine(Engine):
         assert isinstance(memory, CudaMemory)
         staging = _align((words + SCRATCH) * WORD)
         publish = staging + _align(room[0])
-        if self._watches == MAX_WATCHED:
-            raise NotImplementedError(f"more than {MAX_WATCHED // 2} graphs capture ficco calls")
         with cu.uncaptured(), torch.cuda.device(self.device):
             if self._writes_reach is None:
                 # A word that rests at 0 and that no call is using yet.
                 peer = memory.addresses[(self.rank + 1) % self.world]
                 self._writes_reach = cu.writes_reach(peer, self.side.cuda_stream)
-            state = _SlotState(_Watch(self._watched, self._watches))
+            with torch.cuda.stream(self.side):
+                memory.tensor[words * WORD :].view(torch.int32)[1].fill_(1)
+            self.side.synchronize()
+        return Slot(memory, words, room, (staging, publish), captured, state=self._slot_state())
+
+    def watch(self, captured: bool) -> Slot:
+        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state())
+
+    def _slot_state(self) -> _SlotState:
+        if self._watches == MAX_WATCHED:
+            raise NotImplementedError(f"more than {MAX_WATCHED // 3} graphs capture ficco calls")
         self._watches += 1
-        return Slot(memory, words, room, (staging, publish), captured, state=state)
+        with cu.uncaptured(), torch.cuda.device(self.device):
+            return _SlotState(_Watch(self._watched, self._watches - 1))
 
     def retire(self, slot: Slot) -> None:
-        if slot.epoch:
-            slot.state.retired.record(slot.state.sync)
+        if slot.state.used:
             slot.state.retired.synchronize()
-
-    # Lanes.
-
-    def _lane(self, program: Program, name: str) -> torch.cuda.Stream | None:
-        """The stream of a lane; None is the caller's own."""
-        if name == "compute0":
-            return None
-        # Captured calls use streams of their own: a stream that is being captured is closed to
-        # eager calls of other threads.
-        key = (name, program.slot is not None and program.slot.captured)
-        if key not in self._lanes:
-            priority = 0 if name.startswith("compute") else -1
-            with cu.uncaptured():
-                self._lanes[key] = torch.cuda.Stream(self.device, priority=priority)
-                self._joins[key] = cu.Event()
-        return self._lanes[key]
-
-    def _stream(self, program: Program, step: int) -> Any:
-        """The handle of a step's lane, None for the caller's stream, known only in a call."""
-        lane = self._lane(program, program.plan.steps[step].lane)
-        return None if lane is None else cu.stream(lane.cuda_stream)
 
     # Signals.
 
-    def _words(self, program: Program, signals: Sequence[Signal]) -> list[int]:
+    def _addresses(self, program: Program, signals: Sequence[Signal]) -> list[int]:
         slot = program.slot
         assert slot is not None and isinstance(slot.memory, CudaMemory)
         addresses = slot.memory.addresses
         return [addresses[signal.waiter] + signal.word * WORD for signal in signals]
 
+    def _memops(self, program: Program, step: int, ops: Sequence[cu.MemOp]) -> Op:
+        return _Memops(program.plan.steps[step].lane, cu.Batch(ops, self._flush))
+
     def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
-        slot, stream = program.slot, self._stream(program, step)
-        assert slot is not None
-        comparison = "==" if slot.captured else ">="
-        words = cu.Words(self._words(program, signals), wait=comparison, flush=self._flush)
-        # The signals of a step rest at one value: it either takes slots over or waits for data.
-        offset = slot.wanted(signals[0], 0)
-        if slot.captured:
-            return lambda call: words.enqueue(stream or call.state, offset)
-        return lambda call: words.enqueue(stream or call.state, call.epoch + offset)
+        found = zip(self._addresses(program, signals), map(_wanted, signals), strict=True)
+        return self._memops(program, step, [cu.MemOp(cu.WAIT_32, *at) for at in found])
+
+    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        found = zip(self._addresses(program, signals), signals, strict=True)
+        ops = [cu.MemOp(cu.WRITE_32, at, 1 - _wanted(signal)) for at, signal in found]
+        return self._memops(program, step, ops)
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
-        stream = self._stream(program, step)
-        slot = program.slot
+        slot, lane = program.slot, program.plan.steps[step].lane
         assert slot is not None
-        targets = self._words(program, signals)
+        posts = list(zip(self._addresses(program, signals), map(_wanted, signals), strict=True))
         # The last post of a call also tells the watchdog that it is over.
-        last = [slot.state.watch.begun] if program.plan.steps[step].lane == "sync" else []
-        value = slot.posted(signals[0], 0) if slot.captured else None
-        if self._writes_reach and not (last and slot.captured):
-            words = cu.Words(targets, wide=last)
-            if value is not None:
-                return lambda call: words.enqueue(stream or call.state, value)
-            return lambda call: words.enqueue(stream or call.state, call.epoch)
-
-        over = cu.Words([], wide=last)
+        last = [slot.state.watch.end()] if lane == "sync" else []
         if self._writes_reach:
-            words = cu.Words(targets)
-
-            def retire(call: Call) -> None:
-                words.enqueue(stream, value or 0)
-                over.enqueue(stream, call.epoch)
-
-            return retire
-
-        # One source word per lane of the slot: it is written and read in stream order.
-        source = self._scratch(program, step)
-        sample = cu.Words([source])
+            ops = [cu.MemOp(cu.WRITE_32, *post) for post in posts]
+            return self._memops(program, step, ops + last)
+        end = self._memops(program, step, last)
+        copies = [(target, self._scratch(program, value)) for target, value in posts]
 
         def copy(call: Call) -> None:
-            here = stream or call.state
-            sample.enqueue(here, call.epoch if value is None else value)
-            for target in targets:
-                cu.copy(target, source, WORD, here)
-            if last:
-                over.enqueue(here, call.epoch)
+            for target, source in copies:
+                cu.copy(target, source, WORD, call.state[lane])
+            end(call)
 
         return copy
 
-    def _scratch(self, program: Program, step: int) -> int:
-        """Address of a word of this rank that a step's lane has for itself."""
-        slot, plan = program.slot, program.plan
-        lane = plan.lanes.index(plan.steps[step].lane)
-        assert slot is not None and isinstance(slot.memory, CudaMemory) and lane < SCRATCH
-        return slot.memory.addresses[self.rank] + (slot.words + lane) * WORD
-
-    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
+    def _scratch(self, program: Program, index: int) -> int:
+        """Address of one of this rank's words behind the signals of a slot."""
         slot = program.slot
-        assert slot is not None
-        if not slot.captured:
-            return None  # eager calls count up
-        stream = self._stream(program, step)
-        taken = cu.Words(self._words(program, [s for s in signals if s.released]))
-        fresh = cu.Words(self._words(program, [s for s in signals if not s.released]))
-
-        def op(call: Call) -> None:
-            taken.enqueue(stream or call.state, 1)
-            fresh.enqueue(stream or call.state, 0)
-
-        return op
+        assert slot is not None and isinstance(slot.memory, CudaMemory)
+        return slot.memory.addresses[self.rank] + (slot.words + index) * WORD
 
     def enter(self, program: Program, lane: str) -> Op | None:
-        stream = self._lane(program, lane)
-        if stream is None or lane == "sync":  # execute() sees to them
+        if lane in ("compute0", "sync"):  # execute() sees to them
             return None
-        handle = cu.stream(stream.cuda_stream)
-        return lambda call: self._fork.hold(handle)
+        return lambda call: call.state.fork.hold(call.state[lane])
 
     def record(self, program: Program, step: int) -> Op | None:
         steps = program.plan.steps
         if not any(step in later.after for later in steps if later.lane != "sync"):
             return None  # the sync lane begins when all others are over
-        stream = self._stream(program, step)
-        event = self._event(program, step)
+        lane, event = steps[step].lane, self._event(program, step)
         if steps[step].op != "copy":
-            return lambda call: event.record(stream or call.state)
+            return lambda call: event.record(call.state[lane])
         # An event right behind a copy is not seen before the copies behind it are over, too
         # (H200, driver 580); behind a stream write it is seen at once.
-        flush = cu.Words([self._scratch(program, step)])
+        flush = cu.Batch([cu.MemOp(cu.WRITE_32, self._scratch(program, 2), 0)])
 
         def op(call: Call) -> None:
-            flush.enqueue(stream, 0)
-            event.record(stream)
+            flush.enqueue(call.state[lane])
+            event.record(call.state[lane])
 
         return op
 
     def join(self, program: Program, step: int, earlier: int) -> Op | None:
-        if program.plan.steps[step].lane == "sync":
+        lane, event = program.plan.steps[step].lane, self._event(program, earlier)
+        if lane == "sync":
             return None
-        stream = self._stream(program, step)
-        event = self._event(program, earlier)
-        return lambda call: event.hold(stream or call.state)
+        return lambda call: event.hold(call.state[lane])
 
     def _event(self, program: Program, step: int) -> cu.Event:
         found: cu.Event = program.state.setdefault(("event", step), cu.Event())
@@ -322,7 +350,7 @@ class CudaEngine(Engine):
             raise NotImplementedError(
                 f"mover {mover!r} is not served by the cuda engine yet; leave the knob out"
             )
-        stream = self._stream(program, step)
+        lane = program.plan.steps[step].lane
         src, dst = transfer
         itemsize = program.plan.problem.itemsize
         width, height = src.cols * itemsize, src.rows
@@ -335,16 +363,16 @@ class CudaEngine(Engine):
                 pitch = call.a.stride(0) * itemsize
                 at = call.a.data_ptr() + src.row * pitch + src.col * itemsize
                 if (pitch == width == dst_pitch) or height == 1:
-                    cu.copy(to, at, width * height, stream or call.state)
+                    cu.copy(to, at, width * height, call.state[lane])
                 else:
-                    rectangle.enqueue(to, at, pitch, stream or call.state)
+                    rectangle.enqueue(to, at, pitch, call.state[lane])
 
             return push
         src_base, src_pitch = self._address(program, src)
         at = cu.address(src_base + src.row * src_pitch + src.col * itemsize)
         if (src_pitch == width == dst_pitch) or height == 1:
-            return lambda call: cu.copy(to, at, width * height, stream or call.state)
-        return lambda call: rectangle.enqueue(to, at, src_pitch, stream or call.state)
+            return lambda call: cu.copy(to, at, width * height, call.state[lane])
+        return lambda call: rectangle.enqueue(to, at, src_pitch, call.state[lane])
 
     def _address(self, program: Program, region: Region) -> tuple[int, int]:
         """Address and row pitch in bytes of a symmetric buffer of any rank."""
@@ -437,14 +465,14 @@ class CudaEngine(Engine):
 
     def _on_lane(self, program: Program, step: int) -> Any:
         """Makes PyTorch enqueue an operation on the step's lane."""
-        lane = self._lane(program, program.plan.steps[step].lane)
-        if lane is None:
+        lane = program.plan.steps[step].lane
+        if lane == "compute0":
             return lambda op: op
 
         def wrap(op: Op) -> Op:
             def on_lane(call: Call) -> None:
                 before = torch.cuda.current_stream(self.device)
-                torch.cuda.set_stream(lane)
+                torch.cuda.set_stream(call.state.streams[lane])
                 try:
                     op(call)
                 finally:
@@ -460,72 +488,140 @@ class CudaEngine(Engine):
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.execute(program, call)
-        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        stream = self._callers.get(raw)
-        if stream is None:
-            stream = self._callers[raw] = cu.stream(raw)
-        call.state = stream
         slot = program.slot
+        key = torch._C._cuda_getCurrentRawStream(self.device.index), bool(slot and slot.captured)
+        lanes = self._lanes.get(key)
+        if lanes is None:
+            lanes = self._lanes[key] = _Lanes(key[0], self._streams[key[1]])
+        call.state = lanes
         run = program.state.get("run") or self._run(program)
-        if slot is not None:
-            state = slot.state
-            if slot.epoch and (slot.captured or state.stream != raw):
-                self._hand_over(slot, run.sync, stream)
-            state.stream = raw
-            call.epoch = slot.begin(program)
-        if run.forks:
-            self._fork.record(stream)
-        if "base" in program.state:
-            program.state["base"].record(torch.cuda.current_stream(self.device))
-        for op in run.body:
-            op(call)
-        for lane, event in run.joined:
-            event.record(lane)
-            event.hold(stream)
+        stream = lanes["compute0"]
         if slot is None:
-            return
+            return self._enqueue(run, call)
+        state = slot.state
+        if state.used and slot.words:
+            # The words are at rest again, which a call on this stream does not know by itself.
+            state.retired.hold(stream)
+        state.used = True
+        recording = None
+        if not slot.captured and run.lanes and self.replays and "base" not in program.state:
+            recording = self._recording(run, call, key[0])
+        if recording is not None:
+            lanes.fork.record(stream)
+            recording.replay(stream)
+        else:
+            self._enqueue(run, call)
         # What peers and the watchdog are told is no business of the caller's stream.
-        sync = run.sync
-        self._fork.hold(sync)
-        state.begin.enqueue(sync, call.epoch)
+        sync = lanes["sync"]
+        lanes.fork.hold(sync)
+        assert run.begin is not None
+        run.begin.enqueue(sync)
         state.over.record(stream)
         state.over.hold(sync)
         for op in run.tail:
             op(call)
-        state.sync = sync
+        state.retired.record(sync)
         if slot.captured:
-            self._hand_over(slot, sync, stream)  # a capture ends with all its streams joined
+            state.retired.hold(stream)  # a capture ends with all its streams joined
 
-    def _hand_over(self, slot: Slot, sync: Any, stream: Any) -> None:
-        """Let a stream wait until the latest call on a slot is over."""
-        slot.state.retired.record(sync)
-        slot.state.retired.hold(stream)
+    def _enqueue(self, run: _Run, call: Call) -> None:
+        """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
+        lanes = call.state
+        stream = lanes["compute0"]
+        lanes.fork.record(stream)
+        for op in run.body:
+            op(call)
+        for lane in run.lanes:
+            event = lanes.joins[lane]
+            event.record(lanes[lane])
+            event.hold(stream)
 
     def _run(self, program: Program) -> _Run:
         """What :meth:`execute` needs of a program, made once."""
-        captured = program.slot is not None and program.slot.captured
-        lanes = {name: self._lane(program, name) for name in program.plan.lanes}
-        joined = [
-            (cu.stream(lane.cuda_stream), self._joins[name, captured])
-            for name, lane in lanes.items()
-            if lane is not None and name != "sync"
-        ]
-        sync = lanes.get("sync")
-        run = program.state["run"] = _Run(
-            body=[op for lane, op in program.ops if lane != "sync"],
-            tail=[op for lane, op in program.ops if lane == "sync"],
-            forks=any(lane is not None for lane in lanes.values()),
-            joined=joined,
-            sync=cu.stream(sync.cuda_stream) if sync is not None else None,
-        )
+        ops: list[tuple[str, Op]] = []
+        for lane, op in program.ops:
+            if ops and isinstance(op, _Memops) and isinstance(before := ops[-1][1], _Memops):
+                if before.lane == lane:
+                    op = _Memops(lane, before.batch + op.batch)
+                    ops.pop()
+            ops.append((lane, op))
+        body = [op for lane, op in ops if lane != "sync"]
+        if "base" in program.state:
+            body.insert(0, self._stamp(program.state["base"], "compute0"))
+        begin, tail = None, [op for lane, op in ops if lane == "sync"]
+        if (slot := program.slot) is not None:
+            watch = slot.state.watch
+            begin = cu.Batch([watch.begin(slot.number(program))])
+            tail = tail or [_Memops("sync", cu.Batch([watch.end()]))]
+        beside = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
+        run = program.state["run"] = _Run(body, begin, tail, beside, {}, set())
         return run
+
+    def _recording(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
+        """The body for operands that lie where these do; None at first sight."""
+        sums, gathered = call.sums, call.gathered
+        key = (
+            raw,
+            call.a.data_ptr(),
+            call.a.stride(),
+            call.b.data_ptr(),
+            call.b.stride(),
+            call.out.data_ptr(),
+            0 if sums is None else sums.data_ptr(),
+            0 if gathered is None else gathered.data_ptr(),
+            *[setting() for setting in _SETTINGS],
+        )
+        recording = run.recorded.get(key)
+        if recording is not None:
+            return recording
+        if key not in run.seen:
+            if len(run.seen) >= MAX_RECORDED:
+                run.seen.clear()
+            run.seen.add(key)
+            return None
+        if self._recorded >= MAX_RECORDED:
+            return None
+        recording = self._record(run, call, raw)
+        if recording is not None:
+            self._recorded += 1
+            run.recorded[key] = recording
+        return recording
+
+    def _record(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
+        """Record the body of a call; None, and never again, where that cannot be done."""
+        recorder = self._recorders.get(raw)
+        if recorder is None:
+            recorder = self._recorders[raw] = _Recorder()
+        lanes, call.state = call.state, recorder.lanes
+        collecting = gc.isenabled()
+        gc.disable()  # what it frees must not be freed during a capture
+        try:
+            with torch.cuda.stream(recorder.stream), torch.cuda.use_mem_pool(recorder.memory):
+                return cu.Recording(recorder.lanes["compute0"], lambda: self._enqueue(run, call))
+        except (RuntimeError, BackendError) as error:
+            warnings.warn(
+                f"ficco enqueues calls step by step, since one could not be recorded: {error}",
+                stacklevel=2,
+            )
+            self._recorded = MAX_RECORDED
+            return None
+        finally:
+            call.state = lanes
+            if collecting:
+                gc.enable()
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
         program.state.setdefault("base", torch.cuda.Event(enable_timing=True))
         event = torch.cuda.Event(enable_timing=True)
         program.state["stamp", step, end] = event
-        lane = self._lane(program, program.plan.steps[step].lane)
-        return lambda call: event.record(lane or torch.cuda.current_stream(self.device))
+        return self._stamp(event, program.plan.steps[step].lane)
+
+    def _stamp(self, event: torch.cuda.Event, lane: str) -> Op:
+        def op(call: Call) -> None:
+            own = lane == "compute0"
+            event.record(None if own else call.state.streams[lane])
+
+        return op
 
     def spans(self, program: Program, call: Call) -> list[Span]:
         torch.cuda.synchronize(self.device)
@@ -548,13 +644,23 @@ class CudaEngine(Engine):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def idle(self, slots: Sequence[Slot]) -> bool:
+        with torch.cuda.device(self.device), cu.uncaptured():
+            return all(
+                not slot.state.watch.read()[0] if slot.captured else slot.state.retired.over()
+                for slot in slots
+            )
+
     # Watching.
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         found: tuple[int, bool] = slot.state.watch.read()
         return found
 
-    def missing(self, slot: Slot, program: Program, epoch: int) -> tuple[int, Signal, int] | None:
+    def missing(self, slot: Slot, program: Program) -> Missing | None:
+        steps = program.plan.steps
+        if slot.memory is None:
+            return Missing(next(i for i, step in enumerate(steps) if step.op == "gather"))
         assert isinstance(slot.memory, CudaMemory)
         try:
             words = cu.read_words(slot.memory.addresses[self.rank], slot.words, self._rescue, 2.0)
@@ -562,33 +668,45 @@ class CudaEngine(Engine):
             words = []
         if not words:
             return None
-        late: tuple[int, Signal, int] | None = None
-        for index, step in enumerate(program.plan.steps):
-            for signal in step.waits:
-                wanted, value = slot.wanted(signal, epoch), words[signal.word]
-                if value != wanted if slot.captured else value < wanted:
-                    if not signal.released:
-                        return index, signal, value
-                    late = late or (index, signal, value)
-        return late
+        late = [
+            Missing(index, signal, _wanted(signal), words[signal.word])
+            for index, step in enumerate(steps)
+            for signal in step.waits
+            if words[signal.word] != _wanted(signal)
+        ]
+        # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
+        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
+        return late[0] if late else None
 
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
         """Write, again and again, what every wait wants, until no call is running."""
         end = time.monotonic() + seconds
         stream = self._rescue.cuda_stream
+        parts, collectives = [], []
+        for slot in slots:
+            if slot.memory is None:
+                collectives.append(slot.state.watch)
+            else:
+                assert isinstance(slot.memory, CudaMemory)
+                base = slot.memory.addresses[self.rank]
+                values = [0] * self.world + [1] * (slot.words - self.world)
+                ops = [cu.MemOp(cu.WRITE_32, base + i * WORD, v) for i, v in enumerate(values)]
+                parts.append(cu.Batch(ops))
         with torch.cuda.device(self.device), cu.uncaptured():
+            if any(watch.read()[0] for watch in collectives):
+                threading.Thread(target=self._abort_collective, daemon=True).start()
             while any(slot.state.watch.read()[0] for slot in slots):
                 if time.monotonic() > end:
                     return False
-                for slot in slots:
-                    assert isinstance(slot.memory, CudaMemory)
-                    base = slot.memory.addresses[self.rank]
-                    words = [base + i * WORD for i in range(slot.words)]
-                    released, ready = cu.Words(words[: self.world]), cu.Words(words[self.world :])
-                    released.enqueue(stream, 0 if slot.captured else slot.epoch)
-                    ready.enqueue(stream, 1 if slot.captured else slot.epoch)
+                for part in parts:
+                    part.enqueue(stream)
                 time.sleep(0.01)
         return True
+
+    def _abort_collective(self) -> None:
+        """Make the group's library give up; may take as long as its peers do."""
+        with contextlib.suppress(RuntimeError):
+            self.group._get_backend(self.device).abort()
 
     # Words.
 
@@ -624,7 +742,7 @@ class CudaEngine(Engine):
     def close(self) -> None:
         self.rendezvous.close()
         self._lanes.clear()
-        self._joins.clear()
+        self._recorders.clear()
 
 
 def accumulation() -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,12 @@ except ImportError as error:
 
 _KIND = driver.CUstreamBatchMemOpType
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-_WAIT_GEQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _WAIT_FLUSH = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
 _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+#: Kinds of MemOp, as the driver calls them.
+WAIT_32, WRITE_32, WRITE_64 = "WAIT_VALUE_32", "WRITE_VALUE_32", "WRITE_VALUE_64"
 
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
@@ -54,66 +57,60 @@ def attribute(name: str, device: int) -> int:
     return 0 if error else int(value)
 
 
-class Words:
-    """Waits for, or writes of, one value at 32-bit words, enqueued with one call.
+class MemOp(NamedTuple):
+    """A wait for a 32-bit word to equal a value, or a write of a 32-bit or 64-bit word."""
 
-    A wide word is a pair of words that one write sets to zero and the value.
-    """
+    kind: str
+    address: int
+    value: int
 
-    def __init__(
-        self,
-        addresses: Sequence[int],
-        *,
-        wait: str | None = None,
-        flush: bool = False,
-        wide: Sequence[int] = (),
-    ) -> None:
-        """``wait`` is None for writes, else ``"=="`` or ``">="`` (cyclic)."""
-        self._flags = 0
-        if wait:
-            self._flags = (_WAIT_EQ if wait == "==" else _WAIT_GEQ) | (_WAIT_FLUSH * flush)
-        name = "WAIT" if wait else "WRITE"
-        narrow = getattr(_KIND, f"CU_STREAM_MEM_OP_{name}_VALUE_32")
-        single = len(addresses) == 1 and not wide
-        self._single = driver.CUdeviceptr(addresses[0]) if single else None
-        self._enqueue_one = driver.cuStreamWaitValue32 if wait else driver.cuStreamWriteValue32
-        self._params: list[Any] = []
-        self._narrow = [self._part(narrow, address, wait) for address in addresses]
-        kind = _KIND.CU_STREAM_MEM_OP_WRITE_VALUE_64
-        self._wide = [self._part(kind, address, None) for address in wide]
 
-    def _part(self, kind: Any, address: int, wait: str | None) -> Any:
+class Batch:
+    """Waits and writes with fixed values, done in order and enqueued with one call."""
+
+    def __init__(self, ops: Sequence[MemOp], flush: bool = False) -> None:
+        """``flush``: waits ask for remote writes to be flushed."""
+        self.ops, self.flush = tuple(ops), flush
+        params = [self._part(*op) for op in self.ops]
+        self._parts = [params[i : i + MAX_BATCH] for i in range(0, len(params), MAX_BATCH)]
+        self._single: tuple[Any, ...] | None = None
+        if len(self.ops) == 1 and self.ops[0].kind != WRITE_64:
+            kind, address, value = self.ops[0]
+            wait = kind == WAIT_32
+            call = driver.cuStreamWaitValue32 if wait else driver.cuStreamWriteValue32
+            flags = self._wait_flags() if wait else 0
+            self._single = call, driver.CUdeviceptr(address), driver.cuuint32_t(value), flags
+
+    def __add__(self, other: Batch) -> Batch:
+        return Batch(self.ops + other.ops, self.flush)
+
+    def _wait_flags(self) -> int:
+        return _WAIT_EQ | (_WAIT_FLUSH if self.flush else 0)
+
+    def _part(self, kind: str, address: int, value: int) -> Any:
         param = driver.CUstreamBatchMemOpParams()
-        param.operation = kind
-        part = param.waitValue if wait else param.writeValue
-        part.operation, part.address, part.flags = kind, address, self._flags
-        self._params.append(param)
-        return part
+        param.operation = code = getattr(_KIND, f"CU_STREAM_MEM_OP_{kind}")
+        part = param.waitValue if kind == WAIT_32 else param.writeValue
+        part.operation, part.address = code, address
+        part.flags = self._wait_flags() if kind == WAIT_32 else 0
+        if kind == WRITE_64:
+            part.value64 = value
+        else:
+            part.value = driver.cuuint32_t(value)
+        return param
 
-    def enqueue(self, stream: Any, value: int) -> None:
+    def enqueue(self, stream: Any) -> None:
         """Enqueue the batch."""
-        value &= 0xFFFFFFFF
         if self._single is not None:
-            result = self._enqueue_one(stream, self._single, value, self._flags)
+            call, address, value, flags = self._single
+            result = call(stream, address, value, flags)
             if result[0]:
-                check(self._enqueue_one.__name__, result)
+                check(call.__name__, result)
             return
-        word = driver.cuuint32_t(value)
-        for part in self._narrow:
-            part.value = word
-        for part in self._wide:
-            part.value64 = value << 32
-        params = self._params
-        if not params:
-            return
-        if len(params) <= MAX_BATCH:
-            result = driver.cuStreamBatchMemOp(stream, len(params), params, 0)
+        for part in self._parts:
+            result = driver.cuStreamBatchMemOp(stream, len(part), part, 0)
             if result[0]:
                 check("cuStreamBatchMemOp", result)
-            return
-        for first in range(0, len(params), MAX_BATCH):
-            part = params[first : first + MAX_BATCH]
-            check("cuStreamBatchMemOp", driver.cuStreamBatchMemOp(stream, len(part), part, 0))
 
 
 def copy(dst: Any, src: Any, nbytes: int, stream: Any) -> None:
@@ -159,6 +156,37 @@ class Event:
 
     def synchronize(self) -> None:
         check("cuEventSynchronize", driver.cuEventSynchronize(self._event))
+
+    def over(self) -> bool:
+        """Whether everything before the latest record is complete."""
+        return not driver.cuEventQuery(self._event)[0]
+
+
+class Recording:
+    """What a stream was given, as a graph that gives it again."""
+
+    def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
+        check("cuStreamBeginCapture", driver.cuStreamBeginCapture(stream, _THREAD_LOCAL))
+        try:
+            enqueue()
+        except BaseException:
+            driver.cuStreamEndCapture(stream)
+            raise
+        graph = check("cuStreamEndCapture", driver.cuStreamEndCapture(stream))
+        try:
+            self._graph = check("cuGraphInstantiate", driver.cuGraphInstantiate(graph, 0))
+        finally:
+            driver.cuGraphDestroy(graph)
+
+    def replay(self, stream: Any) -> None:
+        """Enqueue everything on a stream."""
+        result = driver.cuGraphLaunch(self._graph, stream)
+        if result[0]:
+            check("cuGraphLaunch", result)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_graph"):
+            driver.cuGraphExecDestroy(self._graph)  # once it is no longer running
 
 
 class uncaptured:

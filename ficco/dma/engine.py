@@ -8,14 +8,16 @@ Everything that knows a vendor is behind this interface.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ficco.errors import BackendError
+from ficco.machine import Fingerprint
 from ficco.plan import Plan, Product, Signal, Step, Transfer
 
 if TYPE_CHECKING:
@@ -62,57 +64,37 @@ class Symmetric(ABC):
 #: Newer releases of PyTorch renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-#: Calls on one slot that a host may be ahead of its GPU and still get a full text on a timeout.
-MAX_BEHIND = 1024
-
 
 @dataclass
 class Slot:
     """Signal words, staging and published shard of the calls that take turns on them.
 
     Attributes:
-        memory: the symmetric memory behind it: words, then staging, then publish.
+        memory: the symmetric memory behind it: words, then staging, then publish; None where
+            calls have nothing but a watchdog in common.
         words: how many signal words it has.
         room: bytes of staging and of publish.
         offsets: where in ``memory`` staging and publish begin.
-        captured: it belongs to a graph: words return to their first value in every replay.
-        epoch: number of the latest call on it; eager calls post it as the value of their signals.
-        programs: what ran last, by epoch.
+        captured: it belongs to a graph.
+        programs: what runs on it, by the number that tells a watchdog which one is running.
         state: what the engine keeps with it.
     """
 
-    memory: Symmetric
+    memory: Symmetric | None
     words: int
     room: tuple[int, int]
     offsets: tuple[int, int]
     captured: bool = False
-    epoch: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
     state: Any = None
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def begin(self, program: Program) -> int:
-        """Count a call on this slot; returns its epoch."""
-        self.epoch += 1
-        self.programs[self.epoch] = program
-        if not self.captured:
-            self.programs.pop(self.epoch - MAX_BEHIND, None)
-        return self.epoch
-
-    def wanted(self, signal: Signal, epoch: int) -> int:
-        """The value for which a call waits.
-
-        Eager calls count up, and so need no clearing. The values of a captured call are constants,
-        and words return to 0: 1 is posted, or, for a word that hands the slot on, 1 means taken.
-        """
-        if self.captured:
-            return 0 if signal.released else 1
-        return epoch - 1 if signal.released else epoch
-
-    def posted(self, signal: Signal, epoch: int) -> int:
-        """The value with which a call posts."""
-        if self.captured:
-            return 0 if signal.released else 1
-        return epoch
+    def number(self, program: Program) -> int:
+        """The number of a program of this slot, never 0 and never that of another."""
+        if not program.number:
+            program.number = next(self._numbers)
+            self.programs[program.number] = program
+        return program.number
 
     def fits(self, plan: Plan) -> bool:
         (staging, publish), (has_staging, has_publish) = plan.room, self.room
@@ -128,7 +110,6 @@ class Call:
     out: torch.Tensor
     gathered: torch.Tensor | None = None
     sums: torch.Tensor | None = None
-    epoch: int = 0
     state: Any = None
 
 
@@ -144,12 +125,14 @@ class Program:
         ops: operations in enqueue order, each with its lane.
         source: the symmetric memory that holds the caller's shard, and where, if peers read it
             in place.
+        number: see :meth:`Slot.number`.
     """
 
     plan: Plan
     slot: Slot | None
     ops: list[tuple[str, Op]]
     source: tuple[Symmetric, int] | None = None
+    number: int = 0
     state: dict[Any, Any] = field(default_factory=dict)
 
     def clear(self) -> None:
@@ -157,6 +140,19 @@ class Program:
         self.ops.clear()
         self.state.clear()
         self.slot = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The first signal that a program waits for in vain; ``signal`` is None for a collective.
+
+    ``wanted`` and ``found`` are the values of its word.
+    """
+
+    step: int
+    signal: Signal | None = None
+    wanted: int | None = None
+    found: int | None = None
 
 
 @dataclass(frozen=True)
@@ -179,6 +175,7 @@ class Engine(ABC):
         timeout_s: seconds that the next call may wait for a peer.
         interrupt: called while a call waits; may raise.
         operator: what is being called, for errors.
+        replays: it may record what a call enqueues, and replay that for calls that are alike.
     """
 
     name: str
@@ -186,6 +183,7 @@ class Engine(ABC):
     timeout_s: float = 60.0
     interrupt: Callable[[], None]
     operator: str = "ficco"
+    replays: bool = True
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -193,6 +191,12 @@ class Engine(ABC):
         self.rank = group.rank()
         self.world = group.size()
         self.interrupt = lambda: None
+
+    def fingerprint(self) -> Fingerprint:
+        """What this kind of host is known by: the device's name and the number of ranks."""
+        on_cpu = self.device.type == "cpu"
+        name = "cpu" if on_cpu else torch.cuda.get_device_name(self.device)
+        return Fingerprint(name, self.world)
 
     # Memory.
 
@@ -220,14 +224,17 @@ class Engine(ABC):
 
     # Watching, for an asynchronous engine.
 
+    def watch(self, captured: bool) -> Slot | None:
+        """A slot without memory, for calls that share nothing; None if they need no watching."""
+        return None
+
     def pulse(self, slot: Slot) -> tuple[int, bool]:
-        """The number of the call that has begun on a slot and is not over, or 0; and whether any
-        call has ended on it since the last pulse. Reads host memory alone."""
+        """The number of the program that has begun on a slot and is not over, or 0; and whether
+        any has ended on it since the last pulse. Reads host memory alone."""
         raise NotImplementedError
 
-    def missing(self, slot: Slot, program: Program, epoch: int) -> tuple[int, Signal, int] | None:
-        """The first step of a stuck call whose signal is missing, that signal and the value of
-        its word; None if the words cannot be read."""
+    def missing(self, slot: Slot, program: Program) -> Missing | None:
+        """What a stuck program waits for; None if the words cannot be read."""
         raise NotImplementedError
 
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
@@ -321,6 +328,10 @@ class Engine(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until every call of this rank is over."""
+
+    def idle(self, slots: Sequence[Slot]) -> bool:
+        """Whether all calls on some slots are over. Does not wait."""
+        return True
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
