@@ -1,0 +1,314 @@
+"""Several calls timed against each other on all ranks, alone and beside other calls.
+
+All times are those of the slowest rank, one per round; rounds are interleaved and shuffled as in
+:mod:`ficco.bench.measure`, so that ratios are taken round by round.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.bench.candidates import Candidate, Runner, all_gather
+from ficco.bench.measure import DeviceClock, Gate, HostClock, Item, rounds
+from ficco.bench.stats import Times, slowest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Call = Callable[[], Any]
+
+#: So many times as long as the call in front takes alone do the calls behind it run: neither
+#: slows the other down by more.
+COVER = 2.0
+
+#: Most calls behind another: a device's queue holds about a thousand operations, and a call of
+#: ficco's is up to fifty of them.
+MOST_BEHIND = 24
+
+
+#: Seconds after which Python's threads take turns while one runs beside another: by default they
+#: may keep each other waiting for longer than what is timed takes.
+SWITCH_S = 50e-6
+
+
+@dataclass(frozen=True)
+class Series:
+    """What was timed under one name.
+
+    Attributes:
+        times: seconds of the slowest rank, one per round.
+        host: seconds in which the host enqueues one of several calls in a row, by rank; NaN on a
+            CPU, which carries out what it calls.
+    """
+
+    times: tuple[float, ...]
+    host: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return median(self.times)
+
+
+class Stopwatch:
+    """The ranks of a group, which time together.
+
+    Attributes:
+        mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world = group.rank(), group.size()
+        self.on_gpu = device.type == "cuda"
+        self.mode = "queued" if self.on_gpu else "idle"
+        self.gate = Gate(group)
+        self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.gate)
+
+    def time(
+        self,
+        calls: Mapping[str, Call | Runner],
+        *,
+        seconds: float,
+        most: int = 25,
+        least: int = 3,
+        mode: str = "",
+        seed: int = 0,
+        tick: Callable[[str], None] = lambda what: None,
+    ) -> dict[str, Series]:
+        """Time all calls for about so many seconds; the same on every rank."""
+        items = {
+            name: Item(mode or self.mode, Candidate(name, "call"), _runner(call))
+            for name, call in calls.items()
+        }
+        rounds(list(items.values()), self.clock, self.gate, most, seconds, least, seed, tick)
+        mine = {name: (item.times_s, item.host_s) for name, item in items.items()}
+        everyone = self.gather(mine)
+        return {
+            name: Series(
+                tuple(slowest([found[name][0] for found in everyone])),
+                tuple(found[name][1] for found in everyone),
+            )
+            for name in items
+        }
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, on every rank."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def release(self) -> None:
+        """Free ficco's memory on all ranks, once no peer can reach it any more."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self.gate.wait()
+        ficco.close(self.group)
+        self.gate.wait()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.gate.close()
+
+
+def _runner(call: Call | Runner) -> Runner:
+    return call if isinstance(call, Runner) else Runner(call)
+
+
+def behind(front: Times, back: Times) -> int:
+    """How many calls of one kind go on for as long as one of another, from their times alone."""
+    return min(max(math.ceil(COVER * median(front) / median(back)), 1), MOST_BEHIND)
+
+
+def beside(front: Call, back: Call, count: int, device: torch.device) -> Runner:
+    """A call in front, which is timed, while so many other calls run behind it.
+
+    On a GPU they run on a stream of their own, on a CPU on a thread of their own.
+    """
+    make = _on_stream if device.type == "cuda" else _on_thread
+    return make(front, back, count)
+
+
+def _on_stream(front: Call, back: Call, count: int) -> Runner:
+    side, fork = torch.cuda.Stream(), torch.cuda.Event()
+
+    def run() -> Any:
+        fork.record()
+        side.wait_event(fork)
+        with torch.cuda.stream(side):
+            back()  # one call has a head start over the call that is timed
+        result = front()
+        with torch.cuda.stream(side):
+            for _ in range(count - 1):
+                back()
+        return result
+
+    return Runner(run)
+
+
+def _on_thread(front: Call, back: Call, count: int) -> Runner:
+    worker: list[threading.Thread] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(count):
+                back()
+        except BaseException as error:  # raised by the thread that joins
+            failed.append(error)
+
+    def join() -> None:
+        while worker:
+            worker.pop().join()
+        if failed:
+            raise failed.pop()
+
+    def run() -> Any:
+        join()
+        worker.append(threading.Thread(target=work, name="ficco beside"))
+        worker[0].start()
+        return front()
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
+            join()
+
+    return Runner(run, context=context)
+
+
+@dataclass
+class Parts:
+    """The calls that are measured, on one rank: copies and collectives of so many bytes, and
+    products, all on operands that stay the same.
+
+    Attributes:
+        dtype: of all operands.
+        memory: normal numbers that all operands are cut from; grown as needed.
+    """
+
+    group: ProcessGroup
+    device: torch.device
+    dtype: torch.dtype
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.group.size()
+
+    def _matrix(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A matrix of normal numbers: products take longer on them than on small integers."""
+        key = f"{name} {dtype}"
+        found = self.memory.get(key)
+        if found is None or found.numel() < rows * cols:
+            generator = torch.Generator(self.device)
+            generator.manual_seed(len(name) + self.group.rank())
+            self.memory.pop(key, None)
+            made = torch.empty(rows * cols, dtype=dtype, device=self.device)
+            found = self.memory[key] = made.normal_(generator=generator)
+        return found[: rows * cols].view(rows, cols)
+
+    def matrix(self, name: str, rows: int, cols: int) -> torch.Tensor:
+        return self._matrix(name, rows, cols, self.dtype)
+
+    def row_columns(self) -> int:
+        """Columns of the matrices whose rows are copied: 2 KiB a row."""
+        return 2048 // self.dtype.itemsize
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """A shard of about so many bytes, in whole rows."""
+        columns = self.row_columns()
+        return self.matrix("shard", max(nbytes // 2048, 1), columns)
+
+    def copies(self, schedule: str, nbytes: int) -> Call:
+        """The copies of a schedule with a shard of so many bytes, without products."""
+        shard = self.shard(nbytes)
+        none = shard.new_empty((shard.shape[1], 0))
+        group = self.group
+        return lambda: ficco.all_gather_matmul(shard, none, group=group, schedule=schedule)
+
+    def collective(self, nbytes: int, parts: int = 1) -> Call:
+        """The vendor's all-gather of shards of so many bytes, at once or in parts."""
+        shard = self.shard(nbytes)
+        rows = shard.shape[0]
+        parts = min(parts, rows)
+        cuts = [(i * rows // parts, (i + 1) * rows // parts) for i in range(parts)]
+        gathered = self.matrix("gathered", rows * self.world, shard.shape[1])
+        group, world = self.group, self.world
+
+        def run() -> None:
+            for first, last in cuts:
+                all_gather(gathered[first * world : last * world], shard[first:last], group=group)
+
+        return run
+
+    def matmul(
+        self, m: int, n: int, k: int, *, batch: int = 1, wide: bool = False, parts: int = 1
+    ) -> Call:
+        """A product, a strided batch of such, or a product cut by rows into parts.
+
+        ``wide``: the result is float32 and is added to.
+        """
+        a, b = self.matrix("a", batch * m, k), self.matrix("b", k, n)
+        if wide:
+            return self.accumulated(m, n, k, 1)
+        out = self.matrix("out", batch * m, n)
+        if batch > 1:
+            a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
+            b3 = b.unsqueeze(0).expand(batch, k, n)
+            return lambda: torch.bmm(a3, b3, out=out3)
+        cuts = _cuts(m, parts)
+
+        def run() -> None:
+            for first, last in cuts:
+                torch.mm(a[first:last], b, out=out[first:last])
+
+        return run
+
+    def accumulated(self, m: int, n: int, k: int, parts: int, rounding: bool = False) -> Call:
+        """A product cut by columns of A into parts that add up in float32, then rounded."""
+        a, b = self.matrix("a", m, k), self.matrix("b", k, n)
+        sums = self._matrix("sums", m, n, torch.float32)
+        out = self.matrix("out", m, n)
+        cuts = _cuts(k, parts)
+        single = parts > 1  # the first of several parts needs no sum
+
+        def run() -> None:
+            for i, (first, last) in enumerate(cuts):
+                add(sums, a[:, first:last], b[first:last], start=single and i == 0)
+            if rounding and out.dtype != sums.dtype:
+                out.copy_(sums)
+
+        return run
+
+
+def add(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: bool = False) -> None:
+    """``sums (+)= a @ b`` into float32, as engines accumulate column pieces."""
+    if a.dtype == sums.dtype:
+        torch.mm(a, b, out=sums) if start else torch.addmm(sums, a, b, out=sums)
+    elif start:
+        torch.mm(a, b, out_dtype=sums.dtype, out=sums)
+    else:
+        torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
+
+
+def _cuts(size: int, parts: int) -> Sequence[tuple[int, int]]:
+    """Bounds of parts of about the same size, none of them empty."""
+    parts = max(min(parts, size), 1)
+    return [(i * size // parts, (i + 1) * size // parts) for i in range(parts)]

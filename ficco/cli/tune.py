@@ -1,0 +1,138 @@
+"""``ficco tune``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+#: Seconds that starting the ranks and their libraries may take on top, and how much longer than
+#: estimated the steps may take before a run has hung.
+START_S = 120.0
+PATIENCE = 4.0
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    from ficco.tune.names import STEPS
+
+    text = "measure this machine, and which schedules are fastest on it, for schedule='auto'"
+    parser = commands.add_parser("tune", help=text, description=text)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--quick", action="store_true", help="in short, and less exactly")
+    what.add_argument(
+        "--only", nargs="+", metavar="STEP", choices=STEPS, help=f"of {', '.join(STEPS)}"
+    )
+    what.add_argument(
+        "--shapes", type=Path, metavar="CSV", help="all candidates of shapes: name, m, n, k"
+    )
+    what.add_argument(
+        "--from-log",
+        type=Path,
+        metavar="FILE",
+        help="all candidates of what a program called, as FICCO_LOG_PROBLEMS=FILE had it written",
+    )
+    what.add_argument("--check", action="store_true", help="measure a few points, change nothing")
+    what.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.25,
+        help="with --check: share by which a point may be off (default: 0.25)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    how.add_argument("--fresh", action="store_true", help="do not go on with an interrupted run")
+    how.add_argument(
+        "--out", type=Path, metavar="FILE", help="the machine's file (default: the user's own)"
+    )
+    parser.set_defaults(run=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from ficco.launch import check_ranks, default_device, launch
+    from ficco.machine import user_dir
+    from ficco.tune.run import Settings, default_name, fingerprint, opened, tune
+
+    device = arguments.device or default_device()
+    ranks = check_ranks(arguments.ranks, device)
+    here = fingerprint(device, ranks)
+    path = arguments.out or user_dir() / f"{default_name(here)}.yaml"
+    if arguments.check:
+        return _check(arguments, device, ranks, path)
+    if not (arguments.fresh and path.exists()):
+        opened(path, here)  # says what is wrong with the file before any rank is started
+    settings = Settings(
+        path=path.absolute(),
+        device=device,
+        quick=arguments.quick,
+        only=tuple(arguments.only or ()),
+        problems=tuple(_problems(arguments, ranks, device)),
+        fresh=arguments.fresh,
+        command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+    )
+    if not settings.steps:
+        raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
+    seconds = sum(settings.seconds(name) for name in settings.steps)
+    timeout_s = START_S + PATIENCE * seconds
+    outcome = launch(tune, _started(arguments), settings, device=device, timeout_s=timeout_s)
+    if int(os.environ.get("RANK", 0)):
+        return 1 if outcome.error or outcome.failures else 0
+    if outcome.error:
+        print(f"ficco: error: {outcome.error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path}", file=sys.stderr)
+    for name, why in outcome.failures.items():
+        print(f"ficco: error: {name}: {why}; what the file had was left", file=sys.stderr)
+    if outcome.failures:
+        print("run the same command again to measure what is left", file=sys.stderr)
+    return 1 if outcome.failures else 0
+
+
+def _started(arguments: argparse.Namespace) -> int | None:
+    ranks: int | None = arguments.ranks
+    return ranks
+
+
+def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
+    from ficco.bench import cases
+    from ficco.tune import shapes
+
+    found = []
+    if arguments.shapes:
+        found += shapes.from_cases(cases.read(arguments.shapes), ranks, device)
+    if arguments.from_log:
+        logged = shapes.from_log(arguments.from_log, ranks)
+        if not logged:
+            raise ValueError(
+                f"--from-log: required a problem of {ranks} ranks in {arguments.from_log}, got "
+                "none; run the program with FICCO_LOG_PROBLEMS on as many ranks"
+            )
+        found += logged
+    return list(dict.fromkeys(found))
+
+
+def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:
+    from ficco.launch import launch
+    from ficco.machine import Fingerprint, load
+    from ficco.tune.check import Settings, check, report
+    from ficco.tune.run import fingerprint
+
+    if not arguments.tolerance > 0:
+        raise ValueError(f"--tolerance: required a number above 0, got {arguments.tolerance}")
+    machine = load(path)
+    here: Fingerprint = fingerprint(device, ranks)
+    if not here.matches(machine):
+        raise ValueError(
+            f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
+            f"{machine.ranks} of {machine.accelerator}; give another file with --out"
+        )
+    settings = Settings(machine, device, arguments.quick)
+    points = launch(check, _started(arguments), settings, device=device, timeout_s=START_S * 2)
+    if int(os.environ.get("RANK", 0)):
+        return 0 if all(point.holds(arguments.tolerance) for point in points) else 1
+    print(report(points, arguments.tolerance))
+    return 0 if all(point.holds(arguments.tolerance) for point in points) else 1

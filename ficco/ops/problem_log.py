@@ -1,0 +1,31 @@
+"""Problems that a program calls with, as lines of JSON for ``ficco tune --from-log``."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict
+
+from ficco.problem import Problem
+
+#: Names the file, where :attr:`ficco.Options.log_problems` does not.
+VARIABLE = "FICCO_LOG_PROBLEMS"
+
+_noted: set[tuple[str, Problem]] = set()
+
+
+def note(path: str | None, problem: Problem, rank: int) -> None:
+    """Append a problem that this process sees for the first time; rank 0 writes for all.
+
+    A file that cannot be written is warned of: the call itself is none the worse.
+    """
+    path = path or os.environ.get(VARIABLE)
+    if not path or rank or (path, problem) in _noted:
+        return
+    _noted.add((path, problem))
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(problem)) + "\n")  # one write: lines do not mix
+    except OSError as error:
+        warnings.warn(f"{path}: problems are not logged: {error.strerror}", stacklevel=2)

@@ -1,0 +1,1 @@
+"""Measuring a machine: curves, fits, the fastest schedules of given problems, and the file."""

@@ -1,0 +1,165 @@
+"""Whether the figures of a machine's file still hold: a few points, measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.bench.series import Stopwatch
+from ficco.heuristics.model import lacking
+from ficco.machine import Machine, Provenance
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+from ficco.simulate import predict
+from ficco.tune import measures
+from ficco.tune.effort import effort
+from ficco.tune.measures import Site
+from ficco.tune.run import TIMEOUT_S
+
+#: Products that are measured again, of those that a tuning run measures.
+PRODUCTS = 4
+
+#: What is predicted as a whole call.
+CALLS = ("serial", "shard-overlap")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is checked: a machine, on a device, in short or not."""
+
+    machine: Machine
+    device: str
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """Seconds that the stored figures give for something, and those measured now."""
+
+    block: str
+    what: str
+    stored: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.stored if self.stored > 0 else float("inf")
+
+    def holds(self, tolerance: float) -> bool:
+        """Whether neither is more than ``1 + tolerance`` times the other."""
+        return 1 / (1 + tolerance) <= self.ratio <= 1 + tolerance
+
+
+def check(settings: Settings) -> list[Point]:
+    """Measure a few points; collective. The same on every rank."""
+    group = dist.group.WORLD
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    watch = Stopwatch(group, device)
+    made = effort(settings.device, True)
+
+    def source(kind: str, note: str) -> Provenance:
+        return Provenance(kind, note=note)
+
+    site = Site(watch, made, settings.machine, source)
+    found: list[Point] = []
+    with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
+        for points in (_gemm, _copies, _collective, _memory, _calls):
+            found += points(site)
+            watch.release()
+    watch.close()
+    return found
+
+
+def _gemm(site: Site) -> Iterator[Point]:
+    model = site.machine.gemm
+    if model is None:
+        return
+    usual = [shape for shape in site.effort.gemms if not shape.wide and shape.batch == 1]
+    usual.sort(key=lambda shape: shape.flops)
+    chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
+    for one in measures.samples(site, chosen):
+        stored = model.seconds(one.m, one.n, one.k, itemsize=one.itemsize)
+        yield Point("gemm", f"{one.m} x {one.n} x {one.k}", stored, one.seconds)
+
+
+def _copies(site: Site) -> Iterator[Point]:
+    model = site.machine.copies
+    if model is None or site.world < 2:
+        return
+    sizes = (site.effort.sizes[1], site.effort.sizes[-1])
+    for one in measures.copy_times(site, sizes, (1,)):
+        row = one.count * one.nbytes / model.rate(one.nbytes) + (one.count - 1) * model.gap
+        what = f"{one.count} of {one.nbytes / 1024:.0f} KiB"
+        yield Point("copies", what, model.latency + row, one.seconds)
+
+
+def _collective(site: Site) -> Iterator[Point]:
+    model = site.machine.collective
+    if model is None or site.world < 2:
+        return
+    for nbytes, seconds in measures.collective(site).curve[1::2]:
+        what = f"{nbytes / 1024:.0f} KiB a rank"
+        yield Point("collective", what, model.seconds(nbytes), seconds)
+
+
+def _memory(site: Site) -> Iterator[Point]:
+    model = site.machine.memory
+    if model is None:
+        return
+    now, size = measures.memory(site), 2 * site.effort.moves[-1]
+    stored = model.latency + size / model.bandwidth
+    yield Point("memory", f"{size >> 20} MiB", stored, now.latency + size / now.bandwidth)
+
+
+def _calls(site: Site) -> Iterator[Point]:
+    """Whole calls, as the simulation predicts them from all blocks together."""
+    mode = site.watch.mode
+    if site.world < 2 or lacking(site.machine, mode):
+        return
+    m, n, k = site.effort.rule[-1]
+    rows = (m // site.world,) * site.world
+    problem = Problem("all_gather_matmul", rows, n, k, site.effort.dtype)
+    parts, group = site.parts(), site.watch.group
+    a, b = parts.matrix("a", rows[0], k), parts.matrix("b", k, n)
+
+    def call(name: str) -> object:
+        return lambda: ficco.all_gather_matmul(a, b, group=group, schedule=name)
+
+    found = site.time("thresholds", {name: call(name) for name in CALLS}, share=0.5)
+    for name in CALLS:
+        stored = predict(problem, Schedule.parse(name), site.machine, mode)
+        yield Point("call", f"{name}, {m} x {n} x {k}", stored, found[name].seconds)
+
+
+def report(points: list[Point], tolerance: float) -> str:
+    """The points as text, and whether all of them hold."""
+    lines = [f"{'':44} {'stored':>12} {'measured':>12} {'ratio':>6}"]
+    for point in points:
+        name = f"{point.block} {point.what}"
+        mark = "" if point.holds(tolerance) else "  off"
+        lines.append(
+            f"{name:44} {_ms(point.stored):>12} {_ms(point.measured):>12} {point.ratio:6.2f}{mark}"
+        )
+    off = [point for point in points if not point.holds(tolerance)]
+    rule = f"no more than {1 + tolerance:g} times as much or as little"
+    if not points:
+        lines.append("the file holds nothing that could be checked")
+    elif off:
+        blocks = " ".join(dict.fromkeys(point.block for point in off if point.block != "call"))
+        remedy = f"ficco tune --only {blocks}" if blocks else "ficco tune"
+        lines.append(
+            f"{len(off)} of {len(points)} points are off ({rule} holds); measure again: {remedy}"
+        )
+    else:
+        lines.append(f"all {len(points)} points hold ({rule})")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

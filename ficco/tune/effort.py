@@ -1,0 +1,171 @@
+"""What is measured, as data: sizes and shapes for GPUs and CPUs, in full and in short."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Shape(NamedTuple):
+    """A product of one rank; ``wide`` ones add up in float32."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    wide: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a tuning run measures.
+
+    Attributes:
+        dtype: of all operands.
+        gemms: products, and ``reference`` one that tells how hot the device is.
+        sizes: bytes of a copy, and of a shard for the collective.
+        pieces: copies to each peer in a row; two different numbers.
+        least_bytes: copies of more than this are measured with fewer pieces.
+        products: products that are measured beside communication, and
+            ``traffic``: bytes of the shards that are communicated meanwhile.
+        moves: bytes of copies within a rank.
+        tiny: rows of a rank, columns of b and of A of calls whose host time counts.
+        rule: m, n and k of products for the thresholds of the rule.
+        seconds: time for each step; the whole is about a quarter more.
+        least: rounds of everything that is timed.
+    """
+
+    name: str
+    dtype: str
+    gemms: tuple[Shape, ...]
+    reference: Shape
+    sizes: tuple[int, ...]
+    pieces: tuple[int, int]
+    least_bytes: int
+    products: tuple[Shape, ...]
+    traffic: int
+    moves: tuple[int, ...]
+    tiny: tuple[int, int, int]
+    rule: tuple[tuple[int, int, int], ...]
+    seconds: dict[str, float]
+    least: int = 3
+
+
+def grid(
+    ms: tuple[int, ...], ns: tuple[int, ...], ks: tuple[int, ...], most_flops: float, count: int
+) -> tuple[Shape, ...]:
+    """About so many products: of a grid, of odd sizes between its ends, batches, and wide ones.
+
+    Always the same ones: the numbers are drawn with a fixed seed.
+    """
+    draw = random.Random(0)
+    regular = [Shape(m, n, k) for m in ms for n in ns for k in ks]
+    odd = [
+        Shape(
+            draw.randint(ms[0], ms[-1]),
+            draw.randint(ns[0], ns[-1]) // 8 * 8 or 8,
+            draw.randint(ks[0], ks[-1]) // 8 * 8 or 8,
+        )
+        for _ in range(count)
+    ]
+    batches = [
+        Shape(m, n, k, batch)
+        for batch in (3, 7)
+        for m in ms[: len(ms) // 2 + 1]
+        for n, k in ((ns[0], ks[-1]), (ns[-1], ks[0]))
+    ]
+    wide = [Shape(m, n, k, 1, True) for m in ms[1:] for n in (ns[0], ns[-1]) for k in ks[:2]]
+    found = []
+    for kind, share in ((regular, 0.6), (odd, 0.2), (batches, 0.12), (wide, 0.08)):
+        small = [shape for shape in kind if shape.flops <= most_flops]
+        wanted = max(1, round(count * share))
+        found += small if len(small) <= wanted else draw.sample(small, wanted)
+    return tuple(dict.fromkeys(found))
+
+
+_GPU_SECONDS = {
+    "gemm": 50.0, "copies": 25.0, "topology": 5.0, "collective": 12.0, "contention": 24.0,
+    "memory": 3.0, "host": 6.0, "thresholds": 20.0,
+}  # fmt: skip
+
+GPU = Effort(
+    name="gpu",
+    dtype="bfloat16",
+    gemms=grid(
+        (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+        (512, 1024, 2048, 4096, 8192, 14336),
+        (1024, 2048, 4096, 8192, 16384),
+        3e12,
+        200,
+    ),
+    reference=Shape(4096, 4096, 4096),
+    sizes=tuple(size * KIB for size in (64, 256, 1024, 4096, 16384, 65536, 131072)),
+    pieces=(1, 4),
+    least_bytes=16 * MIB,
+    products=(Shape(8192, 2048, 8192), Shape(8192, 3584, 4096), Shape(4096, 4096, 16384)),
+    traffic=64 * MIB,
+    moves=(1 * MIB, 16 * MIB, 256 * MIB),
+    tiny=(64, 256, 256),
+    rule=tuple(
+        (m, n, 4096)
+        for m, n in ((8192, 1024), (8192, 2048), (8192, 4096), (16384, 4096), (16384, 8192),
+                     (32768, 8192))
+    ),
+    seconds=_GPU_SECONDS,
+)  # fmt: skip
+
+CPU = Effort(
+    name="cpu",
+    dtype="float32",
+    gemms=grid((16, 64, 128, 256, 512), (32, 64, 128, 256), (64, 128, 256, 512), 1.5e8, 28),
+    reference=Shape(128, 128, 128),
+    sizes=tuple(size * KIB for size in (16, 64, 256, 1024, 4096)),
+    pieces=(1, 4),
+    least_bytes=4 * MIB,
+    products=(Shape(256, 128, 256), Shape(512, 256, 256)),
+    traffic=1 * MIB,
+    moves=(256 * KIB, 1 * MIB, 16 * MIB),
+    tiny=(8, 8, 8),
+    rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
+    seconds={
+        "gemm": 10.0, "copies": 8.0, "topology": 3.0, "collective": 4.0, "contention": 8.0,
+        "memory": 2.0, "host": 4.0, "thresholds": 6.0,
+    },
+    least=5,
+)  # fmt: skip
+
+#: In short: for a look, and for continuous integration.
+SHORT = {
+    "gpu": dict(
+        name="gpu-quick",
+        gemms=GPU.gemms[::5],
+        seconds={step: most / 5 for step, most in _GPU_SECONDS.items()},
+        rule=GPU.rule[1::2],
+    ),
+    "cpu": dict(
+        name="cpu-quick",
+        gemms=CPU.gemms[::2],
+        sizes=CPU.sizes[:4:2] + (1 * MIB,),
+        products=CPU.products[:1],
+        traffic=256 * KIB,
+        moves=(256 * KIB, 4 * MIB),
+        rule=CPU.rule[:3],
+        seconds=dict.fromkeys(CPU.seconds, 0.4),
+        least=2,
+    ),
+}
+
+
+def effort(device: str, quick: bool) -> Effort:
+    """What to measure on a device."""
+    from dataclasses import replace
+
+    whole = GPU if device == "cuda" else CPU
+    return replace(whole, **SHORT[whole.name]) if quick else whole  # type: ignore[arg-type]

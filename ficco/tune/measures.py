@@ -1,0 +1,443 @@
+"""The steps of a tuning run: each measures one block of a Machine, on all ranks together.
+
+Every rank ends a step with the same figures, those of the slowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ficco
+from ficco.bench.inputs import Operands
+from ficco.bench.series import Parts, Series, Stopwatch, add, behind, beside
+from ficco.bench.stats import geomean
+from ficco.heuristics.rule import ROWS, Observation, fit_thresholds
+from ficco.machine import (
+    Collective,
+    Contention,
+    Copies,
+    Gemm,
+    Host,
+    Machine,
+    Memory,
+    Provenance,
+    Thresholds,
+    Topology,
+)
+from ficco.machine.fit import Sample, errors, fit
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plan
+from ficco.tune import fits
+from ficco.tune.effort import Effort, Shape
+
+Tick = Callable[[str], None]
+
+#: Copies of a shard in pieces, peer after peer: rows of copies on one queue. In one piece they
+#: visit the peers as a permutation, so that every rank receives from one at a time.
+ROW = "hetero-unfused-1d:pieces={pieces},order=peer"
+ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
+
+#: Schedules with different numbers of products, copies and signals.
+ENQUEUED = (
+    "serial",
+    "shard-overlap",
+    "shard-overlap:pull",
+    "growing",
+    "hetero-unfused-1d:pieces=4",
+    "hetero-unfused-1d:pieces=8",
+    "hetero-unfused-1d:pieces=8,pull",
+    "hetero-fused-1d:pieces=4",
+    "hetero-fused-1d:pieces=8",
+    "uniform-fused-1d:pieces=4",
+)
+#: Products in a row that are timed at once, where they are of fewer operations than this.
+ROW_OF_PRODUCTS, SMALL_FLOPS = 4, 2e11
+#: Products in a row whose host time is taken at once.
+PRODUCTS = 8
+
+
+@dataclass
+class Site:
+    """Where a step measures: the ranks, the operands, what is known so far, and how much to do.
+
+    Attributes:
+        source: makes the provenance of a block, from ``"measured"`` or ``"fitted"`` and a note.
+    """
+
+    watch: Stopwatch
+    effort: Effort
+    machine: Machine
+    source: Callable[[str, str], Provenance]
+    tick: Tick = lambda what: None
+
+    @property
+    def world(self) -> int:
+        return self.watch.world
+
+    def parts(self) -> Parts:
+        dtype = getattr(torch, self.effort.dtype)
+        return Parts(self.watch.group, self.watch.device, dtype)
+
+    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, Series]:
+        """Time calls in the seconds of a step, or a share of them."""
+        share = settings.pop("share", 1.0)
+        settings.setdefault("least", self.effort.least)
+        settings.setdefault("most", 40)
+        seconds = self.effort.seconds[step] * share
+        return self.watch.time(calls, seconds=seconds, tick=self.tick, **settings)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the block that it measures, and how."""
+
+    name: str
+    measure: Callable[[Site], Any]
+
+
+# Products.
+
+
+def samples(site: Site, shapes: Sequence[Shape], step: str = "gemm") -> list[Sample]:
+    """Seconds of products, each in a row of several, less what the device's temperature does to
+    all of them."""
+    parts, reference = site.parts(), site.effort.reference
+    # The largest first: operands are cut from memory that is grown.
+    order = sorted(shapes, key=lambda s: s.batch * s.m * s.k + s.k * s.n, reverse=True)
+    largest = {
+        "a": max(s.batch * s.m * s.k for s in (*shapes, reference)),
+        "b": max(s.k * s.n for s in (*shapes, reference)),
+        "out": max(s.batch * s.m * s.n for s in (*shapes, reference)),
+    }
+    for name, size in largest.items():
+        parts.matrix(name, size, 1)
+
+    calls = {str(i): _row(parts, shape, in_a_row(shape)) for i, shape in enumerate(order)}
+    references = [f"reference {i}" for i in range(3)]
+    calls |= {name: _row(parts, reference, 1) for name in references}
+    found = site.time(step, calls)
+    seconds = fits.steadied({name: one.times for name, one in found.items()}, references)
+    itemsize = getattr(torch, site.effort.dtype).itemsize
+    return [
+        Sample(s.m, s.n, s.k, s.batch, itemsize, s.wide, seconds[str(i)] / in_a_row(s))
+        for i, s in enumerate(order)
+    ]
+
+
+def in_a_row(shape: Shape) -> int:
+    """How many products are timed at once: what lies between two counts for small ones."""
+    return ROW_OF_PRODUCTS if shape.flops < SMALL_FLOPS else 1
+
+
+def _row(parts: Parts, shape: Shape, count: int) -> Callable[[], Any]:
+    call = parts.matmul(shape.m, shape.n, shape.k, batch=shape.batch, wide=shape.wide)
+
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run
+
+
+def gemm(site: Site) -> Gemm:
+    shapes = site.effort.gemms
+    if not _adds_wide(site):
+        shapes = tuple(shape for shape in shapes if not shape.wide)
+    found = samples(site, shapes)
+    known = site.machine.gemm
+    sheet = known.peak if known is not None and site.watch.on_gpu else None
+    fitted = fit(found, units=units(site), peak=sheet)
+    error = errors(fitted, found)
+    note = (
+        f"{len(found)} products of {site.effort.dtype}, errors {error.median:.1%} median, "
+        f"{error.mean:.1%} mean, {error.worst:.1%} worst"
+    )
+    return replace(fitted, provenance=site.source("fitted", note))
+
+
+def _adds_wide(site: Site) -> bool:
+    """Whether half-precision products can add up in float32 here (PyTorch 2.8 and later)."""
+    dtype = getattr(torch, site.effort.dtype)
+    sums, a = torch.zeros(8, 8, device=site.watch.device), torch.zeros(8, 8, dtype=dtype)
+    try:
+        add(sums, a.to(sums.device), a.to(sums.device))
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def units(site: Site) -> int:
+    """Processors that work on a tile each."""
+    if not site.watch.on_gpu:
+        return 1
+    return int(torch.cuda.get_device_properties(site.watch.device).multi_processor_count)
+
+
+# Copies.
+
+
+def copy_times(
+    site: Site, sizes: Sequence[int], pieces: Sequence[int], step: str = "copies"
+) -> list[fits.CopyTime]:
+    """Seconds of rows of copies between all ranks."""
+    parts = site.parts()
+    parts.shard(max(pieces) * min(max(sizes), site.effort.least_bytes))
+    parts.shard(2 * max(sizes))
+    rows = {}
+    for size in sizes:
+        large = size > site.effort.least_bytes
+        for count in dict.fromkeys(min(count, 2) if large else count for count in pieces):
+            rows[f"{count} x {size}"] = (size, count)
+    calls = {
+        name: parts.copies(ROW.format(pieces=count), size * count)
+        for name, (size, count) in rows.items()
+    }
+    found = site.time(step, calls)
+    return [
+        fits.CopyTime(float(size), count * (site.world - 1), found[name].seconds)
+        for name, (size, count) in rows.items()
+    ]
+
+
+def copies(site: Site) -> Copies:
+    _needs_peers(site)
+    fit = fits.copies(copy_times(site, site.effort.sizes, site.effort.pieces))
+    note = (
+        f"push, one queue, peer after peer, {site.effort.sizes[0]} to {site.effort.sizes[-1]} "
+        f"bytes; largest error {fit.error:.1%}"
+    )
+    return Copies(
+        engines=engines(site),
+        latency=fit.latency,
+        gap=fit.gap,
+        curve=fit.curve,
+        provenance=site.source("fitted", note),
+    )
+
+
+def engines(site: Site) -> int:
+    """Copies that a rank can have in flight: as the driver says, else as the file says."""
+    if not site.watch.on_gpu:
+        return 1
+    with suppress(Exception):  # only one vendor's driver tells
+        from ficco.dma import cuda_driver
+
+        return int(cuda_driver.attribute("ASYNC_ENGINE_COUNT", torch.cuda.current_device()))
+    known = site.machine.copies
+    return known.engines if known is not None else max(site.world - 1, 1)
+
+
+def topology(site: Site) -> Topology:
+    _needs_peers(site)
+    parts, size = site.parts(), max(site.effort.sizes)
+    peers = site.world - 1
+    calls = {"one": parts.copies(ONE_BY_ONE, size)}
+    if peers > 1:
+        calls["all"] = parts.copies(AT_ONCE.format(peers=peers), size)
+    found = site.time("topology", calls)
+    one_by_one = peers * size / found["one"].seconds
+    known = site.machine.copies
+    best = max((rate for _, rate in known.curve), default=0.0) if known else 0.0
+    if peers == 1:
+        kind, sharing = "switch", 1.0
+        if site.machine.topology is not None:
+            kind, sharing = site.machine.topology.kind, site.machine.topology.sharing
+        note = "two ranks have one peer each: what several copies at once do was not measured"
+    else:
+        at_once = peers * size / found["all"].seconds
+        kind, sharing = fits.topology(one_by_one, at_once)
+        note = (
+            f"a rank receives {one_by_one / 1e9:.4g} GB/s from its peers one after the other, "
+            f"{at_once / 1e9:.4g} GB/s from all at once"
+        )
+    provenance = site.source("measured", note)
+    return Topology(kind, max(best, one_by_one), provenance, sharing)
+
+
+def collective(site: Site) -> Collective:
+    _needs_peers(site)
+    parts, sizes = site.parts(), site.effort.sizes
+    parts.collective(max(sizes))  # grows the memory that the others share
+    found = site.time("collective", {str(size): parts.collective(size) for size in sizes})
+    curve = tuple((float(size), found[str(size)].seconds) for size in sizes)
+    return Collective(curve, site.source("measured", "all-gather, bytes per rank"))
+
+
+def _needs_peers(site: Site) -> None:
+    if site.world < 2:
+        raise ValueError("ranks: required two or more to measure what passes between them, got 1")
+
+
+# Beside each other.
+
+
+def contention(site: Site) -> Contention:
+    _needs_peers(site)
+    parts, shapes, traffic = site.parts(), site.effort.products, site.effort.traffic
+    moves = {
+        "copies": parts.copies(ONE_BY_ONE, traffic),
+        "collective": parts.collective(traffic),
+    }
+    for shape in shapes:
+        for name, size in (
+            ("a", shape.m * shape.k), ("b", shape.k * shape.n), ("out", shape.m * shape.n)
+        ):  # fmt: skip
+            parts.matrix(name, size, 1)
+    products = {str(shape): parts.matmul(*shape[:3]) for shape in shapes}
+    alone = site.time("contention", {**moves, **products}, share=0.2, most=7)
+    calls: dict[str, Any] = {**moves, **products}
+    device = site.watch.device
+    for move, moving in moves.items():
+        for product, multiplying in products.items():
+            back = behind(alone[product].times, alone[move].times)
+            calls[f"{product} under {move}"] = beside(multiplying, moving, back, device)
+            back = behind(alone[move].times, alone[product].times)
+            calls[f"{move} under {product}"] = beside(moving, multiplying, back, device)
+    found = site.time("contention", calls, share=0.8)
+
+    def factor(front: Callable[[str, str], str], move: str) -> float:
+        slow = [
+            fits.contention(
+                found[front(product, move)].times,
+                found[_under(front(product, move), product, move)].times,
+            )
+            for product in products
+        ]
+        return geomean(slow)
+
+    note = f"{len(products)} products, shards of {traffic} bytes; medians of paired ratios"
+    return Contention(
+        gemm_under_copies=factor(lambda product, move: product, "copies"),
+        copies_under_gemm=factor(lambda product, move: move, "copies"),
+        gemm_under_collective=factor(lambda product, move: product, "collective"),
+        collective_under_gemm=factor(lambda product, move: move, "collective"),
+        provenance=site.source("measured", note),
+    )
+
+
+def _under(front: str, product: str, move: str) -> str:
+    return f"{front} under {move if front == product else product}"
+
+
+# Within a rank.
+
+
+def memory(site: Site) -> Memory:
+    device, calls = site.watch.device, {}
+    for size in site.effort.moves:
+        src = torch.zeros(size, dtype=torch.uint8, device=device)
+        calls[str(size)] = _copy_within(src, torch.empty_like(src))
+    found = site.time("memory", calls)
+    pairs = [(2.0 * size, found[str(size)].seconds) for size in site.effort.moves]
+    bandwidth, latency = fits.memory(pairs)
+    source = site.source("measured", "copies within a rank, bytes read and written")
+    return Memory(capacity(site), bandwidth, source, latency)
+
+
+def _copy_within(src: torch.Tensor, dst: torch.Tensor) -> Callable[[], Any]:
+    return lambda: dst.copy_(src)
+
+
+def capacity(site: Site) -> float:
+    """Bytes of a GPU's memory, or a rank's part of the host's."""
+    if site.watch.on_gpu:
+        return float(torch.cuda.get_device_properties(site.watch.device).total_memory)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    total = next(line.split()[1] for line in lines if line.startswith("MemTotal"))
+    return float(int(total) * 1024 // site.world)
+
+
+# The host.
+
+
+def counts(whole: Plan) -> tuple[int, int, int]:
+    """Products, copies and batches of signals that a host enqueues for a plan, as a simulation
+    of the mode "idle" counts them."""
+    matmuls = copies = signals = 0
+    for step in whole.steps:
+        matmuls += len(step.products) + (step.op == "place")
+        copies += step.op == "copy"
+        signals += bool(step.waits or step.after) + bool(step.posts)
+    return matmuls, copies, signals
+
+
+def host(site: Site) -> Host:
+    parts = site.parts()
+    rows, n, k = site.effort.tiny
+    problem = Problem("all_gather_matmul", (rows,) * site.world, n, k, site.effort.dtype)
+    a, b = parts.matrix("a", rows, k), parts.matrix("b", k, n)
+    group = site.watch.group
+
+    def call(schedule: str) -> Callable[[], Any]:
+        return lambda: ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
+
+    product = parts.matmul(rows, n, k)
+    calls: dict[str, Any] = {name: call(name) for name in (*ENQUEUED, "serial:collective")}
+    calls["products"] = lambda: [product() for _ in range(PRODUCTS)]
+    with _as_enqueued():
+        found = site.time("host", calls, mode="idle", most=200)
+    taken = {
+        name: max(one.host) if site.watch.on_gpu else one.seconds for name, one in found.items()
+    }
+    rank = site.watch.rank
+    rows_of = [fits.Enqueued(taken["products"], 0, PRODUCTS, 0, 0)] * 3
+    for name in ENQUEUED:
+        matmuls, moved, signals = counts(plan(problem, Schedule.parse(name), rank))
+        rows_of.append(fits.Enqueued(taken[name], 1, matmuls, moved, signals))
+    each = fits.host(site.watch.gather(rows_of)[0])
+    collective_call = max(taken["serial:collective"] - each["matmul"], 0.0)
+    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank"
+    if not site.watch.on_gpu:
+        note += "; on a CPU a call is carried out by its host"
+    return Host(collective_call=collective_call, provenance=site.source("fitted", note), **each)
+
+
+def _as_enqueued() -> Any:
+    """Calls that are enqueued one by one, where an engine could replay them."""
+    known = {field.name for field in fields(ficco.Options)}
+    return ficco.options(**({"replay": False} if "replay" in known else {}))
+
+
+# The rule.
+
+
+def thresholds(site: Site) -> Thresholds:
+    _needs_peers(site)
+    group, device = site.watch.group, site.watch.device
+    observed = []
+    for m, n, k in site.effort.rule:
+        rows = (m // site.world,) * site.world
+        problem = Problem("all_gather_matmul", rows, n, k, site.effort.dtype)
+        operands = Operands(problem, site.watch.rank, device)
+        operands.random(0)
+
+        def call(name: str, o: Operands = operands) -> Callable[[], Any]:
+            return lambda: ficco.all_gather_matmul(o.a_shard_SK, o.b_KN, group=group, schedule=name)
+
+        calls = {name: call(name) for name in ROWS}
+        found = site.time("thresholds", calls, share=1 / len(site.effort.rule))
+        seconds = {name: one.seconds for name, one in found.items()}
+        observed.append(Observation(problem, seconds))
+        site.watch.release()
+    fitted = fit_thresholds(observed)
+    return replace(fitted, provenance=site.source("fitted", fitted.provenance.note))
+
+
+#: In this order: what a step needs of the machine comes before it.
+STEPS = (
+    Step("gemm", gemm),
+    Step("copies", copies),
+    Step("topology", topology),
+    Step("collective", collective),
+    Step("memory", memory),
+    Step("contention", contention),
+    Step("host", host),
+    Step("thresholds", thresholds),
+)

@@ -1,0 +1,14 @@
+"""Names of the steps of a tuning run, without what it takes to measure them."""
+
+#: In order; ``shapes`` stands for all shapes that are given.
+STEPS = (
+    "gemm",
+    "copies",
+    "topology",
+    "collective",
+    "memory",
+    "contention",
+    "host",
+    "thresholds",
+    "shapes",
+)

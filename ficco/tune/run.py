@@ -1,0 +1,390 @@
+"""One tuning run on all ranks: step by step, each saved before the next begins.
+
+Rank 0 alone reads and writes files, and tells the others. A step that fails leaves its block as it
+was and the run goes on; the next run does what is left.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco import doctor
+from ficco.bench import table
+from ficco.bench.series import Stopwatch
+from ficco.errors import ConfigError
+from ficco.machine import Fingerprint, Machine, Provenance, dumps, find, load, loads, save
+from ficco.problem import Problem
+from ficco.tune import journal as journals
+from ficco.tune import measures, shapes
+from ficco.tune.effort import Effort, effort
+from ficco.tune.journal import Journal
+from ficco.tune.measures import STEPS, Site
+from ficco.tune.shown import changes
+
+#: Seconds that a call may wait for its peers while tuning.
+TIMEOUT_S = 30.0
+
+#: The name for all given shapes where steps are chosen.
+SHAPES = "shapes"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is tuned, and where the figures go.
+
+    Attributes:
+        path: the machine's file.
+        device: ``"cpu"`` or ``"cuda"``.
+        quick: measure in short.
+        only: names of steps; empty for all.
+        problems: whose candidates are measured exhaustively.
+        fresh: begin anew, whatever an interrupted run has done.
+        command: the command line, for the provenance of the figures.
+    """
+
+    path: Path
+    device: str
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    fresh: bool = False
+    command: str = ""
+
+    @property
+    def effort(self) -> Effort:
+        return effort(self.device, self.quick)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Names of the steps, in order."""
+        wanted = [step.name for step in STEPS if not self.only or step.name in self.only]
+        if not self.only or SHAPES in self.only:
+            wanted += [shapes.name_of(problem) for problem in self.problems]
+        return tuple(wanted)
+
+    def describe(self, fingerprint: Fingerprint) -> str:
+        """What another run must share to go on with this one."""
+        return f"{fingerprint} {self.effort.name} {' '.join(self.steps)}"
+
+    def seconds(self, step: str) -> float:
+        """About how long a step takes."""
+        share = shapes.QUICK_SHARE if self.quick else 1.0
+        return self.effort.seconds.get(step, 2 * share * shapes.SECONDS[self.device])
+
+
+@dataclass
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        machine: with all that was measured.
+        done: steps of this run, in order; ``earlier`` those of the one that it went on with.
+        failures: steps that failed, with the reason.
+        error: why the run could not begin, or could not save; empty otherwise.
+    """
+
+    machine: Machine | None = None
+    done: list[str] = field(default_factory=list)
+    earlier: tuple[str, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+
+def fingerprint(device: str, ranks: int) -> Fingerprint:
+    """What this host is known by."""
+    return Fingerprint(torch.cuda.get_device_name() if device == "cuda" else "cpu", ranks)
+
+
+def default_name(here: Fingerprint) -> str:
+    """Name of the user's file for a host: ``nvidia-h200-4``."""
+    slug = re.sub(r"[^a-z0-9]+", "-", here.accelerator.lower()).strip("-")
+    return f"{slug}-{here.ranks}"
+
+
+def damaged(path: Path) -> Path:
+    """Where a damaged file is kept."""
+    return path.with_name(f"{path.name}.damaged")
+
+
+def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
+    """The machine to begin with: that of the file, or of one that ships, or an empty one.
+
+    Raises:
+        ConfigError: the file is damaged, or of another kind of host.
+    """
+    if path.exists():
+        try:
+            found = load(path)
+        except ConfigError as error:
+            if not fresh:
+                raise ConfigError(
+                    str(path),
+                    error.key,
+                    f"{error.expected}. Nothing was measured; --fresh keeps this file as "
+                    f"{damaged(path).name} and begins anew",
+                ) from None
+            path.replace(damaged(path))
+        else:
+            for name in ("ranks", "accelerator"):
+                if not here.matches(found) and getattr(found, name) != getattr(here, name):
+                    raise ConfigError(
+                        str(path),
+                        name,
+                        f"required {getattr(here, name)}, as this run has, got "
+                        f"{getattr(found, name)}; figures of different hosts are not merged: give "
+                        "another file with --out",
+                    )
+            return found
+    known = _shipped(here)
+    if known is None:
+        return Machine(path.stem, here.accelerator, here.ranks)
+    return replace(known, name=path.stem, source=str(path))
+
+
+def _shipped(here: Fingerprint) -> Machine | None:
+    """What is known of such a host, whatever the environment names."""
+    try:
+        found = find(None, here)
+    except ConfigError:
+        return None
+    return found if found is not None and here.matches(found) else None
+
+
+def rounded(value: Any) -> Any:
+    """A block with its floats to five digits, which is more than measuring gives."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, tuple):
+        return tuple(rounded(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: rounded(getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def tune(settings: Settings) -> Outcome:
+    """Measure and save; collective. The outcome is the same on every rank."""
+    run = _Run(settings)
+    with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
+        return run.run()
+
+
+class _Run:
+    def __init__(self, settings: Settings) -> None:
+        from rich.console import Console
+
+        self.settings = settings
+        self.group = dist.group.WORLD
+        self.rank, self.world = self.group.rank(), self.group.size()
+        self.device = torch.device("cpu")
+        if settings.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.console = Console(stderr=True, quiet=self.rank != 0)
+        self.out = Console(quiet=self.rank != 0)
+        self.here = fingerprint(settings.device, self.world)
+        self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+        self.outcome = Outcome()
+        self.pace = 1.0  # how much longer than estimated the steps took so far
+
+    def run(self) -> Outcome:
+        error, machine, journal = self._told(self._begin)
+        if error:
+            return Outcome(error=error)
+        outcome = self.outcome
+        outcome.machine, outcome.earlier = machine, journal.done
+        self._say_plan(journal)
+        watch = Stopwatch(self.group, self.device)
+        todo = [name for name in self.settings.steps if name not in journal.done]
+        for number, name in enumerate(todo):
+            site = Site(watch, self.settings.effort, machine, self._source)
+            began = time.monotonic()
+            with self._progress(number, todo) as site.tick:
+                measured, why = _together(watch, lambda n=name, s=site: self._measure(n, s))
+            watch, closing = self._after(watch, bool(why))
+            why = why or closing
+            taken = time.monotonic() - began
+            if why:
+                outcome.failures[name] = why
+                self._say(f"[{number + 1}/{len(todo)}] {name}: failed after {taken:.1f} s: {why}")
+                continue
+            before, machine = machine, measured
+            journal = journal.with_done(name)
+            error, _, _ = self._told(lambda m=machine, j=journal: self._keep(m, j))
+            if error:
+                outcome.error = error
+                break
+            outcome.machine = machine
+            outcome.done.append(name)
+            self.pace = max(taken / self.settings.seconds(name), 0.1)
+            self._say_done(number, todo, taken)
+            self._say_change(name, before, machine)
+        watch.close()
+        if not outcome.error and not outcome.failures and self.rank == 0:
+            journals.remove(self.settings.path)
+        return outcome
+
+    # Files, on rank 0.
+
+    def _begin(self) -> tuple[Machine, Journal]:
+        settings = self.settings
+        machine = opened(settings.path, self.here, settings.fresh)
+        text = settings.describe(self.here)
+        journal = None if settings.fresh else journals.read(settings.path)
+        if journal is None or journal.settings != text or not settings.path.exists():
+            journal = Journal(text, self.date)
+        journals.write(journal, settings.path)  # before anything is measured in vain
+        return machine, journal
+
+    def _keep(self, machine: Machine, journal: Journal) -> tuple[None, None]:
+        save(machine, self.settings.path)
+        journals.write(journal, self.settings.path)
+        return None, None
+
+    def _told(self, action: Callable[[], tuple[Any, Any]]) -> tuple[str, Any, Any]:
+        """What rank 0 did, on every rank: the error in words, or two results."""
+        told: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                told = [("", *action())]
+            except (ConfigError, OSError) as error:
+                told = [(str(error), None, None)]
+        dist.broadcast_object_list(told, group_src=0, group=self.group)
+        found: tuple[str, Any, Any] = told[0]
+        return found
+
+    # Measuring.
+
+    def _measure(self, name: str, site: Site) -> Machine:
+        """The machine with what a step has measured, which a file can hold."""
+        for step in STEPS:
+            if step.name == name:
+                found = replace(site.machine, **{name: rounded(step.measure(site))})
+                loads(dumps(found), str(self.settings.path))  # else the step has failed
+                return found
+        problem = next(p for p in self.settings.problems if shapes.name_of(p) == name)
+        best = shapes.measure(site, problem, self.settings.quick)
+        for left_out, why in best.left_out.items():
+            self._say(f"  {left_out} was not measured: {why}")
+        return shapes.with_entry(site.machine, rounded(best.entry))
+
+    def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
+        """Free what the step held. Ranks that failed in its midst are brought into step again."""
+        if failed:
+            watch.close()
+            watch = Stopwatch(self.group, self.device)
+        try:
+            watch.release()
+        except RuntimeError as error:
+            return watch, f"{type(error).__name__}: {error}"
+        return watch, ""
+
+    def _source(self, kind: str, note: str) -> Provenance:
+        versions = doctor.versions()
+        return Provenance(
+            source=kind,
+            date=self.date,
+            command=self.settings.command,
+            driver=str(versions["driver"]),
+            torch=str(versions["torch"]),
+            commit=table.commit() or f"ficco {versions['ficco']}",
+            note=note,
+        )
+
+    # Words.
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _left(self, names: list[str]) -> float:
+        return self.pace * sum(self.settings.seconds(name) for name in names)
+
+    def _say_plan(self, journal: Journal) -> None:
+        steps = self.settings.steps
+        if journal.done:
+            done = ", ".join(name for name in steps if name in journal.done)
+            self._say(f"goes on with a run that was interrupted; done: {done}")
+        todo = [name for name in steps if name not in journal.done]
+        self._say(
+            f"{self.here.accelerator}, {self.world} ranks: {len(todo)} steps, about "
+            f"{self._left(todo):.0f} s; every one is saved to {self.settings.path}"
+        )
+
+    def _say_done(self, number: int, todo: list[str], taken: float) -> None:
+        left = self._left(todo[number + 1 :])
+        rest = f"about {left:.0f} s left" if todo[number + 1 :] else "done"
+        self._say(f"[{number + 1}/{len(todo)}] {todo[number]}: {taken:.1f} s; {rest}")
+
+    def _say_change(self, name: str, before: Machine, after: Machine) -> None:
+        def say(text: str) -> None:
+            self.out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        if name in {step.name for step in STEPS}:
+            for figure, old, new in changes(before, after, name):
+                say(f"  {name}.{figure}: {old} -> {new}")
+            return
+        entry = after.tuned[-1]
+        old_entry = next((t for t in before.tuned if shapes.key(t) == shapes.key(entry)), None)
+        for i, mode in enumerate(("queued", "idle")):
+            old = "-" if old_entry is None else f"{getattr(old_entry, mode)}"
+            gain = entry.serial[i] / entry.seconds[i]
+            say(
+                f"  {name}, {mode}: {old} -> {getattr(entry, mode)}, "
+                f"{entry.seconds[i] * 1e3:.3f} ms, {gain:.2f} times as fast as serial"
+            )
+
+    @contextmanager
+    def _progress(self, number: int, todo: list[str]) -> Iterator[measures.Tick]:
+        """A bar over the whole run; a line where there is no terminal."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        title = f"[{number + 1}/{len(todo)}] {todo[number]}"
+        on_terminal = self.console.is_terminal
+        if not on_terminal:
+            self._say(f"{title} ...")
+        behind = sum(self.settings.seconds(name) for name in todo[:number])
+        whole = sum(self.settings.seconds(name) for name in todo)
+        own, began = self.settings.seconds(todo[number]), time.monotonic()
+        columns = (
+            TextColumn("{task.fields[title]}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        with Progress(
+            *columns, console=self.console, transient=True, disable=not on_terminal
+        ) as shown:
+            task = shown.add_task("", total=whole, completed=behind, title=title)
+
+            def tick(what: str) -> None:
+                spent = min(time.monotonic() - began, own)
+                left = self.pace * (whole - behind - spent)
+                text = f"{what}; about {left:.0f} s left"
+                shown.update(task, completed=behind + spent, description=text)
+
+            yield tick
+
+
+def _together(watch: Stopwatch, action: Callable[[], Any]) -> tuple[Any, str]:
+    """The result of an action that every rank carried out, or why one of them could not."""
+    value, why = None, ""
+    try:
+        value = action()
+        if watch.on_gpu:
+            torch.cuda.synchronize()
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        why = f"{type(error).__name__}: {first}"
+    found = watch.gather(why)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
+    same = len(set(found)) == 1
+    return (None, why if same else failed[0]) if failed else (value, "")
