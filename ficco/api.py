@@ -9,6 +9,7 @@ import torch
 
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide
+from ficco.machine import Fingerprint, Machine, find
 from ficco.ops.call import process_group
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -57,14 +58,25 @@ def explain(
     world: int,
     schedule: str | Schedule = "auto",
     captured: bool = False,
+    machine: str | Machine | None = None,
+    search: bool = False,
 ) -> Decision:
     """The schedule that a call would take, and why; needs no device and no process group.
+
+    The result's ``candidates`` and ``table()`` say what is predicted of each schedule that was
+    compared: seconds, share of the ideal, decomposition and contention loss, memory.
 
     Args:
         operator: ``"all_gather_matmul"``.
         m: rows of the gathered A; n, k: columns and rows of the local b.
         world: number of ranks.
         captured: the call is captured in a graph, so that the host's cost does not count.
+        machine: a Machine, or the name or path of one; None for this host's.
+        search: look beyond the named schedules.
+
+    Raises:
+        ValueError: an argument is wrong.
+        ConfigError: there is no such machine, or its file is damaged.
     """
     if operator != "all_gather_matmul":
         raise ValueError(f"operator: required all_gather_matmul, got {operator!r}")
@@ -72,7 +84,13 @@ def explain(
         raise ValueError(f"required world >= 1 and m >= 0, got world={world}, m={m}")
     rows = tuple(m // world + (rank < m % world) for rank in range(world))
     name = str(dtype).removeprefix("torch.")
-    return decide(Problem(operator, rows, n, k, name), schedule, eager_on_gpu=not captured)
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if not isinstance(machine, Machine):
+        machine = find(machine, Fingerprint(here, world))
+    on_cpu = (here if machine is None else machine.accelerator) == "cpu"
+    mode = "queued" if captured else "idle" if on_cpu else "eager"
+    problem = Problem(operator, rows, n, k, name)
+    return decide(problem, schedule, machine=machine, mode=mode, search=search)
 
 
 def memory(group: ProcessGroup | None = None) -> int:

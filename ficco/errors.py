@@ -5,7 +5,7 @@ text says what is required, what was given and what to do), ``NotImplementedErro
 request that is not served here. Everything else is below::
 
     FiccoError (RuntimeError)
-      +-- RankMismatch    ranks disagree on the problem, the schedule or the options
+      +-- RankMismatch    ranks disagree on problem, schedule, options or machine file
       +-- SignalTimeout   a peer died, stalled or never called
       +-- BackendError    a call of the vendor's library failed
       +-- ConfigError     a file or an environment variable is wrong
@@ -53,8 +53,8 @@ class RankMismatch(FiccoError):
         super().__init__(
             "the ranks of this group disagree on what to compute:\n"
             + "\n".join(lines)
-            + "\ncall ficco with the same sizes, schedule and options on every rank, in the same "
-            "order; unequal shards need rows="
+            + "\ncall ficco with the same sizes, schedule, options and machine file on every rank, "
+            "in the same order; unequal shards need rows="
         )
 
 

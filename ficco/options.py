@@ -27,6 +27,14 @@ class Options:
         signals: how signals reach a peer, ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
             ``"auto"``, the first of them that the driver allows. Used when a group makes its first
             call.
+        replay: on a GPU, a call whose operands lie where they lay before is replayed from a graph
+            that ficco records, which costs the host a fraction of enqueueing it.
+        machine: the machine's description, a name or a path, in place of the one that this host's
+            fingerprint finds; it goes before the variable ``FICCO_MACHINE``. The same on all ranks.
+        search: ``schedule="auto"`` looks beyond the named schedules; that takes up to 0.2 s for a
+            problem seen for the first time.
+        log_problems: a file to which rank 0 appends every problem that it sees for the first time,
+            for ``ficco tune --from-log``; it goes before the variable ``FICCO_LOG_PROBLEMS``.
     """
 
     timeout_s: float = 60.0
@@ -34,6 +42,10 @@ class Options:
     engine: str | None = None
     workspace_bytes: int | None = None
     signals: str = "auto"
+    replay: bool = True
+    machine: str | None = None
+    search: bool = False
+    log_problems: str | None = None
 
     def __post_init__(self) -> None:
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
@@ -54,6 +66,13 @@ class Options:
             raise ValueError(
                 f"workspace_bytes: required a number of bytes, at least 0, or None, got {cap!r}"
             )
+        for name, wanted in (("machine", "a name, a path"), ("log_problems", "a path")):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ValueError(f"{name}: required {wanted} or None, got {value!r}")
+        for name in ("replay", "search"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: required True or False, got {getattr(self, name)!r}")
 
 
 _process = Options()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,8 @@ from ficco.board import Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Slot, Symmetric
 from ficco.errors import FiccoError
+from ficco.heuristics import Saved
+from ficco.machine import Machine, digest, find
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.watchdog import Watchdog
@@ -23,6 +27,31 @@ if TYPE_CHECKING:
 #: Calls that may be in flight on a group at once. With two, a call does not wait for the peers to
 #: be through with the one before.
 SLOTS = 2
+
+#: Seconds that a process waits at its end for stuck calls, beside the time a call may be stuck.
+GRACE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a rank knows of its kind of host; the text is what the ranks compare."""
+
+    machine: Machine | None
+    digest: int = 0
+    saved: Saved | None = None
+
+    @classmethod
+    def of(cls, machine: Machine | None) -> Known:
+        """A machine and the decisions that were saved for it."""
+        if machine is None:
+            return cls(None)
+        number = digest(machine)
+        return cls(machine, number, Saved(number))
+
+    def __str__(self) -> str:
+        if self.machine is None:
+            return "no machine description"
+        return f"machine {self.machine.name} ({self.digest:010x})"
 
 
 class Workspace:
@@ -46,8 +75,10 @@ class Workspace:
         self.programs: dict[Hashable, Any] = {}
         self.error: FiccoError | None = None
         self.closed = False
+        self._known: dict[str | None, Known] = {}
         self._slots: list[Slot | None] = [None] * SLOTS
         self._captured: dict[int, list[Slot | None]] = {}
+        self._watched: dict[int, Slot | None] = {}  # for collectives, by capture
         self._pinned: list[Slot] = []
         self._empty: dict[int, tuple[weakref.ref[torch.Tensor], Symmetric]] = {}
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
@@ -74,21 +105,36 @@ class Workspace:
         if self.error is not None:
             raise self.error
 
+    def known(self, wanted: str | None) -> Known:
+        """What is known of this kind of host, or of the one with a name or path.
+
+        Raises:
+            ConfigError: that file, or the one of ``FICCO_MACHINE``, cannot be used.
+        """
+        if wanted not in self._known:
+            self._known[wanted] = Known.of(find(wanted, self.engine.fingerprint()))
+        return self._known[wanted]
+
     def slot(self, plan: Plan, single: bool) -> Slot | None:
         """The slot for the latest call; grown first if the plan needs more. Growing is collective.
 
         ``single`` keeps to the first slot, for calls whose memory is capped.
         """
+        capture = self.engine.capturing()
+        if plan.collective:
+            if capture not in self._watched:
+                self._watched[capture] = self.engine.watch(bool(capture))
+            return self._watched[capture]
         if not plan.words:
             return None
         slots = self._slots
-        capture = self.engine.capturing()
         if capture:
             # A graph owns its slots: a replay may run beside eager calls.
             slots = self._captured.setdefault(capture, [None] * SLOTS)
         index = 0 if single else self.calls % SLOTS
         slot = slots[index]
         if slot is None or not slot.fits(plan):
+            slots[index] = None  # until the new one is there: growing can fail
             slot = slots[index] = self._grow(slot, plan, bool(capture))
         return slot
 
@@ -109,18 +155,19 @@ class Workspace:
         for bound in self.programs.values():
             bound.forget(slot)
         slot.programs.clear()
-        self.engine.free(slot.memory)
+        if slot.memory is not None:
+            self.engine.free(slot.memory)
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots that hold memory."""
-        pools = [self._slots, *self._captured.values()]
+        """All slots there are."""
+        pools = [self._slots, *self._captured.values(), list(self._watched.values())]
         return [slot for pool in pools for slot in pool if slot is not None] + self._pinned
 
     @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory that calls take, without what :meth:`empty` gave."""
-        return sum(slot.memory.nbytes for slot in self.slots)
+        return sum(slot.memory.nbytes for slot in self.slots if slot.memory is not None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in symmetric memory. Collective."""
@@ -143,6 +190,14 @@ class Workspace:
             return None
         return found[1], a.storage_offset() * a.itemsize  # an empty tensor has no address
 
+    def settle(self) -> None:
+        """Wait for this rank's calls, until the watchdog has found a fault or had the time to."""
+        if self.watchdog is None:
+            return
+        end = time.monotonic() + self.watchdog.timeout_s + GRACE_S
+        while self.error is None and not self.engine.idle(self.slots) and time.monotonic() < end:
+            time.sleep(0.001)
+
     def close(self) -> None:
         """Free everything. Does not wait for peers; works after an error."""
         if self.closed:
@@ -155,6 +210,7 @@ class Workspace:
         self.programs.clear()
         self._slots = [None] * SLOTS
         self._captured.clear()
+        self._watched.clear()
         self._pinned.clear()
         for _, memory in self._empty.values():
             self.engine.free(memory)
@@ -212,6 +268,7 @@ def close(group: ProcessGroup | None = None) -> None:
 
 def _close_at_exit() -> None:
     for workspace in list(_workspaces.values()):
+        workspace.settle()  # with nobody left to watch it, a stuck call would hold the process
         workspace.close()
     _workspaces.clear()
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
 import pytest
 import ranks
 import torch
 
 #: GPUs that a marker asks for. In a module of multigpu tests, one marked gpu needs no second.
 NEEDS = {"gpu": 1, "multigpu": 2}
+
+#: Tests and the processes they start know no machines and no decisions of this user's.
+FOLDER = tempfile.mkdtemp(prefix="ficco-tests-")
+os.environ["FICCO_CONFIG_DIR"] = os.path.join(FOLDER, "config")
+os.environ["FICCO_CACHE_DIR"] = os.path.join(FOLDER, "cache")
+os.environ.pop("FICCO_MACHINE", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,3 +35,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish() -> None:
     """End the workers while what they need is still there."""
     ranks.close()
+    shutil.rmtree(FOLDER, ignore_errors=True)

@@ -278,16 +278,16 @@ def test_a_report_and_pictures_come_from_the_rows_alone(tmp_path: Path) -> None:
 
 def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    readme.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
     text = report.readme_table(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")
-    report.put_into_readme(readme, text)
-    report.put_into_readme(readme, text)
+    report.put_between(readme, "results", text)
+    report.put_between(readme, "results", text)
     found = readme.read_text()
     assert found.startswith("before\n") and found.endswith("\nafter\n") and "old" not in found
     assert found.count("`hetero-fused-1d:pieces=4`") == 4
     readme.write_text("no markers")
     with pytest.raises(ConfigError, match="markers"):
-        report.put_into_readme(readme, text)
+        report.put_between(readme, "results", text)
 
 
 # The whole, on the CPU engine.

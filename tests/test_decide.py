@@ -1,54 +1,378 @@
-"""The rule behind schedule="auto", and ficco.explain."""
+"""Who decides what schedule="auto" takes, ficco.explain, and decisions that are kept."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
+from ranks import Failure, Rank, caught, run
+from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
-from ficco.heuristics import decide
-from ficco.problem import Problem
+from ficco.heuristics import Saved, decide, saved
+from ficco.machine import Machine, Thresholds, Tuned, digest, find, save
 from ficco.schedules import NAMED, Schedule
 
+#: A machine of which nothing but the thresholds of the rule is known.
+RULED = Machine("ruled", "toy", 4, thresholds=Thresholds(1e12, 5e12, BY))
 
-def problem(m: int, n: int, k: int, world: int = 4) -> Problem:
-    return Problem("all_gather_matmul", (m // world,) * world, n, k, "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "eager", "captured"),
-    [
-        ((8192, 7168, 8192), "growing:compute=2", "growing:compute=2"),
-        ((32768, 2048, 8192), "shard-overlap:compute=2", "shard-overlap:compute=2"),
-        ((2048, 1024, 4096), "serial:collective", "shard-overlap:compute=2"),
-        ((2048, 4096, 4096), "serial:collective", "growing:compute=2"),
-    ],
+TUNED = Tuned(
+    PROBLEM.operator,
+    PROBLEM.rows,
+    PROBLEM.n,
+    PROBLEM.k,
+    PROBLEM.dtype,
+    queued="growing:tail=8",
+    idle="shrinking:pieces=3",
+    seconds=(2e-3, 3e-3),
+    serial=(4e-3, 4e-3),
+    provenance=BY,
 )
-def test_the_rule(sizes: tuple[int, int, int], eager: str, captured: str) -> None:
-    for name, on_gpu in ((eager, True), (captured, False)):
-        decision = decide(problem(*sizes), eager_on_gpu=on_gpu)
-        assert (str(decision.schedule), decision.source) == (name, "rule")
-        assert decision.reason
 
 
-def test_one_rank_takes_serial() -> None:
-    assert decide(problem(8192, 7168, 8192, world=1)).schedule == NAMED["serial"]
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Warnings that were given once are given again."""
+    monkeypatch.setattr(saved, "_warned", set())
+    yield
+
+
+# The order of the sources.
 
 
 def test_the_caller_goes_first() -> None:
+    tuned = replace(MACHINE, tuned=(TUNED,))
     for wanted in ("hetero-fused-2d:pull", Schedule.parse("hetero-fused-2d:pull")):
-        decision = decide(problem(2048, 1024, 4096), wanted)
-        assert (decision.schedule, decision.source) == (
-            Schedule.parse("hetero-fused-2d:pull"),
-            "caller",
+        for machine in (None, tuned):
+            decision = decide(PROBLEM, wanted, machine=machine)
+            assert (str(decision.schedule), decision.source) == ("hetero-fused-2d:pull", "caller")
+    assert str(decision) == "hetero-fused-2d:pull (caller: given)"
+
+
+def test_one_rank_takes_serial() -> None:
+    decision = decide(problem(8192, 7168, 8192, world=1), machine=MACHINE)
+    assert decision.schedule == NAMED["serial"]
+    assert decision.reason == "one rank has nothing to wait for"
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
+def test_nothing_to_multiply(sizes: tuple[int, int, int]) -> None:
+    decision = decide(problem(*sizes), machine=MACHINE)
+    assert str(decision) == "serial:collective (rule: there is nothing to multiply)"
+    assert decision.candidates == ()
+
+
+@pytest.mark.parametrize(
+    ("mode", "taken", "figures"),
+    [
+        ("queued", "growing:tail=8", "2 ms, 2.00 times"),
+        ("idle", "shrinking:pieces=3", "3 ms, 1.33 times"),
+        ("eager", "shrinking:pieces=3", "3 ms, 1.33 times"),
+    ],
+)
+def test_what_was_measured_goes_before_the_model(mode: str, taken: str, figures: str) -> None:
+    other = replace(TUNED, k=2 * TUNED.k, queued="serial", idle="serial")
+    machine = replace(MACHINE, tuned=(other, TUNED))
+    decision = decide(PROBLEM, machine=machine, mode=mode)
+    assert (str(decision.schedule), decision.source) == (taken, "tuned")
+    assert decision.reason == f"measured on toy: {figures} as fast as serial"
+    assert decide(replace(PROBLEM, n=512), machine=machine, mode=mode).source == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("whirling:pieces=2", "required one of"), ("growing:kernel", "kernel")]
+)
+def test_a_tuned_entry_that_is_no_more_is_passed_over(name: str, why: str) -> None:
+    machine = replace(MACHINE, tuned=(replace(TUNED, queued=name),))
+    with pytest.warns(UserWarning, match=f"(?s)toy.*{why}.*ficco tune"):
+        decision = decide(PROBLEM, machine=machine, mode="queued")
+    assert decision.source == "model"
+    with warnings.catch_warnings():  # it was said once
+        warnings.simplefilter("error")
+        assert decide(PROBLEM, machine=machine, mode="queued") == decision
+        assert decide(PROBLEM, machine=machine, mode="idle").source == "tuned"
+
+
+def test_the_model_goes_before_the_rule() -> None:
+    machine = replace(MACHINE, thresholds=RULED.thresholds)
+    assert decide(PROBLEM, machine=machine).source == "model"
+
+
+def test_the_rule_serves_where_figures_are_missing() -> None:
+    machine = replace(MACHINE, gemm=None, contention=None, thresholds=RULED.thresholds)
+    decision = decide(problem(65536, 2048, 8192), machine=machine)
+    assert (str(decision.schedule), decision.source) == ("hetero-fused-1d", "rule")
+    for part in ("between the thresholds", "toy lacks gemm, contention", "ficco tune"):
+        assert part in decision.reason
+    assert decision.candidates == ()
+
+
+def test_the_rule_copies_over_all_links_of_a_mesh() -> None:
+    assert MACHINE.topology is not None
+    mesh = replace(RULED, topology=replace(MACHINE.topology, kind="mesh"))
+    assert str(decide(problem(65536, 2048, 8192), machine=mesh).schedule) == (
+        "hetero-fused-1d:copy=3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "why"),
+    [
+        (None, "nobody described this machine"),
+        (Machine("empty", "toy", 4), "empty lacks topology, .* and thresholds"),
+        (replace(MACHINE, accelerator="cpu", ranks=8), "toy describes 8 ranks, these are 4"),
+    ],
+)
+def test_serial_where_nothing_is_known(machine: Machine | None, why: str) -> None:
+    decision = decide(PROBLEM, machine=machine)
+    assert (str(decision.schedule), decision.source) == ("serial:collective", "fallback")
+    assert re.search(f"{why}.*`ficco tune`", decision.reason)
+    assert decide(PROBLEM, machine=machine, mode="idle").schedule.compute == 1
+
+
+def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
+    tuned = replace(MACHINE, tuned=(TUNED,))
+    decision = decide(problem(2048, 1024, 4096, world=2), machine=tuned, mode="queued")
+    assert decision.source == "model"
+    assert "on toy (as 2 ranks)" in decision.reason
+    # Both ranks receive one shard: the collective takes as long as one of 4 ranks that receives
+    # as much, the toy's 3 ms.
+    (serial,) = (one for one in decision.candidates if one.schedule == "serial:collective")
+    assert serial.queued == pytest.approx(3e-3 + 2e-3)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="required 'auto', a name or a Schedule, got 5"):
+        decide(PROBLEM, 5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode: required one of eager, queued, idle"):
+        decide(PROBLEM, mode="graph")
+
+
+# The same everywhere.
+
+_ASK = """
+from ficco.heuristics import decide
+from ficco.machine import find
+from ficco.problem import Problem
+for m, n, k in ((32768, 2048, 8192), (8192, 3584, 4096), (2048, 1024, 4096)):
+    problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
+    for mode in ("eager", "queued"):
+        for search in (False, True):
+            print(decide(problem, machine=find("h200-4", None), mode=mode, search=search))
+"""
+
+
+def test_every_process_decides_alike() -> None:
+    said = set()
+    for seed in ("0", "1", "7"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", _ASK]
+        said.add(
+            subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
         )
+    (text,) = said
+    assert text.count("(model: ") == 12
 
 
-def test_explain_says_what_a_call_would_take() -> None:
+# Explain.
+
+
+def test_explain_shows_what_was_compared() -> None:
+    decision = ficco.explain(
+        "all_gather_matmul", m=4096, n=1024, k=4096, world=4, machine=MACHINE, captured=True
+    )
+    assert (str(decision.schedule), decision.source) == ("shard-overlap", "model")
+    assert [one.queued for one in decision.candidates] == sorted(
+        one.queued for one in decision.candidates
+    )
+    by_name = {one.schedule: one for one in decision.candidates}
+    chosen, serial = by_name["shard-overlap"], by_name["serial:collective"]
+    assert chosen.queued == pytest.approx(4e-3) and chosen.idle == pytest.approx(4e-3)
+    assert (chosen.share, chosen.losses.gemm) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert chosen.extra_bytes == 3 * 2**23
+    assert serial.share == pytest.approx(4 / 7)
+    (line,) = (line for line in decision.table().splitlines() if line.startswith("*"))
+    assert line.split()[:4] == ["*", "shard-overlap", "4", "ms"]
+    assert str(decision) in f"{decision}\n{decision.table()}"
+
+
+def test_explain_shows_the_callers_schedule_among_the_candidates() -> None:
+    sizes = {"m": 4096, "n": 1024, "k": 4096, "world": 4, "machine": MACHINE}
+    decision = ficco.explain("all_gather_matmul", schedule="growing:tail=7", **sizes)
+    assert "growing:tail=7" in [one.schedule for one in decision.candidates]
+    assert "* growing:tail=7" in decision.table()
+
+
+def test_explain_takes_a_machine_by_name_or_path(tmp_path: Path) -> None:
+    sizes = {"m": 8192, "n": 4096, "k": 4096, "world": 4}
+    assert "h200-4" in ficco.explain("all_gather_matmul", machine="h200-4", **sizes).reason
+    save(MACHINE, tmp_path / "mine.yaml")
+    path = str(tmp_path / "mine.yaml")
+    assert "on toy" in ficco.explain("all_gather_matmul", machine=path, **sizes).reason
+    with pytest.raises(ficco.ConfigError, match="nowhere"):
+        ficco.explain("all_gather_matmul", machine="nowhere", **sizes)
+
+
+def test_explain_refuses_what_no_call_can_be() -> None:
     sizes = {"m": 2048, "n": 1024, "k": 4096, "world": 4}
-    assert "serial:collective (rule: " in str(ficco.explain("all_gather_matmul", **sizes))
-    captured = ficco.explain("all_gather_matmul", captured=True, **sizes)
-    assert str(captured.schedule) == "shard-overlap:compute=2"
     with pytest.raises(ValueError, match="required all_gather_matmul"):
         ficco.explain("matmul", **sizes)
     with pytest.raises(ValueError, match="world >= 1"):
         ficco.explain("all_gather_matmul", **{**sizes, "world": 0})
+
+
+# Saved decisions.
+
+
+def refuse(*_: object) -> float:
+    raise AssertionError("predicted again")
+
+
+def keep(folder: Path, machine: Machine = MACHINE) -> Saved:
+    return Saved(digest(machine), folder)
+
+
+def test_a_saved_decision_is_read_and_not_made_again(tmp_path: Path) -> None:
+    first = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path))
+    again = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse)
+    assert (again, again.source) == (first, "model")
+    # Whatever changes a decision asks anew.
+    for changed in ({"mode": "queued"}, {"search": True}, {"movers": ("dma", "kernel")}):
+        with pytest.raises(AssertionError, match="predicted again"):
+            decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse, **changed)
+    other = replace(MACHINE, margin=0.5)
+    for asked, machine in ((replace(PROBLEM, n=8), MACHINE), (PROBLEM, other)):
+        with pytest.raises(AssertionError, match="predicted again"):
+            decide(asked, machine=machine, saved=keep(tmp_path, machine), predict=refuse)
+
+
+def test_another_version_decides_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path))
+    monkeypatch.setattr(saved, "version", lambda: "another")
+    with pytest.raises(AssertionError, match="predicted again"):
+        decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"key": 1}', '"text"', "\x00\xff", None], ids=repr
+)
+def test_a_damaged_saved_decision_is_made_again(tmp_path: Path, text: str | None) -> None:
+    first = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path))
+    (file,) = tmp_path.rglob("*.json")
+    whole = json.loads(file.read_text())
+    damaged = json.dumps({**whole, "schedule": "whirling"}) if text is None else text
+    file.write_bytes(damaged.encode("latin-1"))
+    if text == '{"key": 1}':  # another one with the same digest: nothing is wrong
+        assert decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path)) == first
+    else:
+        with pytest.warns(UserWarning, match="made again: .*json"):
+            assert decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path)) == first
+    assert json.loads(file.read_text()) == whole  # and mended
+
+
+@pytest.mark.parametrize("fault", ["a file in the way", "full disk", "read-only"])
+def test_a_cache_that_cannot_be_written_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    folder = tmp_path / "cache"
+    if fault == "a file in the way":
+        folder.write_text("")
+    else:
+        code = {"full disk": 28, "read-only": 30}[fault]
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "replace", fail)
+    with pytest.warns(UserWarning, match="not saved") as warned:
+        for n in (512, 1024):
+            asked = replace(PROBLEM, n=n)
+            assert decide(asked, machine=MACHINE, saved=keep(folder)).source == "model"
+    assert len([one for one in warned if "not saved" in str(one.message)]) == 1
+    assert list(tmp_path.rglob(".*")) == []  # no half-written file stays
+
+
+def test_reading_a_saved_decision_is_fast(tmp_path: Path) -> None:
+    asked = problem(8192, 4096, 4096)
+    machine = find("h200-4", None)
+    assert machine is not None
+    decide(asked, machine=machine, saved=keep(tmp_path, machine))
+    took = []
+    for _ in range(5):
+        saved.version.cache_clear()  # as in a new process
+        started = time.perf_counter()
+        decide(asked, machine=machine, saved=keep(tmp_path, machine), predict=refuse)
+        took.append(time.perf_counter() - started)
+    assert min(took) < 5e-3, took
+
+
+# On ranks.
+
+
+def _call(at: Rank, machines: list[str | None], schedule: str = "auto") -> object:
+    a = torch.full((8, 16), float(at.rank + 1))
+    b = torch.ones(16, 8)
+
+    def once() -> float:
+        with ficco.options(machine=machines[at.rank], timeout_s=10.0):
+            return float(ficco.all_gather_matmul(a, b, schedule=schedule).sum())
+
+    return caught(once)
+
+
+def test_ranks_of_one_machine_agree(tmp_path: Path) -> None:
+    save(replace(MACHINE, ranks=3), tmp_path / "one.yaml")
+    save(replace(MACHINE, ranks=3), tmp_path / "two.yaml")  # the same in another file
+    names = [str(tmp_path / f"{name}.yaml") for name in ("one", "two", "one")]
+    assert run(3, _call, names) == [8 * 8 * 16 * 6.0] * 3
+
+
+@pytest.mark.parametrize("schedule", ["auto", "growing"])
+def test_ranks_with_other_machine_files_find_out_before_they_enqueue(
+    tmp_path: Path, schedule: str
+) -> None:
+    machine = replace(MACHINE, ranks=3)
+    other = replace(machine, margin=0.5)
+    save(machine, tmp_path / "one.yaml")
+    save(other, tmp_path / "two.yaml")
+    names = [str(tmp_path / f"{name}.yaml") for name in ("one", "two", "one")]
+    for failure in run(3, _call, names, schedule, fresh=True):
+        assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
+        values = failure.fields["values"]
+        assert values[0] == values[2] != values[1]
+        assert f"machine toy ({digest(machine):010x})" in values[0]
+        assert f"machine toy ({digest(other):010x})" in values[1]
+        assert "machine file" in failure.text
+
+
+def test_a_rank_whose_machine_file_is_damaged_tells_the_others(tmp_path: Path) -> None:
+    save(replace(MACHINE, ranks=2), tmp_path / "one.yaml")
+    (tmp_path / "two.yaml").write_text("name: [")
+    names = [str(tmp_path / f"{name}.yaml") for name in ("one", "two")]
+    first, second = run(2, _call, names, fresh=True)
+    assert first.type == "RankMismatch" and "two.yaml" in first.text
+    assert second.type == "ConfigError" and "two.yaml" in second.text
+
+
+def test_all_ranks_refuse_a_machine_that_is_not_there() -> None:
+    for failure in run(2, _call, ["nowhere", "nowhere"]):
+        assert failure.type == "ConfigError" and "nowhere" in failure.text
+    # They agree on that, and go on.
+    assert run(2, _call, [None, None]) == [8 * 8 * 16 * 3.0] * 2
+
+
+def test_options_refuse_what_is_no_machine() -> None:
+    with pytest.raises(ValueError, match="machine: required a name, a path or None, got 5"):
+        ficco.Options(machine=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="search: required True or False"):
+        ficco.Options(search=1)  # type: ignore[arg-type]

@@ -148,12 +148,12 @@ def _later(arguments: argparse.Namespace) -> int:
         print(f"wrote {_report(arguments.report)}")
     if arguments.readme:
         from ficco.bench import table
-        from ficco.bench.report import put_into_readme, readme_table
+        from ficco.bench.report import put_between, readme_table
 
         rows, about = table.read(arguments.readme), table.read_description(arguments.readme)
         folder = arguments.readme_file.resolve().parent
         link = os.path.relpath(arguments.readme.resolve().with_suffix(".md"), folder)
-        put_into_readme(arguments.readme_file, readme_table(rows, about, link))
+        put_between(arguments.readme_file, "results", readme_table(rows, about, link))
         print(f"wrote {arguments.readme_file}")
     return 0
 

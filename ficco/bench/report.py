@@ -12,8 +12,6 @@ from ficco.bench.lines import Line, lines, mean_and_worst, modes, number
 from ficco.bench.table import Row, left_out
 from ficco.errors import ConfigError
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-
 MODE_WORDS = {
     "queued": "the host runs ahead of the GPU, as in a training step",
     "idle": "the GPU waits for the host, as in a decode step",
@@ -55,7 +53,7 @@ def _about(about: dict[str, Any]) -> str:
         ("commit", about.get("commit", "")),
         ("command", f"`{about.get('command', '')}`"),
     ]
-    return _table(("", ""), [(name, value) for name, value in said if value])
+    return markdown(("", ""), [(name, value) for name, value in said if value])
 
 
 def _bounds(rows: Sequence[Row], mode: str) -> str:
@@ -92,7 +90,7 @@ def _bounds(rows: Sequence[Row], mode: str) -> str:
         means = [mean_and_worst(best, figure)[i] for figure in figures]
         blank = ("",) * 7
         body.append((f"**{name}**", *blank, *(number(value) for value in means), ""))
-    return "Milliseconds; (m, n of one rank, k).\n\n" + _table(heads, body)
+    return "Milliseconds; (m, n of one rank, k).\n\n" + markdown(heads, body)
 
 
 def _shape(row: Row) -> str:
@@ -125,7 +123,7 @@ def _costs(rows: Sequence[Row]) -> str:
         "gathered A; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
     )
-    return f"{text}\n\n{_table(heads, body)}"
+    return f"{text}\n\n{markdown(heads, body)}"
 
 
 def _known(row: Row, mode: str, figure: str) -> bool:
@@ -167,7 +165,7 @@ def readme_table(rows: Sequence[Row], about: dict[str, Any], link: str) -> str:
         body.append(tuple(cells))
     where = f"{about.get('ranks', '?')} ranks on {about.get('device', 'an unnamed machine')}"
     date = str(about.get("date", "")).split(" ")[0]
-    return f"{where}, {date}; [all figures and how they were measured]({link}).\n\n" + _table(
+    return f"{where}, {date}; [all figures and how they were measured]({link}).\n\n" + markdown(
         tuple(heads), body
     )
 
@@ -175,23 +173,25 @@ def readme_table(rows: Sequence[Row], about: dict[str, Any], link: str) -> str:
 README_FIGURES = ("share", "speedup", "vs_pytorch")
 
 
-def put_into_readme(readme: Path, text: str) -> None:
-    """Replace what stands between the two markers of a README.
+def put_between(path: Path, name: str, text: str) -> None:
+    """Replace what stands between the two markers of a name in a Markdown file.
 
     Raises:
         ConfigError: it does not have both markers, in order.
     """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     try:
-        whole = readme.read_text()
+        whole = path.read_text()
     except OSError as error:
-        raise ConfigError(str(readme), "file", f"cannot be read: {error.strerror}") from None
-    start, stop = whole.find(BEGIN), whole.find(END)
+        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
+    start, stop = whole.find(begin), whole.find(end)
     if start < 0 or stop < start:
-        raise ConfigError(str(readme), "markers", f"required {BEGIN} and then {END}")
-    readme.write_text(f"{whole[: start + len(BEGIN)]}\n{text}\n{whole[stop:]}")
+        raise ConfigError(str(path), "markers", f"required {begin} and then {end}")
+    path.write_text(f"{whole[: start + len(begin)]}\n{text}\n{whole[stop:]}")
 
 
-def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def markdown(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table."""
     lines = [heads, ["---"] * len(heads), *body]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 

@@ -23,7 +23,9 @@ from ficco.bench.table import Row
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier
 from ficco.heuristics import decide
+from ficco.options import current
 from ficco.timeline import dumps
+from ficco.workspace import workspace_of
 
 Tick = Callable[[str], None]
 
@@ -197,8 +199,12 @@ class _Bench:
         """What ``auto`` stands for."""
         if one.candidate.schedule != "auto":
             return ""
-        eager_on_gpu = self.on_gpu and mode != "graph"
-        return f"is {decide(case.problem(self.world), eager_on_gpu=eager_on_gpu).schedule}"
+        kind = "idle" if not self.on_gpu else "queued" if mode == "graph" else "eager"
+        known = workspace_of(self.group, self.device).known(current().machine)
+        made = decide(
+            case.problem(self.world), machine=known.machine, mode=kind, search=current().search
+        )
+        return f"is {made.schedule} ({made.source})"
 
     def _row(
         self,

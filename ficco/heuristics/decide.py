@@ -1,23 +1,71 @@
-"""The rule behind ``schedule="auto"``.
+"""Which schedule a call takes, who chose it, and why.
 
-It is short and fixed. Its two thresholds were measured on 4 H200 (docs/results) and are a guess
-anywhere else; every schedule computes the same product, so that a wrong guess costs time alone.
+The first of these that has an answer:
+
+========  ====================================================================================
+caller    named a schedule
+tuned     this problem was measured on this machine
+model     every candidate is predicted from the machine's figures (:mod:`.model`)
+rule      the paper's, with the machine's thresholds (:mod:`.rule`)
+fallback  serial, since nothing is known of the machine
+========  ====================================================================================
+
+A decision depends on the problem and on facts that all ranks share, so that it is the same on
+every rank. Every schedule computes the same product: a wrong decision costs time alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
 
+from ficco.heuristics.candidates import MOVERS, candidates, suited
+from ficco.heuristics.losses import Losses, ideal, losses
+from ficco.heuristics.model import (
+    MODES,
+    Predict,
+    Prediction,
+    choose,
+    lacking,
+    predictions,
+    seconds_text,
+)
+from ficco.heuristics.rule import rule
+from ficco.heuristics.saved import Saved, warn_once
+from ficco.heuristics.search import search as look_further
+from ficco.machine import Machine
 from ficco.problem import Problem
-from ficco.schedules import Schedule
+from ficco.schedules import Schedule, plan
+from ficco.simulate import predict as simulated
 
-#: Floating-point operations of one rank below which enqueueing an overlapped call takes the host
-#: longer than it saves the GPU: about 0.2 ms of an H200. The queue of a captured call is free.
-EAGER_FLOPS = 1.5e11
+#: How to give ficco the figures of a machine.
+REMEDY = "`ficco tune` measures this machine"
 
-#: Columns of b from which the products take longer than the copies on H200 over NVSwitch, so that
-#: few, large products count; below, the copies do, and the first product should start early.
-WIDE = 3072
+#: What a call takes on a machine that nobody described: on a GPU the vendor's collective, then the
+#: product, which never does harm; on CPUs, whose calls do not wait for a host, shard overlap.
+FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "shard-overlap"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is predicted of one schedule.
+
+    Attributes:
+        schedule: its name.
+        queued, idle: seconds where the host runs ahead, and where the GPU waits for it; None
+            where the machine lacks the figures.
+        share: of the ideal time, queued.
+        losses: decomposition and contention loss.
+        extra_bytes: memory beside operands and result, on rank 0.
+    """
+
+    schedule: str
+    queued: float
+    idle: float | None
+    share: float
+    losses: Losses
+    extra_bytes: int
 
 
 @dataclass(frozen=True)
@@ -26,50 +74,205 @@ class Decision:
 
     Attributes:
         schedule: the choice.
-        source: ``"caller"`` or ``"rule"``.
+        source: ``"caller"``, ``"tuned"``, ``"model"``, ``"rule"`` or ``"fallback"``.
         reason: in words.
+        problem, machine, mode, search: what it was decided for; machine None if it is unknown.
     """
 
     schedule: Schedule
     source: str
     reason: str
+    problem: Problem | None = field(default=None, repr=False, compare=False)
+    machine: Machine | None = field(default=None, repr=False, compare=False)
+    mode: str = field(default="eager", repr=False, compare=False)
+    search: bool = field(default=False, repr=False, compare=False)
+    _predict: Predict = field(default=simulated, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.schedule} ({self.source}: {self.reason})"
 
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What is predicted of every schedule that was compared and of the one chosen, the fastest
+        first; empty where the machine's figures do not allow it."""
+        problem, machine = self.problem, self.machine
+        if problem is None or machine is None or problem.flops == 0 or problem.world == 1:
+            return ()
+        machine = described(machine, problem.world)
+        if machine is None or lacking(machine, "queued"):
+            return ()
+        modes = ("queued",) if lacking(machine, "idle") else ("queued", "idle")
+        found = list(
+            predictions(problem, candidates(problem, machine), machine, modes, self._predict)
+        )
+        if self.search:
+            found += look_further(problem, found, machine, self.mode, self._predict)
+        if self.schedule not in [one.schedule for one in found]:
+            found += predictions(problem, [self.schedule], machine, modes, self._predict)
+        bound = ideal(problem, machine, self._predict)
+        by = "idle" if self.mode == "idle" and "idle" in modes else "queued"
+        found.sort(key=lambda one: one.seconds[by])
+        return tuple(self._candidate(one, machine, bound) for one in found)
+
+    def _candidate(self, one: Prediction, machine: Machine, bound: float) -> Candidate:
+        assert self.problem is not None
+        queued = one.seconds["queued"]
+        return Candidate(
+            schedule=str(one.schedule),
+            queued=queued,
+            idle=one.seconds.get("idle"),
+            share=bound / queued,
+            losses=losses(self.problem, one.schedule, machine, self._predict),
+            extra_bytes=plan(self.problem, one.schedule, 0).extra_bytes,
+        )
+
+    def table(self) -> str:
+        """The candidates as text; the chosen one is marked."""
+        lines = [
+            f"{'':2}{'schedule':<50} {'queued':>9} {'idle':>9} {'of ideal':>8} "
+            f"{'DIL gemm':>8} {'DIL copy':>8} {'CIL':>5} {'MiB':>7}"
+        ]
+        for one in self.candidates:
+            lines.append(
+                f"{'*' if one.schedule == str(self.schedule) else '':2}{one.schedule:<50} "
+                f"{seconds_text(one.queued):>9} "
+                f"{'' if one.idle is None else seconds_text(one.idle):>9} {one.share:>8.2f} "
+                f"{one.losses.gemm:>8.2f} {one.losses.copies:>8.2f} "
+                f"{one.losses.contention:>5.2f} {one.extra_bytes / 2**20:>7.1f}"
+            )
+        return "\n".join(lines)
+
 
 def decide(
-    problem: Problem, wanted: str | Schedule = "auto", *, eager_on_gpu: bool = True
+    problem: Problem,
+    wanted: str | Schedule = "auto",
+    *,
+    machine: Machine | None = None,
+    mode: str = "eager",
+    search: bool = False,
+    movers: tuple[str, ...] = MOVERS,
+    saved: Saved | None = None,
+    predict: Predict = simulated,
 ) -> Decision:
-    """Choose the schedule, from facts that every rank shares.
+    """Choose the schedule.
 
-    ``eager_on_gpu`` is whether the host enqueues the call while a GPU waits for it: not on the
-    CPU engine, and not where a graph captures the call.
+    Args:
+        problem: what is asked.
+        wanted: ``"auto"``, a name, or a Schedule.
+        machine: what is known of this kind of host; None if nobody described it.
+        mode: ``"eager"``, on a GPU whose host may or may not run ahead; ``"queued"``, captured in
+            a graph; ``"idle"``, carried out by the caller itself (the CPU engine).
+        search: look beyond the named schedules.
+        movers: who moves bytes here.
+        saved: decisions of earlier processes on this machine.
+        predict: seconds of a problem under a schedule on a machine in a mode.
+
+    Raises:
+        ValueError: no schedule or mode is called that.
     """
-    if isinstance(wanted, Schedule):
-        return Decision(wanted, "caller", "given")
-    if not isinstance(wanted, str):
+    if mode not in MODES:
+        raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
+    if not isinstance(wanted, (str, Schedule)):
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {wanted!r}")
+
+    def decision(schedule: str | Schedule, source: str, reason: str) -> Decision:
+        if isinstance(schedule, str):
+            schedule = Schedule.parse(schedule)
+        return Decision(schedule, source, reason, problem, machine, mode, search, predict)
+
     if wanted != "auto":
-        return Decision(Schedule.parse(wanted), "caller", "given")
+        return decision(wanted, "caller", "given")
     if problem.world == 1:
-        return _rule("serial", "one rank has nothing to wait for")
-    if eager_on_gpu and problem.flops < EAGER_FLOPS:
-        return _rule(
-            "serial:collective",
-            f"{problem.flops:.1e} operations per rank are over before a host has enqueued an "
-            f"overlapped call (less than {EAGER_FLOPS:.1e})",
+        return decision("serial", "rule", "one rank has nothing to wait for")
+    if problem.flops == 0:
+        return decision(FALLBACK[mode], "rule", "there is nothing to multiply")
+    if machine is None:
+        return decision(FALLBACK[mode], "fallback", f"nobody described this machine; {REMEDY}")
+    if tuned := _tuned(problem, machine, mode, movers):
+        return decision(tuned[0], "tuned", tuned[1])
+    known = described(machine, problem.world)
+    if known is None:
+        why = f"machine {machine.name} describes {machine.ranks} ranks, these are {problem.world}"
+        return decision(FALLBACK[mode], "fallback", f"{why}; {REMEDY}")
+    missing = lacking(known, mode)
+    if not missing:
+        key = f"{problem} {mode} search={search:d} movers={'+'.join(movers)}"
+        found = saved.get(key) if saved else None
+        if found is None:
+            found = _modelled(problem, known, mode, search, movers, predict)
+            if saved:
+                saved.put(key, *found)
+        return decision(found[0], "model", found[1])
+    lacks = f"machine {machine.name} lacks {', '.join(missing)}"
+    if known.thresholds is not None:
+        name, reason = rule(problem, known.thresholds)
+        return decision(
+            suited(Schedule.parse(name), problem, known), "rule", f"{reason} ({lacks}; {REMEDY})"
         )
-    if problem.n < WIDE:
-        return _rule(
-            "shard-overlap:compute=2",
-            f"{problem.n} columns: the copies take longer than the products (less than {WIDE})",
-        )
-    return _rule(
-        "growing:compute=2",
-        f"{problem.n} columns: the products take longer than the copies ({WIDE} or more)",
-    )
+    return decision(FALLBACK[mode], "fallback", f"{lacks} and thresholds; {REMEDY}")
 
 
-def _rule(name: str, reason: str) -> Decision:
-    return Decision(Schedule.parse(name), "rule", reason)
+def _tuned(
+    problem: Problem, machine: Machine, mode: str, movers: tuple[str, ...]
+) -> tuple[Schedule, str] | None:
+    """What was measured best for a problem, if it was measured and is still to be had.
+
+    An eager call takes what was best where the GPU waits for its host.
+    """
+    asked = (problem.operator, problem.rows, problem.n, problem.k, problem.dtype)
+    for entry in machine.tuned:
+        if (entry.operator, entry.rows, entry.n, entry.k, entry.dtype) != asked:
+            continue
+        which = 0 if mode == "queued" else 1
+        name = (entry.queued, entry.idle)[which]
+        seconds, serial = entry.seconds[which], entry.serial[which]
+        try:
+            schedule = Schedule.parse(name)
+            if schedule.mover not in (*movers, "collective"):
+                raise ValueError(f"nothing here moves bytes by {schedule.mover!r}")
+        except ValueError as error:
+            warn_once(
+                f"machine {machine.name}: the tuned entry of {problem} is passed over: {error}; "
+                "`ficco tune --shapes` measures it again"
+            )
+            continue
+        gain = f"{serial / seconds:.2f} times as fast as serial"
+        reason = f"measured on {machine.name}: {seconds_text(seconds)}, {gain}"
+        return schedule, reason
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _modelled(
+    problem: Problem,
+    machine: Machine,
+    mode: str,
+    search: bool,
+    movers: tuple[str, ...],
+    predict: Predict,
+) -> tuple[Schedule, str]:
+    modes = MODES[mode]
+    found = predictions(problem, candidates(problem, machine, movers), machine, modes, predict)
+    if search:
+        found += look_further(problem, found, machine, mode, predict)
+    choice = choose(found, machine, mode)
+    return choice.chosen.schedule, choice.reason
+
+
+def described(machine: Machine, world: int) -> Machine | None:
+    """The machine as a group of so many ranks sees it; None where its figures say nothing of it.
+
+    Copies, links and products are those of a rank. The vendor's collective takes as long as one of
+    the machine's own ranks that receives as many bytes. Ranks on CPUs share their cores, so that
+    figures hold for their own number alone.
+    """
+    if machine.ranks == world:
+        return machine
+    if machine.accelerator == "cpu" or machine.ranks < 2:
+        return None
+    share = (machine.ranks - 1) / (world - 1)
+    changes: dict[str, Any] = {"ranks": world, "name": f"{machine.name} (as {world} ranks)"}
+    if machine.collective is not None:
+        curve = tuple((size * share, seconds) for size, seconds in machine.collective.curve)
+        changes["collective"] = replace(machine.collective, curve=curve)
+    return replace(machine, **changes)

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
+from ficco.errors import ConfigError
 from ficco.heuristics import decide
+from ficco.ops import problem_log
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problem import ITEMSIZE, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan
-from ficco.workspace import Workspace, workspace_of
+from ficco.workspace import Known, Workspace, workspace_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,7 +95,7 @@ def gather_trace(
         workspace.fail(error)
         raise
     if slot is not None:
-        del slot.programs[slot.epoch]
+        slot.programs.pop(program.number, None)
     program.clear()
     return call.out, bound.plan, spans
 
@@ -137,13 +139,15 @@ def _bound(
     options = current()
     workspace = _workspace(group, a, b, operator)
     workspace.raise_error()
-    workspace.engine.timeout_s, workspace.engine.operator = options.timeout_s, operator
+    engine = workspace.engine
+    engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
     workspace.calls += 1
     number = workspace.calls
     rows = tuple(rows) if isinstance(rows, Iterable) else rows
     a, source = _matrix(workspace, a)
-    engine = workspace.engine
-    eager_on_gpu = engine.asynchronous and not (schedule == "auto" and engine.capturing())
+    mode = "eager" if engine.asynchronous else "idle"
+    if mode == "eager" and schedule == "auto" and engine.capturing():
+        mode = "queued"
     key = (
         operator,
         a.shape,
@@ -155,10 +159,12 @@ def _bound(
         a.layout,
         b.layout,
         schedule,
-        eager_on_gpu,
+        mode,
         rows,
         return_gathered,
         options.workspace_bytes,
+        options.machine,
+        options.search,
         source and (source[0].serial, source[1]),
         torch.is_grad_enabled() and (a.requires_grad or b.requires_grad),
     )
@@ -174,15 +180,25 @@ def _bound(
         return workspace, bound, a
     try:
         problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
-        chosen = decide(problem, schedule, eager_on_gpu=eager_on_gpu).schedule
+        problem_log.note(options.log_problems, problem, engine.rank)
+        known = workspace.known(options.machine)
+        chosen = decide(
+            problem,
+            schedule,
+            machine=known.machine,
+            mode=mode,
+            search=options.search,
+            movers=engine.capabilities().movers,
+            saved=known.saved,
+        ).schedule
         made, single = _plan(workspace, problem, chosen, options)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, ConfigError) as error:
         # The peers learn of it, so that they do not wait for this rank. Where all refuse, they
         # agree, whatever each of them says.
         text = f"{type(error).__name__}: {error}"
         workspace.board.post(number, workspace.board.describe(text, same_as="refused"))
         raise
-    text = _text(made, options, source if chosen.pull else None)
+    text = _text(made, options, known, source if chosen.pull else None)
     digest = workspace.board.describe(text)
     bound = Bound(made, digest, single, None if made.publish else source)
     workspace.board.post(number, digest)
@@ -195,9 +211,11 @@ def _bound(
     return workspace, bound, a
 
 
-def _text(plan: Plan, options: Options, source: tuple[Symmetric, int] | None) -> str:
+def _text(
+    plan: Plan, options: Options, known: Known, source: tuple[Symmetric, int] | None
+) -> str:
     """What ranks must agree on, in words."""
-    parts = [str(plan.problem), f"schedule {plan.schedule}"]
+    parts = [str(plan.problem), f"schedule {plan.schedule}", str(known)]
     if options.workspace_bytes is not None:
         parts.append(f"workspace_bytes={options.workspace_bytes}")
     if source is not None:

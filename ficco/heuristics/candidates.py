@@ -1,0 +1,108 @@
+"""The schedules that the model compares for a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ficco.machine import Machine
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+
+#: The movers of the copies that every engine has.
+MOVERS = ("dma",)
+
+#: The serial compositions: what every other schedule has to beat.
+SERIALS = ("serial:collective", "serial")
+
+#: Beside the serial ones, on a switch: a copy at a time, peer after peer, few and large products.
+SWITCH = (
+    "shard-overlap",
+    "shard-overlap:compute=2",
+    "shard-overlap:tail=4",
+    "shard-overlap:tail=4,compute=2",
+    "growing",
+    "growing:compute=2",
+    "growing:tail=2,compute=2",
+    "growing:tail=4",
+    "shrinking",
+    "shrinking:tail=2,compute=2",
+    "hetero-unfused-1d:pieces=2,order=peer,compute=2",
+    "hetero-fused-1d:pieces=2",
+    "hetero-fused-1d:pieces=4",
+    "hetero-fused-1d",
+    "uniform-fused-1d:pieces=4",
+    "uniform-fused-1d",
+    "uniform-fused-2d",
+)
+
+#: On a mesh every schedule but Async TP's own copies over all links at once (:func:`suited`).
+MESH = (
+    "shard-overlap",
+    "hetero-fused-1d:pieces=2",
+    "hetero-fused-1d:pieces=2,tail=4",
+    "hetero-fused-1d:pieces=4",
+    "hetero-fused-1d:pieces=4,compute=2",
+    "hetero-fused-1d",
+    "hetero-fused-1d:tail=2,compute=2",
+    "hetero-unfused-1d:pieces=2",
+    "hetero-unfused-1d:pieces=2,compute=2",
+    "hetero-unfused-1d",
+    "uniform-fused-1d:pieces=2",
+    "uniform-fused-1d:pieces=4",
+    "uniform-fused-1d",
+    "uniform-fused-1d:compute=2",
+    "uniform-fused-2d:pieces=4",
+    "uniform-fused-2d",
+)
+
+
+def candidates(
+    problem: Problem, machine: Machine | None = None, movers: tuple[str, ...] = MOVERS
+) -> tuple[Schedule, ...]:
+    """The schedules to compare, the serial ones first; of equals the earlier one is taken.
+
+    Args:
+        problem: what is asked.
+        machine: its topology says which ones; without one, those of a switch.
+        movers: who moves bytes here. Copy kernels are compared where they were measured.
+    """
+    found: dict[Schedule, Schedule] = {}
+    for schedule in _candidates(problem, machine, movers):
+        # W pieces by number and by default are the same plan.
+        found.setdefault(replace(schedule, pieces=schedule.pieces or problem.world), schedule)
+    return tuple(found.values())
+
+
+def _candidates(
+    problem: Problem, machine: Machine | None, movers: tuple[str, ...]
+) -> Iterator[Schedule]:
+    mesh = on_mesh(machine)
+    for name in (*SERIALS, *(MESH if mesh else SWITCH)):
+        schedule = Schedule.parse(name)
+        if not serves(schedule, machine):
+            continue
+        yield schedule if name == "shard-overlap" else suited(schedule, problem, machine)
+    if "kernel" in movers and machine is not None and machine.kernel_copies is not None:
+        for name in ("shard-overlap:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel"):
+            yield suited(Schedule.parse(name), problem, machine)
+
+
+def on_mesh(machine: Machine | None) -> bool:
+    """Whether every pair of ranks has a link of its own."""
+    return machine is not None and machine.topology is not None and machine.topology.kind == "mesh"
+
+
+def serves(schedule: Schedule, machine: Machine | None) -> bool:
+    """Whether a schedule is worth a look on a kind of device.
+
+    On CPUs a second compute lane brings a second pool of threads onto the same cores.
+    """
+    return schedule.compute == 1 or machine is None or machine.accelerator != "cpu"
+
+
+def suited(schedule: Schedule, problem: Problem, machine: Machine | None) -> Schedule:
+    """The schedule with a copy lane per peer where a mesh has a link to each of them."""
+    if not on_mesh(machine) or schedule.mover == "collective":
+        return schedule
+    return replace(schedule, copy=max(problem.world - 1, 1))

@@ -1,0 +1,121 @@
+"""What a schedule loses by cutting, and by running things side by side (FiCCO, section IV).
+
+The decomposition inefficiency loss (DIL) of a product is the time of its parts, each alone and one
+after the other, over the time of the whole; that of the communication likewise. The contention
+inefficiency loss (CIL) is the time of a call over what it would take if copies and products did
+not slow each other down. All are predicted from a machine's figures; 1.0 is no loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ficco.heuristics.candidates import on_mesh, suited
+from ficco.heuristics.model import Predict
+from ficco.machine import Copies, Machine
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plan
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The inefficiency signature of a schedule, as factors.
+
+    Attributes:
+        gemm: decomposition loss of the product.
+        copies: decomposition loss of the communication; 1.0 for the vendor's collective.
+        contention: of the whole call.
+    """
+
+    gemm: float
+    copies: float
+    contention: float
+
+
+def losses(problem: Problem, schedule: Schedule, machine: Machine, predict: Predict) -> Losses:
+    """The signature of a schedule; ``predict`` gives the seconds of a call."""
+    made = plan(problem, schedule, 0)
+    contended = predict(problem, schedule, machine, "queued")
+    alone = predict(problem, schedule, uncontended(machine), "queued")
+    return Losses(gemm_loss(made, machine), copy_loss(made, machine), contended / alone)
+
+
+def gemm_loss(made: Plan, machine: Machine) -> float:
+    """DIL of the products of one rank: its parts one after the other, over the whole product."""
+    problem, gemm = made.problem, machine.gemm
+    assert gemm is not None
+    whole = gemm.seconds(problem.m, problem.n, problem.k, itemsize=problem.itemsize)
+    products = [product for step in made.steps for product in step.products]
+    parts = sum(
+        gemm.seconds(
+            p.out.rows,
+            p.out.cols,
+            p.k_last - p.k_first,
+            batch=p.batch,
+            itemsize=problem.itemsize,
+            wide=p.out.buffer == "sum",
+        )
+        for p in products
+    )
+    return (parts + gemm.launch * (len(products) - 1)) / whole
+
+
+def copy_loss(made: Plan, machine: Machine) -> float:
+    """DIL of what one rank sends: its pieces one after the other, over whole shards.
+
+    On a mesh every peer has a link of its own, so that the slowest peer counts.
+    """
+    moved = [step for step in made.steps if step.op == "copy" and step.transfer is not None]
+    if not moved:
+        return 1.0
+    spent: dict[int, float] = {}
+    sizes: dict[int, int] = {}
+    for step in moved:
+        assert step.transfer is not None
+        pulls = step.transfer.src.rank != made.rank
+        peer = step.transfer.src.rank if pulls else step.transfer.dst.rank
+        nbytes = step.transfer.src.elements * made.problem.itemsize
+        spent[peer] = spent.get(peer, 0.0) + copy_seconds(nbytes, _copies(step.mover, machine))
+        sizes[peer] = sizes.get(peer, 0) + nbytes
+    whole = {peer: copy_seconds(size, _copies("dma", machine)) for peer, size in sizes.items()}
+    together = max if on_mesh(machine) else sum
+    return float(together(spent.values()) / together(whole.values()))
+
+
+def _copies(mover: str, machine: Machine) -> Copies:
+    copies = machine.kernel_copies if mover == "kernel" else machine.copies
+    assert copies is not None
+    return copies
+
+
+def copy_seconds(nbytes: float, copies: Copies) -> float:
+    """Seconds for which a copy holds its queue."""
+    return copies.gap + nbytes / copies.rate(nbytes) if nbytes else 0.0
+
+
+def uncontended(machine: Machine) -> Machine:
+    """The machine if copies and products did not slow each other down."""
+    assert machine.contention is not None
+    free = replace(
+        machine.contention,
+        gemm_under_copies=1.0,
+        copies_under_gemm=1.0,
+        gemm_under_collective=1.0,
+        collective_under_gemm=1.0,
+    )
+    return replace(machine, contention=free)
+
+
+def ideal(problem: Problem, machine: Machine, predict: Predict) -> float:
+    """Seconds that no schedule should beat, queued: the longer of one whole product and the faster
+    way to communicate (the vendor's collective, the copy engines), each alone."""
+    serial = Schedule.parse("serial")
+    product = predict(replace(problem, rows=(problem.m,)), serial, machine, "queued")
+    if problem.world == 1:
+        return product
+    bare = replace(problem, n=0)
+    ways = [suited(Schedule.parse("shard-overlap"), problem, machine)]
+    if machine.collective is not None:
+        ways.append(Schedule.parse("serial:collective"))
+    return max(product, min(predict(bare, way, machine, "queued") for way in ways))

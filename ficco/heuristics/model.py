@@ -1,0 +1,131 @@
+"""Choosing by prediction: every candidate on paper, the fastest that harms nobody.
+
+A captured call, or one whose host runs ahead, is *queued*: the host's time does not count. One
+whose GPU waits for its host is *idle*: it does. An eager call on a GPU may be either, and the
+ranks of a group may differ in it, so that no rank can choose by what it sees. Such a call takes
+what is predicted to lose to serial in neither mode, and of that what loses least against the best
+of each mode, in the worse of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ficco.heuristics.candidates import SERIALS
+from ficco.machine import Machine
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+
+#: The modes in which a call of a kind may find itself.
+MODES: dict[str, tuple[str, ...]] = {
+    "eager": ("queued", "idle"),
+    "queued": ("queued",),
+    "idle": ("idle",),
+}
+
+#: The blocks of a machine without which nothing can be predicted.
+NEEDED = ("topology", "copies", "collective", "gemm", "memory", "contention")
+
+#: Seconds of a problem under a schedule on a machine in a mode.
+Predict = Callable[[Problem, Schedule, Machine, str], float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A schedule and its predicted seconds by mode."""
+
+    schedule: Schedule
+    seconds: dict[str, float]
+
+    @property
+    def serial(self) -> bool:
+        return self.schedule.mover == "collective" or is_serial(self.schedule)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The prediction that was chosen, the serial one it was held against, and why."""
+
+    chosen: Prediction
+    serial: Prediction
+    reason: str
+
+
+def is_serial(schedule: Schedule) -> bool:
+    """Whether all copies come before the one product."""
+    return any(
+        (schedule.uniform, schedule.grouping, schedule.dims, schedule.pieces, schedule.tail)
+        == (other.uniform, other.grouping, other.dims, other.pieces, other.tail)
+        for other in map(Schedule.parse, SERIALS)
+    )
+
+
+def lacking(machine: Machine, mode: str) -> tuple[str, ...]:
+    """Blocks of a machine that a prediction needs and that were never measured."""
+    needed = (*NEEDED, "host") if "idle" in MODES[mode] else NEEDED
+    return tuple(name for name in needed if getattr(machine, name) is None)
+
+
+def predictions(
+    problem: Problem,
+    schedules: Iterable[Schedule],
+    machine: Machine,
+    modes: Sequence[str],
+    predict: Predict,
+) -> tuple[Prediction, ...]:
+    """Every schedule's predicted seconds in some modes."""
+    return tuple(
+        Prediction(schedule, {mode: predict(problem, schedule, machine, mode) for mode in modes})
+        for schedule in schedules
+    )
+
+
+def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
+    """The prediction to take; serial where the gain is under the machine's margin."""
+    modes, margin = MODES[mode], machine.margin
+    serials = [one for one in found if one.serial]
+    best = {m: min(one.seconds[m] for one in found) for m in modes}
+    best_serial = {m: min(one.seconds[m] for one in serials) for m in modes}
+
+    def loss(one: Prediction) -> tuple[float, float]:
+        losses = [one.seconds[m] / best[m] - 1.0 for m in modes]
+        return max(losses), sum(losses)
+
+    def gains(one: Prediction) -> list[float]:
+        return [best_serial[m] / one.seconds[m] - 1.0 for m in modes]
+
+    serial = min(serials, key=loss)
+    harmless = [one for one in found if not one.serial and min(gains(one)) >= -margin]
+    winner = min(harmless, key=loss, default=serial)
+    on = f"on {machine.name}"
+    if winner is serial:
+        others = [one for one in found if not one.serial]
+        fastest = min(others, key=loss, default=serial)
+        reason = (
+            f"{fastest.schedule} is predicted to take {_times(fastest, modes)} {on}, "
+            f"serial {_times(serial, modes)}"
+        )
+        return Choice(serial, serial, reason)
+    if max(gains(winner)) < margin:
+        reason = (
+            f"{winner.schedule} is predicted to gain {max(gains(winner)):.1%} {on}, less than "
+            f"the margin of {margin:.1%}"
+        )
+        return Choice(serial, serial, reason)
+    ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
+    reason = f"predicted to take {_times(winner, modes)} {on}, {ratios} times as fast as serial"
+    return Choice(winner, serial, reason)
+
+
+def _times(one: Prediction, modes: Sequence[str]) -> str:
+    return " and ".join(f"{seconds_text(one.seconds[mode])} {mode}" for mode in modes)
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> seconds_text(0.00123456), seconds_text(4.2e-5)
+    ('1.23 ms', '42 us')
+    """
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

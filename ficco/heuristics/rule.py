@@ -1,0 +1,128 @@
+"""The rule of FiCCO, section V-C: a schedule from the sizes of a product and two thresholds.
+
+The paper multiplies operations per byte (OTB) by memory traffic (MT), which leaves the number of
+operations, and compares it with a threshold of the machine: "its peak compute FLOPs". It leaves
+open whose operations are counted and what a rate has to do with a number. Here they are those of
+*one rank's* product, ``2 * m * n * k`` with the rank's own n (:attr:`Problem.flops`), and the
+thresholds are numbers of operations: fitted to measurements (:func:`fit_thresholds`), or the
+card's peak per second taken at its word (:func:`literal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from ficco.machine import Machine, Provenance, Thresholds
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+
+#: What the rule takes: for m <= k, then from few operations to many.
+COLUMNS = "uniform-fused-2d"
+ROWS = ("uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d")
+
+#: The upper threshold over the lower one, in the paper.
+RATIO = 5.0
+
+#: Share of the best time that counts as lost where a schedule was not measured.
+NOT_MEASURED = 1.0
+
+
+def rule(problem: Problem, thresholds: Thresholds) -> tuple[str, str]:
+    """The name of the schedule that the rule takes, and the reason in words."""
+    m, k, flops = problem.m, problem.k, problem.flops
+    if m <= k:
+        return COLUMNS, f"m={m} is not above k={k}, so that columns lose less than rows when cut"
+    low, high = thresholds.low, thresholds.high
+    count = f"m={m} is above k={k}, and {flops:.2g} operations of a rank are"
+    if flops < low:
+        return ROWS[0], f"{count} below the threshold {low:.2g}"
+    if flops > high:
+        return ROWS[2], f"{count} above the upper threshold {high:.2g}"
+    return ROWS[1], f"{count} between the thresholds {low:.2g} and {high:.2g}"
+
+
+def literal(machine: Machine) -> Thresholds:
+    """The paper at its word: the threshold is the number of the card's peak operations per second.
+
+    Raises:
+        ValueError: the peak is not known.
+    """
+    if machine.gemm is None:
+        raise ValueError(
+            f"machine {machine.name}: required its block gemm for the peak rate, got none"
+        )
+    peak = machine.gemm.peak
+    note = "the number of peak operations per second, as FiCCO, section V-C, says"
+    return Thresholds(peak, RATIO * peak, Provenance("paper", note=note))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was measured for a problem: seconds by name of schedule, of the rule's four at least
+    the best one."""
+
+    problem: Problem
+    seconds: Mapping[str, float]
+
+    def loss(self, name: str) -> float:
+        """Share of the best time that a schedule takes longer."""
+        if name not in self.seconds:
+            return NOT_MEASURED
+        return self.seconds[name] / min(self.seconds.values()) - 1.0
+
+
+def fit_thresholds(observations: Iterable[Observation]) -> Thresholds:
+    """The thresholds with which the rule loses least on what was measured.
+
+    Problems with m <= k do not depend on them and are left out. Of thresholds that lose alike,
+    those whose ratio is nearest to the paper's are taken.
+
+    Raises:
+        ValueError: nothing was measured that depends on them.
+    """
+    told = [one for one in observations if one.problem.m > one.problem.k]
+    if not told:
+        raise ValueError("fit_thresholds: required a measured problem with m > k, got none")
+    flops = sorted({one.problem.flops for one in told})
+    marks = _between(flops)
+    below, among, above = (
+        _sums([sum(o.loss(name) for o in told if o.problem.flops == f) for f in flops])
+        for name in ROWS
+    )
+    # The first `i` sizes are below the lower mark, the first `j` not above the upper one.
+    lost = {
+        (marks[i], marks[j]): below[i] + among[j] - among[i] + above[-1] - above[j]
+        for i in range(len(marks))
+        for j in range(i, len(marks))
+    }
+
+    def key(pair: tuple[float, float]) -> tuple[float, float, float]:
+        low, high = pair
+        return round(lost[pair], 9), abs(high / low - RATIO), low
+
+    low, high = min(lost, key=key)
+    note = (
+        f"to {len(told)} problems, on which the rule loses {lost[low, high] / len(told):.1%} "
+        "of the best schedule's time"
+    )
+    return Thresholds(low, high, Provenance("fitted", note=note))
+
+
+def _between(flops: Sequence[int]) -> list[float]:
+    """Marks before, between and behind rising numbers."""
+    ends = [flops[0] / 2, *flops, flops[-1] * 2]
+    return [sqrt(a * b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    found = [0.0]
+    for value in values:
+        found.append(found[-1] + value)
+    return found
+
+
+def taken(problem: Problem, thresholds: Thresholds) -> Schedule:
+    """The schedule that the rule takes."""
+    return Schedule.parse(rule(problem, thresholds)[0])

@@ -1,0 +1,94 @@
+"""Decisions kept between processes, one small file each, in the user's cache directory.
+
+A decision is a function of the problem, the kind of call, the machine and the code that decides.
+The last two name the folder, so that another machine file or another version starts afresh. The
+cache is a convenience: whatever is wrong with it is warned of once, and the decision made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+from ficco.problem import digest
+from ficco.schedules import Schedule
+
+#: What of this package a decision depends on.
+CODE = ("problem.py", "plan", "schedules", "simulate.py", "simulate", "machine", "heuristics")
+
+
+class Saved:
+    """The decisions saved for one machine."""
+
+    def __init__(self, machine_digest: int, folder: Path | None = None) -> None:
+        self.folder = (folder or cache_dir()) / f"decisions-{version()}-{machine_digest:010x}"
+
+    def get(self, key: str) -> tuple[Schedule, str] | None:
+        """The schedule and the reason saved under a key, if they are there and whole."""
+        path = self._path(key)
+        try:
+            data = json.loads(path.read_text())
+            if data["key"] != key:
+                return None  # another one with the same digest
+            return Schedule.parse(data["schedule"]), str(data["reason"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warn_once(f"a saved decision cannot be used and is made again: {path}: {error}")
+            return None
+
+    def put(self, key: str, schedule: Schedule, reason: str) -> None:
+        """Save a decision. Readers see all of it or nothing."""
+        path = self._path(key)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        data = {"key": key, "schedule": str(schedule), "reason": reason}
+        try:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                part.write_text(json.dumps(data))
+                os.replace(part, path)
+            except OSError:
+                part.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            warn_once(f"decisions are not saved: {self.folder}: {error.strerror}")
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{digest(key):010x}.json"
+
+
+#: The folder of saved decisions, in place of the usual one.
+FOLDER_VARIABLE = "FICCO_CACHE_DIR"
+
+
+def cache_dir() -> Path:
+    """The folder of what ficco can make again."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ficco"
+
+
+@lru_cache(maxsize=1)
+def version() -> str:
+    """The version of the code that decides, by its text: a release, or a change to a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    texts = []
+    for name in CODE:
+        path = package / name
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            if file.is_file():
+                texts.append(file.read_text())
+    return f"{digest(''.join(texts)):010x}"
+
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Warn unless this process has heard it before."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=3)
