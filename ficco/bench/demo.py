@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.candidates import Candidate, build, parse
-from ficco.bench.draw import draw, trace
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import examples, table_i
+from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
 from ficco.bench.stats import slowest
 from ficco.bench.traces import trace_all
