@@ -312,4 +312,6 @@ def _write(value: Any, hint: Any) -> Any:
 
 
 def _show(value: float, unit: str) -> Any:
-    return units.show(value, unit) if unit else value
+    if unit:
+        return units.show(value, unit)
+    return int(value) if value == int(value) else value

@@ -55,26 +55,30 @@ def parse(text: object, unit: str) -> float:
 def show(value: float, unit: str) -> str:
     """A quantity as text, with the prefix that leaves 1 to 3 digits before the point.
 
-    Bytes that are a whole number of KiB, MiB, ... are written so.
+    Bytes are written in KiB, MiB, ... where that is shorter.
     """
-    if unit == "B" and value:
-        for prefix, bits in reversed(_BINARY.items()):
-            if value % 2**bits == 0:
-                return f"{Decimal(int(value) >> bits):f} {prefix}B"
-    number = Decimal(repr(value))
+    number = Decimal(repr(float(value)))
     table = PREFIXES[unit]
     fitting = [p for p, exponent in table.items() if p != "K" and number.adjusted() >= exponent]
+    prefix = max(fitting, key=table.__getitem__) if fitting else min(table, key=table.__getitem__)
     if not number:
         prefix = ""
-    elif fitting:
-        prefix = max(fitting, key=table.__getitem__)
-    else:
-        prefix = min(table, key=table.__getitem__)
-    scaled = number.scaleb(-table[prefix])
-    digits = f"{scaled:f}" if abs(scaled.adjusted()) < 20 else str(scaled)
-    if "." in digits and "E" not in digits:
-        digits = digits.rstrip("0").rstrip(".")
-    return f"{digits} {prefix}{unit}"
+    text = f"{_digits(number.scaleb(-table[prefix]))} {prefix}{unit}"
+    if unit == "B":
+        binary = [
+            f"{int(value) >> bits} {prefix}B"
+            for prefix, bits in _BINARY.items()
+            if value and value % 2**bits == 0
+        ]
+        text = min([text, *binary], key=len)
+    return text
+
+
+def _digits(number: Decimal) -> str:
+    if abs(number.adjusted()) > 20:
+        return str(number)
+    digits = f"{number:f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def _names(unit: str) -> list[tuple[str, Decimal]]:
