@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=device,
         rounds=arguments.rounds,
         seconds=arguments.seconds,
-        csv=_fresh(arguments.out / f"{name}.csv"),
+        csv=fresh(arguments.out / f"{name}.csv"),
         command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
         timelines=arguments.timelines,
         quiet=arguments.json,
@@ -130,7 +130,7 @@ def _name(what: str, device: str, ranks: int) -> str:
     return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
-def _fresh(path: Path) -> Path:
+def fresh(path: Path) -> Path:
     """A path that does not exist yet: rows are appended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found, number = path, 1

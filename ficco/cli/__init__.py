@@ -10,12 +10,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ficco.cli import bench, demo, doctor, explain, plan, plot, simulate, tune
+from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, simulate, tune
 
 PROGRAM = "ficco"
 
 #: In the order in which the help lists them.
-COMMANDS = (demo, bench, explain, plan, simulate, plot, tune, doctor)
+COMMANDS = (demo, bench, characterize, explain, plan, simulate, plot, tune, doctor)
 
 
 def main() -> int:

@@ -115,7 +115,7 @@ def name_of(problem: Problem) -> str:
 
 
 def from_log(path: Path, world: int) -> list[Problem]:
-    """The problems that a program has seen, for so many ranks, each once.
+    """The problems that a program has seen, for so many ranks, each once, without empty ones.
 
     Raises:
         ConfigError: the file cannot be read, or a line is not of a problem.
@@ -127,7 +127,7 @@ def from_log(path: Path, world: int) -> list[Problem]:
     found = dict.fromkeys(
         _problem(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
     )
-    return [problem for problem in found if problem.world == world]
+    return [problem for problem in found if problem.world == world and problem.flops]
 
 
 def _problem(path: Path, number: int, line: str) -> Problem:

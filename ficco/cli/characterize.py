@@ -1,0 +1,97 @@
+"""``ficco characterize``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+#: Seconds that starting the ranks and warming up may take on top.
+START_S = 180.0
+
+#: Bytes of the shards whose communication is measured alone, and seconds for everything.
+SIZES = {
+    "cuda": tuple(size << 20 for size in (1, 2, 4, 8, 16, 32, 64, 128)),
+    "cpu": tuple(size << 10 for size in (64, 256, 1024)),
+}
+SECONDS = {"cuda": 120.0, "cpu": 6.0}
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    text = "measure what cutting and overlapping cost: decomposition and contention loss"
+    parser = commands.add_parser("characterize", help=text, description=text)
+    parser.add_argument("--set", choices=("measured", "small", "scenarios", "cpu"))
+    parser.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
+    parser.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    parser.add_argument("--seconds", type=float, help="time for everything (default: 120; CPU: 6)")
+    parser.add_argument("--rounds", type=int, default=25, help="most rounds (default: 25)")
+    parser.add_argument("--out", type=Path, default=Path("ficco-characterize"), help="folder")
+    parser.add_argument("--name", help="of the files (default: losses, machine and date)")
+    parser.add_argument("--plot", type=Path, metavar="CSV", help="draw an earlier run; no more")
+    parser.set_defaults(run=_characterize)
+
+
+def _characterize(arguments: argparse.Namespace) -> int:
+    from ficco.bench import cases
+    from ficco.bench.characterize import Settings, characterize, read
+    from ficco.bench.command import fresh
+    from ficco.launch import check_ranks, default_device, launch
+
+    if arguments.plot:
+        _draw(read(arguments.plot), arguments.plot)
+        return 0
+    device = arguments.device or default_device()
+    ranks = check_ranks(arguments.ranks, device)
+    seconds = SECONDS[device] if arguments.seconds is None else arguments.seconds
+    for name, value in (("seconds", seconds), ("rounds", arguments.rounds)):
+        if not value > 0:
+            raise ValueError(f"--{name}: required a number above 0, got {value}")
+    if arguments.set and arguments.shapes:
+        raise ValueError("--set and --shapes: required one of them, got both")
+    chosen = arguments.set or ("measured" if device == "cuda" else "cpu")
+    shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[chosen]()
+    name = arguments.name or _name(device, ranks)
+    settings = Settings(
+        cases=tuple(shapes),
+        sizes=SIZES[device],
+        device=device,
+        seconds=seconds,
+        csv=fresh(arguments.out / f"{name}.csv").absolute(),
+        command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+        rounds=arguments.rounds,
+    )
+    rows = launch(
+        characterize, arguments.ranks, settings, device=device, timeout_s=START_S + 3 * seconds
+    )
+    if not rows:  # under torchrun, a rank other than 0
+        return 0
+    print(f"wrote {settings.csv}", file=sys.stderr)
+    _draw(rows, settings.csv)
+    bad = [row for row in rows if row.status == "failed"]
+    for row in bad:
+        print(f"ficco: error: {row.case}: {row.note}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _name(device: str, ranks: int) -> str:
+    from ficco.bench import table
+
+    machine = str(table.describe(device, ranks, "")["device"]) if device == "cuda" else "cpu ranks"
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{ranks} {machine}".lower()).strip("-")
+    return f"losses_{slug}_{datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def _draw(rows: Any, csv: Path) -> None:
+    from ficco.bench import table
+    from ficco.bench.characterize_plots import draw
+
+    about = table.read_description(csv)
+    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
+    for path in draw(rows, csv.with_suffix(""), title):
+        print(f"wrote {path}", file=sys.stderr)
