@@ -209,7 +209,7 @@ def _recorded_on_streams(at: Rank, schedule: str) -> int:
     group = everyone(at)
     cases = [equal(at.world, 48, 64, n, dtype="bfloat16", schedule=schedule) for n in (40, 24)]
     streams = [torch.cuda.Stream() for _ in cases]
-    operands = []
+    operands, kept = [], []
     for case, stream in zip(cases, streams, strict=True):
         made = make(at, case, 0, group)
         stream.wait_stream(torch.cuda.current_stream())
@@ -219,6 +219,7 @@ def _recorded_on_streams(at: Rank, schedule: str) -> int:
         turn = iteration % 3 % 2
         case, (a, b) = cases[turn], operands[turn]
         made = make(at, case, iteration, group)
+        kept.append(made)  # the allocator knows it as a tensor of another stream
         torch.cuda.current_stream().synchronize()
         with torch.cuda.stream(streams[turn]):
             a.copy_(made.a)
