@@ -124,9 +124,13 @@ def test_an_eager_call_takes_what_loses_least_in_its_worse_mode() -> None:
     assert str(choose(found, MACHINE, "eager").chosen.schedule) == "growing"
 
 
-def test_of_equals_the_first_is_taken() -> None:
-    found = made_up(collective=(4e-3,), overlap=(2e-3,), growing=(2e-3,))
-    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "shard-overlap"
+@pytest.mark.parametrize(
+    ("growing", "taken"),
+    [(2e-3, "shard-overlap"), (1.985e-3, "shard-overlap"), (1.97e-3, "growing")],
+)
+def test_of_what_is_as_good_as_equal_the_first_is_taken(growing: float, taken: str) -> None:
+    found = made_up(collective=(4e-3,), overlap=(2e-3,), growing=(growing,))
+    assert str(choose(found, MACHINE, "queued").chosen.schedule) == taken
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,18 @@ MOVERS = ("dma",)
 SERIALS = ("serial:collective", "serial")
 
 #: Beside the serial ones, on a switch: a copy at a time, peer after peer, few and large products.
+#: The simplest first: one compute lane before two, few products before many.
 SWITCH = (
-    "shard-overlap",
-    "shard-overlap:compute=2",
-    "shard-overlap:tail=4",
-    "shard-overlap:tail=4,compute=2",
     "growing",
+    "shrinking",
+    "shard-overlap",
     "growing:compute=2",
+    "shard-overlap:compute=2",
+    "shrinking:tail=2,compute=2",
     "growing:tail=2,compute=2",
     "growing:tail=4",
-    "shrinking",
-    "shrinking:tail=2,compute=2",
+    "shard-overlap:tail=4",
+    "shard-overlap:tail=4,compute=2",
     "hetero-unfused-1d:pieces=2,order=peer,compute=2",
     "hetero-fused-1d:pieces=2",
     "hetero-fused-1d:pieces=4",

@@ -24,6 +24,10 @@ MODES: dict[str, tuple[str, ...]] = {
     "idle": ("idle",),
 }
 
+#: Predictions that differ by less are equal, since no model is better than that; of equals the
+#: first is taken, and candidates are in the order of their simplicity.
+TIE = 0.01
+
 #: The blocks of a machine without which nothing can be predicted.
 NEEDED = ("topology", "copies", "collective", "gemm", "memory", "contention")
 
@@ -82,7 +86,10 @@ def predictions(
 
 
 def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
-    """The prediction to take; serial where the gain is under the machine's margin."""
+    """The prediction to take; serial where the gain is under the machine's margin.
+
+    Of predictions within ``TIE`` of the best it is the first in ``found``.
+    """
     modes, margin = MODES[mode], machine.margin
     serials = [one for one in found if one.serial]
     best = {m: min(one.seconds[m] for one in found) for m in modes}
@@ -97,7 +104,8 @@ def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
 
     serial = min(serials, key=loss)
     harmless = [one for one in found if not one.serial and min(gains(one)) >= -margin]
-    winner = min(harmless, key=loss, default=serial)
+    least = min(map(loss, harmless), default=(0.0, 0.0))[0]
+    winner = next((one for one in harmless if loss(one)[0] <= least + TIE), serial)
     on = f"on {machine.name}"
     if winner is serial:
         others = [one for one in found if not one.serial]
