@@ -163,7 +163,7 @@ class Resident:
 
 def recorded(group: Any) -> int:
     """How many calls of a group were recorded."""
-    return sum(workspace.engine._recorded for workspace in workspaces(group))
+    return sum(len(workspace.engine._recorded) for workspace in workspaces(group))
 
 
 def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:

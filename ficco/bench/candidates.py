@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 import ficco
 from ficco.bench.inputs import Operands
+from ficco.heuristics.candidates import SERIALS
+from ficco.heuristics.candidates import SWITCH as COMPARED
 from ficco.plan import Plan
 from ficco.schedules import NAMED, Schedule, plans
 from ficco.schedules.arrivals import cut
@@ -123,7 +125,13 @@ class Runner:
 
 
 def choose(names: list[str] | None) -> tuple[Candidate, ...]:
-    """The candidates of a bench: the references and the schedules of these names, or all."""
+    """The candidates of a bench: the references and the schedules of these names, or all.
+
+    The name ``candidates`` stands for the schedules that ``auto`` compares on a switch.
+    """
+    if names is not None:
+        every = [(*SERIALS, *COMPARED) if name == "candidates" else (name,) for name in names]
+        names = [one for part in every for one in part]
     ours = SCHEDULES if names is None else tuple(dict.fromkeys(map(parse, names)))
     serial = parse("serial")  # it is a reference, too
     return (*REFERENCES, *([] if serial in ours else [serial]), *ours)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ficco.errors import ConfigError
+from ficco.machine import configs
 from ficco.problem import Problem
 
 #: Ranks of the paper's machine. Its scenarios are benched as one of so many ranks sees them,
 #: however many there are here.
 PAPER_WORLD = 8
+
+#: Largest m * n * k that is drawn: about 25 ms on one H200.
+MOST_UNSEEN = 1e13
 
 #: Part of the free memory of a device that a shape may need.
 MEMORY_SHARE = 0.9
@@ -70,13 +75,6 @@ class Case:
         return ""
 
 
-def configs() -> Path:
-    """The folder of the files that ship with ficco: in a wheel inside, in a checkout beside it."""
-    package = Path(__file__).resolve().parent.parent
-    shipped = package / "configs"
-    return shipped if shipped.is_dir() else package.parent / "configs"
-
-
 def measured() -> list[Case]:
     """Layers of dense models, large and small, at four ranks."""
     shapes = [
@@ -107,6 +105,24 @@ def tiny() -> list[Case]:
     ]
 
 
+def unseen(count: int = 32, seed: int = 17) -> list[Case]:
+    """Problems drawn from the widths of real models, which nothing is fitted to.
+
+    Hidden sizes are k; a rank's columns are a hidden or feed-forward size, or that of queries, keys
+    and values together, over 1 to 8 ranks.
+    """
+    hidden = (2048, 2560, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384, 18432, 28672)
+    columns = (1280, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 11008, 14336, 18432, 28672, 53248)
+    dice, found = random.Random(seed), dict[str, Case]()
+    while len(found) < count:
+        m = 512 * round(2 ** dice.uniform(0, 7))
+        n = dice.choice(columns) // dice.choice((1, 2, 4, 8))
+        k = dice.choice(hidden)
+        if 512 <= n <= 16384 and m * n * k <= MOST_UNSEEN:
+            found.setdefault(f"{m}x{n}x{k}", Case(f"{m}x{n}x{k}", m, n, k))
+    return list(found.values())
+
+
 def scenarios() -> list[Case]:
     """Table I of the FiCCO paper, as one rank of eight sees it."""
     return list(read(configs() / "scenarios.csv"))
@@ -115,6 +131,7 @@ def scenarios() -> list[Case]:
 SETS: dict[str, Callable[[], list[Case]]] = {
     "measured": measured,
     "small": small,
+    "unseen": unseen,
     "scenarios": scenarios,
     "cpu": tiny,
 }

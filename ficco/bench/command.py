@@ -31,7 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         help="ficco schedules, such as shard-overlap:tail=4, with @symmetric (the shard lies in "
-        "symmetric memory) or @stages=2 (memory for so many steps) behind (default: a list)",
+        "symmetric memory) or @stages=2 (memory for so many steps) behind, or candidates, those "
+        "that auto compares (default: a list)",
     )
     what.add_argument("--mode", help="queued, idle, graph; with commas (default: all there are)")
     how = parser.add_argument_group("how")
@@ -50,13 +51,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
     later.add_argument("--plot", type=Path, metavar="CSV", help="draw its pictures")
     later.add_argument("--report", type=Path, metavar="CSV", help="write its report beside it")
+    later.add_argument("--regret", type=Path, metavar="CSV", help="what auto loses, beside it")
+    later.add_argument("--machine", help="that decides for --regret (default: this host's)")
     later.add_argument("--readme", type=Path, metavar="CSV", help="put its table into a README")
     later.add_argument("--readme-file", type=Path, default=Path("README.md"), metavar="FILE")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out ``ficco bench``; the exit code."""
-    if arguments.plot or arguments.report or arguments.readme:
+    if arguments.plot or arguments.report or arguments.readme or arguments.regret:
         return _later(arguments)
     from ficco.bench.candidates import choose
     from ficco.bench.measure import modes_of
@@ -146,6 +149,8 @@ def _later(arguments: argparse.Namespace) -> int:
             print(f"wrote {path}")
     if arguments.report:
         print(f"wrote {_report(arguments.report)}")
+    if arguments.regret:
+        print(f"wrote {_regret(arguments.regret, arguments.machine)}")
     if arguments.readme:
         from ficco.bench import table
         from ficco.bench.report import put_between, readme_table
@@ -164,6 +169,20 @@ def _pictures(csv: Path) -> list[Path]:
     about = table.read_description(csv)
     title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
     return plots.draw(table.read(csv), csv.with_suffix(""), title)
+
+
+def _regret(csv: Path, machine: str | None) -> Path:
+    from ficco.bench import regret, table
+    from ficco.machine import Fingerprint, find
+
+    about = table.read_description(csv)
+    device, ranks = str(about.get("device", "")), int(about.get("ranks", 0))
+    found = find(machine, Fingerprint(device, ranks))
+    if found is None:
+        raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
+    path = csv.with_name(f"{csv.stem}_regret.md")
+    path.write_text(regret.report(table.read(csv), found, csv.stem))
+    return path
 
 
 def _report(csv: Path) -> Path:

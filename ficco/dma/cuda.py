@@ -19,6 +19,7 @@ import gc
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,8 +52,8 @@ WORD = 4
 SCRATCH = 3
 #: Slots that one engine can watch: three for eager calls, three for every graph.
 MAX_WATCHED = 4096
-#: Calls that are recorded for replay, over all programs; more are enqueued step by step. A graph
-#: takes about 0.2 MB of the device's memory (H200, 2 ranks, growing).
+#: Recordings that are kept, over all programs. One takes about 0.2 MB of the device's memory (H200,
+#: 2 ranks, growing).
 MAX_RECORDED = 512
 
 #: What changes the kernels that PyTorch picks for the same operands.
@@ -220,7 +221,8 @@ class CudaEngine(Engine):
         self._streams: dict[bool, dict[str, torch.cuda.Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], _Lanes] = {}  # by the caller's stream
         self._recorders: dict[int, _Recorder] = {}
-        self._recorded = 0
+        self._recorded: deque[tuple[dict[Any, cu.Recording], Any]] = deque()  # the oldest first
+        self._recordable = True
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
 
@@ -504,7 +506,8 @@ class CudaEngine(Engine):
             state.retired.hold(stream)
         state.used = True
         recording = None
-        if not slot.captured and run.lanes and self.replays and "base" not in program.state:
+        eager = not slot.captured and "base" not in program.state
+        if eager and run.lanes and self.replays and self._recordable:
             recording = self._recording(run, call, key[0])
         if recording is not None:
             lanes.fork.record(stream)
@@ -579,11 +582,12 @@ class CudaEngine(Engine):
                 run.seen.clear()
             run.seen.add(key)
             return None
-        if self._recorded >= MAX_RECORDED:
-            return None
         recording = self._record(run, call, raw)
         if recording is not None:
-            self._recorded += 1
+            if len(self._recorded) == MAX_RECORDED:
+                recorded, oldest = self._recorded.popleft()
+                recorded.pop(oldest, None)
+            self._recorded.append((run.recorded, key))
             run.recorded[key] = recording
         return recording
 
@@ -603,7 +607,7 @@ class CudaEngine(Engine):
                 f"ficco enqueues calls step by step, since one could not be recorded: {error}",
                 stacklevel=2,
             )
-            self._recorded = MAX_RECORDED
+            self._recordable = False
             return None
         finally:
             call.state = lanes
@@ -743,6 +747,7 @@ class CudaEngine(Engine):
         self.rendezvous.close()
         self._lanes.clear()
         self._recorders.clear()
+        self._recorded.clear()
 
 
 def accumulation() -> str:

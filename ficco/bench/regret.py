@@ -1,0 +1,169 @@
+"""What ``auto`` loses against the best schedule that was measured, and how far predictions are off.
+
+Pure: rows of a bench and a machine in, figures and Markdown out. Nothing is measured; the schedule
+that ``auto`` takes is decided anew from the machine's file, its time is that of the same schedule
+in the bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from ficco.bench.report import markdown
+from ficco.bench.table import Row
+from ficco.heuristics import decide, rule
+from ficco.machine import Machine
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+from ficco.simulate import predict
+
+#: Kinds of rows that ``auto`` must not fall behind.
+OTHERS = ("serial-collective", "pytorch", "pytorch-native")
+
+#: A schedule that is so near to the best counts as the best.
+NEAR = 0.02
+
+
+@dataclass(frozen=True)
+class Regret:
+    """One shape in one mode.
+
+    Attributes:
+        problem, mode: what was measured.
+        best: name of the fastest schedule, and its milliseconds.
+        auto: name and milliseconds of the schedule that ``auto`` takes.
+        rule: the same of the paper's rule, where it was measured; else None.
+        others: milliseconds of the best of serial and PyTorch's fused op.
+        errors: predicted over measured time, minus 1, by schedule.
+        first: milliseconds of the schedule that the prediction ranks first.
+    """
+
+    problem: Problem
+    mode: str
+    best: tuple[str, float]
+    auto: tuple[str, float]
+    rule: tuple[str, float] | None
+    others: float
+    errors: Mapping[str, float]
+    first: float
+
+    @property
+    def loss(self) -> float:
+        """Share of the best time that ``auto`` takes longer."""
+        return self.auto[1] / self.best[1] - 1.0
+
+    @property
+    def against_others(self) -> float:
+        """Time of the best of the others over that of ``auto``."""
+        return self.others / self.auto[1]
+
+
+def regrets(rows: Iterable[Row], machine: Machine) -> Iterator[Regret]:
+    """The regret of every shape and mode that was measured with the schedule ``auto`` takes."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.ok and row.mode in ("queued", "idle"):
+            groups.setdefault((row.case, row.mode), []).append(row)
+    for (_, mode), found in groups.items():
+        one = _regret(found, mode, machine)
+        if one is not None:
+            yield one
+
+
+def _regret(rows: Sequence[Row], mode: str, machine: Machine) -> Regret | None:
+    row = rows[0]
+    shards = tuple(row.m // row.world + (r < row.m % row.world) for r in range(row.world))
+    problem = Problem("all_gather_matmul", shards, row.n, row.k, row.dtype)
+    times = {r.candidate: r.ms for r in rows if r.kind == "ficco" and _plain(r.candidate)}
+    others = [r.ms for r in rows if r.kind in OTHERS] + [times.get("serial", float("inf"))]
+    decision = decide(problem, machine=machine)
+    auto = str(decision.schedule)
+    if auto not in times:
+        return None
+    predicted = {
+        name: predict(problem, Schedule.parse(name), machine, mode) * 1e3 for name in times
+    }
+    ruled = None
+    if machine.thresholds is not None:
+        name, _ = rule(problem, machine.thresholds)
+        ruled = (name, times[name]) if name in times else None
+    best = min(times, key=times.__getitem__)
+    return Regret(
+        problem,
+        mode,
+        (best, times[best]),
+        (auto, times[auto]),
+        ruled,
+        min(others),
+        {name: predicted[name] / times[name] - 1.0 for name in times},
+        times[min(predicted, key=predicted.__getitem__)],
+    )
+
+
+def _plain(candidate: str) -> bool:
+    """Whether a row is that of a schedule that ``auto`` could take: nothing special about it."""
+    return candidate != "auto" and "@" not in candidate
+
+
+def summary(found: Sequence[Regret]) -> str:
+    """The figures of one mode as Markdown."""
+    losses = [one.loss for one in found]
+    errors = [abs(error) for one in found for error in one.errors.values()]
+    ranked = [one.first / one.best[1] - 1.0 <= NEAR for one in found]
+    ruled = [one.rule[1] / one.best[1] - 1.0 for one in found if one.rule]
+    lines = [
+        ("shapes", str(len(found))),
+        ("`auto` against the best measured: mean loss", f"{mean(losses):.1%}"),
+        ("worst loss", f"{max(losses):.1%}"),
+        (f"within {NEAR:.0%} of the best", f"{mean(loss <= NEAR for loss in losses):.0%}"),
+        (
+            "against the best of serial (collective, copy engine) and PyTorch, worst",
+            f"{min(one.against_others for one in found):.2f}",
+        ),
+        ("prediction against measurement, mean absolute error", f"{mean(errors):.1%}"),
+        (f"predicted best is within {NEAR:.0%} of the best", f"{mean(ranked):.0%}"),
+    ]
+    if ruled:
+        hits = mean(loss <= NEAR for loss in ruled)
+        wrong = [loss for loss in ruled if loss > NEAR]
+        lost = f", {mean(wrong):.1%} lost where not" if wrong else ""
+        lines.append((f"the paper's rule alone ({len(ruled)} shapes)", f"{hits:.0%} right{lost}"))
+    return markdown(("", ""), lines)
+
+
+def table(found: Sequence[Regret]) -> str:
+    """Every shape of one mode as Markdown."""
+    body = [
+        (
+            f"{one.problem.m} x {one.problem.n} x {one.problem.k}",
+            one.auto[0],
+            f"{one.auto[1]:.3f}",
+            one.best[0],
+            f"{one.best[1]:.3f}",
+            f"{one.loss:.1%}",
+            f"{one.against_others:.2f}",
+        )
+        for one in found
+    ]
+    heads = ("m x n x k", "`auto` takes", "ms", "best", "ms", "loss", "x others")
+    return markdown(heads, body)
+
+
+def report(rows: Sequence[Row], machine: Machine, name: str) -> str:
+    """Regret of all modes as Markdown."""
+    parts = [f"# {name}: what `auto` loses", ABOUT.format(machine=machine.name, bench=name)]
+    every = list(regrets(rows, machine))
+    for mode in dict.fromkeys(one.mode for one in every):
+        found = [one for one in every if one.mode == mode]
+        parts += [f"## {mode.capitalize()}", summary(found), table(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+ABOUT = (
+    "Decided from the description of `{machine}`, times from [`{bench}.csv`]({bench}.csv). "
+    "`auto` takes one schedule for eager calls, without knowing whether the host runs ahead "
+    "(queued) or the GPU waits for it (idle). The best is that of all schedules that `auto` "
+    "compares, each measured."
+)
