@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench lint format build clean
+.PHONY: help demo test test-gpu gpu gpu-tests gpu-memory gpu-bench bench lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,26 @@ test-gpu: .venv/.ready ## Run the tests that need GPUs
 
 bench: .venv/.ready ## Time schedules, serial and PyTorch's fused op; results in build/bench/
 	@$(PY) -m ficco bench --out build/bench
+
+# What the committed results come from. It takes PYTHON's own packages: a machine with GPUs has its own torch.
+gpu: gpu-tests gpu-memory gpu-bench ## On a machine with GPUs: tests, memory check, benches into RESULTS
+
+RESULTS ?= build/gpu
+SECONDS_EACH ?= 200
+
+gpu-tests:
+	$(PYTHON) -m pytest -m "gpu or multigpu" -p no:cacheprovider
+
+# Errors of API calls are not reported: NCCL and the binding probe for functions that a driver may lack.
+gpu-memory:
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 --target-processes all \
+	  $(PYTHON) -m ficco demo --device cuda --out $(RESULTS)/demo
+
+gpu-bench:
+	for set in measured small unseen scenarios; do \
+	  $(PYTHON) -m ficco bench --device cuda --set $$set --seconds $(SECONDS_EACH) --schedules candidates auto \
+	    --out $(RESULTS) --name $$set || exit 1; \
+	done
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check
