@@ -1,7 +1,10 @@
-"""Machines: what is known of a kind of host, as data and as files."""
+"""Machines: what is known of a kind of host, as data and as files.
+
+``fit``, which needs numpy, is imported by who fits: ``from ficco.machine.fit import fit``.
+"""
 
 from ficco.machine.files import digest, dumps, load, loads, save
-from ficco.machine.find import Fingerprint, find, shipped, user_dir
+from ficco.machine.find import Fingerprint, configs, find, nearest, shipped, user_dir
 from ficco.machine.model import (
     Collective,
     Contention,
@@ -32,12 +35,14 @@ __all__ = [
     "Thresholds",
     "Topology",
     "Tuned",
+    "configs",
     "digest",
     "dumps",
     "find",
     "interpolate",
     "load",
     "loads",
+    "nearest",
     "save",
     "shipped",
     "user_dir",

@@ -63,8 +63,8 @@ def loads(text: str, source: str = "text") -> Machine:
         line = f"line {where.line + 1}" if where else "file"
         what = getattr(error, "problem", None) or str(error)
         raise ConfigError(source, line, f"required YAML: {what}") from None
-    except RecursionError:
-        raise ConfigError(source, "file", "required YAML: nested too deeply") from None
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(source, "file", f"required YAML: {error}") from None
     try:
         machine: Machine = _read(data, Machine, "")
     except _Wrong as wrong:
@@ -87,7 +87,7 @@ def save(machine: Machine, path: str | os.PathLike[str]) -> None:
         ConfigError: the folder cannot be written, the disk is full, or the machine holds an
             impossible value. The old file is then as it was.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # of a link, what it leads to is replaced
     text = dumps(machine)
     loads(text, str(path))  # what could not be read again is not written
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -144,12 +144,21 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+# A date is a text here, whether it is in quotes or not.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -308,10 +317,10 @@ def _write(value: Any, hint: Any) -> Any:
         return [_write(item, arm) for item, arm in zip(value, each, strict=True)]
     if isinstance(note, Quantity) and note.unit:
         return units.show(value, note.unit)
-    return value
+    return kind(value) if kind in (int, float) else value
 
 
 def _show(value: float, unit: str) -> Any:
     if unit:
         return units.show(value, unit)
-    return int(value) if value == int(value) else value
+    return int(value) if float(value).is_integer() else float(value)

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 
 from ficco.errors import ConfigError
@@ -37,8 +38,12 @@ class Fingerprint:
 
     def matches(self, machine: Machine) -> bool:
         """Whether a machine describes such a host; small and capital letters are the same."""
+        return self.ranks == machine.ranks and self.resembles(machine)
+
+    def resembles(self, machine: Machine) -> bool:
+        """Whether it does but for the number of ranks."""
         names = {name.casefold() for name in (machine.accelerator, *machine.also)}
-        return self.ranks == machine.ranks and self.accelerator.casefold() in names
+        return self.accelerator.casefold() in names
 
 
 def find(name_or_path: str | None, fingerprint: Fingerprint | None) -> Machine | None:
@@ -54,15 +59,25 @@ def find(name_or_path: str | None, fingerprint: Fingerprint | None) -> Machine |
             return load(_named(name, asker))
     if fingerprint is None:
         return None
+    return next(filter(fingerprint.matches, _machines()), None)
+
+
+def nearest(fingerprint: Fingerprint) -> Machine | None:
+    """A machine of the same accelerator and the nearest number of ranks, by their ratio.
+
+    Its figures per rank hold for groups of other sizes, too; its tuned entries do not.
+    """
+    alike = filter(fingerprint.resembles, _machines())
+    return min(alike, key=lambda found: abs(log(found.ranks / fingerprint.ranks)), default=None)
+
+
+def _machines() -> Iterator[Machine]:
+    """The user's machines, then those that ship."""
     for path in (*_files(user_dir()), *_files(configs())):
         try:
-            machine = load(path)
+            yield load(path)
         except ConfigError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=2)
-            continue
-        if fingerprint.matches(machine):
-            return machine
-    return None
+            warnings.warn(f"passed over: {error}", stacklevel=3)
 
 
 def shipped() -> tuple[str, ...]:

@@ -218,6 +218,12 @@ class Thresholds:
     high: Flops
     provenance: Provenance
 
+    def __post_init__(self) -> None:
+        if self.high < self.low:
+            raise ValueError(
+                f"required high of at least low, got low {self.low:g} and high {self.high:g}"
+            )
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -286,6 +292,8 @@ class Gemm:
         write: bytes per second at which all processors together write results; None: at once.
         join: seconds before the parts of a split k are read back and summed.
         shares: (bytes per element, share of the peak) of the dtypes.
+        burst: seconds of products in a call after which the card is at its power limit.
+        sustained: share of its rate that is left then. See :meth:`heated`.
     """
 
     peak: FlopRate
@@ -303,6 +311,8 @@ class Gemm:
     write: ByteRate | None = None
     join: Seconds = 0.0
     shares: Annotated[Curve, Points("", "")] = ((2, 1.0),)
+    burst: Seconds = inf
+    sustained: Share = 1.0
 
     def __hash__(self) -> int:
         # Times are looked up by the machine they are of: its hash must not cost more than they do.
@@ -322,6 +332,14 @@ class Gemm:
     ) -> float:
         """What a product costs a rank that others keep busy: they fill its start and last wave."""
         return _times(self, m, n, k, batch, itemsize, wide)[1]
+
+    def heated(self, seconds: float) -> float:
+        """Seconds that all products of a call take, of so many seconds one by one.
+
+        Products of more than ``burst`` seconds in a row bring a card to its power limit. The other
+        methods are of one that is not there.
+        """
+        return seconds + max(0.0, seconds - self.burst) * (1 / self.sustained - 1)
 
 
 def tiles_seconds(
@@ -389,7 +407,7 @@ def _times(
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of host. A block that is None was never measured; ``missing`` names such.
+    """One kind of host. A block that is None was never measured.
 
     Attributes:
         name: of the file, too.
