@@ -14,6 +14,7 @@ import pytest
 
 from ficco import cli
 from ficco.bench.draw import draw, trace
+from ficco.bench.simulated import BOUNDS
 from ficco.errors import ConfigError
 from ficco.machine import (
     Collective,
@@ -30,7 +31,7 @@ from ficco.machine.flat import flat
 from ficco.plan import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, plan, plans
-from ficco.simulate import MODES, predict, simulate
+from ficco.simulate import MODES, UNFILLED, predict, simulate
 from ficco.timeline import Bar, Timeline, dumps, loads
 
 GIVEN = Provenance("assumed")
@@ -143,12 +144,13 @@ def test_products_of_a_lane_come_one_after_the_other_with_a_launch_between() -> 
     assert bars_of(three, 0, "matmul") == [(0, 16), (16, 42), (42, 68)]
 
 
-def test_two_lanes_fill_each_others_last_wave() -> None:
+def test_two_lanes_fill_each_others_last_wave_in_part() -> None:
     both = [multiply("compute0", 3, k=2), multiply("compute1", 3, k=2)]
-    # Of 6 tiles none is wasted: 3 waves of 8 s, where one after the other took 4.
-    assert bars_of(simulate([own_plan(*both)], TILES), 0, "matmul") == [(0, 16), (0, 24)]
-    short = [multiply("compute0", 1, k=2), multiply("compute1", 1, k=2)]
-    assert bars_of(simulate([own_plan(*short)], TILES), 0, "matmul") == [(0, 8), (0, 8)]
+    # Three tiles take two waves, 16 s, and one and a half of work, 12 s: the second begins between.
+    assert UNFILLED == 0.5
+    assert bars_of(simulate([own_plan(*both)], TILES), 0, "matmul") == [(0, 16), (0, 30)]
+    on_one = [multiply("compute0", 3, k=2)] * 2
+    assert simulate([own_plan(*on_one)], TILES).stop_s == pytest.approx(16 + 10 + 16)
 
 
 def test_two_lanes_are_no_faster_than_their_work() -> None:
@@ -380,7 +382,7 @@ def test_more_bandwidth_is_never_slower(name: str) -> None:
             better = replace(machine, topology=wide, copies=faster[0], kernel_copies=faster[1])
             times.append(predict(problem, Schedule.parse(name), better))
         # Products of several lanes may be served in a less lucky order when data comes earlier.
-        most = 1.03 if Schedule.parse(name).compute > 1 else 1.0 + 1e-9
+        most = 1.05 if Schedule.parse(name).compute > 1 else 1.0 + 1e-9
         assert all(b <= a * most for a, b in zip(times, times[1:], strict=False)), times
 
 
@@ -531,9 +533,33 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert picture.read_text().count("growing") >= 2
 
 
+def test_the_papers_claims_beside_a_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    command = ["simulate", "--set", "scenarios", "--machine", "mi300x-8", "--report", str(page)]
+    assert cli.run([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = {(row["case"], row["candidate"]): row for row in rows}
+    gathers = [f"g{i}" for i in range(1, 13)]
+    # What the paper says of the mesh: shard overlap gains nothing there, finer pieces do.
+    assert all(found[case, "shard-overlap"]["speedup"] < 1.05 for case in gathers)
+    assert max(found[case, "hetero-fused-1d:copy=7"]["speedup"] for case in gathers) > 1.4
+    for row in rows:
+        assert row["share"] <= 1.0 + 1e-9 or row["candidate"] in BOUNDS, row
+    text = page.read_text()
+    assert "Nothing on this page was measured" in text and "all-to-all" in text
+    assert all(f"| {case} |" in text for case in [*gathers, "g13", "g16"])
+    assert {path.name for path in (tmp_path / "simulated").iterdir()} == {
+        "mi300x-8.csv",
+        "mi300x-8.png",
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["growing", "--set", "scenarios", "--report", "x.md"], "no schedules"),
         (["slowing", *SIZES], "shard-overlap"),
         (["--mode", "graph"], "queued, idle"),
         (["--set", "nothing"], "measured"),

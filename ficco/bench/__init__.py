@@ -14,6 +14,8 @@ run            one bench, on every rank
 traces         a traced call per schedule, planned and measured
 draw           Timelines as pictures and as traces
 lines          one line per shape: what reports say of the rows
+simulated      shapes on a machine, simulated
+paper          the paper's claims beside a simulation of its scenarios
 plots, report  pictures and Markdown from a CSV alone
 command        the options of ``ficco bench``
 demo           every schedule once, proven exact

@@ -71,17 +71,11 @@ def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: st
     """Write what ``--draw`` and ``--trace`` ask for."""
     from ficco.bench.draw import draw, trace
 
-    for path, put in (
-        (arguments.draw, lambda path: draw(timelines, path, ranks=_shown(timelines), note=note)),
-        (arguments.trace, lambda path: trace(timelines, path)),
-    ):
-        if path:
-            print(f"wrote {put(path)}", file=sys.stderr)
-
-
-def _shown(timelines: Sequence[Timeline]) -> list[int] | None:
-    """All ranks of one call, the first one of several calls."""
-    return [0] if len(timelines) > 1 else None
+    if arguments.draw:
+        ranks = [0] if len(timelines) > 1 else None  # all ranks of one call
+        print(f"wrote {draw(timelines, arguments.draw, ranks=ranks, note=note)}", file=sys.stderr)
+    if arguments.trace:
+        print(f"wrote {trace(timelines, arguments.trace)}", file=sys.stderr)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
@@ -105,6 +99,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         )
     if arguments.report and arguments.set != "scenarios":
         raise ValueError("--report: required --set scenarios, which is what the paper is about")
+    if arguments.report and schedules:
+        raise ValueError("--report: required no schedules, since it compares the paper's")
     rows: list[Row] = []
     for case in cases:
         rows += simulated.simulate_case(case, machine, world, arguments.mode, schedules)
@@ -120,7 +116,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         from ficco.bench.paper import write_report
 
         command = shlex.join(["python", "-m", "ficco", *sys.argv[1:]])
-        for path in write_report(rows, machine, arguments.report, command):
+        for path in write_report(rows, cases, machine, arguments.report, command):
             print(f"wrote {path}", file=sys.stderr)
     return 0
 
@@ -137,7 +133,8 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
             if size is None or size < 0:
                 raise ValueError(f"--{name}: required a size of at least 0, got {size}")
         name = "x".join(map(str, sizes))
-        return [cases.Case(name, *sizes, arguments.dtype)]
+        m, n, k = sizes
+        return [cases.Case(name, m, n, k, arguments.dtype)]
     if arguments.shapes:
         return list(cases.read(arguments.shapes))
     name = arguments.set or "measured"
@@ -172,23 +169,22 @@ def _print(rows: Sequence[Row]) -> None:
 
     one = rows[0]
     table = Table(title=f"simulated on {one.machine}, {one.world} ranks, {one.mode}")
-    table.add_column("m, n per rank, k", overflow="fold")
-    table.add_column("candidate", overflow="fold")
+    table.add_column("m, n per rank, k; candidate", overflow="fold")
     for heading in ("ms", "x serial", "of ideal"):
         table.add_column(heading, justify="right")
     shown = ""
     for row in rows:
         if row.case != shown:
+            shown = row.case
+            sizes = f"{row.m}, {row.n}, {row.k}"
+            plain = row.case == sizes.replace(", ", "x")
             table.add_section()
-        sizes = f"{row.m}, {row.n}, {row.k}"
-        named = f"{row.case}: {sizes}" if row.case != sizes.replace(", ", "x") else sizes
+            table.add_row(f"[bold]{sizes if plain else f'{row.case}: {sizes}'}[/]")
         bound = row.candidate in BOUNDS
         table.add_row(
-            named if row.case != shown else "",
             f"[dim]{row.candidate}[/]" if bound else row.candidate,
             f"{row.ms:.4g}",
             "" if bound and row.candidate != "ideal" else f"{row.speedup:.2f}",
             "" if bound else f"{row.share:.2f}",
         )
-        shown = row.case
     Console().print(table)
