@@ -162,11 +162,16 @@ def _shipped(here: Fingerprint) -> Machine | None:
 
 
 def rounded(value: Any) -> Any:
-    """A block with its floats to five digits, which is more than measuring gives."""
+    """A block with its floats to five digits, which is more than measuring gives; the sizes of a
+    curve's points stay what they are."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, tuple):
+        if value and all(isinstance(item, tuple) for item in value):
+            return tuple((size, *rounded(rest)) for size, *rest in value)
         return tuple(rounded(item) for item in value)
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: rounded(getattr(value, f.name)) for f in fields(value)})
     return value

@@ -1,0 +1,245 @@
+"""Losses: one small run, its rows, its pictures, and what is measured beside what."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import ficco.cli
+from ficco.bench import characterize as characterise
+from ficco.bench import characterize_plots as plots
+from ficco.bench.cases import Case
+from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS, Row
+from ficco.bench.series import MOST_BEHIND, Parts, add, behind, beside
+from ficco.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+# What is measured beside what.
+
+
+@pytest.mark.parametrize(
+    ("front", "back", "count"), [(4.0, 4.0, 2), (4.0, 1.0, 8), (1.0, 9.0, 1), (9.0, 0.01, 0)]
+)
+def test_what_runs_behind_goes_on_longer_than_what_is_in_front(
+    front: float, back: float, count: int
+) -> None:
+    assert behind([front], [back]) == (count or MOST_BEHIND)
+
+
+def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
+    done, running = [], threading.Event()
+
+    def back() -> None:
+        running.set()
+        time.sleep(0.02)
+        done.append(1)
+
+    def front() -> int:
+        assert running.wait(5)
+        return len(done)
+
+    runner = beside(front, back, 3, CPU)
+    with runner.context():
+        assert runner.run() < 3
+    assert len(done) == 3, "nothing runs on once its context is left"
+
+
+def test_an_error_behind_is_not_lost() -> None:
+    def fail() -> None:
+        raise OSError("behind")
+
+    runner = beside(lambda: None, fail, 1, CPU)
+    with pytest.raises(OSError, match="behind"), runner.context():
+        runner.run()
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    made = Parts(FakeGroup(), CPU, torch.float32)
+    a, b = made.matrix("a", 7, 12), made.matrix("b", 12, 5)
+    whole = a @ b
+    for parts in (1, 3, 7, 9):
+        made.matmul(7, 5, 12, parts=parts)()
+        torch.testing.assert_close(made.matrix("out", 7, 5), whole)
+    for parts in (2, 4):
+        made.accumulated(7, 5, 12, parts)()
+        sums = made.memory["sums torch.float32"]
+        torch.testing.assert_close(sums[:35].view(7, 5), whole)
+    made.matmul(3, 5, 12, batch=2)()
+    tall = made.matrix("a", 6, 12) @ b
+    torch.testing.assert_close(made.matrix("out", 6, 5), tall)
+
+
+def test_sums_are_added_to_or_begun() -> None:
+    sums, a, b = torch.ones(2, 2), torch.full((2, 3), 2.0), torch.ones(3, 2)
+    add(sums, a, b)
+    assert torch.equal(sums, torch.full((2, 2), 7.0))
+    add(sums, a, b, start=True)
+    assert torch.equal(sums, torch.full((2, 2), 6.0))
+
+
+class FakeGroup:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+# A run.
+
+CASE = Case("32x8x16", 32, 8, 16, "float32")
+SIZES = (4096, 65536)
+
+
+def run_small(at: ranks.Rank, csv: str, cases: tuple[Case, ...]) -> list[Row]:
+    settings = characterise.Settings(cases, SIZES, "cpu", 1.5, Path(csv), "tests", rounds=4)
+    return characterise.characterize(settings)
+
+
+def test_all_losses_are_measured_and_follow_from_their_times(tmp_path: Path) -> None:
+    csv = tmp_path / "losses.csv"
+    skipped = replace(CASE, name="other", skip="waits for another operator")
+    found, nothing = ranks.run(2, run_small, str(csv), (CASE, skipped))
+    assert nothing == []
+    rows = characterise.read(csv)
+    assert [row.status for row in rows] == ["ok"] * (4 + 4 + 6) + ["skipped"]
+    assert [(row.loss, row.case, row.cut, row.parts) for row in rows] == [
+        (row.loss, row.case, row.cut, row.parts) for row in found
+    ]
+    rows = [row for row in rows if row.ok]
+    assert {(row.nbytes, row.mover) for row in rows if row.loss == characterise.COPY_DIL} == {
+        (size, mover) for size in SIZES for mover in (PIECES, COLLECTIVE)
+    }
+    assert [(row.cut, row.parts) for row in rows if row.loss == characterise.GEMM_DIL] == [
+        ("rows", 2), ("rows", 4), ("columns", 2), ("columns", 4)
+    ]  # fmt: skip
+    for loss in (characterise.GEMM_CIL, characterise.COPY_CIL):
+        movers = [row.mover for row in rows if row.loss == loss]
+        assert movers == [PIECES, SHARDS, COLLECTIVE]
+    for row in rows:
+        alone, times = ([float(t) for t in text.split()] for text in (row.alone_us, row.us))
+        assert len(alone) == len(times) == row.rounds >= 3
+        ratios = [b / a for a, b in zip(alone, times, strict=True)]
+        assert row.ratio == pytest.approx(median(ratios), rel=1e-4)
+        assert row.alone_ms == pytest.approx(median(alone) / 1e3, rel=1e-4)
+        assert row.ms == pytest.approx(median(times) / 1e3, rel=1e-4)
+    about = characterise.table.read_description(csv)
+    assert about["command"] == "tests" and about["ranks"] == 2 and about["date"]
+
+    pictures = plots.draw(rows, csv.with_suffix(""), "a title")
+    assert [path.name for path in pictures] == [
+        "losses_gemm-dil.png",
+        "losses_communication-dil.png",
+        "losses_cil.png",
+        "losses_proportion.png",
+    ]
+    assert all(path.stat().st_size > 5000 for path in pictures)
+    for path in pictures:
+        path.unlink()
+    assert ficco.cli.run(["characterize", "--plot", str(csv)]) == 0
+    assert all(path.exists() for path in pictures)
+
+
+def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[Row]:
+    before = Parts.accumulated
+
+    def fail(self: Parts, *sizes: Any, **how: Any) -> Any:
+        if at.rank == 1:
+            raise RuntimeError("no room\nfor that")
+        return before(self, *sizes, **how)
+
+    Parts.accumulated = fail  # type: ignore[method-assign]
+    try:
+        dist.barrier()
+        # The rank that is left learns of it from the other's absence in nothing but `gather`.
+        settings = characterise.Settings((), SIZES, "cpu", 0.5, Path(csv), rounds=2)
+        run = characterise._Run(settings)
+        rows = run._tried("x", lambda seconds: list(begin_parts(run)), 1.0)
+        return rows + run._tried("y", lambda seconds: [], 1.0)
+    finally:
+        Parts.accumulated = before  # type: ignore[method-assign]
+
+
+def begin_parts(run: Any) -> Iterator[Row]:
+    made = Parts(run.group, run.device, torch.float32)
+    made.accumulated(4, 4, 4, 2)
+    yield from ()
+
+
+def test_a_shape_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
+    for rows in ranks.run(2, fail_in_the_midst, str(tmp_path / "x.csv")):
+        assert [(row.case, row.status, row.note) for row in rows] == [
+            ("x", "failed", "RuntimeError: no room")
+        ]
+
+
+# Pictures and files.
+
+
+def row(loss: str, ratio: float, **what: Any) -> Row:
+    made = Row(loss, "8x8x8", 8, 8, 8, "float32", 2, alone_ms=1.0, ms=ratio, ratio=ratio)
+    return replace(made, **what)
+
+
+def test_pictures_need_their_rows(tmp_path: Path) -> None:
+    assert plots.draw([], tmp_path / "x", "") == []
+    only = [row(characterise.GEMM_DIL, 1.1, cut="rows", parts=2)]
+    assert [p.name for p in plots.draw(only, tmp_path / "x", "")] == ["x_gemm-dil.png"]
+    failed = [replace(only[0], status="failed")]
+    assert plots.draw(failed, tmp_path / "x", "") == []
+
+
+def test_bars_are_the_ratios_of_their_shapes() -> None:
+    rows = [
+        row("gemm-dil", 1.5, cut="rows", parts=2),
+        row("gemm-dil", 2.5, cut="rows", parts=4),
+        row("gemm-dil", 1.25, cut="columns", parts=2),
+        row("gemm-dil", 3.5, cut="columns", parts=4),
+    ]
+    (axes,) = plots.gemm_dil(rows).axes
+    assert [bar.get_height() for bar in axes.patches] == [1.5, 2.5, 1.25, 3.5]
+    shares = [
+        row("gemm-dil", 1.3, cut="rows", parts=2),
+        row("gemm-cil", 1.1, mover=PIECES),
+        row("communication-dil", 1.2, mover=PIECES, nbytes=64, m=0),
+        row("copy-cil", 1.2, mover=PIECES, nbytes=60),
+    ]
+    heights = [[b.get_height() for b in axes.patches] for axes in plots.proportion(shares).axes]
+    assert heights == [pytest.approx([0.75, 0.25]), pytest.approx([0.5, 0.5])]
+
+
+def test_rows_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    rows = [row("gemm-dil", 1.5, us="1 2"), row("gemm-cil", 2.0, status="failed", note="a, b")]
+    characterise.write(path, rows[:1])
+    characterise.write(path, rows[1:])
+    assert characterise.read(path) == rows
+    empty = replace(rows[0], ratio=math.nan)
+    characterise.write(path, [empty])
+    assert math.isnan(characterise.read(path)[2].ratio)
+    path.write_text("loss,case\n")
+    with pytest.raises(ConfigError, match="required columns"):
+        characterise.read(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        characterise.read(tmp_path / "none.csv")
+
+
+def test_wrong_arguments_are_refused(capsys: Any) -> None:
+    base = ["characterize", "--device", "cpu", "--ranks", "2"]
+    assert ficco.cli.run([*base, "--seconds", "0"]) == 2
+    assert ficco.cli.run([*base, "--set", "cpu", "--shapes", "x.csv"]) == 2
+    assert ficco.cli.run([*base, "--shapes", "none.csv"]) == 2
+    assert "cannot be read" in capsys.readouterr().err

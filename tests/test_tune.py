@@ -1,0 +1,500 @@
+"""The tuner: fits on made-up times, runs broken off in every place, files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+import ficco
+import ficco.cli
+from ficco.errors import ConfigError
+from ficco.machine import (
+    Collective,
+    Contention,
+    Copies,
+    Fingerprint,
+    Gemm,
+    Host,
+    Machine,
+    Memory,
+    Provenance,
+    Thresholds,
+    Topology,
+    load,
+    save,
+)
+from ficco.ops import problem_log
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plan
+from ficco.tune import check, effort, fits, journal, measures, names, shapes, shown
+from ficco.tune import run as tuning
+from ficco.tune.journal import Journal
+
+US = 1e-6
+
+# Fits.
+
+
+def rows_of_copies(latency: float, gap: float, rates: dict[float, float]) -> list[fits.CopyTime]:
+    return [
+        fits.CopyTime(size, count, latency + count * size / rate + (count - 1) * gap)
+        for size, rate in rates.items()
+        for count in (3, 12)
+    ]
+
+
+def test_copies_are_taken_apart_exactly() -> None:
+    rates = {2.0**16: 60e9, 2.0**18: 60e9, 2.0**24: 350e9, 2.0**27: 380e9}
+    found = fits.copies(rows_of_copies(15 * US, 3 * US, rates))
+    assert found.latency == pytest.approx(15 * US, rel=1e-6)
+    assert found.gap == pytest.approx(3 * US, rel=1e-6)
+    assert dict(found.curve) == pytest.approx(rates, rel=1e-6)
+    assert found.error < 1e-6
+
+
+def test_copies_whose_times_are_noise_still_have_positive_figures() -> None:
+    times = [(1024.0, 1, 9 * US), (1024.0, 4, 8 * US), (4096.0, 1, 5 * US), (4096.0, 4, 30 * US)]
+    found = fits.copies([fits.CopyTime(*one) for one in times])
+    assert found.latency >= 0 and found.gap >= 0
+    assert all(rate > 0 for _, rate in found.curve)
+
+
+@pytest.mark.parametrize("times", [[(1024.0, 1)], [(1024.0, 1), (4096.0, 1)]])
+def test_copies_that_cannot_be_taken_apart_are_refused(times: list[tuple[float, int]]) -> None:
+    with pytest.raises(ValueError, match="required two sizes and rows of two lengths"):
+        fits.copies([fits.CopyTime(size, count, 1.0) for size, count in times])
+
+
+def enqueued(call: float, matmul: float, copy: float, signal: float) -> list[fits.Enqueued]:
+    numbers = [(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)]
+    return [
+        fits.Enqueued(c * call + m * matmul + t * copy + s * signal, c, m, t, s)
+        for c, m, t, s in numbers
+    ]
+
+
+def test_host_costs_are_taken_apart_exactly() -> None:
+    found = fits.host(enqueued(20 * US, 9 * US, 2 * US, 1.5 * US))
+    want = {"call": 20 * US, "matmul": 9 * US, "copy": 2 * US, "signal": 1.5 * US}
+    assert found == pytest.approx(want, rel=1e-6)
+
+
+def test_host_costs_are_never_negative() -> None:
+    found = fits.host(enqueued(20 * US, 9 * US, 2 * US, -0.2 * US))
+    assert found["signal"] == 0.0
+    assert min(found.values()) >= 0
+    assert found["matmul"] == pytest.approx(9 * US, rel=0.05)
+
+
+def test_memory_is_a_rate_and_a_latency() -> None:
+    pairs = [(size, 3 * US + size / 4e12) for size in (1e6, 1e7, 5e8)]
+    assert fits.memory(pairs) == pytest.approx((4e12, 3 * US))
+
+
+@pytest.mark.parametrize(
+    ("at_once", "found"), [(300.0, ("mesh", 1.0)), (50.0, ("switch", 0.5)), (110.0, ("switch", 1))]
+)
+def test_links_of_their_own_show_in_copies_at_once(at_once: float, found: Any) -> None:
+    assert fits.topology(100.0, at_once) == found
+
+
+def test_contention_is_the_median_slowdown_and_no_gain() -> None:
+    assert fits.contention([1.0, 2.0, 4.0], [1.5, 2.2, 5.0]) == pytest.approx(1.25)
+    assert fits.contention([1.0, 1.0], [0.9, 0.9]) == 1.0
+
+
+def test_a_hot_round_is_taken_out_by_its_references() -> None:
+    times = {"x": [1.0, 2.0, 1.0], "r0": [3.0, 6.0, 3.0], "r1": [3.0, 6.0, 3.0]}
+    assert fits.steadied(times, ["r0", "r1"]) == {"x": 1.0}
+
+
+# What is measured.
+
+
+def test_steps_have_names_and_times_and_blocks() -> None:
+    steps = [step.name for step in measures.STEPS]
+    assert (*steps, "shapes") == names.STEPS
+    assert set(steps) <= {field.name for field in fields(Machine)}
+    for device, quick, most in (("cuda", False, 170), ("cpu", False, 50), ("cpu", True, 5)):
+        made = effort.effort(device, quick)
+        assert set(made.seconds) == set(steps)
+        assert sum(made.seconds.values()) < most
+        assert len(made.sizes) >= 2 and len(set(made.pieces)) == 2
+    assert 170 <= len(effort.GPU.gemms) <= 220
+    assert 20 <= len(effort.CPU.gemms) <= 30
+    assert len(effort.GPU.gemms) == len(set(effort.GPU.gemms))
+
+
+def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
+    problem = Problem("all_gather_matmul", (8, 8), 8, 8, "float32")
+    # Acquire waits; the copy posts; the product of the peer waits; retire is behind others, posts.
+    whole = plan(problem, Schedule.parse("shard-overlap"), 0)
+    waits = sum(bool(s.waits or s.after) for s in whole.steps)
+    posts = sum(bool(s.posts) for s in whole.steps)
+    assert measures.counts(whole) == (2, 1, waits + posts)
+    four = plan(problem, Schedule.parse("hetero-unfused-1d:pieces=4"), 0)
+    assert measures.counts(four)[:2] == (5, 4)
+    assert measures.counts(four)[2] == waits + posts + 6
+
+
+# Files.
+
+HERE = Fingerprint("cpu", 2)
+SOURCE = Provenance("measured")
+BLOCKS: dict[str, Any] = {
+    "gemm": Gemm(1e12, 1, 0.0, 0.5, 1e-6, 1e11, SOURCE),
+    "copies": Copies(1, 1e-5, 1e-6, ((1024.0, 1e9), (4096.0, 2e9)), SOURCE),
+    "topology": Topology("switch", 2e9, SOURCE),
+    "collective": Collective(((1024.0, 1e-5), (4096.0, 2e-5)), SOURCE),
+    "memory": Memory(1e10, 1e10, SOURCE),
+    "contention": Contention(1.0, 1.1, 1.2, 1.3, SOURCE),
+    "host": Host(1e-5, 1e-5, 1e-6, 1e-6, 1e-6, SOURCE),
+    "thresholds": Thresholds(1e6, 5e6, SOURCE),
+}
+
+
+def machine_file(path: Path, **changes: Any) -> Machine:
+    made = replace(Machine(path.stem, "cpu", 2, **BLOCKS), **changes)
+    save(made, path)
+    return made
+
+
+def cli(*arguments: object) -> int:
+    return ficco.cli.run([str(argument) for argument in arguments])
+
+
+def test_a_file_of_another_world_is_not_merged(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "four.yaml"
+    machine_file(path, ranks=4)
+    before = path.read_bytes()
+    assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, "--quick") == 2
+    assert "ranks: required 2, as this run has, got 4" in capsys.readouterr().err
+    assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, "--check") == 2
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_file_is_kept_and_left_only_when_asked_for(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "half.yaml"
+    machine_file(path)
+    half = path.read_bytes()[:300]
+    path.write_bytes(half)
+    assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, "--quick") == 2
+    error = capsys.readouterr().err
+    assert "half-written" in error and "--fresh keeps this file as half.yaml.damaged" in error
+    assert path.read_bytes() == half
+    found = tuning.opened(path, HERE, fresh=True)
+    assert (found.name, found.ranks) == ("half", 2)
+    assert tuning.damaged(path).read_bytes() == half and not path.exists()
+
+
+def test_a_journal_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    assert journal.read(path) is None
+    noted = Journal("s", "2026-01-02").with_done("gemm").with_done("copies")
+    journal.write(noted, path)
+    assert journal.read(path) == noted
+    assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
+    for text in ("", "[]", '{"settings": 1}', "null"):
+        journal.path_of(path).write_text(text)
+        assert journal.read(path) is None
+    journal.remove(path)
+    journal.remove(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_figures_are_shown_old_against_new(tmp_path: Path) -> None:
+    old = Machine("m", "cpu", 2, memory=Memory(1e10, 1e10, SOURCE))
+    new = replace(old, memory=Memory(1e10, 1.23456789e10, SOURCE), topology=BLOCKS["topology"])
+    assert ("bandwidth", "10 GB/s", "12.35 GB/s") in shown.changes(old, new, "memory")
+    assert ("kind", "-", "switch") in shown.changes(old, new, "topology")
+
+
+def test_a_file_is_rounded_to_what_was_measured() -> None:
+    assert tuning.rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
+    curve = ((262144.0, 1.23456789), (1048576.0, 2.0))
+    assert tuning.rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes stay"
+    assert tuning.rounded(Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
+
+
+# Runs, with steps that measure nothing.
+
+
+def fake_step(name: str, calls: Path, fault: str = "") -> measures.Step:
+    def measure(site: measures.Site) -> Any:
+        with (calls / f"{site.watch.rank}").open("a") as file:
+            file.write(f"{name}\n")
+        if fault == "interrupt":
+            raise KeyboardInterrupt
+        if fault == "error":
+            raise RuntimeError("the device is gone")
+        if fault == "one rank" and site.watch.rank == 1:
+            raise RuntimeError("the device is gone")
+        if fault == "impossible":
+            return replace(BLOCKS["memory"], bandwidth=float("nan"))
+        return BLOCKS[name]
+
+    return measures.Step(name, measure)
+
+
+def tune_with(
+    at: ranks.Rank, path: str, calls: str, faults: dict[str, str], **settings: Any
+) -> tuple[tuning.Outcome | None, str]:
+    """A run whose steps are fake; what it came to, or the name of what broke it off."""
+    before = tuning.STEPS
+    steps = [fake_step(name, Path(calls), faults.get(name, "")) for name in BLOCKS]
+    tuning.STEPS = tuple(steps)
+    try:
+        wanted = tuning.Settings(Path(path), "cpu", quick=True, **settings)
+        return tuning.tune(wanted), ""
+    except KeyboardInterrupt as error:
+        return None, type(error).__name__
+    finally:
+        tuning.STEPS = before
+
+
+def test_a_run_goes_on_wherever_it_was_interrupted(tmp_path: Path) -> None:
+    for number, name in enumerate(BLOCKS):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = folder / "m.yaml"
+        broken = ranks.run(2, tune_with, str(path), str(folder), {name: "interrupt"})
+        assert [text for _, text in broken] == ["KeyboardInterrupt"] * 2
+        noted = journal.read(path)
+        assert noted is not None and noted.done == tuple(BLOCKS)[:number]
+        if number:
+            assert {b for b in BLOCKS if getattr(load(path), b)} == set(tuple(BLOCKS)[:number])
+        (outcome, _), _ = ranks.run(2, tune_with, str(path), str(folder), {})
+        assert outcome.earlier == tuple(BLOCKS)[:number]
+        assert not outcome.failures and not outcome.error
+        found = load(path)
+        assert {block: getattr(found, block) for block in BLOCKS} == BLOCKS
+        assert journal.read(path) is None, "the run is over"
+        for rank in "01":  # the interrupted step alone was begun twice
+            begun = (folder / rank).read_text().split()
+            assert sorted(begun) == sorted([*BLOCKS, name])
+
+
+def test_a_fresh_run_does_not_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    ranks.run(2, tune_with, str(path), str(tmp_path), {"memory": "interrupt"})
+    (outcome, _), _ = ranks.run(2, tune_fresh, str(path), str(tmp_path))
+    assert outcome.earlier == () and outcome.done == list(BLOCKS)
+
+
+def tune_fresh(at: ranks.Rank, path: str, calls: str) -> Any:
+    return tune_with(at, path, calls, {}, fresh=True)
+
+
+@pytest.mark.parametrize("fault", ["error", "one rank", "impossible"])
+def test_a_step_that_fails_leaves_its_block_and_the_run_goes_on(tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "m.yaml"
+    before = Memory(5e9, 5e9, SOURCE)
+    save(Machine("m", "cpu", 2, memory=before), path)
+    for outcome, _ in ranks.run(2, tune_with, str(path), str(tmp_path), {"memory": fault}):
+        assert list(outcome.failures) == ["memory"]
+        assert outcome.done == [name for name in BLOCKS if name != "memory"]
+    assert load(path).memory == before
+    (outcome, _), _ = ranks.run(2, tune_with, str(path), str(tmp_path), {})
+    assert outcome.done == ["memory"] and load(path).memory == BLOCKS["memory"]
+
+
+def tune_and_die(at: ranks.Rank, path: str, calls: str, where: str) -> None:
+    """A run whose rank 0 is killed while it saves the block ``copies``: before the new file takes
+    the place of the old one, or between the file and the journal."""
+    if at.rank == 0:
+        replace_file = os.replace
+
+        def saved() -> str:
+            return Path(path).read_text() if Path(path).exists() else ""
+
+        def die(source: Any, target: Any) -> None:
+            journalled = Path(target).suffix == ".json"
+            copied = Path(target).exists() and "copies:" in Path(source).read_text()
+            if where == "file" and copied and not journalled:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if where == "journal" and journalled and "copies:" in saved():
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace_file(source, target)
+
+        os.replace = die
+    tune_with(at, path, calls, {})
+
+
+@pytest.mark.parametrize(("where", "blocks"), [("file", ["gemm"]), ("journal", ["gemm", "copies"])])
+def test_killed_while_saving_nothing_is_lost(tmp_path: Path, where: str, blocks: list[str]) -> None:
+    path = tmp_path / "m.yaml"
+    ended = ranks.run(
+        2, tune_and_die, str(path), str(tmp_path), where, fresh=True, catch=True, lost=(1,)
+    )
+    assert isinstance(ended[0], ranks.Died) and ended[0].exitcode == -signal.SIGKILL, ended
+    found = load(path)
+    assert [block for block in BLOCKS if getattr(found, block)] == blocks
+    (outcome, _), _ = ranks.run(2, tune_with, str(path), str(tmp_path), {})
+    assert outcome.earlier == ("gemm",)
+    assert {block: getattr(load(path), block) for block in BLOCKS} == BLOCKS
+
+
+def tune_on_full_disk(at: ranks.Rank, path: str, calls: str) -> Any:
+    """A run whose disk is full from the second block on."""
+    save_file = tuning.save
+
+    def full(machine: Machine, where: Path) -> None:
+        if machine.copies is not None:
+            raise ConfigError(str(where), "file", "cannot be written: No space left on device")
+        save_file(machine, where)
+
+    tuning.save = full
+    try:
+        return tune_with(at, path, calls, {})[0]
+    finally:
+        tuning.save = save_file
+
+
+def test_a_full_disk_ends_the_run_with_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    for outcome in ranks.run(2, tune_on_full_disk, str(path), str(tmp_path)):
+        assert "No space left" in outcome.error and outcome.done == ["gemm"]
+    assert load(path).gemm == BLOCKS["gemm"] and load(path).copies is None
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "m.yaml"
+    for outcome, _ in ranks.run(2, tune_with, str(path), str(tmp_path), {}):
+        assert "cannot be written" in outcome.error and "--out" in outcome.error
+        assert outcome.done == []
+    assert not (tmp_path / "0").exists()
+
+
+# Runs that measure.
+
+
+def tune_quick(at: ranks.Rank, path: str) -> tuning.Outcome:
+    return tuning.tune(tuning.Settings(Path(path), "cpu", quick=True, command="tests"))
+
+
+def check_file(at: ranks.Rank, machine: Machine) -> list[check.Point]:
+    return check.check(check.Settings(machine, "cpu", quick=True))
+
+
+def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    outcome, other = ranks.run(2, tune_quick, str(path))
+    assert not outcome.failures and not outcome.error, outcome
+    assert outcome.machine == other.machine
+    machine = load(path)
+    assert machine == outcome.machine
+    for step in measures.STEPS:
+        source = getattr(machine, step.name).provenance
+        assert source.command == "tests" and source.torch == torch.__version__
+        assert source.date and source.commit and source.source in ("measured", "fitted")
+    points = ranks.run(2, check_file, machine)[0]
+    assert {p.block for p in points} == {"gemm", "copies", "collective", "memory", "call"}
+    generous = 30.0  # the machine is shared with whatever else runs on it
+    assert all(point.holds(generous) for point in points), check.report(points, generous)
+    slow = replace(machine.gemm, peak=machine.gemm.peak / 1e4, start=1.0)
+    points = ranks.run(2, check_file, replace(machine, gemm=slow))[0]
+    off = {point.block for point in points if not point.holds(generous)}
+    assert "gemm" in off and "memory" not in off
+    assert "ficco tune --only gemm" in check.report(points, generous)
+
+
+def test_a_point_holds_within_the_tolerance_on_either_side() -> None:
+    assert check.Point("b", "x", 1.0, 1.25).holds(0.25)
+    assert check.Point("b", "x", 1.25, 1.0).holds(0.25)
+    assert not check.Point("b", "x", 1.0, 1.26).holds(0.25)
+    assert not check.Point("b", "x", 1.26, 1.0).holds(0.25)
+    assert not check.Point("b", "x", 0.0, 1.0).holds(0.25)
+
+
+# Shapes.
+
+
+def call_and_log(at: ranks.Rank, path: str) -> None:
+    problem_log._noted.clear()
+    with ficco.options(log_problems=path):
+        for n in (8, 8, 16, 0):
+            ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, n), schedule="serial")
+    ficco.close()
+
+
+def tune_shapes(at: ranks.Rank, path: str, problems: tuple[Problem, ...]) -> tuning.Outcome:
+    return tuning.tune(
+        tuning.Settings(Path(path), "cpu", quick=True, only=("shapes",), problems=problems)
+    )
+
+
+def test_logged_problems_become_tuned_entries(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "m.yaml"
+    ranks.run(2, call_and_log, str(log))
+    assert [json.loads(line)["n"] for line in log.read_text().splitlines()] == [8, 16, 0]
+    problems = shapes.from_log(log, 2)
+    assert [(p.rows, p.n, p.k, p.dtype) for p in problems] == [
+        ((4, 4), 8, 8, "float32"), ((4, 4), 16, 8, "float32")
+    ]  # fmt: skip
+    assert shapes.from_log(log, 3) == []
+    machine_file(path)
+    outcome = ranks.run(2, tune_shapes, str(path), tuple(problems))[0]
+    assert not outcome.failures, outcome.failures
+    tuned = load(path).tuned
+    assert [shapes.key(one) for one in tuned] == [shapes.key(one) for one in problems]
+    for one in tuned:
+        assert str(Schedule.parse(one.queued)) == one.queued == one.idle
+        assert 0 < one.seconds[0] <= one.serial[0]
+    assert load(path).gemm == BLOCKS["gemm"], "blocks that were not measured stay"
+
+
+def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> None:
+    problem = Problem("all_gather_matmul", (4, 4), 8, 8, "float32")
+    site = measures.Site(None, effort.CPU, None, lambda kind, note: SOURCE)  # type: ignore
+    times = {
+        "queued": {"serial:collective": 5.0, "serial": 4.0, "growing": 2.0, "shrinking": 3.0},
+        "idle": {"serial:collective": 5.0, "serial": 6.0, "growing": 8.0, "shrinking": 7.0},
+    }
+    found = shapes.entry(problem, times, site)
+    assert (found.queued, found.idle) == ("growing", "serial:collective")
+    assert (found.seconds, found.serial) == ((2.0, 5.0), (4.0, 5.0))
+    other = replace(found, n=9)
+    machine = Machine("m", "cpu", 2, tuned=(replace(found, queued="serial"), other))
+    assert shapes.with_entry(machine, found).tuned == (other, found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"operator": "x"}', '{"operator":"x","rows":[1],"n":"a","k":1,"dtype":"x"}'],
+)
+def test_a_log_with_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "log"
+    good = '{"operator": "o", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}'
+    log.write_text(f"{good}\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2: required a problem"):
+        shapes.from_log(log, 2)
+
+
+def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    problem = Problem("o", (1,), 1, 1, "float32")
+    with pytest.warns(UserWarning, match="problems are not logged"):
+        problem_log.note(str(tmp_path), problem, 0)
+    problem_log.note(str(tmp_path), problem, 0)  # warned of once
+
+
+def test_wrong_arguments_are_refused_before_ranks_start(tmp_path: Path, capsys: Any) -> None:
+    base = ("tune", "--ranks", 2, "--device", "cpu", "--out", tmp_path / "m.yaml")
+    assert cli(*base, "--only", "shapes") == 2
+    assert cli(*base, "--from-log", tmp_path / "none") == 2
+    assert cli(*base, "--check") == 2
+    assert cli(*base, "--only", "tea") == 2
+    (tmp_path / "log").write_text("")
+    assert cli(*base, "--from-log", tmp_path / "log") == 2
+    assert "required a problem of 2 ranks" in capsys.readouterr().err
+    assert not (tmp_path / "m.yaml").exists()
