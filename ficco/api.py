@@ -9,7 +9,7 @@ import torch
 
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide
-from ficco.machine import Fingerprint, Machine, find
+from ficco.machine import Fingerprint, Machine, find, nearest
 from ficco.ops.call import process_group
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -86,7 +86,8 @@ def explain(
     name = str(dtype).removeprefix("torch.")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if not isinstance(machine, Machine):
-        machine = find(machine, Fingerprint(here, world))
+        fingerprint = Fingerprint(here, world)
+        machine = find(machine, fingerprint) or nearest(fingerprint)
     on_cpu = (here if machine is None else machine.accelerator) == "cpu"
     mode = "queued" if captured else "idle" if on_cpu else "eager"
     problem = Problem(operator, rows, n, k, name)

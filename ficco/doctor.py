@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ficco.machine import Fingerprint, find, nearest
+
 #: Seconds that a tool of the vendor's may take.
 TOOL_S = 10.0
 
@@ -216,10 +218,22 @@ def use() -> dict[str, str]:
         found["tensors on cuda"] = f"{name}: {why}, and this torch is built for {build}"
     else:
         found["tensors on cuda"] = f"none: {_why_no_gpu()}"
-    found["schedule='auto'"] = (
-        "a rule on the sizes; ficco.explain says what it takes for a problem and why"
-    )
+    found["schedule='auto'"] = _auto()
     return found
+
+
+def _auto() -> str:
+    """What decides for a group of all GPUs here, or of four ranks on CPUs."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = torch.cuda.get_device_name() if gpus else "cpu"
+    here = Fingerprint(name, gpus or 4)
+    machine = find(None, here) or nearest(here)
+    if machine is None:
+        return f"nobody described {here.ranks} ranks on {name}; `ficco tune` measures them"
+    return (
+        f"by the figures of {machine.name} ({machine.source}); `ficco explain` says what it takes "
+        "for a problem and why"
+    )
 
 
 def _why_no_gpu() -> str:

@@ -16,7 +16,7 @@ from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Slot, Symmetric
 from ficco.errors import FiccoError
 from ficco.heuristics import Saved
-from ficco.machine import Machine, digest, find
+from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.watchdog import Watchdog
@@ -112,7 +112,8 @@ class Workspace:
             ConfigError: that file, or the one of ``FICCO_MACHINE``, cannot be used.
         """
         if wanted not in self._known:
-            self._known[wanted] = Known.of(find(wanted, self.engine.fingerprint()))
+            fingerprint = self.engine.fingerprint()
+            self._known[wanted] = Known.of(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
 
     def slot(self, plan: Plan, single: bool) -> Slot | None:

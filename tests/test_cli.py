@@ -45,7 +45,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_says_what_auto_takes_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "auto", *SIZES]) == 0
-    assert "(rule: " in capsys.readouterr().out
+    assert "(model: " in capsys.readouterr().out
 
 
 def test_plan_draws_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

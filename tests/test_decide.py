@@ -19,8 +19,11 @@ from ranks import Failure, Rank, caught, run
 from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
+from ficco import cli
+from ficco.bench.cases import scenarios
+from ficco.bench.decisions import rule_table
 from ficco.heuristics import Saved, decide, saved
-from ficco.machine import Machine, Thresholds, Tuned, digest, find, save
+from ficco.machine import Fingerprint, Machine, Thresholds, Tuned, digest, find, nearest, save
 from ficco.schedules import NAMED, Schedule
 
 #: A machine of which nothing but the thresholds of the rule is known.
@@ -151,6 +154,13 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     assert serial.queued == pytest.approx(3e-3 + 2e-3)
 
 
+def test_the_nearest_machine_serves_groups_of_other_sizes() -> None:
+    for world, name in ((2, "h200-2"), (3, "h200-4"), (4, "h200-4"), (8, "h200-4")):
+        found = nearest(Fingerprint("nvidia h200", world))
+        assert found is not None and found.name == name
+    assert nearest(Fingerprint("abacus", 4)) is None
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="required 'auto', a name or a Schedule, got 5"):
         decide(PROBLEM, 5)  # type: ignore[arg-type]
@@ -164,23 +174,26 @@ _ASK = """
 from ficco.heuristics import decide
 from ficco.machine import find
 from ficco.problem import Problem
+machine = find("h200-4", None)
 for m, n, k in ((32768, 2048, 8192), (8192, 3584, 4096), (2048, 1024, 4096)):
     problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
     for mode in ("eager", "queued"):
         for search in (False, True):
-            print(decide(problem, machine=find("h200-4", None), mode=mode, search=search))
+            print(decide(problem, machine=machine, mode=mode, search=search))
 """
 
 
 def test_every_process_decides_alike() -> None:
-    said = set()
-    for seed in ("0", "1", "7"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", _ASK]
-        said.add(
-            subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _ASK],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
         )
-    (text,) = said
+        for seed in ("1", "77")
+    ]
+    (text,) = {process.communicate()[0] for process in processes}
     assert text.count("(model: ") == 12
 
 
@@ -229,6 +242,97 @@ def test_explain_refuses_what_no_call_can_be() -> None:
         ficco.explain("matmul", **sizes)
     with pytest.raises(ValueError, match="world >= 1"):
         ficco.explain("all_gather_matmul", **{**sizes, "world": 0})
+
+
+# The same on the command line.
+
+SIZES = ["--m", "8192", "--n", "3584", "--k", "4096", "--machine", "h200-4"]
+
+
+def test_the_command_prints_the_decision_and_its_candidates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["explain", *SIZES, "--world", "4", "--search"]) == 0
+    found = capsys.readouterr().out
+    assert "m=8192 (2048 x 4 ranks)" in found and "model: predicted to take" in found
+    for head in ("queued", "of ideal", "DIL gemm", "CIL", "memory", "serial:collective"):
+        assert head in found
+
+
+def test_the_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["explain", *SIZES, "--captured", "--json"]) == 0  # the machine's own ranks
+    found = json.loads(capsys.readouterr().out)
+    decision = ficco.explain(
+        "all_gather_matmul", m=8192, n=3584, k=4096, world=4, machine="h200-4", captured=True
+    )
+    assert (found["schedule"], found["mode"]) == (str(decision.schedule), "queued")
+    assert found["machine"] == "h200-4" and found["reason"] == decision.reason
+    one = found["candidates"][0]
+    assert one["predicted"]["queued"] == decision.candidates[0].queued
+    assert one["measured"] == {} and one["extra_bytes"] > 0
+
+
+def test_the_command_measures_what_it_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [Schedule.parse(name) for name in ("serial:collective", "serial", "growing")]
+    module = sys.modules["ficco.heuristics.decide"]  # the package's own name is the function
+    monkeypatch.setattr(module, "candidates", lambda *_: tuple(few))
+    machine = replace(MACHINE, accelerator="cpu", ranks=2)
+    save(machine, tmp_path / "mine.yaml")
+    sizes = ["--m", "64", "--n", "16", "--k", "32", "--dtype", "float32"]
+    options = ["--machine", str(tmp_path / "mine.yaml"), "--measure", "--seconds", "1", "--json"]
+    picture = tmp_path / "sub" / "candidates.png"
+    assert cli.run(["explain", *sizes, *options, "--draw", str(picture)]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text[: text.rindex("wrote ")])
+    assert found["mode"] == "idle" and len(found["candidates"]) == 3
+    for one in found["candidates"]:
+        assert one["measured"]["idle"] > 0 and one["predicted"]["idle"] > 0, one
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--m", "8"], "--n"),
+        (["--m", "8", "--n", "8", "--k", "8"], "--world"),
+        ([*SIZES, "--machine", "abacus"], "abacus"),
+        ([*SIZES, "--schedule", "slowing"], "serial, shard-overlap"),
+        ([*SIZES, "--world", "0"], "world >= 1"),
+        (["--rule-table", "--into", "nowhere.md"], "cannot be read"),
+    ],
+)
+def test_the_command_refuses(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["explain", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_rule_table_is_made_and_not_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- rule-table:begin -->\nstale\n<!-- rule-table:end -->\nafter\n")
+    arguments = ["explain", "--rule-table", "--machine", "mi300x-8"]
+    assert cli.run([*arguments, "--into", str(page)]) == 0
+    capsys.readouterr()
+    assert cli.run(arguments) == 0
+    table = capsys.readouterr().out.strip()
+    assert table in page.read_text() and "stale" not in page.read_text()
+    lines = [line for line in table.splitlines() if line.startswith("| g")]
+    assert len(lines) == 16
+    # By operations of a rank g1 to g12 are all below the card's peak taken as a number.
+    literal = [line.split("|")[4].split()[0] for line in lines[:12]]
+    assert set(literal) == {"`uniform-fused-1d`", "`uniform-fused-2d`"}
+    assert [i + 1 for i, name in enumerate(literal) if "2d" in name] == [1, 3, 5, 7]  # m <= k
+
+
+def test_the_page_about_choosing_holds_the_table_as_it_is_made_now() -> None:
+    page = Path(__file__).parent.parent / "docs" / "choosing.md"
+    made = rule_table(find("mi300x-8", None), scenarios())
+    assert made in page.read_text(), "make it again: ficco explain --rule-table --into " + str(page)
 
 
 # Saved decisions.

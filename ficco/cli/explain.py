@@ -55,7 +55,9 @@ def _explain(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is None:
             raise ValueError(f"--{name}: required a size, got none")
     machine = find(arguments.machine, None)
-    world = arguments.world or (machine.ranks if machine else None)
+    world = arguments.world
+    if world is None and machine is not None:
+        world = machine.ranks
     if world is None:
         raise ValueError("--world: required the number of ranks or a --machine, got none")
     decision = ficco.explain(

@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--workspace-bytes", type=int, help="cap on staging; pieces then share it as a ring"
     )
-    parser.add_argument("--machine", help="to draw it on: a name or a file (default: h200-4)")
+    parser.add_argument(
+        "--machine", help="to decide for and to draw: a name or a file (default: h200-4)"
+    )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the timeline (png, svg)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the steps as JSON")
@@ -40,7 +42,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     problem = _problem(arguments)
     if not 0 <= arguments.rank < problem.world:
         raise ValueError(f"--rank: required 0 to {problem.world - 1}, got {arguments.rank}")
-    decision = decide(problem, arguments.schedule)
+    machine = chosen(arguments.machine)
+    decision = decide(problem, arguments.schedule, machine=machine)
     made = plans(problem, decision.schedule, arguments.workspace_bytes)
     check(made)
     one = made[arguments.rank]
@@ -52,7 +55,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.draw or arguments.trace:
         from ficco.simulate import simulate
 
-        machine = chosen(arguments.machine)
         timeline = simulate(made, machine)
         write([timeline], arguments, f"{problem}, simulated on {machine.name}")
     return 0

@@ -43,8 +43,8 @@ from ficco.simulate import predict as simulated
 REMEDY = "`ficco tune` measures this machine"
 
 #: What a call takes on a machine that nobody described: on a GPU the vendor's collective, then the
-#: product, which never does harm; on CPUs, whose calls do not wait for a host, shard overlap.
-FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "shard-overlap"}
+#: product, which never does harm; on CPUs, whose calls do not wait for a host, few products.
+FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
 
 
 @dataclass(frozen=True)
