@@ -1,0 +1,742 @@
+"""Machines: the schema of their files, what damaged ones say, who is found, and the GEMM model."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ficco.errors import ConfigError
+from ficco.machine import (
+    Collective,
+    Copies,
+    Fingerprint,
+    Gemm,
+    Machine,
+    Provenance,
+    Thresholds,
+    Topology,
+    Tuned,
+    configs,
+    digest,
+    dumps,
+    find,
+    interpolate,
+    load,
+    loads,
+    save,
+    shipped,
+    units,
+    user_dir,
+)
+from ficco.machine.fit import ENOUGH, Sample, errors, fit
+from ficco.machine.model import OneOf, Points, Quantity
+
+MEASURED = Provenance("measured", "2026-11-21", command="ficco tune", torch="2.11.0")
+SMALL = Machine(
+    "small",
+    "Some GPU",
+    2,
+    topology=Topology("mesh", 64e9, MEASURED),
+    copies=Copies(2, 15e-6, 3e-6, ((65536.0, 1e9), (2097152.0, 5e10)), MEASURED),
+)
+TEXT = dumps(SMALL)
+
+#: The least that a file holds, without its end.
+HEAD = "name: a\naccelerator: a\nranks: 1\n"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for the user's files; nothing named in the environment."""
+    folder = tmp_path / "user"
+    monkeypatch.setenv("FICCO_CONFIG_DIR", str(folder))
+    monkeypatch.delenv("FICCO_MACHINE", raising=False)
+    return folder
+
+
+# Quantities.
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("64 GB/s", "B/s", 64e9),
+        ("1.5 KiB", "B", 1536.0),
+        ("2 MiB", "B", 2097152.0),
+        ("3 kB", "B", 3000.0),
+        ("15 us", "s", 15e-6),
+        ("0 s", "s", 0.0),
+        ("989 TFLOP/s", "FLOP/s", 989e12),
+        ("1.5e11 FLOP", "FLOP", 1.5e11),
+        ("  7  ms ", "s", 7e-3),
+    ],
+)
+def test_quantities_are_read(text: str, unit: str, value: float) -> None:
+    assert units.parse(text, unit) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("64 Gb/s", "B/s"),
+        ("64", "B/s"),
+        ("64 us", "B/s"),
+        ("64GB/s", "B/s"),
+        ("GB/s", "B/s"),
+        ("1 mB", "B"),
+        ("1 Ms", "s"),
+        ("1 2 s", "s"),
+        (64e9, "B/s"),
+        (None, "s"),
+        ("", "s"),
+    ],
+)
+def test_quantities_of_another_unit_are_refused(text: object, unit: str) -> None:
+    with pytest.raises(ValueError, match=f"required a quantity in {unit} such as '.*', got "):
+        units.parse(text, unit)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (64e9, "B/s", "64 GB/s"),
+        (15e-6, "s", "15 us"),
+        (1.276e-3, "s", "1.276 ms"),
+        (0.0, "s", "0 s"),
+        (2097152.0, "B", "2 MiB"),
+        (80e9, "B", "80 GB"),
+        (1.3074e15, "FLOP/s", "1.3074 PFLOP/s"),
+        (100.0, "B", "100 B"),
+    ],
+)
+def test_quantities_are_printed(value: float, unit: str, text: str) -> None:
+    assert units.show(value, unit) == text
+
+
+@given(st.sampled_from(list(units.PREFIXES)), st.floats(1e-15, 1e18))
+def test_printed_quantities_are_the_same_when_read(unit: str, value: float) -> None:
+    assert units.parse(units.show(value, unit), unit) == value
+
+
+# Round trips.
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value that a field can hold, by its annotation."""
+    if type(None) in get_args(hint):
+        (inner,) = (arm for arm in get_args(hint) if arm is not type(None))
+        return st.none() | values(inner)
+    kind, note = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
+    if is_dataclass(kind):
+        return blocks(kind)
+    if isinstance(note, OneOf):
+        return st.sampled_from(note.texts)
+    if isinstance(note, Points):
+        size = st.floats(1e-3, 1e15)
+        return st.dictionaries(size, size, min_size=1, max_size=4).map(
+            lambda points: tuple(sorted(points.items()))
+        )
+    if get_origin(kind) is tuple:
+        arms = get_args(kind)
+        if arms[-1] is Ellipsis:
+            return st.lists(values(arms[0]), max_size=3).map(tuple)
+        return st.tuples(*(values(arm) for arm in arms))
+    if kind is str:
+        return st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8)
+    note = note or Quantity()
+    least = max(x for x in (note.least, note.above, 0.0) if x is not None)
+    if kind is int:
+        return st.integers(int(least), 10**6)
+    most = 1e15 if note.most is None else note.most
+    return st.floats(least, most, exclude_min=note.above is not None, allow_subnormal=False)
+
+
+def blocks(kind: Any) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    made = {f.name: values(hints[f.name]) for f in fields(kind) if f.compare}
+    if kind is Thresholds:
+        pair = st.tuples(made.pop("low"), made.pop("high")).map(sorted)
+        return st.builds(lambda lh, **rest: Thresholds(*lh, **rest), pair, **made)
+    return st.builds(kind, **made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks(Machine))
+def test_a_machine_is_equal_when_read_again(machine: Machine) -> None:
+    text = dumps(machine)
+    again = loads(text)
+    assert again == machine
+    assert dumps(again) == text
+    assert digest(again) == digest(machine)
+
+
+def test_a_saved_machine_is_equal_when_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "small.yaml"
+    save(SMALL, path)
+    assert load(path) == SMALL
+    assert load(path).source == str(path)
+    assert "bandwidth: 64 GB/s" in path.read_text()
+    assert "- [64 KiB, 1 GB/s]" in path.read_text()
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_files(name: str) -> None:
+    machine = load(configs() / f"{name}.yaml")
+    assert machine.name == name
+    assert loads(dumps(machine)) == machine
+    assert find(None, Fingerprint(machine.accelerator, machine.ranks)) == machine
+    for field in fields(machine):
+        block = getattr(machine, field.name)
+        if is_dataclass(block):
+            told = block.provenance
+            assert told.source == "data sheet" or told.note or told.command, field.name
+            assert told.source not in ("measured", "fitted") or told.torch or name == "mi300x-8"
+
+
+def test_what_ships() -> None:
+    assert set(shipped()) >= {"cpu", "h100-8", "h200-2", "h200-4", "mi300x-8"}
+    mesh = find("mi300x-8", None)
+    assert mesh is not None and mesh.topology is not None and mesh.gemm is not None
+    assert (mesh.ranks, mesh.topology.kind, mesh.topology.bandwidth) == (8, "mesh", 64e9)
+    assert (mesh.gemm.units, mesh.gemm.peak) == (304, 1307.4e12)
+
+
+# Damaged files.
+
+
+def without(line: str) -> str:
+    """The small machine without a line, of which it has exactly one."""
+    assert sum(text.strip() == line for text in TEXT.splitlines()) == 1, line
+    return "".join(text for text in TEXT.splitlines(True) if text.strip() != line)
+
+
+def instead(old: str, new: str) -> str:
+    assert TEXT.count(old) == 1, old
+    return TEXT.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        (without("ranks: 2"), "ranks", "is missing; required a number of at least 1"),
+        (without("bandwidth: 64 GB/s"), "topology.bandwidth", "is missing; required a quantity"),
+        (without("kind: mesh"), "topology.kind", "is missing; required one of mesh, switch"),
+        (instead("engines:", "motors:"), "copies.motors", "is unknown; known here are engines,"),
+        (instead("ranks: 2", "ranks: 0"), "ranks", "required a number of at least 1, got 0"),
+        (instead("ranks: 2", "ranks: 1.5"), "ranks", "required a whole number, got 1.5"),
+        (instead("ranks: 2", "ranks: two"), "ranks", "required a number, got 'two'"),
+        (instead("ranks: 2", "ranks: true"), "ranks", "required a number, got True"),
+        (instead("ranks: 2", "ranks: .nan"), "ranks", "required a number of at least 1, got nan"),
+        (instead("ranks: 2", "ranks: [2]"), "ranks", "required a number, got [2]"),
+        (instead("ranks: 2", "ranks:"), "ranks", "required a number, got None"),
+        (instead("name: small", "name: 7"), "name", "required a text, got 7"),
+        (instead("kind: mesh", "kind: ring"), "topology.kind", "one of mesh, switch, got 'ring'"),
+        (instead("64 GB/s", "64 GHz"), "topology.bandwidth", "a quantity in B/s such as '64 GB/s'"),
+        (instead("64 GB/s", "64e9"), "topology.bandwidth", "required a quantity in B/s such as"),
+        (instead("64 GB/s", "0 GB/s"), "topology.bandwidth", "required a quantity in B/s above 0"),
+        (instead("64 GB/s", "inf GB/s"), "topology.bandwidth", "in B/s above 0, got 'inf GB/s'"),
+        (instead("64 GB/s", "-1 GB/s"), "topology.bandwidth", "required a quantity in B/s above 0"),
+        (
+            instead("kind: mesh", "kind: mesh\n  sharing: 1.5"),
+            "topology.sharing",
+            "required a number above 0 and at most 1, got 1.5",
+        ),
+        (instead("15 us", "-15 us"), "copies.latency", "a quantity in s of at least 0, got '-15"),
+        (
+            instead("[2 MiB, 50 GB/s]", "[2 KiB, 50 GB/s]"),
+            "copies.curve[1]",
+            "required sizes that rise from point to point, got '2 KiB'",
+        ),
+        (
+            instead("[2 MiB, 50 GB/s]", "[64 KiB, 50 GB/s]"),
+            "copies.curve[1]",
+            "required sizes that rise",
+        ),
+        (instead("[2 MiB, 50 GB/s]", "[2 MiB]"), "copies.curve[1]", "a point [B, B/s], got"),
+        (instead("[2 MiB, 50 GB/s]", "[2 us, 50 GB/s]"), "copies.curve[1][0]", "in B such as"),
+        (instead("[2 MiB, 50 GB/s]", "[2 MiB, 0 B/s]"), "copies.curve[1][1]", "in B/s above 0"),
+        (HEAD + "topology: 5\n...", "topology", "required the keys of a topology, got 5"),
+        ("5\n...", "file", "required the keys of a machine, got 5"),
+        ("- a\n...", "file", "required the keys of a machine, got ['a']"),
+        ("a: b: c\n...", "line 1", "required YAML: "),
+        ("a: [1\n...", "line 2", "required YAML: "),
+        ("a: \0\n...", "file", "required YAML: "),
+        ("a: !!python/object:os.system {}\n...", "line 1", "required YAML: "),
+        ("[" * 5000 + "\n...", "file", "required YAML: "),
+        (TEXT.replace("ranks: 2", "ranks: 2\nranks: 2"), "line 4", "'ranks' is given twice"),
+        ("", "file", "ends early: required the line '...' at its end"),
+        (TEXT + TEXT, "line", "required YAML: "),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_says_where(text: str, key: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert caught.value.source == str(path)
+    assert caught.value.key == key or (key == "line" and caught.value.key.startswith("line "))
+    assert expected in caught.value.expected
+    assert str(caught.value).startswith(f"{path}: {caught.value.key}: ")
+
+
+@pytest.mark.parametrize("end", range(0, len(TEXT) - 2, 7))
+def test_a_file_cut_short_is_noticed_wherever_the_cut_is(end: int) -> None:
+    with pytest.raises(ConfigError):
+        loads(TEXT[:end])
+
+
+def test_an_empty_curve() -> None:
+    with pytest.raises(ConfigError, match=r"collective\.curve: required a list of points \[B, s\]"):
+        loads(HEAD + "collective:\n  curve: []\n...")
+
+
+def test_thresholds_that_cross() -> None:
+    crossed = "thresholds:\n  low: 2 FLOP\n  high: 1 FLOP\n  provenance: {source: assumed}\n..."
+    with pytest.raises(ConfigError, match="thresholds: required high of at least low"):
+        loads(HEAD + crossed)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="file: cannot be read: No such file"):
+        load(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n...")
+    with pytest.raises(ConfigError, match="file: required text in UTF-8"):
+        load(tmp_path / "latin.yaml")
+    with pytest.raises(ConfigError, match="file: cannot be read"):
+        load(tmp_path)
+
+
+def test_a_date_needs_no_quotes_and_a_number_no_point() -> None:
+    text = TEXT.replace("'2026-11-21'", "2026-11-21")
+    assert text != TEXT and loads(text) == SMALL
+    assert loads(instead("ranks: 2", "ranks: 2\nmargin: 5e-2")).margin == 0.05
+
+
+def test_a_schedule_that_is_gone_is_kept(tmp_path: Path) -> None:
+    tuned = Tuned(
+        "all_gather_matmul", (8, 8), 4, 4, "bfloat16", "gone:knob=1", "serial",
+        (1e-3, 2e-3), (3e-3, 4e-3), MEASURED,
+    )  # fmt: skip
+    save(replace(SMALL, tuned=(tuned,)), tmp_path / "a.yaml")
+    assert load(tmp_path / "a.yaml").tuned == (tuned,)
+    text = dumps(replace(SMALL, tuned=(tuned, tuned))).replace("bfloat16", "int4", 1)
+    with pytest.raises(ConfigError, match=r"tuned\[0\]\.dtype: required one of bfloat16, "):
+        loads(text)
+
+
+# Saving.
+
+
+def fails(name: str, code: int) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    call.__name__ = name
+    return call
+
+
+@pytest.mark.parametrize("moment", ["replace", "fsync"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_save_that_fails_changes_nothing(
+    moment: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "small.yaml"
+    save(SMALL, path)
+    monkeypatch.setattr(os, moment, fails(moment, code))
+    with pytest.raises(ConfigError, match=f"file: cannot be written: {os.strerror(code)}"):
+        save(replace(SMALL, ranks=3), path)
+    assert load(path) == SMALL
+    assert os.listdir(tmp_path) == ["small.yaml"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "small.yaml"
+    save(SMALL, path)
+    opened = Path.open
+
+    def full(self: Path, mode: str = "r", **rest: Any) -> Any:
+        return opened(Path("/dev/full") if "w" in mode else self, mode, **rest)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left"):
+        save(replace(SMALL, ranks=3), path)
+    monkeypatch.undo()
+    assert load(path) == SMALL
+
+
+@pytest.mark.parametrize("moment", ["replace", "fsync"])
+def test_a_save_that_is_interrupted_changes_nothing(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "small.yaml"
+    save(SMALL, path)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, moment, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(replace(SMALL, ranks=3), path)
+    assert load(path) == SMALL
+    assert os.listdir(tmp_path) == ["small.yaml"]
+
+
+def test_a_process_that_dies_while_it_saves(home: Path, tmp_path: Path) -> None:
+    """Nothing can clean up behind it: what it leaves is no machine to anybody."""
+    save(SMALL, home / "small.yaml")
+    child = os.fork()
+    if not child:
+        os.fsync = lambda _: os._exit(9)
+        save(replace(SMALL, ranks=3), home / "small.yaml")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert load(home / "small.yaml") == SMALL
+    assert len(os.listdir(home)) == 2
+    assert find(None, Fingerprint("Some GPU", 3)) is None
+    assert find(None, Fingerprint("Some GPU", 2)) == SMALL
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file: cannot be written: "):
+        save(SMALL, tmp_path / "file" / "small.yaml")
+    if os.geteuid():
+        tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+        with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+            save(SMALL, tmp_path / "small.yaml")
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    save(SMALL, path)
+    for bad in (float("nan"), float("inf"), -1.0, 0.0):
+        with pytest.raises(ConfigError, match="topology.bandwidth: required a quantity in B/s"):
+            save(replace(SMALL, topology=Topology("mesh", bad, MEASURED)), path)
+    assert load(path) == SMALL
+
+
+def test_saving_through_a_link_keeps_the_link(tmp_path: Path) -> None:
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "real.yaml")
+    save(SMALL, tmp_path / "link.yaml")
+    assert (tmp_path / "link.yaml").is_symlink()
+    assert load(tmp_path / "real.yaml") == SMALL
+
+
+# Which machine this host is.
+
+
+def test_the_order_in_which_machines_are_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Fingerprint("nvidia h200", 4)
+    assert find(None, host) == load(configs() / "h200-4.yaml")
+
+    own = replace(SMALL, name="own", accelerator="NVIDIA H200", ranks=4)
+    save(own, home / "own.yaml")
+    assert find(None, host) == own
+
+    monkeypatch.setenv("FICCO_MACHINE", "mi300x-8")
+    assert find(None, host) == load(configs() / "mi300x-8.yaml")
+
+    other = replace(SMALL, name="other")
+    save(other, tmp_path / "other.yaml")
+    assert find(str(tmp_path / "other.yaml"), host) == other
+    assert find("own", host) == own
+
+    save(replace(own, name="cpu"), home / "cpu.yaml")
+    assert find("cpu", None) == replace(own, name="cpu")  # before the shipped one
+
+
+def test_what_matches_a_fingerprint() -> None:
+    machine = replace(SMALL, also=("Some GPU 80GB",))
+    assert Fingerprint("some gpu", 2).matches(machine)
+    assert Fingerprint("SOME GPU 80gb", 2).matches(machine)
+    assert not Fingerprint("Some GPU", 4).matches(machine)
+    assert not Fingerprint("Some", 2).matches(machine)
+    assert find(None, Fingerprint("Nobody's", 2)) is None
+    assert find(None, None) is None
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_a_name_of_nothing_lists_what_there_is(
+    by: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(SMALL, home / "small.yaml")
+    if by == "environment":
+        monkeypatch.setenv("FICCO_MACHINE", "nothing")
+    with pytest.raises(
+        ConfigError, match="nothing: required .* h200-4, mi300x-8, small "
+    ) as caught:
+        find("nothing" if by == "argument" else None, None)
+    assert caught.value.source == {"argument": "machine", "environment": "FICCO_MACHINE"}[by]
+
+
+def test_a_damaged_user_file(home: Path) -> None:
+    save(SMALL, home / "b.yaml")
+    (home / "a.yaml").write_text(TEXT[: len(TEXT) // 2])
+    with pytest.warns(UserWarning, match=r"passed over: .*a\.yaml: file: ends early") as told:
+        assert find(None, Fingerprint("Some GPU", 2)) == SMALL
+    assert len(told) == 1
+    with pytest.raises(ConfigError, match="ends early"):
+        find("a", None)
+    assert (home / "a.yaml").read_text() == TEXT[: len(TEXT) // 2]
+
+
+def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert user_dir() == tmp_path / "user"
+    monkeypatch.delenv("FICCO_CONFIG_DIR")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert user_dir() == tmp_path / "ficco"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_dir() == tmp_path / ".config" / "ficco"
+
+
+def test_digests_are_of_facts() -> None:
+    told = replace(SMALL.topology, provenance=Provenance("assumed", note="other"))
+    assert digest(replace(SMALL, topology=told, source="elsewhere")) == digest(SMALL)
+    assert 0 <= digest(SMALL) < 2**40
+    others = [
+        replace(SMALL, ranks=4),
+        replace(SMALL, margin=0.03),
+        replace(SMALL, copies=None),
+        replace(SMALL, copies=None, kernel_copies=SMALL.copies),
+        replace(SMALL, topology=replace(SMALL.topology, sharing=0.5)),
+        replace(SMALL, copies=replace(SMALL.copies, gap=3.0001e-6)),
+    ]
+    assert len({digest(machine) for machine in [SMALL, *others]}) == 7
+    # A number is the same fact as int and as float.
+    assert digest(replace(SMALL, topology=replace(SMALL.topology, bandwidth=int(64e9)))) == digest(
+        SMALL
+    )
+
+
+# Curves.
+
+
+def test_curves_are_straight_in_logarithms() -> None:
+    curve = ((1.0, 10.0), (100.0, 1000.0), (200.0, 1000.0))
+    assert interpolate(curve, 10.0) == pytest.approx(100.0)
+    assert interpolate(curve, 0.1) == 10.0
+    assert interpolate(curve, 150.0) == pytest.approx(1000.0)
+    assert interpolate(curve, 1e9) == 1000.0
+    assert interpolate(((5.0, 7.0),), 1.0) == interpolate(((5.0, 7.0),), 9.0) == 7.0
+
+
+def test_a_collective_beyond_its_curve_goes_on_at_the_rate_of_its_end() -> None:
+    collective = Collective(((1.0, 2.0), (4.0, 8.0)), MEASURED)
+    assert collective.seconds(2.0) == pytest.approx(4.0)
+    assert collective.seconds(8.0) == 16.0
+    assert collective.seconds(0.5) == 2.0
+
+
+# The GEMM model, by hand: four processors of 250 operations per second each, one tile of 10 x 10.
+
+WAVES = Gemm(
+    peak=2000.0,
+    units=4,
+    launch=0.0,
+    efficiency=0.5,
+    start=1.0,
+    bandwidth=1e30,
+    provenance=MEASURED,
+    tile_rows=(10,),
+    tile_cols=(10,),
+)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "batch", "waves", "filled"),
+    [
+        (10, 10, 1, 1, 0.25),
+        (20, 20, 1, 1, 1.0),
+        (21, 20, 1, 2, 1.5),
+        (40, 40, 1, 4, 4.0),
+        (1, 1, 1, 1, 0.25),
+        (10, 10, 5, 2, 1.25),
+    ],
+)
+def test_waves(m: int, n: int, batch: int, waves: int, filled: float) -> None:
+    # A tile takes 2 * 10 * 10 * k / 250 seconds.
+    assert WAVES.seconds(m, n, 5, batch=batch) == pytest.approx(1.0 + waves * 4.0)
+    assert WAVES.dense(m, n, 5, batch=batch) == pytest.approx(filled * 4.0)
+
+
+def test_the_parts_of_a_tile() -> None:
+    gemm = replace(WAVES, prologue=0.5, step=64.0, write=400.0)
+    # 0.5 + 5 terms of 1 second + 4 s of operations + 10 * 10 elements at 100 bytes per second
+    assert gemm.seconds(10, 10, 5) == pytest.approx(1.0 + 0.5 + 5.0 + 4.0 + 2.0)
+    assert gemm.seconds(10, 10, 5, itemsize=4) == pytest.approx(1.0 + 0.5 + 5.0 + 4.0 + 4.0)
+    # a wide result is read and written, 4 bytes each
+    assert gemm.seconds(10, 10, 5, wide=True) == pytest.approx(1.0 + 0.5 + 5.0 + 4.0 + 8.0)
+    assert gemm.seconds(10, 10, 5, itemsize=4, wide=True) == gemm.seconds(10, 10, 5, wide=True)
+
+
+def test_the_best_tile_is_taken() -> None:
+    # 30 rows: three tiles of 10 in a wave of 4 s, or one of 30, of 12 s.
+    gemm = replace(WAVES, tile_rows=(10, 30))
+    assert gemm.seconds(30, 10, 5) == pytest.approx(1.0 + 4.0)
+    # 120 rows: three waves of the small, or one of the large; a prologue prefers the large.
+    assert replace(gemm, prologue=1.0).seconds(120, 10, 5) == pytest.approx(1.0 + 13.0)
+
+
+def test_k_is_split_while_processors_are_idle() -> None:
+    gemm = replace(WAVES, splits=(1, 2, 4), join=1.0)
+    # One tile: 4 seconds; in four parts 1 second, and 1 to join them.
+    assert gemm.seconds(10, 10, 5) == pytest.approx(1.0 + 1.0 + 1.0)
+    # Two tiles have two processors each, three have one.
+    assert gemm.seconds(20, 10, 5) == pytest.approx(1.0 + 2.0 + 1.0)
+    assert gemm.seconds(30, 10, 5) == pytest.approx(1.0 + 4.0)
+
+
+def test_memory_limits() -> None:
+    gemm = replace(WAVES, peak=1e30, bandwidth=100.0)
+    # (10 * 5 + 5 * 10 + 10 * 10) * 2 bytes
+    assert gemm.seconds(10, 10, 5) == pytest.approx(1.0 + 4.0)
+    # a batch shares its right operand: (3 * 50 + 50 + 3 * 100) * 2
+    assert gemm.seconds(10, 10, 5, batch=3) == pytest.approx(1.0 + 10.0)
+    # (50 + 50) * 2 + 100 * 8
+    assert gemm.seconds(10, 10, 5, wide=True) == pytest.approx(1.0 + 10.0)
+    both = replace(WAVES, bandwidth=100.0).seconds(10, 10, 5)  # 4 s and 4 s
+    assert both == pytest.approx(1.0 + 4.0 * 2 ** (1 / 3))
+
+
+def test_other_dtypes_and_nothing_to_do() -> None:
+    gemm = replace(WAVES, shares=((2.0, 1.0), (4.0, 0.5), (8.0, 0.25)))
+    assert gemm.seconds(20, 20, 5, itemsize=4) == pytest.approx(1.0 + 8.0)
+    assert gemm.seconds(20, 20, 5, itemsize=8) == pytest.approx(1.0 + 16.0)
+    for size in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        assert gemm.seconds(*size) == gemm.dense(*size) == 0.0
+    assert gemm.seconds(1, 1, 1, batch=0) == 0.0
+
+
+def test_a_card_at_its_power_limit() -> None:
+    gemm = replace(WAVES, burst=2.0, sustained=0.8)
+    assert [gemm.heated(s) for s in (0.0, 1.0, 2.0, 6.0)] == pytest.approx([0.0, 1.0, 2.0, 7.0])
+    assert WAVES.heated(1e9) == 1e9
+
+
+H200 = load(configs() / "h200-4.yaml").gemm
+assert H200 is not None
+SIZES = st.integers(1, 40000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SIZES, SIZES, SIZES, st.integers(1, 8), st.sampled_from([2, 4, 8]), st.booleans())
+def test_times_are_sane(m: int, n: int, k: int, batch: int, itemsize: int, wide: bool) -> None:
+    def seconds(gemm: Gemm, m: int, n: int, k: int, batch: int = batch) -> float:
+        return gemm.seconds(m, n, k, batch=batch, itemsize=itemsize, wide=wide)
+
+    now = seconds(H200, m, n, k)
+    assert now >= 2.0 * batch * m * n * k / H200.peak
+    assert H200.dense(m, n, k, batch=batch, itemsize=itemsize, wide=wide) <= now
+    # More work takes no less time.
+    assert seconds(H200, 2 * m, n, k) >= now
+    assert seconds(H200, m, 2 * n, k) >= now
+    assert seconds(H200, m, n, 2 * k) >= now
+    assert seconds(H200, m, n, k, batch + 1) >= now
+    # Two halves take no less than the whole and a start.
+    assert 2 * seconds(H200, m, n, k) >= seconds(H200, 2 * m, n, k) + H200.start * 0.99
+    assert seconds(replace(H200, bandwidth=H200.bandwidth / 2), m, n, k) >= now
+    assert math.isfinite(now)
+
+
+def test_products_measured_on_h200_are_near_the_model() -> None:
+    """Milliseconds of docs/results/measured-h200-4.md, column GEMM, queued."""
+    for m, n, k, ms in (
+        (32768, 2048, 8192, 1.380),
+        (8192, 7168, 8192, 1.219),
+        (8192, 3584, 4096, 0.310),
+        (18432, 7168, 4096, 1.413),
+        (16384, 4096, 16384, 2.921),
+        (8192, 2048, 32768, 1.352),
+        (8192, 12288, 12288, 3.309),
+        (16384, 13312, 16384, 10.362),
+    ):
+        assert H200.heated(H200.seconds(m, n, k)) == pytest.approx(ms * 1e-3, rel=0.06), (m, n, k)
+
+
+# The fit.
+
+
+def sampled(gemm: Gemm, sizes: list[tuple[int, int, int]], **rest: Any) -> list[Sample]:
+    full = {"batch": 1, "itemsize": 2, "wide": False, **rest}
+    return [Sample(*mnk, **full, seconds=gemm.seconds(*mnk, **full)) for mnk in sizes]
+
+
+GRID = [
+    (m, n, k) for m in (64, 512, 3000, 9000) for n in (256, 2000, 8000) for k in (512, 2048, 9000)
+]
+
+
+def test_a_fit_finds_the_machine_that_made_the_samples() -> None:
+    truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1)))
+    samples = [
+        *sampled(truth, GRID),
+        *sampled(truth, GRID[::3], wide=True),
+        *sampled(truth, GRID[::4], batch=3),
+        *sampled(truth, GRID[::3], itemsize=4),
+    ]
+    assert len(samples) >= ENOUGH
+    found = fit(samples, units=132, peak=truth.peak)
+    assert found == fit(samples, units=132, peak=truth.peak)  # a pure function
+    assert errors(found, samples).mean < 0.01
+    unseen = sampled(truth, [(1000, 1500, 6000), (5000, 700, 3000), (128, 12000, 1000)])
+    assert errors(found, unseen).worst < 0.03
+    assert found.efficiency == pytest.approx(truth.efficiency, rel=0.03)
+    assert found.bandwidth == pytest.approx(truth.bandwidth, rel=0.1)
+    assert dict(found.shares)[4.0] == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_fit_of_few_samples_leaves_waves_out() -> None:
+    truth = replace(
+        WAVES, peak=1e11, units=1, efficiency=0.9, start=2e-5, bandwidth=1e10,
+        tile_rows=(1,), tile_cols=(1,), shares=((4.0, 1.0),),
+    )  # fmt: skip
+    sizes = [(m, n, k) for m in (8, 64, 512) for n in (16, 128) for k in (32, 256, 1024)]
+    samples = sampled(truth, sizes, itemsize=4)
+    assert len(samples) < 20
+    found = fit(samples)
+    assert (found.tile_rows, found.tile_cols, found.splits) == ((1,), (1,), (1,))
+    assert errors(found, samples).worst < 0.02
+    assert found.peak * found.efficiency == pytest.approx(9e10, rel=0.05)
+    assert found.start == pytest.approx(2e-5, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_fit_of_hardly_any_samples_is_still_near_them(count: int) -> None:
+    samples = sampled(H200, GRID[-count:])
+    assert errors(fit(samples, units=132, peak=H200.peak), samples).worst < 0.1
+
+
+def test_outliers_hardly_move_a_fit() -> None:
+    samples = sampled(H200, GRID * 2)
+    spoilt = [
+        replace(s, seconds=s.seconds * (3 if i % 12 == 0 else 1)) for i, s in enumerate(samples)
+    ]
+    found = fit(spoilt, units=132, peak=H200.peak)
+    assert errors(found, samples).median < 0.02
+
+
+def test_a_fit_of_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="required at least one measured product"):
+        fit([])
+    for wrong in (dict(m=0), dict(seconds=0.0), dict(seconds=float("nan"))):
+        with pytest.raises(ValueError, match="required sizes and seconds above 0"):
+            fit([replace(Sample(1, 1, 1, 1, 2, False, 1.0), **wrong)])
+
+
+def test_fitted_models_can_be_saved(tmp_path: Path) -> None:
+    gemm = fit(sampled(H200, GRID), units=132)
+    save(replace(SMALL, gemm=gemm), tmp_path / "a.yaml")
+    assert load(tmp_path / "a.yaml").gemm == gemm
