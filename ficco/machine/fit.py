@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ficco.machine.model import Gemm, Provenance, both, join_seconds, memory_seconds, tiles_seconds
+from ficco.machine.model import (
+    Gemm,
+    Provenance,
+    both,
+    interpolate,
+    join_seconds,
+    memory_seconds,
+    tiles_seconds,
+)
 
 #: Tiles that vendor libraries are known to have, and into how many parts they cut k.
 TILE_ROWS = (32, 64, 96, 128, 160, 192, 256)
@@ -57,6 +65,7 @@ def fit(
     units: int = 1,
     peak: float | None = None,
     launch: float = 0.0,
+    known: Gemm | None = None,
     provenance: Provenance | None = None,
 ) -> Gemm:
     """The model that fits samples best, by the mean of ``|log(predicted / measured)|``.
@@ -71,6 +80,8 @@ def fit(
         peak: operations per second of the smallest dtype that was measured; the highest rate that
             was seen where it is not known.
         launch: seconds between two products that are not in the samples' times.
+        known: a model of the same device, for what samples do not tell: the shares of dtypes that
+            were not measured, and what the power limit does. They stay as they are there.
         provenance: of the block.
 
     Raises:
@@ -123,7 +134,19 @@ def fit(
         off = np.abs(np.log(_predict(made(x), columns) / seconds))
         return float(off.mean() + _PULL * np.abs(x).sum())
 
-    return made(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
+    found = made(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
+    if known is None:
+        return found
+    # Shares are of the smallest dtype that was measured: one of the known model's, too, perhaps.
+    scale = dict(found.shares)[sizes[0]] / interpolate(known.shares, sizes[0])
+    shares = {size: min(1.0, share * scale) for size, share in known.shares if size > sizes[0]}
+    shares |= dict(found.shares)
+    return replace(
+        found,
+        shares=tuple(sorted(shares.items())),
+        burst=known.burst,
+        sustained=known.sustained,
+    )
 
 
 _UNIT = Gemm(1.0, 1, 0.0, 1.0, 0.0, 1.0, Provenance("assumed"))

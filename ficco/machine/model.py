@@ -195,6 +195,7 @@ class Host:
         call: of a call, beside what it enqueues, and ``collective_call`` of one that goes through
             the vendor's collective instead.
         matmul, copy, signal: of each product, copy, and batch of waits or posts enqueued.
+        skew: between the first and the last rank whose host begins a call.
     """
 
     call: Seconds
@@ -203,6 +204,7 @@ class Host:
     copy: Seconds
     signal: Seconds
     provenance: Provenance
+    skew: Seconds = 0.0
 
 
 @dataclass(frozen=True)
