@@ -403,9 +403,10 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     generous = 30.0  # the machine is shared with whatever else runs on it
     assert all(point.holds(generous) for point in points), check.report(points, generous)
     slow = replace(machine.gemm, peak=machine.gemm.peak / 1e4, start=1.0)
-    points = ranks.run(2, check_file, replace(machine, gemm=slow))[0]
+    falsified = Machine("m", "cpu", 2, gemm=slow, memory=machine.memory)
+    points = ranks.run(2, check_file, falsified)[0]
     off = {point.block for point in points if not point.holds(generous)}
-    assert "gemm" in off and "memory" not in off
+    assert off == {"gemm"}
     assert "ficco tune --only gemm" in check.report(points, generous)
 
 
@@ -444,10 +445,10 @@ def test_logged_problems_become_tuned_entries(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert shapes.from_log(log, 3) == []
     machine_file(path)
-    outcome = ranks.run(2, tune_shapes, str(path), tuple(problems))[0]
+    outcome = ranks.run(2, tune_shapes, str(path), tuple(problems[:1]))[0]
     assert not outcome.failures, outcome.failures
     tuned = load(path).tuned
-    assert [shapes.key(one) for one in tuned] == [shapes.key(one) for one in problems]
+    assert [shapes.key(one) for one in tuned] == [shapes.key(problems[0])]
     for one in tuned:
         assert str(Schedule.parse(one.queued)) == one.queued == one.idle
         assert 0 < one.seconds[0] <= one.serial[0]

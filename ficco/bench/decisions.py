@@ -166,7 +166,7 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     axes.tick_params(axis="x", labelsize=7)
     axes.set_xlabel("ms", fontsize=8)
     axes.set_title(f"{decision.problem} on {decision.machine.name}", fontsize=8, loc="left")
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
+    axes.legend(fontsize=7, loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path

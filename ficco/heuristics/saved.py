@@ -17,7 +17,7 @@ from ficco.problem import digest
 from ficco.schedules import Schedule
 
 #: What of this package a decision depends on.
-CODE = ("problem.py", "plan", "schedules", "simulate.py", "simulate", "machine", "heuristics")
+CODE = ("problem.py", "plan", "schedules", "simulate.py", "machine", "heuristics")
 
 
 class Saved:
@@ -73,15 +73,18 @@ def cache_dir() -> Path:
 
 @lru_cache(maxsize=1)
 def version() -> str:
-    """The version of the code that decides, by its text: a release, or a change to a checkout."""
+    """The version of the code that decides: a release, or the state of a checkout.
+
+    By the sizes and times of its files, since reading them takes longer than a decision may.
+    """
     package = Path(__file__).resolve().parent.parent
-    texts = []
+    files = []
     for name in CODE:
         path = package / name
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            if file.is_file():
-                texts.append(file.read_text())
-    return f"{digest(''.join(texts)):010x}"
+            about = file.stat()
+            files.append((file.name, about.st_size, about.st_mtime_ns))
+    return f"{digest(repr(files)):010x}"
 
 
 _warned: set[str] = set()

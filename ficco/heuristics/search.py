@@ -20,7 +20,7 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule
 
 #: Predictions of a search, each in all its modes; what they take is a part of 200 ms.
-BUDGET = 40
+BUDGET = 32
 
 #: Candidates from which it starts.
 STARTS = 3

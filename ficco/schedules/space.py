@@ -103,7 +103,8 @@ class Schedule:
 
         bases = [name for name, base in NAMED.items() if fixed(base) == fixed(self)]
         # pieces=0 and tail=1 can be printed, but not undone by leaving a knob out.
-        name = min(bases, key=lambda base: len(knobs(NAMED[base])))
+        # Of names with as many knobs, what overlaps is not called serial.
+        name = min(bases, key=lambda base: (len(knobs(NAMED[base])), base == "serial"))
         rest = knobs(NAMED[name])
         return f"{name}:{','.join(rest)}" if rest else name
 
