@@ -509,16 +509,13 @@ class CudaEngine(Engine):
         eager = not slot.captured and "base" not in program.state
         if eager and run.lanes and self.replays and self._recordable:
             recording = self._recording(run, call, key[0])
+        # What peers and the watchdog are told is no business of the caller's stream.
+        sync = lanes["sync"]
         if recording is not None:
-            lanes.fork.record(stream)
             recording.replay(stream)
         else:
             self._enqueue(run, call)
-        # What peers and the watchdog are told is no business of the caller's stream.
-        sync = lanes["sync"]
-        lanes.fork.hold(sync)
-        assert run.begin is not None
-        run.begin.enqueue(sync)
+            self._begin(run, lanes)
         state.over.record(stream)
         state.over.hold(sync)
         for op in run.tail:
@@ -538,6 +535,12 @@ class CudaEngine(Engine):
             event = lanes.joins[lane]
             event.record(lanes[lane])
             event.hold(stream)
+
+    def _begin(self, run: _Run, lanes: _Lanes) -> None:
+        """Tell the watchdog once the caller's stream gets to this call."""
+        assert run.begin is not None
+        lanes.fork.hold(lanes["sync"])
+        run.begin.enqueue(lanes["sync"])
 
     def _run(self, program: Program) -> _Run:
         """What :meth:`execute` needs of a program, made once."""
@@ -597,11 +600,20 @@ class CudaEngine(Engine):
         if recorder is None:
             recorder = self._recorders[raw] = _Recorder()
         lanes, call.state = call.state, recorder.lanes
+        stream, sync = recorder.lanes["compute0"], recorder.lanes["sync"]
+        end = recorder.lanes.joins["sync"]
+
+        def enqueue() -> None:
+            self._enqueue(run, call)
+            self._begin(run, recorder.lanes)
+            end.record(sync)
+            end.hold(stream)
+
         collecting = gc.isenabled()
         gc.disable()  # what it frees must not be freed during a capture
         try:
             with torch.cuda.stream(recorder.stream), torch.cuda.use_mem_pool(recorder.memory):
-                return cu.Recording(recorder.lanes["compute0"], lambda: self._enqueue(run, call))
+                return cu.Recording(stream, enqueue)
         except (RuntimeError, BackendError) as error:
             warnings.warn(
                 f"ficco enqueues calls step by step, since one could not be recorded: {error}",
