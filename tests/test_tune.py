@@ -67,6 +67,13 @@ def test_copies_whose_times_are_noise_still_have_positive_figures() -> None:
     assert all(rate > 0 for _, rate in found.curve)
 
 
+def test_noise_does_not_make_small_copies_the_fastest() -> None:
+    # By the two smallest sizes nearly all of a copy's time is its gap.
+    times = rows_of_copies(5 * US, 0.0, {65536.0: 6.5536e9, 131072.0: 13.1e9, 1048576.0: 10e9})
+    found = dict(fits.copies(times).curve)
+    assert max(found.values()) == found[1048576.0] < 20e9
+
+
 @pytest.mark.parametrize("times", [[(1024.0, 1)], [(1024.0, 1), (4096.0, 1)]])
 def test_copies_that_cannot_be_taken_apart_are_refused(times: list[tuple[float, int]]) -> None:
     with pytest.raises(ValueError, match="required two sizes and rows of two lengths"):

@@ -145,7 +145,7 @@ CPU = Effort(
 SHORT = {
     "gpu": dict(
         name="gpu-quick",
-        gemms=GPU.gemms[::5],
+        gemms=GPU.gemms[::3],
         seconds={step: most / 5 for step, most in _GPU_SECONDS.items()},
         rule=GPU.rule[1::2],
     ),

@@ -46,7 +46,8 @@ def copies(found: Sequence[CopyTime]) -> CopyFit:
 
     ``count`` copies of s bytes take ``latency + count * s / rate(s) + (count - 1) * gap``. Which
     part of what a copy adds to a row is gap and which is bytes' time cannot be told apart at one
-    size: between the two smallest sizes the rate counts as constant.
+    size: between the two smallest sizes the rate counts as constant, and no rate is above those of
+    all larger sizes.
 
     Raises:
         ValueError: fewer than two sizes, or no size with rows of two lengths.
@@ -69,7 +70,10 @@ def copies(found: Sequence[CopyTime]) -> CopyFit:
     each = [max(float(one), floor) for one in each]
     per_byte = (each[1] - each[0]) / (sizes[1] - sizes[0])
     gap = float(np.clip(each[0] - per_byte * sizes[0], 0.0, MOST_GAP * min(each)))
-    curve = tuple((size, size / (one - gap)) for size, one in zip(sizes, each, strict=True))
+    rates = [size / (one - gap) for size, one in zip(sizes, each, strict=True)]
+    # Noise in small copies, where little is left beside the gap, would make them the fastest.
+    rates = [min(rate, max(rates[i + 1 :], default=rate)) for i, rate in enumerate(rates)]
+    curve = tuple(zip(sizes, rates, strict=True))
     fit = CopyFit(max(float(rest) + gap, 0.0), gap, curve, 0.0)
     errors = [abs(fit.seconds(one.nbytes, one.count) / one.seconds - 1) for one in found]
     return CopyFit(fit.latency, fit.gap, fit.curve, max(errors))

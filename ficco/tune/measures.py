@@ -23,6 +23,7 @@ from ficco.machine import (
     Collective,
     Contention,
     Copies,
+    Fingerprint,
     Gemm,
     Host,
     Machine,
@@ -30,6 +31,7 @@ from ficco.machine import (
     Provenance,
     Thresholds,
     Topology,
+    nearest,
 )
 from ficco.machine.fit import Sample, errors, fit
 from ficco.plan import Plan
@@ -154,9 +156,7 @@ def gemm(site: Site) -> Gemm:
     if not _adds_wide(site):
         shapes = tuple(shape for shape in shapes if not shape.wide)
     found = samples(site, shapes)
-    known = site.machine.gemm
-    sheet = known.peak if known is not None and site.watch.on_gpu else None
-    fitted = fit(found, units=units(site), peak=sheet)
+    fitted = fit(found, units=units(site), peak=peak(site), known=site.machine.gemm)
     error = errors(fitted, found)
     note = (
         f"{len(found)} products of {site.effort.dtype}, errors {error.median:.1%} median, "
@@ -174,6 +174,16 @@ def _adds_wide(site: Site) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
+
+
+def peak(site: Site) -> float | None:
+    """Operations per second of the data sheet, as a file of such a device says; None if none does."""
+    if not site.watch.on_gpu:
+        return None
+    alike = site.machine
+    if alike.gemm is None:
+        alike = nearest(Fingerprint(alike.accelerator, alike.ranks)) or alike
+    return None if alike.gemm is None else alike.gemm.peak
 
 
 def units(site: Site) -> int:

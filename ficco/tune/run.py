@@ -199,7 +199,7 @@ class _Run:
         self.here = fingerprint(settings.device, self.world)
         self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
         self.outcome = Outcome()
-        self.pace = 1.0  # how much longer than estimated the steps took so far
+        self.taken = self.estimated = 0.0  # seconds of the steps so far
 
     def run(self) -> Outcome:
         error, machine, journal = self._told(self._begin)
@@ -230,7 +230,8 @@ class _Run:
                 break
             outcome.machine = machine
             outcome.done.append(name)
-            self.pace = max(taken / self.settings.seconds(name), 0.1)
+            self.taken += taken
+            self.estimated += self.settings.seconds(name)
             self._say_done(number, todo, taken)
             self._say_change(name, before, machine)
         watch.close()
@@ -273,9 +274,10 @@ class _Run:
         """The machine with what a step has measured, which a file can hold."""
         for step in STEPS:
             if step.name == name:
-                found = replace(site.machine, **{name: rounded(step.measure(site))})
-                loads(dumps(found), str(self.settings.path))  # else the step has failed
-                return found
+                block = {name: rounded(step.measure(site))}
+                alone = Machine("block", self.here.accelerator, self.world, **block)
+                loads(dumps(alone), str(self.settings.path))  # else the step has failed
+                return replace(site.machine, **block)
         problem = next(p for p in self.settings.problems if shapes.name_of(p) == name)
         best = shapes.measure(site, problem, self.settings.quick)
         for left_out, why in best.left_out.items():
@@ -309,6 +311,11 @@ class _Run:
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def pace(self) -> float:
+        """How much longer than estimated the steps took so far."""
+        return self.taken / self.estimated if self.taken else 1.0
 
     def _left(self, names: list[str]) -> float:
         return self.pace * sum(self.settings.seconds(name) for name in names)
