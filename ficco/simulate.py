@@ -9,11 +9,15 @@ What is modelled, and how:
 - *Products.* The GPU of a rank serves the products of all its compute lanes in the order in which
   they begin, each for its ``Gemm.seconds``. The next one begins in the last wave of the one before
   and fills part of it: of what ``Gemm.dense`` is less than that, see ``UNFILLED``. Copies within
-  the rank are served likewise, at the rate of its memory.
+  the rank are served likewise, at the rate of its memory. A card that multiplies for long gets
+  slower (``Gemm.heated``).
 - *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
   multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
 - *The host.* In the mode ``"idle"`` an operation is there for the GPU when the host has enqueued
-  it, after all those before it in the plan; in the mode ``"queued"`` all are there at 0.
+  it, after all those before it in the plan; in the mode ``"queued"`` all are there at 0. Hosts do
+  not begin at the same time (``Host.skew``), so that on a switch copies that would go by turns
+  meet at a port: on 4 H200 that, not the host's own time, is most of what many small pieces lose
+  (docs/results/measured-h200-4.csv, hetero-fused-1d:pieces=4 where copies take as long as GEMMs).
 - *The end* is when the caller's stream is through, which waits for all lanes but ``sync``. Slots
   are free: nothing waits for the call before.
 
@@ -85,17 +89,17 @@ def simulate(
 def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued") -> float:
     """Seconds of a call: until the caller's stream of the slowest rank is through.
 
-    Where shards are equal, one rank stands for all, with every signal taken from its mirror image
-    among the rank's own. That is exact but for steps with pieces of all peers and not the own one
-    (hetero-fused), whose products fall in two at another place on every rank: there the ranks
-    with the longest products stand for all, which leaves out that the others' copies meet a little
-    less contention.
+    Where shards are equal and no copies collide, one rank stands for all, with every signal taken
+    from its mirror image among the rank's own. That is exact but for steps with pieces of all peers
+    and not the own one (hetero-fused), whose products fall in two at another place on every rank:
+    there the ranks with the longest products stand for all, which leaves out that the others'
+    copies meet a little less contention. On a mesh all ranks are as late as the last one.
 
     Raises:
         ValueError: as :func:`simulate`.
     """
     with paused():
-        if not _alike(problem, schedule):
+        if not _alike(problem, schedule) or _collide(schedule, machine, mode):
             found = [_Simulation(plans(problem, schedule), machine, mode)]
         else:
             found = [
@@ -128,6 +132,13 @@ def _alike(problem: Problem, schedule: Schedule) -> bool:
     """
     regular = schedule.grouping in ("fused", "unfused") or problem.world.bit_count() == 1
     return regular and len(set(problem.rows)) == 1
+
+
+def _collide(schedule: Schedule, machine: Machine, mode: str) -> bool:
+    """Whether ranks that begin one after the other meet at the ports of their peers."""
+    skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0
+    shared = machine.topology is not None and machine.topology.kind == "switch"
+    return skewed and shared and schedule.mover != "collective"
 
 
 def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]:
@@ -310,7 +321,8 @@ class _Simulation:
             if self.copies is not None and lanes > self.copies.engines:
                 rank.engines = self.copies.engines
             if mode == "idle":
-                rank.enqueued = _enqueued(rank.plan, host)
+                late = 1.0 if self.mirrored else rank.plan.rank / max(self.problem.world - 1, 1)
+                rank.enqueued = _enqueued(rank.plan, host, late * host.skew)
 
     def run(self) -> list[list[Ran]]:
         """The steps of every rank that is simulated, in the order of their start."""
@@ -458,7 +470,7 @@ class _Simulation:
         if not whole:
             self._over(lane, self.now, self.now)
             return
-        if step.op == "matmul" and whole:  # the more was multiplied, the hotter the card
+        if step.op == "matmul":  # the more was multiplied, the hotter the card
             worked, rank.worked = rank.worked, rank.worked + whole
             slower = (self.gemm.heated(rank.worked) - self.gemm.heated(worked)) / whole
             whole, filled = whole * slower, filled * slower
@@ -590,13 +602,13 @@ class _Simulation:
         return whole if sharers == 1 else whole * self.topology.sharing / sharers
 
 
-def _enqueued(plan: Plan, host: Host) -> list[tuple[float, float]]:
+def _enqueued(plan: Plan, host: Host, begin: float) -> list[tuple[float, float]]:
     """When the host has enqueued each step, and what the step posts.
 
     The lane ``sync`` comes last, as engines enqueue it. A collective is part of its call; a place
     is as much work for the host as a product.
     """
-    at = host.collective_call if plan.collective else host.call
+    at = begin + (host.collective_call if plan.collective else host.call)
     found = [(0.0, 0.0)] * len(plan.steps)
     for last in (False, True):
         for index, step in enumerate(plan.steps):

@@ -116,9 +116,9 @@ def send(lane: str, src: int, dst: int, nbytes: int, **more: object) -> Step:
     return Step("copy", lane, "c", transfer=Transfer(here, there), **more)  # type: ignore[arg-type]
 
 
-def two(*steps: Step) -> list[Plan]:
+def two(*steps: Step, problem: Problem | None = None) -> list[Plan]:
     """Plans of two ranks of which the second does nothing."""
-    problem = problem_of(100, 100)
+    problem = problem or problem_of(100, 100)
     first = own_plan(*steps, problem=problem)
     return [first, replace(first, rank=1, steps=())]
 
@@ -291,6 +291,31 @@ def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     assert bars_of(found, 0, "copy") == [(113, 117)]
     serial = plans(problem_of(1, 1, n=1), Schedule.parse("serial:collective"))
     assert bars_of(simulate(serial, machine, "idle"), 0, "gather") == [(7, 11)]
+
+
+def test_ranks_that_begin_late_meet_at_the_ports_of_their_peers() -> None:
+    host = Host(0.0, 0.0, 0.0, 0.0, 0.0, GIVEN, skew=30.0)
+    late = replace(ONE, host=host, topology=Topology("switch", 1.0, GIVEN, sharing=0.8))
+    made = two(multiply("compute0", 2), problem=problem_of(1, 1))
+    made[1] = replace(made[0], rank=1)
+    found = simulate(made, late, "idle")
+    assert [bars_of(found, rank, "matmul") for rank in (0, 1)] == [[(0, 4)], [(30, 34)]]
+    assert simulate(made, late, "queued").stop_s == 4.0
+    # Copies of 100 bytes from peer to peer: in step they take turns, else two share a port.
+    problem = problem_of(*[25] * 4, n=0, k=1)
+    for name in ("shard-overlap", "hetero-unfused-1d"):
+        one = predict(problem, Schedule.parse(name), late, "idle")
+        assert one == seconds(problem, name, late, "idle") > 300 + 30
+    on_mesh = replace(late, topology=Topology("mesh", 1.0, GIVEN))
+    assert predict(problem, NAMED["shard-overlap"], on_mesh, "idle") == 300 + 30
+
+
+def test_a_card_that_multiplies_for_long_gets_slower() -> None:
+    assert TILES.gemm
+    hot = replace(TILES, gemm=replace(TILES.gemm, launch=0.0, burst=12.0, sustained=0.5))
+    found = simulate([own_plan(*[multiply("compute0", 2, k=2)] * 3)], hot)
+    # 8 s each; of the second the last 4 s are at half the rate, and all of the third.
+    assert bars_of(found, 0, "matmul") == [(0, 8), (8, 20), (20, 36)]
 
 
 def test_the_caller_waits_for_all_lanes_but_sync() -> None:
