@@ -72,7 +72,8 @@ def copies(found: Sequence[CopyTime]) -> CopyFit:
     gap = float(np.clip(each[0] - per_byte * sizes[0], 0.0, MOST_GAP * min(each)))
     rates = [size / (one - gap) for size, one in zip(sizes, each, strict=True)]
     # Noise in small copies, where little is left beside the gap, would make them the fastest.
-    rates = [min(rate, max(rates[i + 1 :], default=rate)) for i, rate in enumerate(rates)]
+    for i in reversed(range(len(rates) - 1)):
+        rates[i] = min(rates[i], max(rates[i + 1 :]))
     curve = tuple(zip(sizes, rates, strict=True))
     fit = CopyFit(max(float(rest) + gap, 0.0), gap, curve, 0.0)
     errors = [abs(fit.seconds(one.nbytes, one.count) / one.seconds - 1) for one in found]

@@ -177,7 +177,7 @@ def _adds_wide(site: Site) -> bool:
 
 
 def peak(site: Site) -> float | None:
-    """Operations per second of the data sheet, as a file of such a device says; None if none does."""
+    """Operations per second of the data sheet, as a file of such a device says."""
     if not site.watch.on_gpu:
         return None
     alike = site.machine
