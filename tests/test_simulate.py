@@ -163,6 +163,21 @@ def test_a_batch_is_one_product() -> None:
     assert simulate([three], TILES).stop_s == pytest.approx(5 * 8.0)
 
 
+def test_sums_are_read_and_written_in_float32() -> None:
+    assert ONE.gemm
+    by_memory = replace(ONE, gemm=replace(ONE.gemm, peak=1e30, bandwidth=1.0))
+    a, out = Region("a", 0, 0, 3, 0, 5), Region("out", 0, 0, 3, 0, 7)
+    operands = (3 * 5 + 5 * 7) * 2
+    for region, accumulate, each in (
+        (out, False, 2),
+        (out, True, 8),
+        (out._replace(buffer="sum"), False, 8),
+    ):
+        step = Step("matmul", "compute0", "x", products=(Product(a, 0, 5, region, accumulate),))
+        made = own_plan(step, problem=problem_of(3, n=7, k=5, dtype="bfloat16"))
+        assert simulate([made], by_memory).stop_s == pytest.approx(operands + 3 * 7 * each)
+
+
 def test_a_place_reads_and_writes_memory_and_sums_are_wider() -> None:
     machine = replace(ONE, memory=Memory(1e9, 2.0, GIVEN, latency=1.0))
     whole = (0, 10, 0, 1)
@@ -289,6 +304,10 @@ def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     found = simulate(made, machine, "idle")
     assert bars_of(found, 0, "matmul") == [(110, 114), (125, 127), (135, 137)]
     assert bars_of(found, 0, "copy") == [(113, 117)]
+    twice = multiply("compute0", 1)
+    both = own_plan(twice._replace(products=twice.products * 2), multiply("compute1", 1))
+    both_found = simulate([both], machine, "idle")  # the third product is there at 130
+    assert bars_of(both_found, 0, "matmul") == [(110, 114), (130, 132)]
     serial = plans(problem_of(1, 1, n=1), Schedule.parse("serial:collective"))
     assert bars_of(simulate(serial, machine, "idle"), 0, "gather") == [(7, 11)]
 
