@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,6 +162,9 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert (tmp_path / "timelines.png").stat().st_size > 10_000
     assert str(tmp_path / "timelines.png") in done.stdout
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert done.stdout.count("model: ") == 3  # decisions, with their reasons
+    assert "simulated on mi300x-8" in done.stdout
+    assert len([line for line in lines if re.match(r"│ g\d", line)]) == 12
 
 
 def test_a_wrong_result_fails_the_demo() -> None:

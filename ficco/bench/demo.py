@@ -144,9 +144,9 @@ def _decisions(console: Console) -> None:
     for name in DECIDED_ON:
         machine = find(name, None)
         assert machine is not None
-        console.print(f"\nschedule='auto' on {name}:")
+        console.print(f"\nschedule='auto' on {name}:", highlight=False)
         for text in examples(machine):
-            console.print(text, highlight=False)
+            console.print(text, soft_wrap=True, highlight=False)
     machine = find(SIMULATED_ON, None)
     assert machine is not None
     console.print(table_i(machine, scenarios()), highlight=False)

@@ -19,9 +19,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
-
-import yaml
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from ficco.errors import ConfigError
 from ficco.machine import units
@@ -29,9 +27,6 @@ from ficco.machine.model import Machine, OneOf, Points, Quantity
 from ficco.problem import digest as digest_of_text
 
 _END = "..."
-
-#: Blocks and lists within each other; a machine has four.
-_DEEPEST = 20
 
 
 def load(path: str | os.PathLike[str]) -> Machine:
@@ -59,16 +54,12 @@ def loads(text: str, source: str = "text") -> Machine:
             "file",
             f"ends early: required the line {_END!r} at its end; is it half-written?",
         )
+    from ficco.machine import text as as_yaml  # YAML is imported by the first machine that is read
+
     try:
-        _refuse_depths(text)
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506 (a subclass of SafeLoader)
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f"line {where.line + 1}" if where else "file"
-        what = getattr(error, "problem", None) or str(error)
-        raise ConfigError(source, line, f"required YAML: {what}") from None
-    except ValueError as error:
-        raise ConfigError(source, "file", f"required YAML: {error}") from None
+        data = as_yaml.parse(text)
+    except as_yaml.Refused as error:
+        raise ConfigError(source, error.where, f"required YAML: {error}") from None
     try:
         machine: Machine = _read(data, Machine, "")
     except _Wrong as wrong:
@@ -77,21 +68,11 @@ def loads(text: str, source: str = "text") -> Machine:
     return machine
 
 
-def _refuse_depths(text: str) -> None:
-    """Nothing in a machine is nested deeply; PyYAML ends the process where it is far too deep."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            raise ValueError(f"nested more than {_DEEPEST} deep")
-
-
 def dumps(machine: Machine) -> str:
     """The machine as text that :func:`loads` reads back to an equal one."""
-    data = _write(machine, Machine)
-    body = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-    return f"{body}{_END}\n"
+    from ficco.machine import text as as_yaml
+
+    return f"{as_yaml.dump(_write(machine, Machine))}{_END}\n"
 
 
 def save(machine: Machine, path: str | os.PathLike[str]) -> None:
@@ -150,47 +131,6 @@ class _Wrong(Exception):
     def __init__(self, key: str, expected: str) -> None:
         self.key = key
         self.expected = expected
-
-
-if TYPE_CHECKING:
-    _FastLoader = yaml.SafeLoader
-else:  # eight times as fast, where PyYAML was built with it
-    _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_FastLoader):
-    """Refuses keys that are given twice: the first would be lost."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-# A date is a text here, whether it is in quotes or not.
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Mappings over lines, points of curves on one."""
-
-
-def _flow_if_flat(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    flat = all(isinstance(item, (int, float, str)) for item in data)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
-
-
-_Dumper.add_representer(list, _flow_if_flat)
 
 
 @cache
