@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Failure, Rank, caught, run
 from test_model import BY, MACHINE, PROBLEM, problem
 
@@ -25,6 +26,7 @@ from ficco.bench.decisions import rule_table
 from ficco.heuristics import Saved, decide, saved
 from ficco.machine import Fingerprint, Machine, Thresholds, Tuned, digest, find, nearest, save
 from ficco.schedules import NAMED, Schedule
+from ficco.workspace import workspaces
 
 #: A machine of which nothing but the thresholds of the rule is known.
 RULED = Machine("ruled", "toy", 4, thresholds=Thresholds(1e12, 5e12, BY))
@@ -439,6 +441,31 @@ def test_ranks_of_one_machine_agree(tmp_path: Path) -> None:
     save(replace(MACHINE, ranks=3), tmp_path / "two.yaml")  # the same in another file
     names = [str(tmp_path / f"{name}.yaml") for name in ("one", "two", "one")]
     assert run(3, _call, names) == [8 * 8 * 16 * 6.0] * 3
+
+
+def _taken(at: Rank, machines: list[str]) -> list[str]:
+    """What calls take, machine by machine and once more without one, on a group of their own."""
+    group = dist.new_group(backend="gloo")
+    a, b = torch.ones(8, 16), torch.ones(16, 8)
+    for machine in (*machines, None, *machines):
+        with ficco.options(machine=machine, timeout_s=10.0):
+            ficco.all_gather_matmul(a, b, group=group)
+    (workspace,) = workspaces(group)
+    taken = [bound.plan.schedule for bound in workspace.programs.values()]
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return taken
+
+
+def test_every_machine_decides_for_itself(tmp_path: Path) -> None:
+    entry = replace(TUNED, rows=(8, 8), n=8, k=16, dtype="float32")
+    names = []
+    for schedule in ("shrinking:tail=2", "growing:pieces=2"):
+        machine = replace(MACHINE, ranks=2, tuned=(replace(entry, idle=schedule),))
+        names.append(str(tmp_path / f"{len(names)}.yaml"))
+        save(machine, names[-1])
+    # The second time nothing is decided: it is the same call.
+    assert run(2, _taken, names) == [["shrinking:tail=2", "growing:pieces=2", "growing"]] * 2
 
 
 @pytest.mark.parametrize("schedule", ["auto", "growing"])

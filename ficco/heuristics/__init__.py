@@ -4,7 +4,7 @@ from ficco.heuristics.candidates import candidates
 from ficco.heuristics.decide import Candidate, Decision, decide
 from ficco.heuristics.losses import Losses, losses
 from ficco.heuristics.rule import Observation, fit_thresholds, literal, rule
-from ficco.heuristics.saved import Saved
+from ficco.heuristics.saved import Saved, warn_once
 from ficco.heuristics.search import search
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "losses",
     "rule",
     "search",
+    "warn_once",
 ]

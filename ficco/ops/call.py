@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
 from ficco.errors import ConfigError
-from ficco.heuristics import decide
+from ficco.heuristics import decide, warn_once
 from ficco.ops import problem_log
 from ficco.options import Options, current
 from ficco.plan import Plan
@@ -182,7 +182,7 @@ def _bound(
         problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
         problem_log.note(options.log_problems, problem, engine.rank)
         known = workspace.known(options.machine)
-        chosen = decide(
+        decision = decide(
             problem,
             schedule,
             machine=known.machine,
@@ -190,7 +190,10 @@ def _bound(
             search=options.search,
             movers=engine.capabilities().movers,
             saved=known.saved,
-        ).schedule
+        )
+        chosen = decision.schedule
+        if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:
+            warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
         made, single = _plan(workspace, problem, chosen, options)
     except (ValueError, NotImplementedError, ConfigError) as error:
         # The peers learn of it, so that they do not wait for this rank. Where all refuse, they
@@ -211,9 +214,7 @@ def _bound(
     return workspace, bound, a
 
 
-def _text(
-    plan: Plan, options: Options, known: Known, source: tuple[Symmetric, int] | None
-) -> str:
+def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, int] | None) -> str:
     """What ranks must agree on, in words."""
     parts = [str(plan.problem), f"schedule {plan.schedule}", str(known)]
     if options.workspace_bytes is not None:
