@@ -417,6 +417,19 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     assert "ficco tune --only gemm" in check.report(points, generous)
 
 
+def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capfd: Any) -> None:
+    path = tmp_path / "new" / "m.yaml"
+    base = ("tune", "--ranks", 2, "--device", "cpu", "--quick", "--out", path)
+    assert cli(*base, "--only", "memory") == 0
+    assert f"wrote {path}" in capfd.readouterr().err
+    assert cli(*base, "--check", "--tolerance", 30) == 0
+    assert "all 1 points hold" in capfd.readouterr().out
+    found = load(path)
+    save(replace(found, memory=replace(found.memory, bandwidth=1e4)), path)
+    assert cli(*base, "--check", "--tolerance", 30) == 1
+    assert "1 of 1 points are off" in capfd.readouterr().out
+
+
 def test_a_point_holds_within_the_tolerance_on_either_side() -> None:
     assert check.Point("b", "x", 1.0, 1.25).holds(0.25)
     assert check.Point("b", "x", 1.25, 1.0).holds(0.25)
@@ -431,8 +444,14 @@ def test_a_point_holds_within_the_tolerance_on_either_side() -> None:
 def call_and_log(at: ranks.Rank, path: str) -> None:
     problem_log._noted.clear()
     with ficco.options(log_problems=path):
-        for n in (8, 8, 16, 0):
-            ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, n), schedule="serial")
+        for n, schedule in (
+            (8, "serial"),
+            (8, "serial"),
+            (8, "growing"),
+            (16, "auto"),
+            (0, "serial"),
+        ):
+            ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, n), schedule=schedule)
     ficco.close()
 
 
