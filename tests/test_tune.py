@@ -15,6 +15,7 @@ import torch
 
 import ficco
 import ficco.cli
+from ficco.bench import series
 from ficco.errors import ConfigError
 from ficco.machine import (
     Collective,
@@ -294,6 +295,34 @@ def test_a_fresh_run_does_not_go_on(tmp_path: Path) -> None:
     ranks.run(2, tune_with, str(path), str(tmp_path), {"memory": "interrupt"})
     (outcome, _), _ = ranks.run(2, tune_fresh, str(path), str(tmp_path))
     assert outcome.earlier == () and outcome.done == list(BLOCKS)
+
+
+def tune_and_fail_in_a_round(at: ranks.Rank, path: str, calls: str) -> Any:
+    """A run in whose step ``memory`` rank 1 fails while its peer times calls."""
+    before, tuning.STEPS = tuning.STEPS, tuple(fake_step(name, Path(calls)) for name in BLOCKS)
+    limit, series.PEERS_S = series.PEERS_S, 1.0
+
+    def measure(site: measures.Site) -> Any:
+        def call() -> None:
+            if at.rank == 1:
+                raise MemoryError("no room")
+
+        site.watch.time({"call": call}, seconds=0.1)
+
+    tuning.STEPS = tuple(
+        measures.Step("memory", measure) if step.name == "memory" else step for step in tuning.STEPS
+    )
+    try:
+        return tuning.tune(tuning.Settings(Path(path), "cpu", quick=True))
+    finally:
+        tuning.STEPS, series.PEERS_S = before, limit
+
+
+def test_a_rank_that_fails_amid_a_step_does_not_hold_up_its_peers(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    for outcome in ranks.run(2, tune_and_fail_in_a_round, str(path), str(tmp_path)):
+        assert "memory" in outcome.failures and len(outcome.done) == len(BLOCKS) - 1
+        assert any(why in outcome.failures["memory"] for why in ("no room", "did not come"))
 
 
 def tune_fresh(at: ranks.Rank, path: str, calls: str) -> Any:

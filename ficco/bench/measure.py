@@ -15,6 +15,7 @@ and idle is all there is, by the host's clock.
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import os
 import random
@@ -50,6 +51,10 @@ SLEEP_FACTOR = 2.0
 SLEEP_LEAST_S = 200e-6
 
 
+#: Turns of a waiting rank between two looks at the clock.
+LOOK = 1 << 10
+
+
 def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
     """The modes that a device has, or those of a list with commas.
 
@@ -71,10 +76,13 @@ class Gate:
 
     A count per rank in a shared file; no data is ordered by it. Collectives are no substitute:
     they leave the ranks tens of microseconds apart, which is as long as what is timed.
+
+    ``timeout_s``: seconds after which a rank that waits raises ``TimeoutError``.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, timeout_s: float = math.inf) -> None:
         self._rank, self._world = group.rank(), group.size()
+        self._timeout_s = timeout_s
         self._count = 0
         size = 8 * (self._world + 2)
         name: list[Any] = [None]
@@ -94,6 +102,7 @@ class Gate:
         """Wait until every rank is here."""
         self._count += 1
         words, count = self._words, self._count
+        began = time.monotonic()
         words[self._rank] = count
         for rank in range(self._world):
             turns = 0
@@ -101,6 +110,8 @@ class Gate:
                 turns += 1
                 if turns > 100:
                     os.sched_yield()
+                if turns % LOOK == 0 and time.monotonic() > began + self._timeout_s:
+                    raise TimeoutError(f"rank {rank} did not come within {self._timeout_s:.0f} s")
 
     def decide(self, value: int) -> int:
         """What rank 0 says, on every rank."""

@@ -42,6 +42,10 @@ MOST_BEHIND = 24
 SWITCH_S = 50e-6
 
 
+#: Seconds that a rank waits for its peers before it takes them to have failed.
+PEERS_S = 45.0
+
+
 @dataclass(frozen=True)
 class Series:
     """What was timed under one name.
@@ -72,7 +76,7 @@ class Stopwatch:
         self.rank, self.world = group.rank(), group.size()
         self.on_gpu = device.type == "cuda"
         self.mode = "queued" if self.on_gpu else "idle"
-        self.gate = Gate(group)
+        self.gate = Gate(group, PEERS_S)
         self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.gate)
 
     def time(
