@@ -66,6 +66,52 @@ def test_an_error_behind_is_not_lost() -> None:
         runner.run()
 
 
+class FakeStream:
+    """Stands for streams and events; ``now`` is the stream in force."""
+
+    now = "main"
+
+    def __init__(self, name: str = "side") -> None:
+        self.name = name
+
+    def record(self) -> None:
+        log.append(f"fork of {FakeStream.now}")
+
+    def wait_event(self, event: FakeStream) -> None:
+        log.append(f"{self.name} waits")
+
+    def __enter__(self) -> None:
+        FakeStream.now = self.name
+
+    def __exit__(self, *error: object) -> None:
+        FakeStream.now = "main"
+
+
+log: list[str] = []
+
+
+def test_on_a_gpu_what_is_behind_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    log.clear()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    runner = beside(
+        lambda: log.append(f"front on {FakeStream.now}"),
+        lambda: log.append(f"back on {FakeStream.now}"),
+        3,
+        torch.device("cuda"),
+    )
+    runner.run()
+    assert log == [
+        "fork of main",
+        "side waits",
+        "back on side",
+        "front on main",
+        "back on side",
+        "back on side",
+    ]
+
+
 def test_parts_add_up_to_the_whole() -> None:
     made = Parts(FakeGroup(), CPU, torch.float32)
     a, b = made.matrix("a", 7, 12), made.matrix("b", 12, 5)
@@ -105,7 +151,8 @@ SIZES = (4096, 65536)
 
 
 def run_small(at: ranks.Rank, csv: str, cases: tuple[Case, ...]) -> list[Row]:
-    settings = characterise.Settings(cases, SIZES, "cpu", 1.5, Path(csv), "tests", rounds=4)
+    device = at.device.type
+    settings = characterise.Settings(cases, SIZES, device, 1.5, Path(csv), "tests", rounds=4)
     return characterise.characterize(settings)
 
 
@@ -151,6 +198,16 @@ def test_all_losses_are_measured_and_follow_from_their_times(tmp_path: Path) -> 
         path.unlink()
     assert ficco.cli.run(["characterize", "--plot", str(csv)]) == 0
     assert all(path.exists() for path in pictures)
+
+
+@pytest.mark.multigpu
+def test_losses_are_measured_on_gpus(tmp_path: Path) -> None:
+    csv = tmp_path / "losses.csv"
+    case = Case("4096x2048x4096", 4096, 2048, 4096)
+    ranks.run(2, run_small, str(csv), (case,), device="cuda", timeout=120)
+    rows = characterise.read(csv)
+    assert [row.status for row in rows] == ["ok"] * (4 + 4 + 6)
+    assert all(0.5 < row.ratio < 20 for row in rows)
 
 
 def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[Row]:

@@ -416,7 +416,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
 
 
 def tune_quick(at: ranks.Rank, path: str) -> tuning.Outcome:
-    return tuning.tune(tuning.Settings(Path(path), "cpu", quick=True, command="tests"))
+    return tuning.tune(tuning.Settings(Path(path), at.device.type, quick=True, command="tests"))
 
 
 def check_file(at: ranks.Rank, machine: Machine) -> list[check.Point]:
@@ -444,6 +444,16 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     off = {point.block for point in points if not point.holds(generous)}
     assert off == {"gemm"}
     assert "ficco tune --only gemm" in check.report(points, generous)
+
+
+@pytest.mark.multigpu
+def test_gpus_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    outcome = ranks.run(2, tune_quick, str(path), device="cuda", timeout=240)[0]
+    assert not outcome.failures and not outcome.error, outcome
+    machine = load(path)
+    assert machine.accelerator == torch.cuda.get_device_name()
+    assert machine.gemm.units > 1 and machine.contention.gemm_under_copies < 2
 
 
 def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capfd: Any) -> None:
