@@ -1,0 +1,50 @@
+"""Kernels of ficco's own: placement, peer copy, reduction, signals. One source for HIP and CUDA.
+
+They are compiled on first use for the card at hand (:mod:`ficco.hip_kernels.build`) and launched
+through the vendor's driver on any stream (:mod:`ficco.hip_kernels.launch`). Where that cannot be
+done, :class:`TorchKernels` does the same with PyTorch. Importing this package touches no device
+and no compiler.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ficco.errors import BackendError
+from ficco.heuristics.saved import warn_once
+from ficco.hip_kernels.build import Target, can_compile, compiled
+from ficco.hip_kernels.fallback import TorchKernels
+from ficco.hip_kernels.launch import PEER_BLOCKS, Binding, Kernels
+
+__all__ = [
+    "PEER_BLOCKS",
+    "Binding",
+    "Kernels",
+    "Target",
+    "TorchKernels",
+    "can_compile",
+    "compiled",
+    "kernels",
+]
+
+
+def kernels(device: torch.device | int) -> Kernels | TorchKernels:
+    """The kernels for a device of this build of PyTorch; PyTorch's own operations, with a warning,
+    where they cannot be compiled. An engine for HIP makes its own from its binding."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type != "cuda" or torch.version.cuda is None:
+        return TorchKernels()
+    return _on_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _on_cuda(index: int) -> Kernels | TorchKernels:
+    try:
+        from ficco.hip_kernels.cuda_binding import CudaBinding
+
+        return Kernels(CudaBinding(index))
+    except (BackendError, ImportError) as error:
+        warn_once(f"PyTorch's operations are used in place of ficco's kernels: {error}")
+        return TorchKernels()

@@ -1,0 +1,67 @@
+"""The CUDA driver's part in launching kernels, through cuda-bindings."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cuda.bindings import driver
+
+from ficco.errors import BackendError
+from ficco.hip_kernels.build import Target
+
+_ATTRIBUTE = driver.CUdevice_attribute
+
+
+def check(call: str, result: Sequence[Any]) -> Any:
+    """The value of a driver call, or :class:`BackendError`."""
+    if result[0]:
+        _, text = driver.cuGetErrorString(result[0])
+        raise BackendError(call, result[0].name, text.decode() if text else "no explanation")
+    return result[1] if len(result) == 2 else None
+
+
+class _Packed:
+    """Arguments, and the addresses of each."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.arguments = tuple(arguments)
+        self._at = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, self.arguments))
+        self.address = ctypes.addressof(self._at)
+
+
+class CudaBinding:
+    """See :class:`ficco.hip_kernels.launch.Binding`."""
+
+    ticks_per_s = 1e9
+
+    def __init__(self, index: int) -> None:
+        def attribute(name: str) -> int:
+            found = getattr(_ATTRIBUTE, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(found, index)))
+
+        major = attribute("COMPUTE_CAPABILITY_MAJOR")
+        self.target = Target("cuda", f"sm_{major}{attribute('COMPUTE_CAPABILITY_MINOR')}")
+        self.processors = attribute("MULTIPROCESSOR_COUNT")
+
+    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+        module = check("cuModuleLoadData", driver.cuModuleLoadData(image))
+        found = {}
+        for name in names:
+            lookup = driver.cuModuleGetFunction(module, name.encode())
+            found[name] = check("cuModuleGetFunction", lookup)
+            # Now, because a graph that is being captured may be the first to launch it.
+            check("cuFuncLoad", driver.cuFuncLoad(found[name]))
+        return found
+
+    def pack(self, arguments: Sequence[Any]) -> _Packed:
+        return _Packed(arguments)
+
+    def launch(
+        self, kernel: Any, blocks: int, threads: int, arguments: _Packed, stream: Any
+    ) -> None:
+        at = arguments.address
+        result = driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, at, 0)
+        if result[0]:
+            check("cuLaunchKernel", result)

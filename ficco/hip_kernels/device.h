@@ -1,0 +1,117 @@
+// What the kernels need of a device, for HIP (clang, hiprtc) and CUDA (nvcc, nvrtc) without any
+// vendor's headers: indices, a barrier, system-scope ordering, a clock, conversions.
+
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct bf16 {
+  u16 bits;
+};
+struct f16 {
+  u16 bits;
+};
+
+#if defined(__HIP__)
+
+#ifndef __global__
+#define __global__ __attribute__((global))
+#endif
+#ifndef __device__
+#define __device__ __attribute__((device))
+#endif
+#define INLINE __device__ static inline __attribute__((always_inline))
+#define KERNEL(threads) \
+  extern "C" __global__ __attribute__((amdgpu_flat_work_group_size(1, threads))) void
+
+// A parameter that is read where it lies, also by a computed index.
+#define CONSTANT const
+
+typedef u32 u32x4 __attribute__((ext_vector_type(4)));
+
+INLINE u32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+INLINE u32 block_index() { return __builtin_amdgcn_workgroup_id_x(); }
+
+// "" is the scope of the whole system. On gfx942 a release writes this XCD's L2 back, and an
+// acquire invalidates it.
+INLINE void release_system() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, ""); }
+INLINE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
+
+// Makes what the block wrote visible to the system, with one write-back of the L2 of its XCD: a
+// stream's write is not known to write back that of each XCD. A release to the block alone would
+// not wait for stores that are under way.
+INLINE void release_block() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_waitcnt(0);
+  __builtin_amdgcn_s_barrier();
+  if (thread_index() < 64) release_system();
+  __builtin_amdgcn_s_waitcnt(0);
+}
+
+INLINE u32 load_system(const u32* at) {
+  return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+INLINE void store_system(u32* at, u32 value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+
+// Ticks of hipDeviceAttributeWallClockRate, 100 MHz on MI200 and MI300.
+INLINE u64 ticks() { return __builtin_readsteadycounter(); }
+INLINE void pause() { __builtin_amdgcn_s_sleep(2); }
+
+INLINE float to_float(f16 value) { return (float)__builtin_bit_cast(_Float16, value.bits); }
+INLINE void from_float(float value, f16& to) {
+  to.bits = __builtin_bit_cast(u16, (_Float16)value);
+}
+INLINE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
+INLINE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
+
+#else  // CUDA
+
+#define INLINE __device__ static __forceinline__
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define CONSTANT const __grid_constant__
+
+typedef uint4 u32x4;
+
+INLINE u32 thread_index() { return threadIdx.x; }
+INLINE u32 block_index() { return blockIdx.x; }
+
+INLINE void release_system() { __threadfence_system(); }
+INLINE void acquire_system() { __threadfence_system(); }
+
+// The end of a kernel, and the fence of a stream's write, are enough.
+INLINE void release_block() {}
+
+INLINE u32 load_system(const u32* at) {
+  u32 value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+INLINE void store_system(u32* at, u32 value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// Nanoseconds.
+INLINE u64 ticks() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+INLINE void pause() { __nanosleep(100); }
+
+INLINE float to_float(f16 value) {
+  float found;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(value.bits));
+  return found;
+}
+INLINE void from_float(float value, f16& to) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(value));
+}
+INLINE u32 bits_of(float value) { return __float_as_uint(value); }
+INLINE float float_of(u32 bits) { return __uint_as_float(bits); }
+
+#endif

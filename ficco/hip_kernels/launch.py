@@ -1,0 +1,314 @@
+"""Launch the kernels on a stream.
+
+All methods enqueue and return. Addresses are those of the device or of memory mapped there, a
+stream is what the vendor's binding takes for one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ficco.hip_kernels.build import Target, compiled
+
+# The same numbers as in kernels.cpp.
+COPY_THREADS = 512
+REDUCE_THREADS = 256
+SIGNAL_THREADS = 64
+MAX_PARTS = 16
+
+#: Blocks of a peer copy, one for each SM or CU that it may take. On an H200 8 are as fast as 32
+#: below 8 MiB.
+PEER_BLOCKS = 8
+#: Blocks for each SM or CU of a kernel that may take the whole device.
+WHOLE = 4
+#: Units that one launch of a copy takes, so that 32 bits count them.
+MAX_UNITS = 1 << 30
+
+#: Sums: dtype of the parts and of the result.
+REDUCTIONS = {
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+}
+
+UNITS = (16, 8, 4, 2, 1)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+#: Names of the kernels.
+NAMES = (
+    *(f"ficco_copy{unit}" for unit in UNITS),
+    *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
+    "ficco_post",
+    "ficco_wait",
+)
+
+
+class Parts(ctypes.Structure):
+    """Addresses of the parts of a sum."""
+
+    _fields_ = [("at", ctypes.c_uint64 * MAX_PARTS)]
+
+
+class Words(ctypes.Structure):
+    """Addresses and values of signal words."""
+
+    _fields_ = [
+        ("at", ctypes.c_uint64 * SIGNAL_THREADS),
+        ("value", ctypes.c_uint32 * SIGNAL_THREADS),
+    ]
+
+
+class Binding(Protocol):
+    """What a vendor's driver does for the kernels of one device.
+
+    Attributes:
+        target: what to compile for.
+        processors: SMs or CUs of the device.
+        ticks_per_s: of the clock that the waiting kernel reads: 1e9 on CUDA; on HIP 1000 times
+            ``hipDeviceAttributeWallClockRate``.
+    """
+
+    target: Target
+    processors: int
+    ticks_per_s: float
+
+    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+        """Load compiled code and look its kernels up."""
+        ...
+
+    def pack(self, arguments: Sequence[Any]) -> Any:
+        """Arguments, values of ctypes in the order of the kernel's, as :meth:`launch` wants
+        them. They are used again and again."""
+        ...
+
+    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
+        """Enqueue one kernel. Raises :class:`ficco.errors.BackendError`."""
+        ...
+
+
+class Strip(NamedTuple):
+    """Rows that one launch copies: ``head`` bytes, ``units`` units of ``unit`` bytes and ``tail``
+    bytes each."""
+
+    unit: int
+    dst: int
+    src: int
+    height: int
+    head: int
+    units: int
+    tail: int
+
+
+def strips(
+    dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
+) -> list[Strip]:
+    """How to copy ``height`` rows of ``width`` bytes with accesses as wide as addresses allow."""
+    if not width or not height:
+        return []
+    if width == dst_pitch == src_pitch:
+        width, height = width * height, 1
+    pitches = 0 if height == 1 else dst_pitch | src_pitch
+    head = -dst % 16
+    if (dst - src) % 16 == 0 and pitches % 16 == 0 and width >= head + 16:
+        unit = 16
+    else:
+        # The widest unit that divides all addresses of rows and is not wider than a row.
+        unit = next(unit for unit in UNITS if not (dst | src | pitches) % unit and unit <= width)
+        head = 0
+    units, tail = divmod(width - head, unit)
+    if units > MAX_UNITS:
+        first = head + MAX_UNITS * unit
+        rest = strips(dst + first, dst_pitch, src + first, src_pitch, width - first, height)
+        return [Strip(unit, dst, src, height, head, MAX_UNITS, 0), *rest]
+    rows = max(1, MAX_UNITS // max(1, units))
+    return [
+        Strip(
+            unit,
+            dst + row * dst_pitch,
+            src + row * src_pitch,
+            min(rows, height - row),
+            head,
+            units,
+            tail,
+        )
+        for row in range(0, height, rows)
+    ]
+
+
+def divisor(units: int) -> tuple[int, int]:
+    """``magic`` and ``shift`` with ``i // units == i * magic >> shift`` for all i below 2**31."""
+    shift = 31 + (units - 1).bit_length() if units else 31
+    return (1 << shift) // max(1, units) + 1, shift
+
+
+def address_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """Address, pitch, width (bytes) and height of a matrix whose rows are contiguous."""
+    if tensor.dim() != 2 and tensor.is_contiguous():
+        tensor = tensor.view(1, -1)
+    if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+        raise ValueError(
+            "required a contiguous tensor or a matrix with contiguous rows, got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}; call contiguous() on it"
+        )
+    size = tensor.element_size()
+    height, cols = tensor.shape
+    return tensor.data_ptr(), tensor.stride(0) * size, cols * size, height
+
+
+def check_place(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """``ValueError`` unless one can be placed in the other."""
+    if dst.shape != src.shape or dst.dtype != src.dtype:
+        raise ValueError(
+            f"required a source of shape {tuple(dst.shape)} and {dst.dtype}, got "
+            f"{tuple(src.shape)} and {src.dtype}; placement copies bytes"
+        )
+
+
+def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """``ValueError`` unless the parts can be summed."""
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}; sum them in turns")
+    for part in parts:
+        if part.shape != out.shape or (part.dtype, out.dtype) not in REDUCTIONS:
+            raise ValueError(
+                f"parts: required shape {tuple(out.shape)} and {out.dtype} or float32, got "
+                f"{tuple(part.shape)} and {part.dtype}"
+            )
+        if part.dtype != parts[0].dtype:
+            raise ValueError("parts: required one dtype, got several; convert them first")
+    if not all(tensor.is_contiguous() for tensor in (out, *parts)):
+        raise ValueError("required contiguous tensors, got strides; call contiguous() on them")
+
+
+class Kernels:
+    """The kernels, loaded for the device of a binding. Make it with that device current."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self._kernels = binding.load(compiled(binding.target), NAMES)
+        # An engine copies between the same places call after call.
+        self._copy = lru_cache(maxsize=4096)(self._prepare)
+
+    def copy(
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        height: int,
+        stream: Any,
+        blocks: int = PEER_BLOCKS,
+    ) -> None:
+        """Copy ``height`` rows of ``width`` bytes between ranks with ``blocks`` blocks. What the
+        stream writes behind it tells a peer that they are there."""
+        for prepared in self._copy(
+            dst, dst_pitch, src, src_pitch, width, height, blocks, release=True
+        ):
+            self.binding.launch(*prepared, stream)
+
+    def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        """Copy rows within the device, which all of its SMs or CUs may serve."""
+        check_place(dst, src)
+        to, dst_pitch, width, height = address_of(dst)
+        at, src_pitch, _, _ = address_of(src)
+        blocks = WHOLE * self.binding.processors
+        for prepared in self._copy(
+            to, dst_pitch, at, src_pitch, width, height, blocks, release=False
+        ):
+            self.binding.launch(*prepared, stream)
+
+    def _prepare(
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        height: int,
+        blocks: int,
+        release: bool,
+    ) -> list[tuple[Any, ...]]:
+        """What a copy launches."""
+        found = []
+        for strip in strips(dst, dst_pitch, src, src_pitch, width, height):
+            edges = strip.height if strip.head or strip.tail else 0
+            work = max(strip.units * strip.height, edges)
+            count = min(blocks, -(-work // COPY_THREADS))
+            u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+            numbers = (strip.head, strip.units, *divisor(strip.units), strip.tail, strip.height)
+            arguments = (
+                *(u64(strip.dst), u64(dst_pitch), u64(strip.src), u64(src_pitch)),
+                *map(u32, (*numbers, count, release)),
+            )
+            kernel = self._kernels[f"ficco_copy{strip.unit}"]
+            found.append((kernel, count, COPY_THREADS, self.binding.pack(arguments)))
+        return found
+
+    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
+        """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may
+        be one of the parts."""
+        check_reduce(out, parts)
+        elements = out.numel()
+        if not elements:
+            return
+        addresses = [part.data_ptr() for part in parts]
+        each = 16 // out.element_size()
+        aligned = not any(address % 16 for address in (out.data_ptr(), *addresses))
+        vectors = elements // each if aligned else 0
+        work = max(vectors, elements - vectors * each)
+        blocks = min(8 * self.binding.processors, -(-work // REDUCE_THREADS))
+        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+        arguments = (
+            u64(out.data_ptr()),
+            Parts((u64 * MAX_PARTS)(*addresses)),
+            u32(len(parts)),
+            u32(blocks),
+            u64(vectors),
+            u64(elements),
+        )
+        kernel = self._kernels[f"ficco_reduce_{_text(parts[0].dtype)}_{_text(out.dtype)}"]
+        self.binding.launch(kernel, blocks, REDUCE_THREADS, self.binding.pack(arguments), stream)
+
+    def post(self, words: Sequence[tuple[int, int]], stream: Any) -> None:
+        """Write 32-bit words, (address, value), behind everything that the stream did before.
+        The whole system sees what was written before it sees the words."""
+        for first in range(0, len(words), SIGNAL_THREADS):
+            some = words[first : first + SIGNAL_THREADS]
+            self._signal("ficco_post", some, (), stream)
+
+    def wait(
+        self, words: Sequence[tuple[int, int]], seconds: float, late: int, stream: Any
+    ) -> None:
+        """Let the stream wait until 32-bit words, (address, value), have their values. It goes on
+        after ``seconds`` in any case: then the 32-bit word at ``late`` becomes 1 + the index of
+        one that is missing.
+
+        A block of the device spins meanwhile: the stream must wait for nothing that is launched
+        behind it on this device.
+        """
+        limit = ctypes.c_uint64(int(seconds * self.binding.ticks_per_s))
+        for first in range(0, len(words), SIGNAL_THREADS):
+            some = words[first : first + SIGNAL_THREADS]
+            rest = (ctypes.c_uint32(1 + first), limit, ctypes.c_uint64(late))
+            self._signal("ficco_wait", some, rest, stream)
+
+    def _signal(
+        self, name: str, words: Sequence[tuple[int, int]], rest: tuple[Any, ...], stream: Any
+    ) -> None:
+        found = Words()
+        for index, (address, value) in enumerate(words):
+            found.at[index], found.value[index] = address, value
+        arguments = self.binding.pack((found, ctypes.c_uint32(len(words)), *rest))
+        self.binding.launch(self._kernels[name], 1, SIGNAL_THREADS, arguments, stream)
