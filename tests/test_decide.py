@@ -24,7 +24,17 @@ from ficco import cli
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import rule_table
 from ficco.heuristics import Saved, decide, saved
-from ficco.machine import Fingerprint, Machine, Thresholds, Tuned, digest, find, nearest, save
+from ficco.machine import (
+    Collective,
+    Fingerprint,
+    Machine,
+    Thresholds,
+    Tuned,
+    digest,
+    find,
+    nearest,
+    save,
+)
 from ficco.schedules import NAMED, Schedule
 from ficco.workspace import workspaces
 
@@ -146,14 +156,15 @@ def test_serial_where_nothing_is_known(machine: Machine | None, why: str) -> Non
 
 
 def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
-    tuned = replace(MACHINE, tuned=(TUNED,))
+    collective = Collective(((2**23 / 3, 1e-3), (2**23, 3e-3)), BY)
+    tuned = replace(MACHINE, tuned=(TUNED,), collective=collective)
     decision = decide(problem(2048, 1024, 4096, world=2), machine=tuned, mode="queued")
     assert decision.source == "model"
     assert "on toy (as 2 ranks)" in decision.reason
-    # Both ranks receive one shard: the collective takes as long as one of 4 ranks that receives
-    # as much, the toy's 3 ms.
+    # Both ranks receive a shard of 8 MiB: the collective takes as long as one of 4 ranks that
+    # receive three of a third of that.
     (serial,) = (one for one in decision.candidates if one.schedule == "serial:collective")
-    assert serial.queued == pytest.approx(3e-3 + 2e-3)
+    assert serial.queued == pytest.approx(1e-3 + 2e-3)
 
 
 def test_the_nearest_machine_serves_groups_of_other_sizes() -> None:

@@ -293,6 +293,17 @@ def test_decomposition_of_the_communication_by_hand() -> None:
     assert copy_loss(pulled, slow) == pytest.approx((3 + 12) / 6)
 
 
+def test_on_a_mesh_the_longest_way_counts() -> None:
+    assert MACHINE.copies is not None
+    slow = replace(MACHINE, copies=replace(MACHINE.copies, gap=1e-3))
+    asked = Problem("all_gather_matmul", (8, 512, 2048, 2048), 64, 4096, "bfloat16")
+    made = plan(asked, Schedule.parse("hetero-unfused-1d:pieces=2,pull"), 0)
+    # Rank 0 fetches 0.5, 2 and 2 ms, each with a gap of 1 ms, or with two when cut in two.
+    assert copy_loss(made, slow) == pytest.approx((2.5 + 4 + 4) / (1.5 + 3 + 3))
+    mesh = replace(slow, topology=Topology("mesh", RATE, BY))
+    assert copy_loss(made, mesh) == pytest.approx(4 / 3)
+
+
 def test_contention_by_hand() -> None:
     assert MACHINE.contention is not None
     busy = replace(MACHINE, contention=replace(MACHINE.contention, gemm_under_copies=2.0))
