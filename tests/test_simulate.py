@@ -310,6 +310,13 @@ def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     assert bars_of(both_found, 0, "matmul") == [(110, 114), (130, 132)]
     serial = plans(problem_of(1, 1, n=1), Schedule.parse("serial:collective"))
     assert bars_of(simulate(serial, machine, "idle"), 0, "gather") == [(7, 11)]
+    slow = replace(machine, host=replace(host, wake=20.0))
+    assert bars_of(simulate(made, slow, "idle"), 0, "matmul") == [
+        (130, 134),
+        (145, 147),
+        (155, 157),
+    ]
+    assert simulate(made, slow).stop_s == simulate(made, machine).stop_s
 
 
 def test_ranks_that_begin_late_meet_at_the_ports_of_their_peers() -> None:

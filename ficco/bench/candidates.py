@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import ficco
 from ficco.bench.inputs import Operands
-from ficco.heuristics.candidates import SERIALS
+from ficco.heuristics.candidates import BY_KERNEL, SERIALS
 from ficco.heuristics.candidates import SWITCH as COMPARED
 from ficco.plan import Plan
 from ficco.schedules import NAMED, Schedule, plans
@@ -130,7 +130,9 @@ def choose(names: list[str] | None) -> tuple[Candidate, ...]:
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch.
     """
     if names is not None:
-        every = [(*SERIALS, *COMPARED) if name == "candidates" else (name,) for name in names]
+        every = [
+            (*SERIALS, *COMPARED, *BY_KERNEL) if name == "candidates" else (name,) for name in names
+        ]
         names = [one for part in every for one in part]
     ours = SCHEDULES if names is None else tuple(dict.fromkeys(map(parse, names)))
     serial = parse("serial")  # it is a reference, too

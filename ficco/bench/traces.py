@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from ficco.bench.inputs import Operands
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 #: Rate of what took no time that could be measured.
 UNSEEN = 1e18
 
+#: About 20 ms of a GPU: a traced call of hundreds of steps is enqueued by then.
+SLEEP_CYCLES = 40_000_000
+
 
 def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup) -> list[Timeline]:
     """The planned and the measured Timeline of every schedule that is served here, in turn.
@@ -36,6 +40,7 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
         with suppress(NotImplementedError):
             a, b = operands.a_shard_SK, operands.b_KN
             traced(a, b, group=group, schedule=schedule)  # first use is slow
+            _let_host_ahead(a.device, group)
             _, plan, spans = traced(a, b, group=group, schedule=schedule)
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, (plan, spans), group=group)
@@ -44,6 +49,13 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             machine = machine_of(plans, real)
             found += [simulate(plans, machine, title=f"{schedule}: planned"), real]
     return found
+
+
+def _let_host_ahead(device: torch.device, group: ProcessGroup) -> None:
+    """Let the GPUs wait, and then begin together, while their hosts enqueue a call."""
+    if device.type == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:

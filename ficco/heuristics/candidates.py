@@ -58,6 +58,10 @@ MESH = (
 )
 
 
+#: Where a copy kernel moves the bytes: few and small copies.
+BY_KERNEL = ("shard-overlap:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel")
+
+
 def candidates(
     problem: Problem, machine: Machine | None = None, movers: tuple[str, ...] = MOVERS
 ) -> tuple[Schedule, ...]:
@@ -85,7 +89,7 @@ def _candidates(
             continue
         yield schedule if name == "shard-overlap" else suited(schedule, problem, machine)
     if "kernel" in movers and machine is not None and machine.kernel_copies is not None:
-        for name in ("shard-overlap:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel"):
+        for name in BY_KERNEL:
             yield suited(Schedule.parse(name), problem, machine)
 
 

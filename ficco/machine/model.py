@@ -196,6 +196,7 @@ class Host:
             the vendor's collective instead.
         matmul, copy, signal: of each product, copy, and batch of waits or posts enqueued.
         skew: between the first and the last rank whose host begins a call.
+        wake: until an idle GPU begins what its host has enqueued.
     """
 
     call: Seconds
@@ -205,6 +206,7 @@ class Host:
     signal: Seconds
     provenance: Provenance
     skew: Seconds = 0.0
+    wake: Seconds = 0.0
 
 
 @dataclass(frozen=True)

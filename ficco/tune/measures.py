@@ -412,6 +412,10 @@ def host(site: Site) -> Host:
         )
         for name in kinds
     }
+    wake = 0.0
+    if site.watch.on_gpu:
+        ends = [found[f"products {i}"] for i in range(again)]
+        wake = max(0.0, median(one.seconds - max(one.host) for one in ends))
     rank = site.watch.rank
     # An engine that replays calls takes less for a product of a call than for one by itself.
     alone = [] if replays else [fits.Enqueued(taken["products"], 0, PRODUCTS, 0, 0)] * 3
@@ -426,7 +430,8 @@ def host(site: Site) -> Host:
         note += "; warm calls, which the engine replays"
     if not site.watch.on_gpu:
         note += "; on a CPU a call is carried out by its host"
-    return Host(collective_call=collective_call, provenance=site.source("fitted", note), **each)
+    source = site.source("fitted", note)
+    return Host(collective_call=collective_call, wake=wake, provenance=source, **each)
 
 
 # The rule.
