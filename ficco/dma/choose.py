@@ -41,7 +41,6 @@ def make_engine(name: str, group: ProcessGroup, device: torch.device, signals: s
         from ficco.dma.cuda import CudaEngine
 
         return CudaEngine(group, device, signals)
-    raise NotImplementedError(
-        "the hip engine is not part of this version; on an AMD GPU use torch.distributed's "
-        "all-gather and torch.matmul"
-    )
+    from ficco.dma.hip import HipEngine
+
+    return HipEngine(group, device, signals)

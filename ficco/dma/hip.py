@@ -1,0 +1,677 @@
+"""AMD GPUs: SDMA copies, stream memory operations and hipBLASLt, through hip-python and PyTorch.
+
+Every lane is a stream; ``compute0`` is the caller's own. Buffers are allocations that every process
+of the group maps, copies between them are the runtime's. A signal is a 32-bit word in the waiter's
+memory, an allocation of its own, as hipStreamWaitValue32 wants it: posted by a stream write behind
+the copy or, where such writes do not reach a peer, by a 4-byte copy.
+
+Ordering: a stream's write, or copy, is performed after the copy in front of it is complete.
+
+Written without a card. ``docs/amd.md`` says what was proven, and on what. Tensors on the CPU are
+served on a double of the HIP library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ficco.dma import hip_api as hip
+from ficco.dma.engine import (
+    Call,
+    Capabilities,
+    Engine,
+    Missing,
+    Op,
+    Program,
+    Slot,
+    Span,
+    Symmetric,
+)
+from ficco.dma.hip_memory import HipMemory, Shared
+from ficco.dma.hip_work import CallbackWork, TorchWork, Work
+from ficco.dma.host import HostMemory
+from ficco.dma.products import accumulation, multiply
+from ficco.errors import BackendError, ConfigError
+from ficco.plan import Product, Region, Signal, Transfer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+WORD = 4
+#: Slots that one engine can watch.
+MAX_WATCHED = 1024
+#: Seconds that closing waits for peers to let go of this rank's memory, and for streams.
+CLOSE_S = 2.0
+#: Which of :data:`ficco.dma.hip_api.COPIES` moves the bytes.
+COPY_VARIABLE = "FICCO_HIP_COPY"
+
+
+def _align(nbytes: int, to: int = 512) -> int:
+    return -(-nbytes // to) * to
+
+
+def _wanted(signal: Signal) -> int:
+    """The value that is posted and waited for. Memory is zero when a slot is made: that is at rest
+    for all words but, in the meaning of a Plan, those that hand a slot over, where 0 says free."""
+    return 0 if signal.released else 1
+
+
+class _Watch:
+    """Two words in pinned host memory that a slot's calls write."""
+
+    def __init__(self, base: int, index: int) -> None:
+        # Adjacent, so that the end of a call is one write.
+        self.begun = base + 2 * index * WORD
+        self._view = (ctypes.c_uint32 * 2).from_address(self.begun)
+
+    def read(self) -> tuple[int, bool]:
+        ended = bool(self._view[1])
+        if ended:
+            self._view[1] = 0
+        return int(self._view[0]), ended
+
+
+class _SlotState:
+    """What the engine keeps with a slot."""
+
+    def __init__(self, watch: _Watch, words: Shared | None) -> None:
+        self.watch, self.words = watch, words
+        self.over = hip.Event()  # the caller's stream is through with the latest call
+        self.retired = hip.Event()  # and the slot has been handed on
+        self.used = False
+
+
+class _Lanes(dict[str, Any]):
+    """Streams of a call's lanes, each made when first asked for."""
+
+    def __init__(self, caller: Any, work: Work) -> None:
+        super().__init__(compute0=caller)
+        self.work = work
+        self.fork = hip.Event()
+        self.joins: dict[str, hip.Event] = {}
+
+    def __missing__(self, lane: str) -> Any:
+        self.joins[lane] = hip.Event()
+        # Urgent: hardware queues of their own, no place behind a long GEMM.
+        found = self[lane] = self.work.stream(lane, urgent=not lane.startswith("compute"))
+        return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A program as :meth:`HipEngine.execute` goes through it.
+
+    ``body`` is what the caller's stream waits for, ``tail`` what peers and the watchdog are told
+    afterwards; ``lanes`` run beside the caller's stream.
+    """
+
+    body: list[Op]
+    tail: list[Op]
+    lanes: tuple[str, ...]
+
+
+class HipEngine(Engine):
+    """See the module's docstring.
+
+    Attributes:
+        work: how PyTorch's work gets into the order of streams.
+        side: a stream for what must not wait behind calls.
+    """
+
+    name = "hip"
+    asynchronous = True
+
+    def __init__(self, group: ProcessGroup, device: torch.device, signals: str = "auto") -> None:
+        count = hip.start()
+        on_cpu = device.type == "cpu"
+        if not on_cpu:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            device = torch.device("cuda", index)
+        super().__init__(group, device)
+        self.index = self.rank % count if on_cpu else device.index
+        self.work: Work = self._work(on_cpu)
+        if not hip.attribute("CanUseStreamWaitValue", self.index):
+            raise NotImplementedError(
+                "the hip engine needs streams that wait for a value, which this device or driver "
+                "does not offer (hipDeviceAttributeCanUseStreamWaitValue is 0); use a card and a "
+                "ROCm that do, for example MI300X with ROCm 7.2"
+            )
+        self._signals = signals
+        self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
+        self._copy_name = os.environ.get(COPY_VARIABLE, "dtod")
+        if self._copy_name not in hip.COPIES:
+            raise ConfigError(
+                COPY_VARIABLE, self._copy_name, f"required one of {', '.join(hip.COPIES)}"
+            )
+        self._copy = hip.COPIES[self._copy_name]
+        self._serial = self._watches = 0
+        self._memories: list[HipMemory] = []  # all that is not freed
+        self._graveyard: list[HipMemory] = []  # to be freed once nobody uses it
+        self._lanes: dict[int, _Lanes] = {}  # by the caller's stream
+        self._packs: dict[str, tuple[int, int]] = {}  # by lane: address and size
+        self._spent: list[int] = []  # allocations that are freed at the end
+        self._host: list[int] = []
+        hip.use(self.index)
+        self.side = self.work.stream("side", urgent=True)
+        self._rescue = self.work.stream("rescue", urgent=True)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _work(self, on_cpu: bool) -> Work:
+        if not on_cpu:
+            return TorchWork(self.device)
+        adopt = hip.adopter()
+        if adopt is None:
+            raise NotImplementedError(
+                "the hip engine serves tensors on a GPU; those on the CPU only on a double of the "
+                "HIP library, for tests. Move the tensors to the GPU or use the cpu engine"
+            )
+        return CallbackWork(self.index, adopt)
+
+    def _open(self) -> None:
+        """Allocate what all calls use, and find the peers' devices."""
+        self._host.append(hip.malloc_host(2 * MAX_WATCHED * WORD))
+        ctypes.memset(self._host[0], 0, 2 * MAX_WATCHED * WORD)
+        # A 0 and a 1 to copy from, and room to try a rectangle in.
+        self._constants = hip.malloc(64)
+        self._spent.append(self._constants)
+        hip.fill(self._constants, 64, self.side)
+        hip.write_32(self.side, self._constants + WORD, 1)
+        self._rectangles = hip.copies_2d(self._constants + 32, self.side)
+        self.settle(self.side)
+        self.indices = self._find_peers()
+
+    def _find_peers(self) -> list[int]:
+        """The number of every rank's device in this process; this rank's where it sees it not."""
+        mine = hip.bus_id(self.index)
+        host = HostMemory(self.group, len(mine), self.timeout_s, "hip devices", self.operator)
+        host.maps[self.rank][: len(mine)] = mine
+        host.barrier(self.timeout_s)
+        places = [bytes(part[: len(mine)]) for part in host.maps]
+        host.close()
+        known = {hip.bus_id(index): index for index in range(hip.start())}
+        found = [known.get(place, self.index) for place in places]
+        for rank, index in enumerate(found):
+            if index != self.index and not hip.reach(self.index, index):
+                raise NotImplementedError(
+                    f"device {self.index} of rank {self.rank} cannot access the memory of device "
+                    f"{index} of rank {rank}; run on GPUs of one host that are linked, with no "
+                    "partition or IOMMU setting between them (hipDeviceCanAccessPeer)"
+                )
+        return found
+
+    def settle(self, stream: Any) -> None:
+        """Wait for a stream of this engine's that waits for nobody."""
+        if not hip.drain(stream, self.timeout_s):
+            raise BackendError("hipStreamQuery", "hipErrorNotReady", "a stream does not end")
+
+    # Memory.
+
+    def symmetric(self, nbytes: int) -> HipMemory:
+        hip.use(self.index)
+        self._sweep()
+        self._serial += 1
+        made = HipMemory(self, max(_align(nbytes), 512), self._serial)
+        self._memories.append(made)
+        made.map()
+        return made
+
+    def free(self, memory: Symmetric) -> None:
+        assert isinstance(memory, HipMemory)
+        self._graveyard.append(memory)
+
+    def _sweep(self) -> None:
+        """Free what is no longer used, here or by peers."""
+        for memory in list(self._graveyard):
+            memory.let_go()
+            if memory.freeable():
+                memory.release()
+                self._graveyard.remove(memory)
+                self._memories.remove(memory)
+
+    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
+        return sum(map(_align, room))
+
+    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+        assert isinstance(memory, HipMemory)
+        hip.use(self.index)
+        shared = memory.words = Shared(self, [0] * words, f"hip signals {self._serial}")
+        if self._writes_reach is None:
+            # A word that rests at 0 and that no call is using yet.
+            peer = (self.rank + 1) % self.world
+            self._writes_reach = hip.writes_reach(self.side, shared.address(peer, 0))
+        offsets = 0, _align(room[0])
+        return Slot(memory, words, room, offsets, captured, state=self._slot_state(shared))
+
+    def watch(self, captured: bool) -> Slot:
+        hip.use(self.index)
+        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state(None))
+
+    def _slot_state(self, words: Shared | None) -> _SlotState:
+        if self._watches == MAX_WATCHED:
+            raise NotImplementedError(f"more than {MAX_WATCHED} slots on one group")
+        self._watches += 1
+        return _SlotState(_Watch(self._host[0], self._watches - 1), words)
+
+    def retire(self, slot: Slot) -> None:
+        while slot.state.used and not slot.state.retired.over():
+            self.interrupt()
+            time.sleep(1e-4)
+
+    # Signals.
+
+    def _addresses(self, program: Program, signals: Sequence[Signal]) -> list[tuple[int, int]]:
+        """Where each signal's word is mapped here, and the value that is posted to it."""
+        slot = program.slot
+        assert slot is not None
+        words: Shared = slot.state.words
+        return [(words.address(one.waiter, one.word), _wanted(one)) for one in signals]
+
+    def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
+
+        def op(call: Call) -> None:
+            for address, value in words:
+                hip.wait_equal(call.state[lane], address, value)
+
+        return op
+
+    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
+
+        def op(call: Call) -> None:
+            for address, value in words:
+                hip.write_32(call.state[lane], address, 1 - value)
+
+        return op
+
+    def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
+
+        def write(call: Call) -> None:
+            for address, value in words:
+                hip.write_32(call.state[lane], address, value)
+
+        def copy(call: Call) -> None:
+            for address, value in words:
+                hip.copy(address, self._constants + value * WORD, WORD, call.state[lane])
+
+        return write if self._writes_reach else copy
+
+    def enter(self, program: Program, lane: str) -> Op | None:
+        if lane in ("compute0", "sync"):  # execute() sees to them
+            return None
+        return lambda call: call.state.fork.hold(call.state[lane])
+
+    def record(self, program: Program, step: int) -> Op | None:
+        steps = program.plan.steps
+        if not any(step in later.after for later in steps if later.lane != "sync"):
+            return None  # the sync lane begins when all others are over
+        lane, event = steps[step].lane, self._event(program, step)
+        return lambda call: event.record(call.state[lane])
+
+    def join(self, program: Program, step: int, earlier: int) -> Op | None:
+        lane = program.plan.steps[step].lane
+        if lane == "sync":
+            return None
+        event = self._event(program, earlier)
+        return lambda call: event.hold(call.state[lane])
+
+    def _event(self, program: Program, step: int) -> hip.Event:
+        key = "event", step
+        if key not in program.state:
+            program.state[key] = hip.Event()
+        found: hip.Event = program.state[key]
+        return found
+
+    # Copies.
+
+    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+        if mover != "dma":
+            raise NotImplementedError(
+                f"mover {mover!r} is not served by the hip engine yet; leave the knob out"
+            )
+        lane = program.plan.steps[step].lane
+        src, dst = transfer
+        itemsize = program.plan.problem.itemsize
+        width, height = src.cols * itemsize, src.rows
+        base, dst_pitch = self._address(program, dst)
+        to = base + dst.row * dst_pitch + dst.col * itemsize
+        to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
+        own = src.buffer == "a" and src.rank == self.rank
+        fixed = None if own else self._address(program, src)
+        view = src if src.rank == self.rank else None
+
+        def op(call: Call) -> None:
+            base, pitch = fixed or (call.a.data_ptr(), call.a.stride(0) * itemsize)
+            at = base + src.row * pitch + src.col * itemsize
+            stream = call.state[lane]
+            if (pitch == width == dst_pitch) or height == 1:
+                self._copy(to, at, width * height, stream, to_index, at_index)
+            elif self._rectangles:
+                hip.copy_2d(to, dst_pitch, at, pitch, width, height, stream)
+            elif dst_pitch == width and view is not None:
+                packed = self._pack(program, call, lane, view)
+                self._copy(to, packed, width * height, stream, to_index, at_index)
+            else:
+                for row in range(height):
+                    there, here = to + row * dst_pitch, at + row * pitch
+                    self._copy(there, here, width, stream, to_index, at_index)
+
+        return op
+
+    def _pack(self, program: Program, call: Call, lane: str, region: Region) -> int:
+        """Bring columns together in front of a copy of the same lane; where they will lie."""
+        itemsize = program.plan.problem.itemsize
+        nbytes = region.elements * itemsize
+        address, room = self._packs.get(lane, (0, 0))
+        if room < nbytes:
+            address = hip.malloc(nbytes)
+            self._spent.append(address)  # the smaller one may still be in use
+            self._packs[lane] = address, nbytes
+        dtype = getattr(torch, program.plan.problem.dtype)
+        flat, _ = self.work.tensor(address, nbytes)
+        packed = flat.view(dtype).view(region.rows, region.cols)
+
+        def op(call: Call) -> None:
+            packed.copy_(self._view(program, call, region))
+
+        self.work.run(call.state[lane], op, call)
+        return address
+
+    def _address(self, program: Program, region: Region) -> tuple[int, int]:
+        """Address and row pitch in bytes of a symmetric buffer of any rank."""
+        plan, slot = program.plan, program.slot
+        row = plan.problem.k * plan.problem.itemsize
+        if region.buffer == "a":
+            assert program.source is not None
+            memory, offset = program.source
+        else:
+            assert slot is not None and slot.memory is not None
+            memory, offset = slot.memory, slot.offsets[region.buffer == "publish"]
+        if region.buffer == "staging":
+            row = plan.staging[1] * plan.problem.itemsize
+        assert isinstance(memory, HipMemory)
+        return memory.addresses[region.rank] + offset, row
+
+    def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        src, dst = transfer
+
+        def op(call: Call) -> None:
+            self._view(program, call, dst).copy_(self._view(program, call, src))
+
+        return self._on_lane(program, step, op)
+
+    # Products.
+
+    def _tensor(self, program: Program, call: Call, name: str) -> torch.Tensor:
+        """A whole buffer of this rank as a matrix."""
+        if name in ("staging", "publish"):
+            if name not in program.state:
+                plan, slot = program.plan, program.slot
+                assert slot is not None and slot.memory is not None
+                problem = plan.problem
+                shape = plan.staging
+                if name == "publish":
+                    shape = (problem.rows[self.rank], problem.k)
+                start = slot.offsets[name == "publish"]
+                nbytes = shape[0] * shape[1] * problem.itemsize
+                flat = slot.memory.tensor[start : start + nbytes]
+                program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
+            found: torch.Tensor = program.state[name]
+            return found
+        tensor = {"a": call.a, "out": call.out, "sum": call.sums, "gathered": call.gathered}[name]
+        assert tensor is not None
+        return tensor
+
+    def _view(self, program: Program, call: Call, region: Region) -> torch.Tensor:
+        whole = self._tensor(program, call, region.buffer)
+        return whole[region.row : region.row_stop, region.col : region.col_stop]
+
+    def _batch(
+        self, program: Program, call: Call, region: Region, batch: int, stride: int
+    ) -> torch.Tensor:
+        whole = self._tensor(program, call, region.buffer)
+        pitch, step = whole.stride()
+        return whole.as_strided(
+            (batch, region.rows, region.cols),
+            (stride * pitch, pitch, step),
+            whole.storage_offset() + region.row * pitch + region.col * step,
+        )
+
+    def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
+        def op(call: Call) -> None:
+            for product in products:
+                b = call.b[product.k_first : product.k_last]
+                if product.batch > 1:
+                    a = self._batch(program, call, product.a, product.batch, product.a_stride)
+                    out = self._batch(program, call, product.out, product.batch, product.out_stride)
+                    b = b.unsqueeze(0).expand(product.batch, -1, -1)
+                else:
+                    a = self._view(program, call, product.a)
+                    out = self._view(program, call, product.out)
+                multiply(a, b, out, product.accumulate)
+
+        return self._on_lane(program, step, op)
+
+    def _on_lane(self, program: Program, step: int, op: Op) -> Op:
+        """Lets PyTorch do something when the turn of the step's lane comes."""
+        lane = program.plan.steps[step].lane
+        return lambda call: self.work.run(call.state[lane], op, call)
+
+    # Running.
+
+    def execute(self, program: Program, call: Call) -> None:
+        hip.use(self.index)
+        caller = self.work.caller()
+        lanes = self._lanes.get(caller)
+        if lanes is None:
+            lanes = self._lanes[caller] = _Lanes(hip.stream(caller), self.work)
+        call.state = lanes
+        run = program.state.get("run") or self._run(program)
+        stream, slot = lanes["compute0"], program.slot
+        self.work.begin(call)
+        if slot is not None:
+            state = slot.state
+            if state.used and slot.words:
+                # The words are at rest again, which a call on this stream does not know by itself.
+                state.retired.hold(stream)
+            state.used = True
+        self._enqueue(run, call)
+        if slot is not None:
+            # What peers and the watchdog are told is no business of the caller's stream.
+            sync = lanes["sync"]
+            lanes.fork.hold(sync)
+            hip.write_32(sync, state.watch.begun, slot.number(program))
+            state.over.record(stream)
+            state.over.hold(sync)
+            for op in run.tail:
+                op(call)
+            hip.write_64(sync, state.watch.begun, 1 << 32)
+            state.retired.record(sync)
+        self.work.end(call, stream, self.interrupt)
+
+    def _enqueue(self, run: _Run, call: Call) -> None:
+        """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
+        lanes = call.state
+        stream = lanes["compute0"]
+        lanes.fork.record(stream)
+        for op in run.body:
+            op(call)
+        for lane in run.lanes:
+            event = lanes.joins[lane]
+            event.record(lanes[lane])
+            event.hold(stream)
+
+    def _run(self, program: Program) -> _Run:
+        """What :meth:`execute` needs of a program, made once."""
+        body = [op for lane, op in program.ops if lane != "sync"]
+        if "base" in program.state:
+            base = program.state["base"]
+            body.insert(0, lambda call: base.record(call.state["compute0"]))
+        tail = [op for lane, op in program.ops if lane == "sync"]
+        beside = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
+        run = program.state["run"] = _Run(body, tail, beside)
+        return run
+
+    def stamp(self, program: Program, step: int, end: bool) -> Op:
+        if "base" not in program.state:
+            program.state["base"] = hip.Event(timing=True)
+        event = program.state["stamp", step, end] = hip.Event(timing=True)
+        lane = program.plan.steps[step].lane
+        return lambda call: event.record(call.state[lane])
+
+    def spans(self, program: Program, call: Call) -> list[Span]:
+        self.synchronize()
+        state = program.state
+        return [
+            Span(
+                index,
+                step.lane,
+                state["base"].seconds_to(state["stamp", index, False]),
+                state["base"].seconds_to(state["stamp", index, True]),
+            )
+            for index, step in enumerate(program.plan.steps)
+        ]
+
+    def capturing(self) -> int:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "the hip engine does not serve captured calls yet; call ficco outside of the graph"
+            )
+        return 0
+
+    def synchronize(self) -> None:
+        hip.use(self.index)
+        streams = list(self.work.streams.values())
+        while not all(map(hip.idle, streams)):
+            time.sleep(1e-4)
+        self.work.settle()
+
+    def idle(self, slots: Sequence[Slot]) -> bool:
+        return all(slot.state.retired.over() for slot in slots)
+
+    # Watching.
+
+    def pulse(self, slot: Slot) -> tuple[int, bool]:
+        found: tuple[int, bool] = slot.state.watch.read()
+        return found
+
+    def missing(self, slot: Slot, program: Program) -> Missing | None:
+        steps = program.plan.steps
+        if slot.memory is None:
+            return Missing(next(i for i, step in enumerate(steps) if step.op == "gather"))
+        try:
+            words = self._read(slot)
+        except BackendError:
+            return None
+        if not words:
+            return None
+        late = [
+            Missing(index, signal, _wanted(signal), words[signal.word])
+            for index, step in enumerate(steps)
+            for signal in step.waits
+            if words[signal.word] != _wanted(signal)
+        ]
+        # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
+        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
+        return late[0] if late else None
+
+    def _read(self, slot: Slot) -> list[int]:
+        """The words of a slot of this rank, from any thread; empty if that takes too long."""
+        hip.use(self.index)
+        target = hip.malloc_host(slot.words * WORD)
+        for index, address in enumerate(slot.state.words.mine):
+            hip.copy_to_host(target + index * WORD, address, WORD, self._rescue)
+        if not hip.drain(self._rescue, 2.0):
+            self._host.append(target)  # still in use
+            return []
+        found = list((ctypes.c_uint32 * slot.words).from_address(target))
+        hip.free_host(target)
+        return found
+
+    def release(self, slots: Sequence[Slot], seconds: float) -> bool:
+        """Write, again and again, what every wait wants, until no call is running."""
+        end = time.monotonic() + seconds
+        if any(slot.memory is None and slot.state.watch.read()[0] for slot in slots):
+            threading.Thread(target=self._abort_collective, daemon=True).start()
+        try:
+            hip.use(self.index)
+            while any(slot.state.watch.read()[0] for slot in slots):
+                if time.monotonic() > end:
+                    return False
+                self._satisfy()
+                time.sleep(0.01)
+        except BackendError:
+            return False
+        return True
+
+    def _satisfy(self) -> None:
+        """Give every word of this rank the value that is waited for."""
+        for memory in self._memories:
+            for index, address in enumerate(memory.words.mine if memory.words else ()):
+                hip.write_32(self._rescue, address, int(index >= self.world))
+
+    def _abort_collective(self) -> None:
+        """Make the group's library give up; may take as long as its peers do."""
+        with contextlib.suppress(RuntimeError):
+            self.group._get_backend(self.device).abort()
+
+    # What it does, and its end.
+
+    def capabilities(self) -> Capabilities:
+        post = {
+            None: "not known before the first call: a stream write where it reaches a peer, else "
+            "a 4-byte copy",
+            True: "hipStreamWriteValue32 to the peer's signal memory",
+            False: "4-byte copy to the peer's signal memory",
+        }[self._writes_reach]
+        on_shader = os.environ.get("GPU_STREAMOPS_CP_WAIT", "0") in ("", "0")
+        wait = "a kernel's" if on_shader else "the command processor's"
+        copy = {
+            "dtod": "hipMemcpyDtoDAsync",
+            "peer": "hipMemcpyPeerAsync",
+            "nocu": "hipMemcpyAsync without compute units",
+        }[self._copy_name]
+        rectangles = "hipMemcpy2DAsync" if self._rectangles else "packed by the sender, no 2D copy"
+        return Capabilities(
+            engine="hip",
+            post=post + (" (asked for)" if self._signals != "auto" else ""),
+            wait=f"hipStreamWaitValue32 on signal memory, {wait} by GPU_STREAMOPS_CP_WAIT; relies "
+            "on a peer's word arriving behind the copy in front of it",
+            copy=f"{copy}, columns by {rectangles}; HIP {hip.runtime_version()}",
+            movers=("dma",),
+            accumulate="float32 sums of m x n by " + accumulation(),
+            capture=False,
+        )
+
+    def close(self) -> None:
+        hip.use(self.index)
+        end = time.monotonic() + CLOSE_S
+        # After an error streams may wait for peers that will not come.
+        while not all(map(hip.idle, list(self.work.streams.values()))) and time.monotonic() < end:
+            self._satisfy()
+            time.sleep(1e-3)
+        self._graveyard += [memory for memory in self._memories if memory not in self._graveyard]
+        while self._graveyard and time.monotonic() < end:
+            self._sweep()
+            time.sleep(1e-3)
+        while self._spent:
+            hip.free(self._spent.pop())
+        while self._host:
+            hip.free_host(self._host.pop())
+        self._lanes.clear()
+        self._packs.clear()
+        self.work.close()

@@ -1,0 +1,366 @@
+"""The HIP runtime's calls that the HIP engine makes, through hip-python.
+
+Two series of the binding are served, of ROCm 7.2 and of ROCm 10. What differs is hidden here:
+
+- 7.2 holds the interpreter lock during every call. No call here waits for a stream, therefore:
+  waiting is asking again and again. The watchdog would never run otherwise.
+- 7.2 cuts a memory handle at its first zero byte; here handles are copied from where they lie.
+- Without a library both raise RuntimeError from the first call, not from the import. 7.2 finds it
+  by LD_LIBRARY_PATH alone, 10 also by ROCM_PATH, ROCM_HOME and in /opt/rocm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ficco.errors import BackendError
+
+try:
+    from hip import HIP_VERSION_TUPLE, hip
+except ImportError as error:
+    raise ImportError(
+        "the HIP engine needs hip-python of your ROCm's version: pip install 'ficco[hip]'"
+    ) from error
+
+_EQUAL = int(hip.hipStreamWaitValueEq)
+_SIGNAL_MEMORY = int(hip.hipMallocSignalMemory)
+_LAZY_PEER_ACCESS = int(hip.hipIpcMemLazyEnablePeerAccess)
+_NO_TIMING = int(hip.hipEventDisableTiming)
+_NON_BLOCKING = int(hip.hipStreamNonBlocking)
+_COHERENT = int(hip.hipHostMallocCoherent)
+_KIND = hip.hipMemcpyKind
+
+#: Bytes of one signal: hipMallocSignalMemory comes by exactly so many.
+SIGNAL_BYTES = 8
+HANDLE_BYTES = 64
+_ALL_BITS = 0xFFFFFFFF
+
+#: What to do about errors that a machine's set-up causes.
+_REMEDIES = {
+    "hipErrorNoDevice": "no AMD GPU is visible: load the amdgpu driver, join the groups render "
+    "and video, and do not leave HIP_VISIBLE_DEVICES empty",
+    "hipErrorOutOfMemory": "free memory of the GPU, or cap ficco's by "
+    "ficco.options(workspace_bytes=...)",
+}
+
+
+def _failed(call: str, code: Any) -> BackendError:
+    name = getattr(code, "name", str(code))
+    text = hip.hipGetErrorString(code)[1]
+    said = bytes(text).decode() if text is not None else "no explanation"
+    remedy = _REMEDIES.get(name)
+    return BackendError(call, name, f"{said}; {remedy}" if remedy else said)
+
+
+def _unavailable(call: str, error: RuntimeError) -> BackendError:
+    if "dlsym" in str(error):
+        return BackendError(
+            call, "missing", "this ROCm does not have the function; install ROCm 7.2 or later"
+        )
+    return BackendError(
+        call,
+        "no library",
+        "libamdhip64.so cannot be opened; install ROCm 7.2 or later and start with its lib folder "
+        f"in LD_LIBRARY_PATH ({error})",
+    )
+
+
+def _checked(call: str) -> Callable[..., Any]:
+    """A function of the binding that returns its value, or raises BackendError."""
+    function = getattr(hip, call)
+
+    def checked(*args: Any) -> Any:
+        try:
+            result = function(*args)
+        except RuntimeError as error:
+            raise _unavailable(call, error) from error
+        if result[0]:
+            raise _failed(call, result[0])
+        return result[1] if len(result) == 2 else None
+
+    checked.__name__ = call
+    return checked
+
+
+_get_device_count = _checked("hipGetDeviceCount")
+_runtime_version = _checked("hipRuntimeGetVersion")
+_set_device = _checked("hipSetDevice")
+_can_access_peer = _checked("hipDeviceCanAccessPeer")
+_malloc = _checked("hipMalloc")
+_malloc_with_flags = _checked("hipExtMallocWithFlags")
+_host_malloc = _checked("hipHostMalloc")
+_get_handle = _checked("hipIpcGetMemHandle")
+_open_handle = _checked("hipIpcOpenMemHandle")
+_make_stream = _checked("hipStreamCreateWithPriority")
+_make_event = _checked("hipEventCreateWithFlags")
+_record = _checked("hipEventRecord")
+_wait_event = _checked("hipStreamWaitEvent")
+_elapsed = _checked("hipEventElapsedTime")
+_memset = _checked("hipMemsetAsync")
+_launch = _checked("hipLaunchHostFunc")
+_write_32 = _checked("hipStreamWriteValue32")
+_write_64 = _checked("hipStreamWriteValue64")
+_wait_32 = _checked("hipStreamWaitValue32")
+_copy_dtod = _checked("hipMemcpyDtoDAsync")
+_copy_peer = _checked("hipMemcpyPeerAsync")
+_copy_kind = _checked("hipMemcpyAsync")
+_copy_2d = _checked("hipMemcpy2DAsync")
+
+free = _checked("hipFree")
+free_host = _checked("hipHostFree")
+close_shared = _checked("hipIpcCloseMemHandle")
+destroy_stream = _checked("hipStreamDestroy")
+
+
+# The library and its devices.
+
+
+def start() -> int:
+    """Open the library; the number of devices.
+
+    Raises:
+        BackendError: there is no library, it is of another version, or there is no device.
+    """
+    version = _runtime_version()
+    wanted, found = HIP_VERSION_TUPLE[0], version // 10_000_000
+    if found != wanted:
+        raise BackendError(
+            "hipRuntimeGetVersion",
+            f"HIP {found}.{version // 100_000 % 100}",
+            f"the installed hip-python binds HIP {wanted}; install the hip-python of your ROCm",
+        )
+    _only_library()
+    return int(_get_device_count())
+
+
+def _only_library() -> None:
+    """Refuse two copies of the library: streams of one are none of the other's."""
+    with open("/proc/self/maps") as maps:
+        found = set(re.findall(r"\S*/libamdhip64\.so\S*", maps.read()))
+    if len(found) > 1:
+        raise BackendError(
+            "dlopen libamdhip64.so",
+            "two libraries",
+            f"{' and '.join(sorted(found))} are loaded, one of them by PyTorch; start with the "
+            "folder of PyTorch's first in LD_LIBRARY_PATH",
+        )
+
+
+def runtime_version() -> str:
+    """For example ``7.2``."""
+    version = _runtime_version()
+    return f"{version // 10_000_000}.{version // 100_000 % 100}"
+
+
+_thread = threading.local()
+
+
+def use(device: int) -> None:
+    """Make a device this thread's."""
+    if getattr(_thread, "device", None) != device:
+        _set_device(device)
+        _thread.device = device
+
+
+def attribute(name: str, device: int) -> int:
+    """A device attribute, 0 where the runtime does not know it."""
+    wanted = getattr(hip.hipDeviceAttribute_t, f"hipDeviceAttribute{name}", None)
+    if wanted is None:
+        return 0
+    error, value = hip.hipDeviceGetAttribute(wanted, device)
+    return 0 if error else int(value)
+
+
+def bus_id(device: int) -> bytes:
+    """What a device is called in every process: its place on the PCI buses, 12 bytes."""
+    place = (attribute(name, device) for name in ("PciDomainId", "PciBusId", "PciDeviceId"))
+    return b"".join(number.to_bytes(4, "little") for number in place)
+
+
+def reach(device: int, peer: int) -> bool:
+    """Let this thread's device access the memory of another; False if it cannot."""
+    if not _can_access_peer(device, peer):
+        return False
+    error = hip.hipDeviceEnablePeerAccess(peer, 0)[0]
+    if error and error.name != "hipErrorPeerAccessAlreadyEnabled":
+        raise _failed("hipDeviceEnablePeerAccess", error)
+    return True
+
+
+# Memory. Addresses are plain numbers.
+
+
+def malloc(nbytes: int) -> int:
+    """Memory of this thread's device."""
+    return int(_malloc(nbytes))
+
+
+def malloc_signal() -> int:
+    """One signal, on which a stream can wait."""
+    return int(_malloc_with_flags(SIGNAL_BYTES, _SIGNAL_MEMORY))
+
+
+def malloc_host(nbytes: int) -> int:
+    """Pinned host memory that the device writes through to."""
+    return int(_host_malloc(nbytes, _COHERENT))
+
+
+def share(address: int) -> bytes:
+    """A handle by which another process opens an allocation."""
+    handle = _get_handle(address)
+    return ctypes.string_at(handle.as_c_void_p().value, HANDLE_BYTES)
+
+
+def open_shared(handle: bytes) -> int:
+    """Map what another process shares."""
+    made = hip.hipIpcMemHandle_st()
+    ctypes.memmove(made.as_c_void_p().value, handle, HANDLE_BYTES)
+    return int(_open_handle(made, _LAZY_PEER_ACCESS))
+
+
+# Streams and events.
+
+
+def stream(handle: int) -> Any:
+    """A stream as the binding likes it best."""
+    return hip.ihipStream_t.fromObj(handle)
+
+
+def make_stream(urgent: bool) -> Any:
+    """A stream of this thread's device that does not wait for the null stream."""
+    return _make_stream(_NON_BLOCKING, -1 if urgent else 0)
+
+
+def idle(stream: Any) -> bool:
+    """Whether everything in a stream is over."""
+    error = hip.hipStreamQuery(stream)[0]
+    if error and error.name != "hipErrorNotReady":
+        raise _failed("hipStreamQuery", error)
+    return not error
+
+
+def drain(stream: Any, seconds: float) -> bool:
+    """Wait until a stream is idle; False if it takes too long."""
+    end = time.monotonic() + seconds
+    pause = 1e-5
+    while not idle(stream):
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
+
+
+class Event:
+    """An event, for ordering streams or for telling the time."""
+
+    def __init__(self, timing: bool = False) -> None:
+        self._event = _make_event(0 if timing else _NO_TIMING)
+
+    def record(self, stream: Any) -> None:
+        _record(self._event, stream)
+
+    def hold(self, stream: Any) -> None:
+        """Let a stream wait for the event; at once if it was never recorded."""
+        _wait_event(stream, self._event, 0)
+
+    def over(self) -> bool:
+        """Whether everything before the latest record is complete."""
+        error = hip.hipEventQuery(self._event)[0]
+        if error and error.name != "hipErrorNotReady":
+            raise _failed("hipEventQuery", error)
+        return not error
+
+    def seconds_to(self, later: Event) -> float:
+        return float(_elapsed(self._event, later._event)) / 1e3
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            hip.hipEventDestroy(self._event)
+
+
+# What streams do.
+
+
+def write_32(stream: Any, address: int, value: int) -> None:
+    _write_32(stream, address, value, 0)
+
+
+def write_64(stream: Any, address: int, value: int) -> None:
+    _write_64(stream, address, value, 0)
+
+
+def wait_equal(stream: Any, address: int, value: int) -> None:
+    """Hold a stream until a 32-bit word equals a value."""
+    _wait_32(stream, address, value, _EQUAL, _ALL_BITS)
+
+
+def writes_reach(stream: Any, address: int) -> bool:
+    """Whether a stream may write to an address; leaves a 0 there if so."""
+    if hip.hipStreamWriteValue32(stream, address, 0, 0)[0]:
+        return False
+    return drain(stream, 5.0)
+
+
+def fill(address: int, nbytes: int, stream: Any) -> None:
+    """Zero memory."""
+    _memset(address, 0, nbytes, stream)
+
+
+def call(stream: Any, function: int, argument: int) -> None:
+    """Let a stream call a C function on the host."""
+    _launch(stream, function, argument)
+
+
+def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
+    """Copy bytes between or within devices."""
+    _copy_dtod(dst, src, nbytes, stream)
+
+
+def copy_to_host(dst: int, src: int, nbytes: int, stream: Any) -> None:
+    """Copy bytes of a device to pinned host memory."""
+    _copy_kind(dst, src, nbytes, _KIND.hipMemcpyDeviceToHost, stream)
+
+
+def copy_2d(
+    dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: Any
+) -> None:
+    """Copy rows at a distance."""
+    _copy_2d(dst, dst_pitch, src, src_pitch, width, height, _KIND.hipMemcpyDeviceToDevice, stream)
+
+
+def copies_2d(scratch: int, stream: Any) -> bool:
+    """Whether the runtime copies rectangles; tries one within 16 bytes."""
+    kind = _KIND.hipMemcpyDeviceToDevice
+    error = hip.hipMemcpy2DAsync(scratch + 8, 4, scratch, 4, 2, 2, kind, stream)[0]
+    return not error and drain(stream, 5.0)
+
+
+#: How whole runs of bytes are copied between devices, by name.
+#: "nocu" asks for the copy engines and never for a kernel.
+COPIES: dict[str, Callable[..., None]] = {
+    "dtod": lambda dst, src, nbytes, stream, to, at: _copy_dtod(dst, src, nbytes, stream),
+    "peer": lambda dst, src, nbytes, stream, to, at: _copy_peer(dst, to, src, at, nbytes, stream),
+    "nocu": lambda dst, src, nbytes, stream, to, at: _copy_kind(
+        dst, src, nbytes, _KIND.hipMemcpyDeviceToDeviceNoCU, stream
+    ),
+}
+
+
+# A double of the library, on which CPU tensors are a device's.
+
+
+def adopter() -> tuple[Callable[[int, int], None], Callable[[int], None]] | None:
+    """How a double is told that host memory is a device's, and no longer; None for a library."""
+    try:
+        library = ctypes.CDLL("libamdhip64.so")
+        adopt, forget = library.double_adopt, library.double_forget
+    except (OSError, AttributeError):
+        return None
+    adopt.argtypes, forget.argtypes = [ctypes.c_void_p, ctypes.c_size_t], [ctypes.c_void_p]
+    return adopt, forget

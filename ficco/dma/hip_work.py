@@ -1,0 +1,207 @@
+"""How PyTorch's work gets into the order of HIP streams.
+
+On a GPU PyTorch enqueues it itself. On a double of the HIP library tensors are on the CPU, and a
+stream calls back when their turn has come, so that products wait there for what they wait for on a
+GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+
+from ficco.dma import hip_api as hip
+from ficco.dma.engine import Call, Op
+
+
+class Work(ABC):
+    """Streams, tensors and PyTorch's operations of one device.
+
+    Attributes:
+        device: the number of the device.
+        streams: those that were made, by name.
+    """
+
+    device: int
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Any] = {}
+
+    @abstractmethod
+    def caller(self) -> int:
+        """The stream that a call belongs to."""
+
+    @abstractmethod
+    def stream(self, name: str, urgent: bool) -> Any:
+        """The stream of a name, made when first asked for."""
+
+    @abstractmethod
+    def run(self, stream: Any, op: Op, call: Call) -> None:
+        """Let PyTorch do something when a stream's turn comes."""
+
+    @abstractmethod
+    def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Memory as bytes, and an object that lives as long as a tensor looks into it."""
+
+    @abstractmethod
+    def begin(self, call: Call) -> None:
+        """Take a call's operands into care."""
+
+    @abstractmethod
+    def end(self, call: Call, stream: Any, interrupt: Callable[[], None]) -> None:
+        """All of a call is enqueued; it is over when ``stream`` is through with what it holds."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """All calls are over."""
+
+    def close(self) -> None:
+        """Give the streams back; they are idle."""
+        self.streams.clear()
+
+
+class TorchWork(Work):
+    """Tensors on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device.index
+        self._device = device
+        self._torch: dict[int, torch.cuda.Stream] = {}
+
+    def caller(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def stream(self, name: str, urgent: bool) -> Any:
+        if name not in self.streams:
+            made = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
+            self.streams[name] = hip.stream(made.cuda_stream)
+            self._torch[id(self.streams[name])] = made
+        return self.streams[name]
+
+    def run(self, stream: Any, op: Op, call: Call) -> None:
+        lane = self._torch.get(id(stream))
+        if lane is None:  # the caller's own
+            op(call)
+            return
+        with torch.cuda.stream(lane):
+            op(call)
+
+    def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
+        keeper = _Bytes(address, nbytes)
+        return torch.as_tensor(keeper, device=self._device), keeper
+
+    def begin(self, call: Call) -> None:
+        pass  # PyTorch's allocator follows the caller's stream, which all lanes end with
+
+    def end(self, call: Call, stream: Any, interrupt: Callable[[], None]) -> None:
+        pass
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        super().close()
+        self._torch.clear()
+
+
+class _Bytes:
+    """Memory of a GPU, as PyTorch takes it from other libraries."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+class CallbackWork(Work):
+    """Tensors on the CPU, streams of a double.
+
+    Attributes:
+        waits: a call returns when its results are there, as calls on the CPU do. Without it only
+            ``ficco.synchronize`` tells when.
+        error: what went wrong in an operation after it had been enqueued.
+    """
+
+    waits: bool
+    error: BaseException | None
+
+    def __init__(self, device: int, adopt: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self.device = device
+        self._adopt, self._release = adopt
+        self.waits, self.error = True, None
+        self._calls: list[Call] = []  # under way
+        self._waiting: dict[int, tuple[Op, Call]] = {}
+        self._tickets = count(1)
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._serve)
+        self._address = int(ctypes.cast(self._function, ctypes.c_void_p).value or 0)
+
+    def caller(self) -> int:
+        return int(self.stream("caller", False).as_c_void_p().value)
+
+    def stream(self, name: str, urgent: bool) -> Any:
+        if name not in self.streams:
+            self.streams[name] = hip.make_stream(urgent)
+        return self.streams[name]
+
+    def run(self, stream: Any, op: Op, call: Call) -> None:
+        ticket = next(self._tickets)
+        self._waiting[ticket] = op, call
+        hip.call(stream, self._address, ticket)
+
+    def _serve(self, ticket: int) -> None:
+        op, call = self._waiting.pop(ticket)
+        try:
+            # Grad and inference mode belong to a thread.
+            with torch.inference_mode():
+                op(call)
+        except BaseException as error:
+            self.error = self.error or error
+
+    def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
+        keeper = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(keeper, dtype=torch.uint8), keeper
+
+    def begin(self, call: Call) -> None:
+        storage = call.a.untyped_storage()
+        if storage.nbytes():
+            self._adopt(storage.data_ptr(), storage.nbytes())
+        self._calls.append(call)
+
+    def end(self, call: Call, stream: Any, interrupt: Callable[[], None]) -> None:
+        """Results have to be there when a call returns, unless :attr:`waits` says otherwise."""
+        if not self.waits:
+            return
+        over = hip.Event()
+        over.record(stream)
+        while not over.over():
+            interrupt()
+            time.sleep(5e-5)
+        self._forget(self._calls.pop())
+
+    def settle(self) -> None:
+        while self._calls:
+            self._forget(self._calls.pop())
+
+    def _forget(self, call: Call) -> None:
+        """Give the operands back; raises what went wrong in an operation."""
+        storage = call.a.untyped_storage()
+        if storage.nbytes():
+            self._release(storage.data_ptr())
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def close(self) -> None:
+        while self.streams:
+            hip.destroy_stream(self.streams.popitem()[1])

@@ -1,0 +1,36 @@
+"""Matrix products of the vendor's library, through PyTorch, on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulation() -> str:
+    """How half-precision column pieces add up in float32 with this PyTorch."""
+    if _has_out_dtype():
+        return "torch.addmm(out_dtype=float32) on the pieces as they are"
+    return "a float32 GEMM of upcast pieces (twice their memory while it runs)"
+
+
+def _has_out_dtype() -> bool:
+    """PyTorch 2.8 and later multiply half-precision matrices into float32."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 8)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """``out (+)= a @ b`` for matrices or batches; sums are wider than the operands or equal."""
+    batched = a.dim() == 3
+    if a.dtype == out.dtype:
+        if accumulate:
+            (torch.baddbmm if batched else torch.addmm)(out, a, b, out=out)
+        else:
+            (torch.bmm if batched else torch.mm)(a, b, out=out)
+        return
+    if not _has_out_dtype() or not a.is_cuda:
+        multiply(a.float(), b.float(), out, accumulate)
+    elif accumulate:
+        add = torch.baddbmm if batched else torch.addmm
+        add(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        (torch.bmm if batched else torch.mm)(a, b, out_dtype=out.dtype, out=out)

@@ -1,0 +1,958 @@
+// A strict double of libamdhip64.so for CPUs: the calls that ficco makes, and no others.
+//
+// Streams are threads, device memory lies in memfds that other processes map, waits poll. What the
+// API allows but real hardware punishes, or what it leaves open, is a violation here: the call
+// fails, a line goes to stderr, and the process can ask for the number of violations and leaks
+// (double_violations, double_leaks). At the end of a process either makes it abort.
+//
+// Settings are environment variables, read when the library is loaded, or double_* calls:
+//   HIP_DOUBLE_DEVICES=8       devices
+//   HIP_DOUBLE_PEER=1          whether devices reach each other
+//   HIP_DOUBLE_WAIT=1          hipDeviceAttributeCanUseStreamWaitValue
+//   HIP_DOUBLE_SIGNAL_IPC=1    whether signal memory can be shared between processes
+//   HIP_DOUBLE_PEER_WRITE=1    whether a stream write reaches the memory of another process
+//   HIP_DOUBLE_2D=1            whether hipMemcpy2DAsync is supported
+//   HIP_DOUBLE_VERSION=70253211
+//   HIP_DOUBLE_FAIL=call:code:first[:count]   the calls from number first on, 1 for the next, fail
+//   HIP_DOUBLE_JITTER_US=0     every operation of a queue sleeps up to so long
+//
+// The types of the prototypes are those of the binding's own declarations; enumerations are ints.
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+enum Code {
+  Success = 0,
+  InvalidValue = 1,
+  OutOfMemory = 2,
+  InvalidPitchValue = 12,
+  InvalidDevicePointer = 17,
+  InvalidMemcpyDirection = 21,
+  NoDevice = 100,
+  InvalidDevice = 101,
+  InvalidContext = 201,
+  InvalidHandle = 400,
+  NotReady = 600,
+  IllegalAddress = 700,
+  PeerAccessAlreadyEnabled = 704,
+  PeerAccessNotEnabled = 705,
+  LaunchFailure = 719,
+  NotSupported = 801,
+  Unknown = 999,
+};
+
+const std::map<int, std::pair<const char*, const char*>> NAMES = {
+    {Success, {"hipSuccess", "no error"}},
+    {InvalidValue, {"hipErrorInvalidValue", "invalid argument"}},
+    {OutOfMemory, {"hipErrorOutOfMemory", "out of memory"}},
+    {InvalidPitchValue, {"hipErrorInvalidPitchValue", "invalid pitch argument"}},
+    {InvalidDevicePointer, {"hipErrorInvalidDevicePointer", "invalid device pointer"}},
+    {InvalidMemcpyDirection, {"hipErrorInvalidMemcpyDirection", "invalid copy direction"}},
+    {NoDevice, {"hipErrorNoDevice", "no ROCm-capable device is detected"}},
+    {InvalidDevice, {"hipErrorInvalidDevice", "invalid device ordinal"}},
+    {InvalidContext, {"hipErrorInvalidContext", "invalid device context"}},
+    {InvalidHandle, {"hipErrorInvalidHandle", "invalid resource handle"}},
+    {NotReady, {"hipErrorNotReady", "device not ready"}},
+    {IllegalAddress, {"hipErrorIllegalAddress", "an illegal memory access was encountered"}},
+    {PeerAccessAlreadyEnabled,
+     {"hipErrorPeerAccessAlreadyEnabled", "peer access is already enabled"}},
+    {PeerAccessNotEnabled, {"hipErrorPeerAccessNotEnabled", "peer access has not been enabled"}},
+    {LaunchFailure, {"hipErrorLaunchFailure", "unspecified launch failure"}},
+    {NotSupported, {"hipErrorNotSupported", "operation not supported"}},
+    {Unknown, {"hipErrorUnknown", "unknown error"}},
+};
+
+long setting(const char* name, long fallback) {
+  const char* text = getenv((std::string("HIP_DOUBLE_") + name).c_str());
+  return text && *text ? atol(text) : fallback;
+}
+
+struct Settings {
+  int devices = setting("DEVICES", 8);
+  bool peer = setting("PEER", 1);
+  bool wait = setting("WAIT", 1);
+  bool signal_ipc = setting("SIGNAL_IPC", 1);
+  bool peer_write = setting("PEER_WRITE", 1);
+  bool rectangles = setting("2D", 1);
+  int version = setting("VERSION", 70253211);
+  std::atomic<long> jitter_us{setting("JITTER_US", 0)};
+};
+
+Settings& settings() {
+  static Settings* found = new Settings;
+  return *found;
+}
+
+std::atomic<int> violations{0};
+
+int violation(Code code, const char* format, ...) {
+  violations++;
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  fprintf(stderr, "hip double: violation: %s\n", text);
+  fflush(stderr);
+  return code;
+}
+
+// What goes wrong on purpose.
+
+struct Failure {
+  int code;
+  long first, count;
+};
+
+std::mutex failing;
+std::map<std::string, Failure>& failures() {
+  static auto* found = new std::map<std::string, Failure>;
+  return *found;
+}
+
+void fail_on_purpose(const char* call, int code, long first, long count) {
+  std::lock_guard<std::mutex> lock(failing);
+  failures()[call] = {code, first, count};
+}
+
+void read_failures() {
+  const char* text = getenv("HIP_DOUBLE_FAIL");
+  if (!text) return;
+  char call[64];
+  int code;
+  long first = 1, count = 1;
+  if (sscanf(text, "%63[^:]:%d:%ld:%ld", call, &code, &first, &count) >= 2)
+    fail_on_purpose(call, code, first, count);
+}
+
+// 0, or the error that a call shall return; counts calls.
+int injected(const char* call) {
+  static std::once_flag once;
+  std::call_once(once, read_failures);
+  std::lock_guard<std::mutex> lock(failing);
+  auto found = failures().find(call);
+  if (found == failures().end()) return 0;
+  auto& failure = found->second;
+  if (--failure.first >= 1 || failure.count <= 0) return 0;
+  failure.count--;
+  return failure.code;
+}
+
+thread_local int current_device = 0;
+thread_local bool in_host_function = false;
+
+#define ENTER(name)                                                                    \
+  do {                                                                                 \
+    if (in_host_function)                                                              \
+      return violation(NotSupported, "%s called from a host function of a queue", name); \
+    if (int code = injected(name)) return code;                                        \
+  } while (0)
+
+// Memory. In front of every allocation lie 64 bytes that all processes see.
+
+constexpr size_t HEADER = 64, SMALL = 64, ARENA = 1 << 16, PAGE = 4096;
+constexpr uint64_t MAGIC = 0x6669'6363'6f68'6970;
+
+enum Kind { Device, Fine, Signal, Uncached, Host, Adopted };
+const char* const KINDS[] = {"device", "fine-grained", "signal", "uncached", "host", "adopted"};
+
+struct Header {
+  uint64_t magic;
+  uint64_t serial;
+  std::atomic<int> openers;
+  std::atomic<int> alive;
+};
+static_assert(sizeof(Header) <= HEADER);
+
+struct Backing {
+  int fd = -1;
+  char* base = nullptr;
+  size_t nbytes = 0;
+  ino_t inode = 0;
+  std::vector<size_t> vacant;  // granules of an arena
+
+  ~Backing() {
+    if (base) munmap(base, nbytes);
+    if (fd >= 0) close(fd);
+  }
+};
+
+// Memory that this process can name: its own, or mapped from another process.
+struct Memory {
+  char* start;
+  size_t nbytes;
+  Kind kind;
+  int device;  // of the process that owns it, -1 for host memory
+  bool mapped = false;
+  int pid;
+  int opened = 0;
+  size_t offset = 0;
+  std::shared_ptr<Backing> backing;
+  std::atomic<int> pending{0};  // operations of queues that use it
+
+  Header* header() const { return reinterpret_cast<Header*>(start - HEADER); }
+};
+
+std::mutex table;
+std::map<char*, std::shared_ptr<Memory>>& memories() {
+  static auto* found = new std::map<char*, std::shared_ptr<Memory>>;
+  return *found;
+}
+std::vector<std::shared_ptr<Backing>>& arenas() {
+  static auto* found = new std::vector<std::shared_ptr<Backing>>;
+  return *found;
+}
+std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>& mappings() {
+  static auto* found = new std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>;
+  return *found;
+}
+uint64_t serials = 0;
+std::set<int> lost;  // processes whose memory is gone
+
+std::shared_ptr<Backing> backing_of(size_t nbytes) {
+  auto made = std::make_shared<Backing>();
+  made->fd = memfd_create("hip double", MFD_CLOEXEC);
+  if (made->fd < 0 || ftruncate(made->fd, nbytes)) return nullptr;
+  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, made->fd, 0);
+  if (base == MAP_FAILED) return nullptr;
+  made->base = static_cast<char*>(base);
+  made->nbytes = nbytes;
+  struct stat file;
+  fstat(made->fd, &file);
+  made->inode = file.st_ino;
+  return made;
+}
+
+int allocate(void** target, size_t nbytes, Kind kind) {
+  if (!target) return InvalidValue;
+  *target = nullptr;
+  if (!nbytes) return Success;
+  std::lock_guard<std::mutex> lock(table);
+  std::shared_ptr<Backing> backing;
+  size_t offset = PAGE;
+  if (nbytes <= SMALL) {
+    for (auto& arena : arenas())
+      if (!arena->vacant.empty()) backing = arena;
+    if (!backing) {
+      backing = backing_of(ARENA);
+      if (!backing) return OutOfMemory;
+      for (size_t at = 0; at < ARENA; at += HEADER + SMALL) backing->vacant.push_back(at + HEADER);
+      arenas().push_back(backing);
+    }
+    offset = backing->vacant.back();
+    backing->vacant.pop_back();
+    memset(backing->base + offset, 0xA5, SMALL);  // garbage, as in real memory
+  } else {
+    backing = backing_of(PAGE + nbytes);
+    if (!backing) return OutOfMemory;
+    memset(backing->base + PAGE, 0xA5, nbytes);
+  }
+  auto made = std::make_shared<Memory>();
+  made->start = backing->base + offset;
+  made->nbytes = nbytes;
+  made->kind = kind;
+  made->device = kind == Host ? -1 : current_device;
+  made->pid = getpid();
+  made->offset = offset;
+  made->backing = backing;
+  new (made->header()) Header{MAGIC, ++serials, {0}, {1}};
+  memories()[made->start] = made;
+  *target = made->start;
+  return Success;
+}
+
+int release(void* pointer, bool host, const char* call) {
+  if (!pointer) return Success;
+  std::lock_guard<std::mutex> lock(table);
+  auto found = memories().find(static_cast<char*>(pointer));
+  if (found == memories().end())
+    return violation(InvalidValue, "%s of %p, which is no allocation", call, pointer);
+  auto memory = found->second;
+  if (memory->mapped || memory->kind == Adopted || (memory->kind == Host) != host)
+    return violation(InvalidValue, "%s of %s memory%s", call, KINDS[memory->kind],
+                     memory->mapped ? " of another process" : "");
+  if (memory->pending)
+    return violation(InvalidValue, "%s of %s memory while a queue uses it", call,
+                     KINDS[memory->kind]);
+  if (int openers = memory->header()->openers)
+    return violation(InvalidValue, "%s of %s memory that is mapped by %d other processes", call,
+                     KINDS[memory->kind], openers);
+  memory->header()->alive = 0;
+  if (memory->nbytes <= SMALL) memory->backing->vacant.push_back(memory->offset);
+  memories().erase(found);
+  return Success;
+}
+
+// The memory that holds all of some bytes.
+std::shared_ptr<Memory> holder(const void* pointer, size_t nbytes) {
+  auto* at = static_cast<char*>(const_cast<void*>(pointer));
+  std::lock_guard<std::mutex> lock(table);
+  auto found = memories().upper_bound(at);
+  if (found == memories().begin()) return nullptr;
+  auto memory = std::prev(found)->second;
+  return at + nbytes <= memory->start + memory->nbytes ? memory : nullptr;
+}
+
+std::set<std::pair<int, int>> peers;  // (device, peer) with access enabled
+
+// Queues.
+
+std::atomic<int> sticky{0};  // as on a GPU, nothing works behind an error of a queue
+
+struct Marker {
+  std::atomic<bool> over{false};
+  std::chrono::steady_clock::time_point when;
+};
+
+struct Event {
+  int device;
+  unsigned flags;
+  std::shared_ptr<Marker> marker;
+};
+
+struct Stream;
+using Uses = std::vector<std::shared_ptr<Memory>>;
+
+struct Work {
+  std::function<void()> run;
+  std::function<bool()> ready;  // polled first, if there is one
+  Uses uses;
+};
+
+struct Stream {
+  int device;
+  std::mutex lock;
+  std::condition_variable wake;
+  std::deque<Work> work;
+  bool busy = false, ending = false;
+  std::thread thread;
+
+  explicit Stream(int device_) : device(device_) {
+    thread = std::thread([this] { serve(); });
+  }
+
+  void serve() {
+    current_device = device;
+    std::mt19937 random(getpid() * 31 + device + reinterpret_cast<uintptr_t>(this) % 1000);
+    while (true) {
+      Work next;
+      {
+        std::unique_lock<std::mutex> held(lock);
+        wake.wait(held, [this] { return ending || !work.empty(); });
+        if (ending) return;
+        next = std::move(work.front());
+        work.pop_front();
+        busy = true;
+      }
+      if (long most = settings().jitter_us)
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
+      for (int round = 0; next.ready && !next.ready(); round++) {
+        if (round < 200)
+          std::this_thread::yield();
+        else
+          std::this_thread::sleep_for(std::chrono::microseconds(20));
+        if (round % 64 == 63) {
+          std::lock_guard<std::mutex> held(lock);
+          if (ending) return;
+        }
+      }
+      for (auto& memory : next.uses)
+        if (memory->mapped && lost.count(memory->pid)) sticky = LaunchFailure;
+      if (!sticky) next.run();
+      for (auto& memory : next.uses) memory->pending--;
+      next = Work{};
+      std::lock_guard<std::mutex> held(lock);
+      busy = false;
+    }
+  }
+
+  void add(Work next) {
+    for (auto& memory : next.uses) memory->pending++;
+    std::lock_guard<std::mutex> held(lock);
+    work.push_back(std::move(next));
+    wake.notify_one();
+  }
+
+  bool idle() {
+    std::lock_guard<std::mutex> held(lock);
+    return !busy && work.empty();
+  }
+};
+
+std::map<void*, std::shared_ptr<Stream>>& streams() {
+  static auto* found = new std::map<void*, std::shared_ptr<Stream>>;
+  return *found;
+}
+std::map<void*, std::shared_ptr<Event>>& events() {
+  static auto* found = new std::map<void*, std::shared_ptr<Event>>;
+  return *found;
+}
+
+// A stream that the calling thread may use; `code` tells why not.
+std::shared_ptr<Stream> queue(void* handle, const char* call, int& code) {
+  std::shared_ptr<Stream> stream;
+  {
+    std::lock_guard<std::mutex> lock(table);
+    auto found = streams().find(handle);
+    if (found != streams().end()) stream = found->second;
+  }
+  if (!stream) {
+    code = violation(InvalidHandle, "%s on %p, which is no stream", call, handle);
+    return nullptr;
+  }
+  if (stream->device != current_device) {
+    code = violation(InvalidDevice, "%s on a stream of device %d by a thread on device %d", call,
+                     stream->device, current_device);
+    return nullptr;
+  }
+  code = sticky;
+  return code ? nullptr : stream;
+}
+
+// Memory that operations of a stream may touch; `code` tells why not.
+std::shared_ptr<Memory> reach(Stream& stream, const void* pointer, size_t nbytes, const char* call,
+                              int& code) {
+  auto memory = holder(pointer, nbytes);
+  if (!memory) {
+    code = violation(InvalidValue, "%s of %zu bytes at %p, which is no memory of a device", call,
+                     nbytes, pointer);
+    return nullptr;
+  }
+  if (memory->mapped && !memory->header()->alive) {
+    code = violation(InvalidValue, "%s of memory that its process has freed", call);
+    return nullptr;
+  }
+  if (memory->device >= 0 && memory->device != stream.device) {
+    std::lock_guard<std::mutex> lock(table);
+    if (!peers.count({stream.device, memory->device})) {
+      code = violation(PeerAccessNotEnabled, "%s by device %d of memory of device %d, before peer "
+                       "access", call, stream.device, memory->device);
+      return nullptr;
+    }
+  }
+  return memory;
+}
+
+int copy(const char* call, void* target, size_t target_pitch, const void* source,
+         size_t source_pitch, size_t width, size_t height, int kind, void* handle) {
+  int code = 0;
+  auto stream = queue(handle, call, code);
+  if (!stream) return code;
+  if (!width || !height) return Success;
+  if (height > 1 && (width > target_pitch || width > source_pitch))
+    return violation(InvalidPitchValue, "%s: rows of %zu bytes at pitches %zu and %zu", call,
+                     width, target_pitch, source_pitch);
+  auto to = reach(*stream, target, (height - 1) * target_pitch + width, call, code);
+  if (!to) return code;
+  auto from = reach(*stream, source, (height - 1) * source_pitch + width, call, code);
+  if (!from) return code;
+  bool device_to = to->device >= 0, device_from = from->device >= 0;
+  bool fits = kind == 4 || (device_from ? (device_to ? kind == 3 || kind == 1024 : kind == 2)
+                                        : (device_to ? kind == 1 : kind == 0));
+  if (!fits)
+    return violation(InvalidMemcpyDirection, "%s of kind %d from %s to %s memory", call, kind,
+                     KINDS[from->kind], KINDS[to->kind]);
+  auto run = [=] {
+    // A signal's word is read by others meanwhile.
+    if (width == 4 && height == 1 && reinterpret_cast<uintptr_t>(target) % 4 == 0) {
+      uint32_t value;
+      memcpy(&value, source, 4);
+      __atomic_store_n(static_cast<uint32_t*>(target), value, __ATOMIC_RELEASE);
+      return;
+    }
+    for (size_t row = 0; row < height; row++)
+      memcpy(static_cast<char*>(target) + row * target_pitch,
+             static_cast<const char*>(source) + row * source_pitch, width);
+    std::atomic_thread_fence(std::memory_order_release);
+  };
+  stream->add({run, nullptr, {to, from}});
+  return Success;
+}
+
+int write_value(const char* call, void* handle, void* pointer, uint64_t value, int width) {
+  int code = 0;
+  auto stream = queue(handle, call, code);
+  if (!stream) return code;
+  if (reinterpret_cast<uintptr_t>(pointer) % width)
+    return violation(InvalidValue, "%s at %p, which is not aligned", call, pointer);
+  auto memory = reach(*stream, pointer, width, call, code);
+  if (!memory) return code;
+  if (memory->mapped && !settings().peer_write) return InvalidValue;
+  auto run = [=] {
+    if (width == 4)
+      __atomic_store_n(static_cast<uint32_t*>(pointer), static_cast<uint32_t>(value),
+                       __ATOMIC_RELEASE);
+    else
+      __atomic_store_n(static_cast<uint64_t*>(pointer), value, __ATOMIC_RELEASE);
+  };
+  stream->add({run, nullptr, {memory}});
+  return Success;
+}
+
+// Handles of memory, as other processes get them.
+struct Handle {
+  uint64_t magic, serial, nbytes, offset, inode;
+  int pid, fd, device, kind;
+};
+struct IpcMemHandle {
+  char reserved[64];
+};
+static_assert(sizeof(Handle) <= sizeof(IpcMemHandle));
+
+int leaks() {
+  std::lock_guard<std::mutex> lock(table);
+  int count = 0;
+  for (auto& [start, memory] : memories()) {
+    if (memory->kind == Adopted) continue;
+    if (!memory->mapped && memory->header()->openers) continue;  // not this process's fault
+    fprintf(stderr, "hip double: leak: %zu bytes of %s memory%s\n", memory->nbytes,
+            KINDS[memory->kind], memory->mapped ? ", mapped from another process" : "");
+    count++;
+  }
+  for (size_t i = 0; i < streams().size(); i++) fprintf(stderr, "hip double: leak: a stream\n");
+  for (size_t i = 0; i < events().size(); i++) fprintf(stderr, "hip double: leak: an event\n");
+  return count + streams().size() + events().size();
+}
+
+struct AtExit {
+  ~AtExit() {
+    int leaked = leaks();
+    if (leaked || violations) {
+      fprintf(stderr, "hip double: %d leaks and %d violations\n", leaked, violations.load());
+      abort();
+    }
+  }
+} at_exit;
+
+}  // namespace
+
+// For tests.
+
+API int double_violations() { return violations.exchange(0); }
+API int double_leaks() { return leaks(); }
+API void double_fail(const char* call, int code, long first, long count) {
+  injected("");  // the environment's come first
+  fail_on_purpose(call, code, first, count);
+}
+API void double_jitter(long most_us) { settings().jitter_us = most_us; }
+
+// From now on nothing reaches the memory of a process.
+API void double_lose(int pid) {
+  std::lock_guard<std::mutex> lock(table);
+  lost.insert(pid);
+}
+
+// Host memory that is taken for memory of the current device: CPU tensors of the caller's.
+API int double_adopt(void* start, size_t nbytes) {
+  std::lock_guard<std::mutex> lock(table);
+  auto& memory = memories()[static_cast<char*>(start)];
+  if (memory) return memory->opened += memory->kind == Adopted, Success;
+  memory = std::make_shared<Memory>();
+  memory->start = static_cast<char*>(start);
+  memory->nbytes = nbytes;
+  memory->kind = Adopted;
+  memory->device = current_device;
+  memory->pid = getpid();
+  memory->opened = 1;
+  return Success;
+}
+API int double_forget(void* start) {
+  std::lock_guard<std::mutex> lock(table);
+  auto found = memories().find(static_cast<char*>(start));
+  if (found == memories().end() || found->second->kind != Adopted) return InvalidValue;
+  if (--found->second->opened) return Success;
+  if (found->second->pending) return violation(InvalidValue, "operands freed while in use");
+  memories().erase(found);
+  return Success;
+}
+
+// Devices.
+
+API const char* hipGetErrorName(int code) {
+  auto found = NAMES.find(code);
+  return found == NAMES.end() ? "hipErrorUnknown" : found->second.first;
+}
+API const char* hipGetErrorString(int code) {
+  auto found = NAMES.find(code);
+  return found == NAMES.end() ? "unknown error" : found->second.second;
+}
+API int hipGetDeviceCount(int* count) {
+  ENTER("hipGetDeviceCount");
+  *count = settings().devices;
+  return *count ? Success : NoDevice;
+}
+API int hipRuntimeGetVersion(int* version) {
+  ENTER("hipRuntimeGetVersion");
+  *version = settings().version;
+  return Success;
+}
+API int hipSetDevice(int device) {
+  ENTER("hipSetDevice");
+  if (device < 0 || device >= settings().devices) return InvalidDevice;
+  current_device = device;
+  return Success;
+}
+API int hipGetDevice(int* device) {
+  ENTER("hipGetDevice");
+  *device = current_device;
+  return Success;
+}
+API int hipDeviceGetAttribute(int* value, int attribute, int device) {
+  ENTER("hipDeviceGetAttribute");
+  if (device < 0 || device >= settings().devices) return InvalidDevice;
+  switch (attribute) {
+    case 10013: *value = settings().wait; return Success;  // CanUseStreamWaitValue
+    case 2: *value = 2; return Success;                    // AsyncEngineCount
+    case 67: *value = device + 16; return Success;         // PciBusId
+    case 68: case 69: *value = 0; return Success;          // PciDeviceId, PciDomainId
+    default: return InvalidValue;
+  }
+}
+API int hipDeviceCanAccessPeer(int* can, int device, int peer) {
+  ENTER("hipDeviceCanAccessPeer");
+  if (std::max(device, peer) >= settings().devices || std::min(device, peer) < 0)
+    return InvalidDevice;
+  *can = device != peer && settings().peer;
+  return Success;
+}
+API int hipDeviceEnablePeerAccess(int peer, unsigned flags) {
+  ENTER("hipDeviceEnablePeerAccess");
+  if (flags) return InvalidValue;
+  if (peer < 0 || peer >= settings().devices || peer == current_device || !settings().peer)
+    return InvalidDevice;
+  std::lock_guard<std::mutex> lock(table);
+  return peers.insert({current_device, peer}).second ? Success : PeerAccessAlreadyEnabled;
+}
+
+// Memory.
+
+API int hipMalloc(void** pointer, size_t nbytes) {
+  ENTER("hipMalloc");
+  return allocate(pointer, nbytes, Device);
+}
+API int hipExtMallocWithFlags(void** pointer, size_t nbytes, unsigned flags) {
+  ENTER("hipExtMallocWithFlags");
+  if (flags == 2 && nbytes != 8)
+    return violation(InvalidValue, "signal memory of %zu bytes; it comes by 8", nbytes);
+  if (flags > 3) return InvalidValue;
+  return allocate(pointer, nbytes, static_cast<Kind>(flags));
+}
+API int hipHostMalloc(void** pointer, size_t nbytes, unsigned) {
+  ENTER("hipHostMalloc");
+  return allocate(pointer, nbytes, Host);
+}
+API int hipFree(void* pointer) {
+  ENTER("hipFree");
+  return release(pointer, false, "hipFree");
+}
+API int hipHostFree(void* pointer) {
+  ENTER("hipHostFree");
+  return release(pointer, true, "hipHostFree");
+}
+API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
+  ENTER("hipIpcGetMemHandle");
+  std::lock_guard<std::mutex> lock(table);
+  auto found = memories().find(static_cast<char*>(pointer));
+  if (found == memories().end() || found->second->mapped || found->second->device < 0 ||
+      found->second->kind == Adopted)
+    return violation(InvalidValue, "hipIpcGetMemHandle of %p, which is no device memory of this "
+                     "process or not its beginning", pointer);
+  auto& memory = *found->second;
+  if (memory.kind == Signal && !settings().signal_ipc) return InvalidValue;
+  Handle handle{MAGIC, memory.header()->serial, memory.nbytes, memory.offset,
+                memory.backing->inode, getpid(), memory.backing->fd, memory.device, memory.kind};
+  memset(target, 0, sizeof *target);
+  memcpy(target, &handle, sizeof handle);
+  return Success;
+}
+API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle given, unsigned flags) {
+  ENTER("hipIpcOpenMemHandle");
+  Handle handle;
+  memcpy(&handle, &given, sizeof handle);
+  *pointer = nullptr;
+  if (handle.magic != MAGIC) return violation(InvalidHandle, "hipIpcOpenMemHandle of garbage");
+  if (flags != 1) return violation(InvalidValue, "hipIpcOpenMemHandle with flags %u", flags);
+  if (handle.pid == getpid())
+    return violation(InvalidContext, "hipIpcOpenMemHandle in the process that made the handle");
+  std::lock_guard<std::mutex> lock(table);
+  auto& known = mappings()[{handle.pid, handle.inode}];
+  auto backing = known.lock();
+  if (!backing) {
+    backing = std::make_shared<Backing>();
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
+    backing->fd = open(path, O_RDWR | O_CLOEXEC);
+    struct stat file;
+    if (backing->fd < 0 || fstat(backing->fd, &file) || file.st_ino != handle.inode)
+      return violation(InvalidHandle, "hipIpcOpenMemHandle of memory that is gone");
+    backing->nbytes = file.st_size;
+    void* base =
+        mmap(nullptr, file.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, backing->fd, 0);
+    if (base == MAP_FAILED) return OutOfMemory;
+    backing->base = static_cast<char*>(base);
+    backing->inode = handle.inode;
+    known = backing;
+  }
+  char* start = backing->base + handle.offset;
+  auto* header = reinterpret_cast<Header*>(start - HEADER);
+  if (!header->alive || header->serial != handle.serial)
+    return violation(InvalidHandle, "hipIpcOpenMemHandle of memory that was freed");
+  auto& memory = memories()[start];
+  if (!memory) {
+    memory = std::make_shared<Memory>();
+    memory->start = start;
+    memory->nbytes = handle.nbytes;
+    memory->kind = static_cast<Kind>(handle.kind);
+    memory->device = handle.device;
+    memory->mapped = true;
+    memory->pid = handle.pid;
+    memory->offset = handle.offset;
+    memory->backing = backing;
+    header->openers++;
+  }
+  memory->opened++;
+  *pointer = start;
+  return Success;
+}
+API int hipIpcCloseMemHandle(void* pointer) {
+  ENTER("hipIpcCloseMemHandle");
+  std::lock_guard<std::mutex> lock(table);
+  auto found = memories().find(static_cast<char*>(pointer));
+  if (found == memories().end() || !found->second->mapped)
+    return violation(InvalidValue, "hipIpcCloseMemHandle of %p, which is not open", pointer);
+  auto memory = found->second;
+  if (memory->pending)
+    return violation(InvalidValue, "hipIpcCloseMemHandle while a queue uses the memory");
+  if (--memory->opened) return Success;
+  memory->header()->openers--;
+  memories().erase(found);
+  return Success;
+}
+
+// Streams and events.
+
+API int hipStreamCreateWithPriority(void** target, unsigned flags, int priority) {
+  ENTER("hipStreamCreateWithPriority");
+  if (flags > 1 || priority < -1 || priority > 1) return InvalidValue;
+  auto made = std::make_shared<Stream>(current_device);
+  std::lock_guard<std::mutex> lock(table);
+  streams()[made.get()] = made;
+  *target = made.get();
+  return Success;
+}
+API int hipStreamDestroy(void* handle) {
+  ENTER("hipStreamDestroy");
+  std::shared_ptr<Stream> stream;
+  {
+    std::lock_guard<std::mutex> lock(table);
+    auto found = streams().find(handle);
+    if (found == streams().end())
+      return violation(InvalidHandle, "hipStreamDestroy of %p, which is no stream", handle);
+    stream = found->second;
+    if (!stream->idle())
+      return violation(InvalidHandle, "hipStreamDestroy of a stream that is not idle");
+    streams().erase(found);
+  }
+  {
+    std::lock_guard<std::mutex> held(stream->lock);
+    stream->ending = true;
+    stream->wake.notify_one();
+  }
+  stream->thread.join();
+  return Success;
+}
+API int hipStreamQuery(void* handle) {
+  ENTER("hipStreamQuery");
+  int code = 0;
+  auto stream = queue(handle, "hipStreamQuery", code);
+  if (!stream) return code;
+  return stream->idle() ? Success : NotReady;
+}
+API int hipEventCreateWithFlags(void** target, unsigned flags) {
+  ENTER("hipEventCreateWithFlags");
+  auto made = std::make_shared<Event>(Event{current_device, flags, nullptr});
+  std::lock_guard<std::mutex> lock(table);
+  events()[made.get()] = made;
+  *target = made.get();
+  return Success;
+}
+static std::shared_ptr<Event> event_of(void* handle, const char* call, int& code) {
+  std::lock_guard<std::mutex> lock(table);
+  auto found = events().find(handle);
+  if (found != events().end()) return found->second;
+  code = violation(InvalidHandle, "%s of %p, which is no event", call, handle);
+  return nullptr;
+}
+API int hipEventDestroy(void* handle) {
+  ENTER("hipEventDestroy");
+  int code = 0;
+  if (!event_of(handle, "hipEventDestroy", code)) return code;
+  std::lock_guard<std::mutex> lock(table);
+  events().erase(handle);
+  return Success;
+}
+API int hipEventRecord(void* handle, void* on) {
+  ENTER("hipEventRecord");
+  int code = 0;
+  auto event = event_of(handle, "hipEventRecord", code);
+  if (!event) return code;
+  auto stream = queue(on, "hipEventRecord", code);
+  if (!stream) return code;
+  if (event->device != stream->device)
+    return violation(InvalidHandle, "hipEventRecord of an event of device %d on a stream of device "
+                     "%d", event->device, stream->device);
+  auto marker = std::make_shared<Marker>();
+  {
+    std::lock_guard<std::mutex> lock(table);
+    event->marker = marker;
+  }
+  auto run = [=] {
+    marker->when = std::chrono::steady_clock::now();
+    marker->over = true;
+  };
+  stream->add({run, nullptr, {}});
+  return Success;
+}
+API int hipStreamWaitEvent(void* on, void* handle, unsigned) {
+  ENTER("hipStreamWaitEvent");
+  int code = 0;
+  auto event = event_of(handle, "hipStreamWaitEvent", code);
+  if (!event) return code;
+  auto stream = queue(on, "hipStreamWaitEvent", code);
+  if (!stream) return code;
+  std::lock_guard<std::mutex> lock(table);
+  auto marker = event->marker;
+  if (marker)
+    stream->add({[] {}, [=] { return marker->over.load(); }, {}});
+  return Success;
+}
+API int hipEventQuery(void* handle) {
+  ENTER("hipEventQuery");
+  int code = 0;
+  auto event = event_of(handle, "hipEventQuery", code);
+  if (!event) return code;
+  std::lock_guard<std::mutex> lock(table);
+  if (sticky) return sticky;
+  return !event->marker || event->marker->over ? Success : NotReady;
+}
+API int hipEventElapsedTime(float* ms, void* start, void* stop) {
+  ENTER("hipEventElapsedTime");
+  int code = 0;
+  auto first = event_of(start, "hipEventElapsedTime", code);
+  auto last = event_of(stop, "hipEventElapsedTime", code);
+  if (!first || !last) return code;
+  std::lock_guard<std::mutex> lock(table);
+  if ((first->flags | last->flags) & 2 || !first->marker || !last->marker)
+    return violation(InvalidHandle, "hipEventElapsedTime of events that keep no time");
+  if (!first->marker->over || !last->marker->over) return NotReady;
+  std::chrono::duration<float, std::milli> between = last->marker->when - first->marker->when;
+  *ms = between.count();
+  return Success;
+}
+
+// What queues do.
+
+API int hipMemcpyDtoDAsync(void* target, void* source, size_t nbytes, void* stream) {
+  ENTER("hipMemcpyDtoDAsync");
+  return copy("hipMemcpyDtoDAsync", target, 0, source, 0, nbytes, 1, 3, stream);
+}
+API int hipMemcpyAsync(void* target, const void* source, size_t nbytes, int kind, void* stream) {
+  ENTER("hipMemcpyAsync");
+  return copy("hipMemcpyAsync", target, 0, source, 0, nbytes, 1, kind, stream);
+}
+API int hipMemcpyPeerAsync(void* target, int target_device, const void* source, int source_device,
+                           size_t nbytes, void* stream) {
+  ENTER("hipMemcpyPeerAsync");
+  auto to = holder(target, nbytes), from = holder(source, nbytes);
+  if (to && from && (to->device != target_device || from->device != source_device))
+    return violation(InvalidDevice, "hipMemcpyPeerAsync from device %d to %d, but the memory is of "
+                     "%d and %d", source_device, target_device, from->device, to->device);
+  return copy("hipMemcpyPeerAsync", target, 0, source, 0, nbytes, 1, 3, stream);
+}
+API int hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source,
+                         size_t source_pitch, size_t width, size_t height, int kind,
+                         void* stream) {
+  ENTER("hipMemcpy2DAsync");
+  if (!settings().rectangles) return NotSupported;
+  return copy("hipMemcpy2DAsync", target, target_pitch, source, source_pitch, width, height, kind,
+              stream);
+}
+API int hipMemsetAsync(void* target, int value, size_t nbytes, void* handle) {
+  ENTER("hipMemsetAsync");
+  int code = 0;
+  auto stream = queue(handle, "hipMemsetAsync", code);
+  if (!stream) return code;
+  auto memory = reach(*stream, target, nbytes, "hipMemsetAsync", code);
+  if (!memory) return code;
+  stream->add({[=] { memset(target, value, nbytes); }, nullptr, {memory}});
+  return Success;
+}
+API int hipStreamWriteValue32(void* stream, void* pointer, uint32_t value, unsigned) {
+  ENTER("hipStreamWriteValue32");
+  return write_value("hipStreamWriteValue32", stream, pointer, value, 4);
+}
+API int hipStreamWriteValue64(void* stream, void* pointer, uint64_t value, unsigned) {
+  ENTER("hipStreamWriteValue64");
+  return write_value("hipStreamWriteValue64", stream, pointer, value, 8);
+}
+API int hipStreamWaitValue32(void* handle, void* pointer, uint32_t value, unsigned flags,
+                             uint32_t mask) {
+  const char* call = "hipStreamWaitValue32";
+  ENTER(call);
+  if (!settings().wait)
+    return violation(NotSupported, "%s, which this device does not offer", call);
+  int code = 0;
+  auto stream = queue(handle, call, code);
+  if (!stream) return code;
+  auto memory = reach(*stream, pointer, 4, call, code);
+  if (!memory) return code;
+  if (memory->kind != Signal || pointer != memory->start || memory->mapped)
+    return violation(InvalidValue, "%s on %s memory%s, which is no signal memory of this process",
+                     call, KINDS[memory->kind], memory->mapped ? " of another process" : "");
+  if (flags > 1 || !mask) return violation(InvalidValue, "%s with flags %u, mask %u", call, flags, mask);
+  auto ready = [=] {
+    uint32_t found = __atomic_load_n(static_cast<uint32_t*>(pointer), __ATOMIC_ACQUIRE) & mask;
+    return flags == 1 ? found == value : static_cast<int32_t>(found - value) >= 0;
+  };
+  stream->add({[] {}, ready, {memory}});
+  return Success;
+}
+API int hipLaunchHostFunc(void* handle, void (*function)(void*), void* argument) {
+  ENTER("hipLaunchHostFunc");
+  int code = 0;
+  auto stream = queue(handle, "hipLaunchHostFunc", code);
+  if (!stream) return code;
+  auto run = [=] {
+    in_host_function = true;
+    function(argument);
+    in_host_function = false;
+  };
+  stream->add({run, nullptr, {}});
+  return Success;
+}
