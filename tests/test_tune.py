@@ -160,6 +160,7 @@ SOURCE = Provenance("measured")
 BLOCKS: dict[str, Any] = {
     "gemm": Gemm(1e12, 1, 0.0, 0.5, 1e-6, 1e11, SOURCE),
     "copies": Copies(1, 1e-5, 1e-6, ((1024.0, 1e9), (4096.0, 2e9)), SOURCE),
+    "kernel_copies": Copies(1, 2e-5, 1e-6, ((1024.0, 5e8), (4096.0, 1e9)), SOURCE),
     "topology": Topology("switch", 2e9, SOURCE),
     "collective": Collective(((1024.0, 1e-5), (4096.0, 2e-5)), SOURCE),
     "memory": Memory(1e10, 1e10, SOURCE),

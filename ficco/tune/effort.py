@@ -91,7 +91,8 @@ def grid(
 
 
 _GPU_SECONDS = {
-    "gemm": 50.0, "copies": 25.0, "topology": 5.0, "collective": 12.0, "contention": 24.0,
+    "gemm": 45.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0, "collective": 12.0,
+    "contention": 24.0,
     "memory": 3.0, "host": 6.0, "thresholds": 20.0,
 }  # fmt: skip
 
@@ -135,7 +136,8 @@ CPU = Effort(
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
     seconds={
-        "gemm": 10.0, "copies": 8.0, "topology": 3.0, "collective": 4.0, "contention": 8.0,
+        "gemm": 8.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0, "collective": 4.0,
+        "contention": 8.0,
         "memory": 2.0, "host": 4.0, "thresholds": 6.0,
     },
     least=5,

@@ -39,12 +39,13 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
 from ficco.tune import fits
 from ficco.tune.effort import Effort, Shape
+from ficco.workspace import workspace_of
 
 Tick = Callable[[str], None]
 
 #: Copies of a shard in pieces, peer after peer: rows of copies on one queue. In one piece they
 #: visit the peers as a permutation, so that every rank receives from one at a time.
-ROW = "hetero-unfused-1d:pieces={pieces},order=peer"
+ROW = "hetero-unfused-1d:pieces={pieces},order=peer,mover={mover}"
 ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
 
 #: Schedules with different numbers of products, copies and signals.
@@ -103,7 +104,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the block that it measures, and how."""
+    """One step: the block that it measures, and how; None leaves the block as it is."""
 
     name: str
     measure: Callable[[Site], Any]
@@ -199,7 +200,11 @@ def units(site: Site) -> int:
 
 
 def copy_times(
-    site: Site, sizes: Sequence[int], pieces: Sequence[int], step: str = "copies"
+    site: Site,
+    sizes: Sequence[int],
+    pieces: Sequence[int],
+    step: str = "copies",
+    mover: str = "dma",
 ) -> list[fits.CopyTime]:
     """Seconds of rows of copies between all ranks."""
     parts = site.parts()
@@ -211,7 +216,7 @@ def copy_times(
         for count in dict.fromkeys(min(count, 2) if large else count for count in pieces):
             rows[f"{count} x {size}"] = (size, count)
     calls = {
-        name: parts.copies(ROW.format(pieces=count), size * count)
+        name: parts.copies(ROW.format(pieces=count, mover=mover), size * count)
         for name, (size, count) in rows.items()
     }
     found = site.time(step, calls)
@@ -222,14 +227,28 @@ def copy_times(
 
 
 def copies(site: Site) -> Copies:
+    return _copies(site, "copies", "dma", engines(site))
+
+
+def kernel_copies(site: Site) -> Copies | None:
+    """Those of the copy kernel, which has no engines to wait for: a queue per peer at most. None
+    where no kernel copies."""
+    engine = workspace_of(site.watch.group, site.watch.device).engine
+    if "kernel" not in engine.capabilities().movers:
+        return None
+    return _copies(site, "kernel_copies", "kernel", max(site.world - 1, 1))
+
+
+def _copies(site: Site, step: str, mover: str, engines: int) -> Copies:
     _needs_peers(site)
-    fit = fits.copies(copy_times(site, site.effort.sizes, site.effort.pieces))
+    sizes = site.effort.sizes
+    fit = fits.copies(copy_times(site, sizes, site.effort.pieces, step, mover))
     note = (
-        f"push, one queue, peer after peer, {site.effort.sizes[0]} to {site.effort.sizes[-1]} "
-        f"bytes; largest error {fit.error:.1%}"
+        f"push, one queue, peer after peer, {sizes[0]} to {sizes[-1]} bytes; largest error "
+        f"{fit.error:.1%}"
     )
     return Copies(
-        engines=engines(site),
+        engines=engines,
         latency=fit.latency,
         gap=fit.gap,
         curve=fit.curve,
@@ -463,6 +482,7 @@ def thresholds(site: Site) -> Thresholds:
 STEPS = (
     Step("gemm", gemm),
     Step("copies", copies),
+    Step("kernel_copies", kernel_copies),
     Step("topology", topology),
     Step("collective", collective),
     Step("memory", memory),

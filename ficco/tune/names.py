@@ -4,6 +4,7 @@
 STEPS = (
     "gemm",
     "copies",
+    "kernel_copies",
     "topology",
     "collective",
     "memory",

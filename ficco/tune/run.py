@@ -274,7 +274,10 @@ class _Run:
         """The machine with what a step has measured, which a file can hold."""
         for step in STEPS:
             if step.name == name:
-                block = {name: rounded(step.measure(site))}
+                measured = step.measure(site)
+                if measured is None:
+                    return site.machine
+                block = {name: rounded(measured)}
                 alone = Machine("block", self.here.accelerator, self.world, **block)
                 loads(dumps(alone), str(self.settings.path))  # else the step has failed
                 return replace(site.machine, **block)
