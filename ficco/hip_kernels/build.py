@@ -8,6 +8,7 @@ by the source, the architecture and the compiler's version.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -195,7 +196,10 @@ def _compile_with(program: str, arguments: Callable[[str], list[str]], text: str
 
 def _cuda_homes() -> list[Path]:
     named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    return [Path(home) for home in (*named, "/usr/local/cuda")]
+    wheels = importlib.util.find_spec("nvidia")
+    places = wheels.submodule_search_locations if wheels else None
+    from_wheels = [home for place in places or () for home in Path(place).glob("cu*")]
+    return [*map(Path, named), Path("/usr/local/cuda"), *from_wheels]
 
 
 def _rocm_homes() -> list[Path]:
@@ -203,11 +207,16 @@ def _rocm_homes() -> list[Path]:
     return [Path(home) for home in (*named, "/opt/rocm")]
 
 
+def nvcc_program() -> str:
+    """The compiler of the CUDA toolkit, or of its wheels."""
+    homes = (home / "bin" / "nvcc" for home in _cuda_homes())
+    return _program(iter(["nvcc", *homes]), "nvcc")
+
+
 @lru_cache
 def nvcc() -> Compiler:
-    """The CUDA toolkit's compiler."""
-    homes = (home / "bin" / "nvcc" for home in _cuda_homes())
-    program = _program(iter(["nvcc", *homes]), "nvcc")
+    """CUDA's compiler."""
+    program = nvcc_program()
 
     def run(text: str, arch: str) -> bytes:
         return _compile_with(program, lambda path: [*NVCC, "-cubin", f"-arch={arch}", path], text)
@@ -215,12 +224,17 @@ def nvcc() -> Compiler:
     return Compiler("nvcc", _version_of(program), run)
 
 
-@lru_cache
-def clang() -> Compiler:
-    """A clang that knows the architecture: ROCm's, or the distribution's with its lld."""
+def clang_program() -> str:
+    """ROCm's clang, or the distribution's."""
     homes = (home / "llvm" / "bin" / "clang++" for home in _rocm_homes())
     names = ("amdclang++", "clang++-20", "clang++-19", "clang++-18", "clang++")
-    program = _program(iter([*homes, *names]), "clang++ (of ROCm, or clang-19 and lld-19)")
+    return _program(iter([*homes, *names]), "clang++ (of ROCm, or clang-19 and lld-19)")
+
+
+@lru_cache
+def clang() -> Compiler:
+    """A clang that knows the architecture."""
+    program = clang_program()
 
     def run(text: str, arch: str) -> bytes:
         def arguments(path: str) -> list[str]:

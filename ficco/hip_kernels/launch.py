@@ -129,8 +129,8 @@ def strips(
     units, tail = divmod(width - head, unit)
     if units > MAX_UNITS:
         first = head + MAX_UNITS * unit
-        rest = strips(dst + first, dst_pitch, src + first, src_pitch, width - first, height)
-        return [Strip(unit, dst, src, height, head, MAX_UNITS, 0), *rest]
+        rest = dst + first, dst_pitch, src + first, src_pitch, width - first, height
+        return strips(dst, dst_pitch, src, src_pitch, first, height) + strips(*rest)
     rows = max(1, MAX_UNITS // max(1, units))
     return [
         Strip(

@@ -1,0 +1,691 @@
+"""The kernels without a GPU: they compile, their instructions are read, their code runs on a CPU.
+
+Compilers that a user's machine may lack (``tests/toolchain.sh`` installs them): clang-19 and
+lld-19, nvcc, nvrtc. Without one its tests are skipped; where ``CI`` is set they fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ficco.errors import BackendError
+from ficco.heuristics import saved
+from ficco.hip_kernels import Kernels, TorchKernels, build, launch
+from ficco.hip_kernels.build import Compiler, Missing, Target
+
+ON_HOST = Path(__file__).parent / "kernels_on_host"
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def compiler(finder: Callable[[], Compiler]) -> Compiler:
+    """A compiler; where it is missing the test is skipped, or fails in CI."""
+    try:
+        return finder()
+    except Missing as error:
+        text = f"{error}: tests/toolchain.sh installs it"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(text)
+
+
+def output(*command: str) -> str:
+    """What a command prints; it must succeed."""
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    return found.stdout + found.stderr
+
+
+# The instructions for AMD.
+
+COPIES = tuple(f"ficco_copy{unit}" for unit in launch.UNITS)
+REDUCTIONS = tuple(name for name in launch.NAMES if "reduce" in name)
+#: A 16-byte access of every lane.
+LOAD, STORE = "global_load_dwordx4", "global_store_dwordx4"
+
+
+@pytest.fixture(scope="module", params=["gfx90a", "gfx942"])
+def isa(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """An architecture, and the kernels in its assembly language."""
+    compiler(build.clang)
+    source = str(build.HERE / "kernels.cpp")
+    arch = f"--offload-arch={request.param}"
+    program = build.clang_program()
+    text = output(program, *build.CLANG, "-Wall", "-Werror", arch, "-S", source, "-o", "-")
+    return request.param, text
+
+
+def body(text: str, kernel: str) -> list[str]:
+    """The instructions of a kernel, without blanks and comments."""
+    found = re.search(rf"^{kernel}:.*?^\.Lfunc_end", text, re.M | re.S)
+    assert found, kernel
+    lines = (line.split(";")[0].strip() for line in found[0].splitlines()[1:])
+    return [re.sub(r"\s+", " ", line) for line in lines if line and not line.startswith(".")]
+
+
+def places(lines: Sequence[str], pattern: str) -> list[int]:
+    return [index for index, line in enumerate(lines) if re.match(pattern, line)]
+
+
+def test_amd_every_kernel_is_there_and_spills_nothing(isa: tuple[str, str]) -> None:
+    _, text = isa
+    for name in launch.NAMES:
+        assert "s_endpgm" in body(text, name)
+    for key in ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count"):
+        assert re.findall(rf"\.{key}: +(\d+)", text) == ["0"] * len(launch.NAMES)
+    # Nor does anything go through an address space that is found out while it runs.
+    assert not re.search(r"\b(scratch_|flat_|buffer_)(load|store)", text)
+
+
+def test_amd_copy_is_by_16_bytes_with_several_in_flight(isa: tuple[str, str]) -> None:
+    _, text = isa
+    lines = body(text, "ficco_copy16")
+    loads, stores = places(lines, LOAD), places(lines, STORE)
+    assert len(loads) == len(stores) == 8
+    assert max(loads) < min(stores)
+    waits = places(lines[loads[0] : loads[-1]], r"s_waitcnt.*vmcnt")
+    assert waits == [], "it waits for one load before it issues the next"
+
+
+def test_amd_each_copy_uses_its_unit(isa: tuple[str, str]) -> None:
+    _, text = isa
+    for name, size in zip(COPIES[1:], ("dwordx2", "dword", "short", "byte"), strict=True):
+        stores = places(body(text, name), rf"global_store_{size}(_d16_hi)? ")
+        assert len(stores) >= 8, name
+
+
+def test_amd_reduction_is_by_16_bytes(isa: tuple[str, str]) -> None:
+    _, text = isa
+    for name in REDUCTIONS:
+        lines = body(text, name)
+        assert len(places(lines, LOAD)) >= 4 and places(lines, STORE), name
+
+
+def test_amd_post_releases_to_the_system(isa: tuple[str, str]) -> None:
+    """Write the L2 back, wait for that, then the word."""
+    arch, text = isa
+    lines = body(text, "ficco_post")
+    scope = " sc0 sc1" if arch == "gfx942" else ""
+    (back,) = places(lines, rf"buffer_wbl2{scope}$")
+    (word,) = places(lines, rf"global_store_dword v.*off{scope}$")
+    assert back < word
+    assert places(lines[back:word], r"s_waitcnt.*vmcnt\(0\)")
+
+
+def test_amd_wait_acquires_from_the_system(isa: tuple[str, str]) -> None:
+    """Read past all caches while it spins, then drop what they hold, as the last thing."""
+    arch, text = isa
+    lines = body(text, "ficco_wait")
+    scope = {"gfx942": " sc0 sc1", "gfx90a": " glc"}[arch]
+    polls = places(lines, rf"global_load_dword v\d+, v\[[0-9:]+\], off{scope}$")
+    assert polls
+    dropped = places(lines, r"buffer_inv sc0 sc1$" if arch == "gfx942" else r"buffer_invl2$")
+    assert dropped and min(dropped) > max(polls)
+    assert places(lines[max(polls) : dropped[0]], r"s_waitcnt.*vmcnt\(0\)")
+    assert places(lines, "s_memrealtime") and places(lines, "s_sleep")
+    # The word about the deadline must reach the host, too.
+    assert places(
+        lines, rf"global_store_dword v\d+, v\d+, s.*{'sc0 sc1' if scope[1] == 's' else ''}"
+    )
+
+
+def test_amd_copy_to_a_peer_ends_with_a_release(isa: tuple[str, str]) -> None:
+    """All waves have stored, then one writes the L2 back and waits for that."""
+    arch, text = isa
+    for name in COPIES:
+        lines = body(text, name)
+        (meet,) = places(lines, "s_barrier")
+        last = max(places(lines[:meet], "global_store"))
+        assert places(lines[last:meet], r"s_waitcnt.*vmcnt\(0\)")
+        (back,) = places(lines, "buffer_wbl2" + (" sc0 sc1$" if arch == "gfx942" else "$"))
+        assert meet < back < len(lines) - 2
+        assert places(lines[back:], r"s_waitcnt.*vmcnt\(0\)")
+
+
+@pytest.mark.parametrize(
+    ("arch", "number"), [("gfx90a", 0x3F), ("gfx942", 0x4C), ("gfx942:sramecc+:xnack-", 0x4C)]
+)
+def test_amd_code_object(arch: str, number: int) -> None:
+    """What the driver is given: an ELF file for that processor, with all kernels."""
+    image = compiler(build.clang).run(build.source(), arch)
+    assert image[:4] == b"\x7fELF"
+    assert int.from_bytes(image[18:20], "little") == 224  # EM_AMDGPU
+    assert image[48] == number  # EF_AMDGPU_MACH
+    for name in launch.NAMES:
+        assert name.encode() + b".kd\0" in image
+
+
+# The instructions for NVIDIA.
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler(build.nvcc)
+    source, path = str(build.HERE / "kernels.cpp"), tmp_path_factory.mktemp("ptx") / "kernels.ptx"
+    output(
+        build.nvcc_program(),
+        *build.NVCC,
+        "-ptx",
+        "-arch=sm_90",
+        "-Werror=all-warnings",
+        source,
+        "-o",
+        str(path),
+    )
+    return path.read_text()
+
+
+def entry(text: str, kernel: str) -> list[str]:
+    found = re.search(rf"\.entry {kernel}\(.*?^\}}", text, re.M | re.S)
+    assert found, kernel
+    return [re.sub(r"\s+", " ", line.strip()) for line in found[0].splitlines()]
+
+
+def test_nvidia_accesses_are_by_16_bytes(ptx: str) -> None:
+    lines = entry(ptx, "ficco_copy16")
+    loads, stores = places(lines, r"ld\.global\.v4\."), places(lines, r"st\.global\.v4\.")
+    assert len(loads) == len(stores) == 8 and max(loads) < min(stores)
+    for name in REDUCTIONS:
+        lines = entry(ptx, name)
+        assert len(places(lines, r"ld\.global\.v4\.")) >= 4, name
+        assert places(lines, r"st\.global\.v4\."), name
+
+
+def test_nvidia_signals_are_ordered_for_the_system(ptx: str) -> None:
+    post, wait = entry(ptx, "ficco_post"), entry(ptx, "ficco_wait")
+    (fence,) = places(post, r"membar\.sys|fence\.(sc|acq_rel)\.sys")
+    (word,) = places(post, r"st\.relaxed\.sys")
+    assert fence < word
+    (fence,) = places(wait, r"membar\.sys|fence\.(sc|acq_rel)\.sys")
+    assert fence > max(places(wait, r"ld\.relaxed\.sys"))
+    assert any("globaltimer" in line for line in wait)
+
+
+def test_nvidia_nothing_is_spilt(tmp_path: Path) -> None:
+    compiler(build.nvcc)
+    source, image = str(build.HERE / "kernels.cpp"), str(tmp_path / "kernels.cubin")
+    log = output(
+        build.nvcc_program(),
+        *build.NVCC,
+        "-cubin",
+        "-arch=sm_90",
+        "-Xptxas",
+        "-v",
+        source,
+        "-o",
+        image,
+    )
+    clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+    assert log.count("bytes stack frame") == log.count(clean) == len(launch.NAMES)
+
+
+@pytest.mark.parametrize("finder", [build.nvcc, build.nvrtc])
+def test_nvidia_code(finder: Callable[[], Compiler]) -> None:
+    image = compiler(finder).run(build.source(), "sm_90")
+    assert image[:4] == b"\x7fELF"
+    assert int.from_bytes(image[18:20], "little") == 190  # EM_CUDA
+    for name in launch.NAMES:
+        assert name.encode() in image
+
+
+@pytest.mark.parametrize("finder", [build.nvcc, build.nvrtc, build.clang])
+def test_a_compiler_says_what_it_dislikes(finder: Callable[[], Compiler]) -> None:
+    arch = "gfx942" if finder is build.clang else "sm_90"
+    with pytest.raises(BackendError, match="undeclared|undefined") as caught:
+        compiler(finder).run(build.source() + "\nKERNEL(64) worse() { nothing(); }\n", arch)
+    assert caught.value.call and caught.value.code
+
+
+# Their code on a CPU, through the launches of a GPU.
+
+
+class HostBinding:
+    """A device with one thread after the other."""
+
+    target = Target("host", "cpu")
+    processors = 2
+    ticks_per_s = 1e9
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, int]] = []
+
+    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+        path = Path(os.environ["FICCO_CACHE_DIR"]) / "on_host.so"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image)
+        self.library = ctypes.CDLL(str(path))
+        return {name: getattr(self.library, name) for name in names}
+
+    def pack(self, arguments: Sequence[Any]) -> Any:
+        return tuple(arguments)
+
+    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
+        self.launches.append((kernel.__name__, blocks))
+        for block in range(blocks):
+            for thread in range(threads):
+                self.library.become(block, thread)
+                kernel(*arguments)
+
+
+def for_this_cpu() -> Compiler:
+    def run(text: str, arch: str) -> bytes:
+        arguments = ["-x", "c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+        return build._compile_with("g++", lambda path: [*arguments, path], text)
+
+    return Compiler("g++", "any", run)
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    header = (ON_HOST / "device.h").read_text()
+    kernels = (build.HERE / "kernels.cpp").read_text().replace('#include "device.h"\n', header)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "source", lambda: kernels)
+        patch.setitem(build.FINDERS, "host", (for_this_cpu,))
+        patch.setenv("FICCO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield Kernels(HostBinding())
+
+
+def area(nbytes: int, seed: int) -> torch.Tensor:
+    """Bytes that begin at a multiple of 16."""
+    room = torch.randint(
+        0, 256, (nbytes + 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    return room[-room.data_ptr() % 16 :][:nbytes]
+
+
+#: Where rows begin, their pitches, width and height: (dst, its pitch, src, its pitch, w, h).
+RECTANGLES = [
+    (0, 64, 0, 64, 64, 3),  # in one piece
+    (0, 512, 0, 256, 256, 5),  # aligned rows
+    (0, 512, 16, 272, 250, 5),  # aligned, with a tail
+    (5, 512, 21, 272, 250, 5),  # with a head and a tail
+    (15, 64, 15, 64, 31, 4),  # the head, and one unit
+    (15, 64, 15, 64, 30, 4),  # shorter than that
+    (0, 64, 0, 64, 0, 4),
+    (0, 64, 0, 64, 64, 0),
+    (8, 72, 16, 40, 40, 7),  # by 8
+    (4, 72, 16, 40, 38, 7),
+    (2, 34, 0, 30, 30, 9),  # by 2: odd matrices of half precision
+    (1, 31, 0, 37, 29, 9),
+    (3, 17, 3, 17, 1, 9),  # a column
+    (6, 9999, 6, 12345, 9001, 2),  # one piece of work for each of several blocks
+    (7, 100, 23, 200, 70000, 1),  # pitches of a single row mean nothing
+    (16, 16, 0, 16, 16, 1500),  # more rows than a block has threads
+    (1, 18, 1, 18, 17, 1500),
+]
+
+
+def rectangle(
+    move: Callable[..., None], to: int, dst_pitch: int, at: int, src_pitch: int, w: int, h: int
+) -> None:
+    """Copy within random bytes, and compare all of them with what should be there."""
+    dst = area(to + max(1, h) * max(w, dst_pitch) + 32, 1)
+    src = area(at + max(1, h) * max(w, src_pitch) + 32, 2)
+    wanted = dst.clone()
+    for row in range(h):
+        first, begin = to + row * dst_pitch, at + row * src_pitch
+        wanted[first : first + w] = src[begin : begin + w]
+    move(dst.data_ptr() + to, dst_pitch, src.data_ptr() + at, src_pitch, w, h, None)
+    assert torch.equal(dst, wanted)
+
+
+@pytest.mark.parametrize("shape", RECTANGLES)
+def test_copies_are_exact(on_host: Kernels, shape: tuple[int, ...]) -> None:
+    rectangle(on_host.copy, *shape)
+
+
+def test_copy_takes_the_blocks_that_it_is_given(on_host: Kernels) -> None:
+    launches = on_host.binding.launches
+    for blocks, taken in ((1, 1), (3, 3), (64, 10)):
+        launches.clear()
+        rectangle(lambda *args, n=blocks: on_host.copy(*args, n), 0, 80, 0, 80, 80, 1000)
+        assert launches == [("ficco_copy16", taken)]
+
+
+@pytest.mark.parametrize("limit", [64, 1000])
+def test_a_copy_too_large_for_one_launch(
+    on_host: Kernels, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MAX_UNITS", limit)
+    on_host._copy.cache_clear()
+    for shape in RECTANGLES[:14]:
+        rectangle(on_host.copy, *shape)
+    on_host._copy.cache_clear()
+
+
+def test_units_divide_addresses() -> None:
+    """Each access of every strip is aligned, each byte is copied once."""
+    for to, dst_pitch, at, src_pitch, width, height in RECTANGLES:
+        for shift in range(16):
+            touched: list[int] = []
+            for strip in launch.strips(to + shift, dst_pitch, at, src_pitch, width, height):
+                assert strip.units * strip.unit + strip.head + strip.tail <= 70001
+                assert strip.tail < strip.unit and (strip.head == 0 or strip.unit == 16)
+                for row in range(strip.height):
+                    ends = (strip.dst + row * dst_pitch, strip.src + row * src_pitch)
+                    if strip.units:
+                        assert all((end + strip.head) % strip.unit == 0 for end in ends)
+                    if strip.head:
+                        assert (ends[0] - ends[1]) % 16 == 0
+                    size = strip.head + strip.units * strip.unit + strip.tail
+                    touched += range(ends[0], ends[0] + size)
+            rows = (
+                range(to + shift + row * dst_pitch, to + shift + row * dst_pitch + width)
+                for row in range(height)
+            )
+            assert sorted(touched) == sorted(at for row in rows for at in row)
+
+
+def test_aligned_rows_go_by_16_bytes() -> None:
+    for shift in (0, 2, 8, 13):
+        for pitch in (4096, 4112):
+            (strip,) = launch.strips(shift, 4096, shift + 160, pitch, 4000, 20)
+            assert strip.unit == 16 and strip.units >= 248
+
+
+def test_division_is_exact() -> None:
+    numbers = [1, 2, 3, 5, 7, 10, 641, 4095, 4096, 4097, 65537, (1 << 30) - 1, 1 << 30]
+    for units in numbers:
+        magic, shift = launch.divisor(units)
+        assert magic < 1 << 32
+        ends = {0, 1, units - 1, units, units + 1, (1 << 31) - 1, (1 << 31) // units * units - 1}
+        for i in ends | {k * units - 1 for k in (2, 3, 1000)} | {k * units for k in (2, 3, 1000)}:
+            if 0 <= i < 1 << 31:
+                assert i * magic >> shift == i // units, (i, units)
+
+
+def matrix(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def check_place(kernels: Kernels | TorchKernels) -> None:
+    for dtype in (*HALVES, torch.float32, torch.float64, torch.uint8):
+        whole, target = matrix(dtype, 31, 57), torch.zeros(64, 91, dtype=dtype)
+        for rows, cols in ((slice(None), slice(None)), (slice(3, 20), slice(7, 40))):
+            src = whole[rows, cols]
+            dst = target[5 : 5 + src.shape[0], 11 : 11 + src.shape[1]]
+            wanted = target.clone()
+            wanted[5 : 5 + src.shape[0], 11 : 11 + src.shape[1]] = src
+            kernels.place(dst, src, None)
+            assert torch.equal(target, wanted)
+        vector = torch.zeros(31 * 57, dtype=dtype).view(3, 19, 31)
+        kernels.place(vector, whole.view(3, 19, 31), None)
+        assert torch.equal(vector.view(31, 57), whole)
+
+
+def in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum as it is defined: one addition after the other in float32, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(dtype)
+
+
+def check_reduce(kernels: Kernels | TorchKernels) -> None:
+    for part, out in launch.REDUCTIONS:
+        for count in (1, 2, 4, 7, 16):
+            for elements, skip in ((0, 0), (1, 0), (8, 0), (1003, 0), (1000, 1)):
+                # Of sizes far apart, so that another order, or a second rounding, shows.
+                parts = [
+                    (torch.randn(elements + skip) * 2.0 ** (5 * (p % 3) - 3)).to(part)[skip:]
+                    for p in range(count)
+                ]
+                found = torch.full((elements + skip,), 7.0, dtype=out)[skip:]
+                kernels.reduce(found, parts, None)
+                assert torch.equal(found, in_order(parts, out)), (part, out, count, elements)
+
+
+def test_placement(on_host: Kernels) -> None:
+    check_place(on_host)
+
+
+def test_reduction_is_exact(on_host: Kernels) -> None:
+    torch.manual_seed(3)
+    check_reduce(on_host)
+
+
+def test_reduction_in_place(on_host: Kernels) -> None:
+    parts = [torch.randn(501).bfloat16() for _ in range(3)]
+    wanted = in_order(parts, torch.bfloat16)
+    on_host.reduce(parts[1], parts, None)
+    assert torch.equal(parts[1], wanted)
+
+
+def test_every_value_of_half_precision(on_host: Kernels) -> None:
+    """bfloat16 has its own rounding in the kernel: all values, all halfway cases, no numbers."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    for dtype in HALVES:
+        values = every.view(dtype)
+        found = torch.empty_like(values)
+        on_host.reduce(found, [values], None)
+        assert torch.equal(found.isnan(), values.isnan())
+        assert torch.equal(found.view(torch.int16)[~values.isnan()], every[~values.isnan()])
+    ends = torch.tensor([0x7FFF, 0x8000, 0x8001], dtype=torch.int32)
+    near = (torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16 | ends).flatten()
+    floats = near.to(torch.int32).view(torch.float32)
+    found = torch.empty(floats.shape, dtype=torch.bfloat16)
+    on_host.reduce(found, [floats], None)
+    wanted = floats.bfloat16()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
+
+
+REFUSED_SUMS = {
+    "no parts": (lambda x: (x, []), "1 to 16"),
+    "many parts": (lambda x: (x, [x] * 17), "1 to 16"),
+    "shape": (lambda x: (x, [x[:2]]), "shape"),
+    "dtype": (lambda x: (x, [x.double()]), "float64"),
+    "wider": (lambda x: (x, [x.bfloat16()]), "bfloat16"),
+    "mixed": (lambda x: (x.bfloat16(), [x, x.bfloat16()]), "one dtype"),
+    "strides": (lambda x: (x.t(), [x.t()]), "contiguous"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_SUMS)
+def test_refused_sums(on_host: Kernels, what: str) -> None:
+    make, words = REFUSED_SUMS[what]
+    for kernels in (on_host, TorchKernels()):
+        with pytest.raises(ValueError, match=words):
+            kernels.reduce(*make(torch.ones(4, 6)), None)
+
+
+def test_refused_placements(on_host: Kernels) -> None:
+    x = torch.ones(4, 6)
+    for kernels in (on_host, TorchKernels()):
+        for dst, src in ((x, x[:2]), (x, x.double()), (x.t(), x.t()), (x, torch.ones(6, 4).t())):
+            with pytest.raises(ValueError, match="required"):
+                kernels.place(dst, src, None)
+
+
+def test_signals_between_threads(on_host: Kernels) -> None:
+    """A wait ends behind its post, not before, and then what was written before is there."""
+    words = torch.zeros(100, dtype=torch.int32)
+    late, data = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    wanted = [(words.data_ptr() + 4 * i, 1 + i) for i in range(100)]
+    seen: list[float] = []
+
+    def waiter() -> None:
+        on_host.wait(wanted, 30.0, late.data_ptr(), None)
+        seen.append(float(data))
+
+    thread = threading.Thread(target=waiter)
+    thread.start()
+    time.sleep(0.2)
+    assert not seen
+    data.fill_(5.0)
+    on_host.post(wanted, None)
+    thread.join(30)
+    assert seen == [5.0] and late.item() == 0
+    assert words.tolist() == list(range(1, 101))
+
+
+def test_wait_has_a_deadline(on_host: Kernels) -> None:
+    words = torch.ones(70, dtype=torch.int32)
+    words[67] = 0
+    late = torch.zeros(1, dtype=torch.int32)
+    begin = time.monotonic()
+    on_host.wait([(words.data_ptr() + 4 * i, 1) for i in range(70)], 0.3, late.data_ptr(), None)
+    assert 0.25 < time.monotonic() - begin < 5.0
+    assert late.item() == 68
+
+
+# PyTorch in place of them.
+
+
+@pytest.mark.parametrize("shape", RECTANGLES)
+def test_fallback_copies(shape: tuple[int, ...]) -> None:
+    rectangle(TorchKernels(on_gpu=False).copy, *shape)
+
+
+def test_fallback_placement_and_reduction() -> None:
+    torch.manual_seed(3)
+    check_place(TorchKernels())
+    check_reduce(TorchKernels())
+
+
+def test_fallback_has_no_signals() -> None:
+    for call in (lambda k: k.post([], None), lambda k: k.wait([], 1.0, 0, None)):
+        with pytest.raises(NotImplementedError, match="stream writes"):
+            call(TorchKernels())
+
+
+# The cache.
+
+TARGET = Target("cuda", "sm_90")
+
+
+class Counted:
+    """A compiler that counts, and may fail."""
+
+    def __init__(self, version: str = "1", error: str = "") -> None:
+        self.version, self.error, self.calls = version, error, 0
+
+    def __call__(self) -> Compiler:
+        return Compiler("counted", self.version, self.run)
+
+    def run(self, text: str, arch: str) -> bytes:
+        self.calls += 1
+        if self.error:
+            raise BackendError("counted", "1", self.error)
+        return f"{arch} {self.version} ".encode() + text.encode()
+
+
+def gone() -> Compiler:
+    raise Missing("it was not found")
+
+
+@pytest.fixture
+def finders(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    return lambda *found: monkeypatch.setitem(build.FINDERS, "cuda", found)
+
+
+def test_compiled_once(finders: Callable[..., None], tmp_path: Path) -> None:
+    first = Counted()
+    finders(gone, first)
+    image = build.compiled(TARGET, tmp_path)
+    assert build.compiled(TARGET, tmp_path) == image and first.calls == 1
+    assert image.startswith(b"sm_90 1 ") and b"ficco_post" in image
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bin"]
+
+
+def test_another_key_is_compiled_anew(
+    finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Counted("1"), Counted("2")
+    finders(first)
+    build.compiled(TARGET, tmp_path)
+    build.compiled(Target("cuda", "sm_100"), tmp_path)
+    assert first.calls == 2
+    finders(second)
+    assert b" 2 " in build.compiled(TARGET, tmp_path)
+    text = build.source() + "// changed\n"
+    monkeypatch.setattr(build, "source", lambda: text)
+    assert build.compiled(TARGET, tmp_path).endswith(b"// changed\n")
+    assert second.calls == 2 and len(list(tmp_path.iterdir())) == 4
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda found: b"",
+    "cut": lambda found: found[:-7],
+    "head": lambda found: found[:10],
+    "nothing behind the head": lambda found: found[:48],
+    "one bit": lambda found: found[:-9] + bytes([found[-9] ^ 4]) + found[-8:],
+    "another version": lambda found: found.replace(b"kernels 1", b"kernels 0", 1),
+    "longer": lambda found: found + b"x",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_is_compiled_anew(
+    finders: Callable[..., None], tmp_path: Path, damage: str
+) -> None:
+    first = Counted()
+    finders(first)
+    image = build.compiled(TARGET, tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](whole))
+    assert build.compiled(TARGET, tmp_path) == image
+    assert first.calls == 2 and path.read_bytes() == whole
+
+
+def test_cache_that_cannot_be_written(
+    finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "_warned", set())
+    finders(Counted())
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.warns(UserWarning, match="not kept"):
+        assert build.compiled(TARGET, file / "kernels").startswith(b"sm_90")
+
+
+def test_interrupted_write_leaves_nothing(
+    finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    finders(Counted())
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build.compiled(TARGET, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_next_compiler_where_one_fails(finders: Callable[..., None], tmp_path: Path) -> None:
+    finders(Counted(error="unknown architecture"), Counted("2"))
+    assert b" 2 " in build.compiled(TARGET, tmp_path)
+    finders(Counted(error="unknown architecture"), Counted(error="second"), gone)
+    with pytest.raises(BackendError, match="counted failed with 1: unknown architecture"):
+        build.compiled(Target("cuda", "sm_9"), tmp_path)
+
+
+@pytest.mark.parametrize(("vendor", "remedy"), [("cuda", "nvrtc"), ("hip", "clang-19")])
+def test_no_compiler(vendor: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(build.FINDERS, vendor, (gone,))
+    with pytest.raises(BackendError, match=f"no compiler: it was not found.*{remedy}"):
+        build.compiled(Target(vendor, "any"))
+
+
+def test_import_looks_for_nothing() -> None:
+    """Neither a device nor a compiler nor a vendor's binding."""
+    program = (
+        "import subprocess, sys, torch\n"  # PyTorch imports the binding of its vendor, if any
+        "before = set(sys.modules)\n"
+        "subprocess.run = subprocess.Popen = None\n"
+        "import ficco.hip_kernels\n"
+        "new = {name.split('.')[0] for name in sys.modules.keys() - before}\n"
+        "assert not {'cuda', 'hip'} & new and not torch.cuda.is_initialized(), new\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Installs the compilers and libraries that the gates of `make test` want, on Debian as root, as CI
+# does. Elsewhere install them by hand; gates whose tools are missing are skipped with the reason.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# clang-19 and lld-19 compile for AMD's GPUs, g++ compiles the doubles.
+packages=()
+command -v clang++-19 > /dev/null || packages+=(clang-19)
+command -v ld.lld-19 > /dev/null || packages+=(lld-19)
+command -v g++ > /dev/null || packages+=(g++)
+if ((${#packages[@]})); then
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}"
+fi
+
+# nvcc and nvrtc compile for NVIDIA's GPUs.
+make .venv/.ready
+wheels=(cuda-bindings nvidia-cuda-nvrtc)
+if ! command -v nvcc > /dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then
+  wheels+=(nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime)
+fi
+.venv/bin/python -m pip install -q "${wheels[@]}"
