@@ -42,6 +42,7 @@ from ficco.dma.engine import (
 )
 from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError
+from ficco.hip_kernels import Kernels, can_compile, kernels
 from ficco.plan import Product, Region, Signal, Transfer
 
 if TYPE_CHECKING:
@@ -348,33 +349,45 @@ class CudaEngine(Engine):
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        if mover != "dma":
-            raise NotImplementedError(
-                f"mover {mover!r} is not served by the cuda engine yet; leave the knob out"
-            )
         lane = program.plan.steps[step].lane
         src, dst = transfer
         itemsize = program.plan.problem.itemsize
         width, height = src.cols * itemsize, src.rows
         dst_base, dst_pitch = self._address(program, dst)
-        to = cu.address(dst_base + dst.row * dst_pitch + dst.col * itemsize)
-        rectangle = cu.Copy2D(width, height, dst_pitch)
+        target = dst_base + dst.row * dst_pitch + dst.col * itemsize
+        to, rectangle = cu.address(target), cu.Copy2D(width, height, dst_pitch)
+        by_kernel = self._kernels if mover == "kernel" else None
+
+        def move(at: Any, pitch: int, stream: Any) -> None:
+            if by_kernel is not None:
+                by_kernel.copy(target, dst_pitch, int(at), pitch, width, height, stream)
+            elif (pitch == width == dst_pitch) or height == 1:
+                cu.copy(to, at, width * height, stream)
+            else:
+                rectangle.enqueue(to, at, pitch, stream)
+
         if src.buffer == "a" and src.rank == self.rank:
 
             def push(call: Call) -> None:
                 pitch = call.a.stride(0) * itemsize
                 at = call.a.data_ptr() + src.row * pitch + src.col * itemsize
-                if (pitch == width == dst_pitch) or height == 1:
-                    cu.copy(to, at, width * height, call.state[lane])
-                else:
-                    rectangle.enqueue(to, at, pitch, call.state[lane])
+                move(at, pitch, call.state[lane])
 
             return push
         src_base, src_pitch = self._address(program, src)
         at = cu.address(src_base + src.row * src_pitch + src.col * itemsize)
-        if (src_pitch == width == dst_pitch) or height == 1:
-            return lambda call: cu.copy(to, at, width * height, call.state[lane])
-        return lambda call: rectangle.enqueue(to, at, src_pitch, call.state[lane])
+        return lambda call: move(at, src_pitch, call.state[lane])
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        with torch.cuda.device(self.device), cu.uncaptured():
+            found = kernels(self.device)
+        if isinstance(found, Kernels):
+            return found
+        raise NotImplementedError(
+            "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; leave "
+            "the knob out"
+        )
 
     def _address(self, program: Program, region: Region) -> tuple[int, int]:
         """Address and row pitch in bytes of a symmetric buffer of any rank."""
@@ -750,7 +763,7 @@ class CudaEngine(Engine):
             post=post + (" (asked for)" if self._signals != "auto" else ""),
             wait=f"stream wait, {order}",
             copy=f"cuMemcpyDtoDAsync on {engines} copy engines, driver {self._driver}",
-            movers=("dma",),
+            movers=("dma", "kernel") if can_compile("cuda") else ("dma",),
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=True,
         )

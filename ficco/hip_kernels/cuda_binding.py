@@ -37,6 +37,9 @@ class CudaBinding:
     ticks_per_s = 1e9
 
     def __init__(self, index: int) -> None:
+        check("cuInit", driver.cuInit(0))
+        self._index = index
+
         def attribute(name: str) -> int:
             found = getattr(_ATTRIBUTE, f"CU_DEVICE_ATTRIBUTE_{name}")
             return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(found, index)))
@@ -46,14 +49,21 @@ class CudaBinding:
         self.processors = attribute("MULTIPROCESSOR_COUNT")
 
     def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
-        module = check("cuModuleLoadData", driver.cuModuleLoadData(image))
-        found = {}
-        for name in names:
-            lookup = driver.cuModuleGetFunction(module, name.encode())
-            found[name] = check("cuModuleGetFunction", lookup)
-            # Now, because a graph that is being captured may be the first to launch it.
-            check("cuFuncLoad", driver.cuFuncLoad(found[name]))
-        return found
+        # The context that PyTorch uses, too. It is kept: the module lives in it.
+        retained = driver.cuDevicePrimaryCtxRetain(self._index)
+        context = check("cuDevicePrimaryCtxRetain", retained)
+        check("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
+        try:
+            module = check("cuModuleLoadData", driver.cuModuleLoadData(image))
+            found = {}
+            for name in names:
+                lookup = driver.cuModuleGetFunction(module, name.encode())
+                found[name] = check("cuModuleGetFunction", lookup)
+                # Now, because a graph that is being captured may be the first to launch it.
+                check("cuFuncLoad", driver.cuFuncLoad(found[name]))
+            return found
+        finally:
+            driver.cuCtxPopCurrent()
 
     def pack(self, arguments: Sequence[Any]) -> _Packed:
         return _Packed(arguments)
