@@ -2,8 +2,8 @@
 
 Every lane is a stream; ``compute0`` is the caller's own. Buffers are allocations that every process
 of the group maps, copies between them are the runtime's. A signal is a 32-bit word in the waiter's
-memory, an allocation of its own, as hipStreamWaitValue32 wants it: posted by a stream write behind
-the copy or, where such writes do not reach a peer, by a 4-byte copy.
+memory: posted by a stream write behind the copy or, where such writes do not reach a peer, by a
+4-byte copy. :data:`WAYS` says where words lie and what waits for them.
 
 Ordering: a stream's write, or copy, is performed after the copy in front of it is complete.
 
@@ -18,8 +18,9 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,11 +37,12 @@ from ficco.dma.engine import (
     Span,
     Symmetric,
 )
-from ficco.dma.hip_memory import HipMemory, Shared
+from ficco.dma.hip_launch import HipBinding
+from ficco.dma.hip_memory import HipMemory, Meeting, Words
 from ficco.dma.hip_work import CallbackWork, TorchWork, Work
-from ficco.dma.host import HostMemory
 from ficco.dma.products import accumulation, multiply
 from ficco.errors import BackendError, ConfigError
+from ficco.hip_kernels import Kernels, can_compile
 from ficco.plan import Product, Region, Signal, Transfer
 
 if TYPE_CHECKING:
@@ -51,12 +53,38 @@ WORD = 4
 MAX_WATCHED = 1024
 #: Seconds that closing waits for peers to let go of this rank's memory, and for streams.
 CLOSE_S = 2.0
+#: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
+KERNEL_WAIT_S = 86400.0
 #: Which of :data:`ficco.dma.hip_api.COPIES` moves the bytes.
 COPY_VARIABLE = "FICCO_HIP_COPY"
+#: Which of :data:`WAYS` signals go, in place of the first that this machine allows.
+WAY_VARIABLE = "FICCO_HIP_SIGNALS"
+
+#: Where signal words lie and what waits for them, the best first. The API promises the first, but
+#: not that processes can share such memory. AMD's runtime waits on any memory by default.
+WAYS = {
+    "signal": "hipStreamWaitValue32 on signal memory",
+    "uncached": "hipStreamWaitValue32 on uncached memory, which the API does not promise",
+    "kernel": "a kernel of ficco's that polls uncached memory",
+}
 
 
 def _align(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
+
+
+#: Addresses and values of 32-bit words.
+_Values = Sequence[tuple[int, int]]
+
+
+def _write(words: _Values, stream: Any) -> None:
+    for address, value in words:
+        hip.write_32(stream, address, value)
+
+
+def _wait(words: _Values, stream: Any) -> None:
+    for address, value in words:
+        hip.wait_equal(stream, address, value)
 
 
 def _wanted(signal: Signal) -> int:
@@ -69,8 +97,8 @@ class _Watch:
     """Two words in pinned host memory that a slot's calls write."""
 
     def __init__(self, base: int, index: int) -> None:
-        # Adjacent, so that the end of a call is one write.
         self.begun = base + 2 * index * WORD
+        self.end = [(self.begun + WORD, 1), (self.begun, 0)]
         self._view = (ctypes.c_uint32 * 2).from_address(self.begun)
 
     def read(self) -> tuple[int, bool]:
@@ -83,7 +111,7 @@ class _Watch:
 class _SlotState:
     """What the engine keeps with a slot."""
 
-    def __init__(self, watch: _Watch, words: Shared | None) -> None:
+    def __init__(self, watch: _Watch, words: Words | None) -> None:
         self.watch, self.words = watch, words
         self.over = hip.Event()  # the caller's stream is through with the latest call
         self.retired = hip.Event()  # and the slot has been handed on
@@ -119,6 +147,14 @@ class _Run:
     lanes: tuple[str, ...]
 
 
+def _choice(variable: str, values: Iterable[str]) -> str | None:
+    """The value of an environment variable, None if it is not set."""
+    found = os.environ.get(variable) or None
+    if found is not None and found not in values:
+        raise ConfigError(variable, found, f"required one of {', '.join(values)}")
+    return found
+
+
 class HipEngine(Engine):
     """See the module's docstring.
 
@@ -139,19 +175,9 @@ class HipEngine(Engine):
         super().__init__(group, device)
         self.index = self.rank % count if on_cpu else device.index
         self.work: Work = self._work(on_cpu)
-        if not hip.attribute("CanUseStreamWaitValue", self.index):
-            raise NotImplementedError(
-                "the hip engine needs streams that wait for a value, which this device or driver "
-                "does not offer (hipDeviceAttributeCanUseStreamWaitValue is 0); use a card and a "
-                "ROCm that do, for example MI300X with ROCm 7.2"
-            )
         self._signals = signals
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
-        self._copy_name = os.environ.get(COPY_VARIABLE, "dtod")
-        if self._copy_name not in hip.COPIES:
-            raise ConfigError(
-                COPY_VARIABLE, self._copy_name, f"required one of {', '.join(hip.COPIES)}"
-            )
+        self._copy_name = _choice(COPY_VARIABLE, hip.COPIES) or "dtod"
         self._copy = hip.COPIES[self._copy_name]
         self._serial = self._watches = 0
         self._memories: list[HipMemory] = []  # all that is not freed
@@ -160,6 +186,8 @@ class HipEngine(Engine):
         self._packs: dict[str, tuple[int, int]] = {}  # by lane: address and size
         self._spent: list[int] = []  # allocations that are freed at the end
         self._host: list[int] = []
+        self._binding: HipBinding | None = None
+        self._write, self._wait = _write, _wait
         hip.use(self.index)
         self.side = self.work.stream("side", urgent=True)
         self._rescue = self.work.stream("rescue", urgent=True)
@@ -182,8 +210,10 @@ class HipEngine(Engine):
 
     def _open(self) -> None:
         """Allocate what all calls use, and find the peers' devices."""
-        self._host.append(hip.malloc_host(2 * MAX_WATCHED * WORD))
-        ctypes.memset(self._host[0], 0, 2 * MAX_WATCHED * WORD)
+        nbytes = (2 * MAX_WATCHED + 2) * WORD
+        self._watched = hip.malloc_host(nbytes)
+        self._host.append(self._watched)
+        ctypes.memset(self._watched, 0, nbytes)
         # A 0 and a 1 to copy from, and room to try a rectangle in.
         self._constants = hip.malloc(64)
         self._spent.append(self._constants)
@@ -191,16 +221,75 @@ class HipEngine(Engine):
         hip.write_32(self.side, self._constants + WORD, 1)
         self._rectangles = hip.copies_2d(self._constants + 32, self.side)
         self.settle(self.side)
-        self.indices = self._find_peers()
+        meeting = Meeting(self, "hip engine")
+        self.indices = self._find(meeting.gather(hip.bus_id(self.index)))
+        self.way = self._way(meeting)
+        meeting.close()
+        if self.way == "kernel":
+            self._write, self._wait = self._kernels.post, self._wait_by_kernel
 
-    def _find_peers(self) -> list[int]:
-        """The number of every rank's device in this process; this rank's where it sees it not."""
-        mine = hip.bus_id(self.index)
-        host = HostMemory(self.group, len(mine), self.timeout_s, "hip devices", self.operator)
-        host.maps[self.rank][: len(mine)] = mine
-        host.barrier(self.timeout_s)
-        places = [bytes(part[: len(mine)]) for part in host.maps]
-        host.close()
+    # What this machine allows, found out together.
+
+    def _way(self, meeting: Meeting) -> str:
+        """The first way of signals that all ranks can go."""
+        wanted = _choice(WAY_VARIABLE, WAYS)
+        tests = {
+            "signal": self._shares_signals,
+            "uncached": self._waits_on_uncached,
+            "kernel": self._compiles,
+        }
+        for way in WAYS if wanted is None else [wanted]:
+            if all(map(any, meeting.gather(bytes([tests[way](meeting)])))):
+                return way
+        raise NotImplementedError(
+            f"the hip engine cannot signal by {wanted or ' or by '.join(WAYS)} here: on some rank "
+            "hipStreamWaitValue32 is missing, does not serve memory that processes share, or no "
+            "compiler is there for ficco's kernels; install ROCm's clang, or hiprtc, on all ranks"
+        )
+
+    def _stream_waits(self) -> bool:
+        return bool(hip.attribute("CanUseStreamWaitValue", self.index))
+
+    def _shares_signals(self, meeting: Meeting) -> bool:
+        """Whether this rank can wait on signal memory and reach that of the next one."""
+        word = hip.malloc_signal() if self._stream_waits() else 0
+        try:
+            handles = meeting.gather((word and hip.try_share(word)) or bytes(hip.HANDLE_BYTES))
+            peer = handles[(self.rank + 1) % self.world]
+            can = bool(word) and any(peer) and (self.world == 1 or hip.try_open(peer))
+            meeting.gather(b"")  # nobody has it mapped any more
+        finally:
+            if word:
+                hip.free(word)
+        return can
+
+    def _waits_on_uncached(self, meeting: Meeting) -> bool:
+        if not self._stream_waits():
+            return False
+        word = hip.malloc_uncached(hip.SIGNAL_BYTES)
+        try:
+            hip.fill(word, hip.SIGNAL_BYTES, self.side)
+            return hip.try_wait(self.side, word, 0)
+        finally:
+            self.settle(self.side)
+            hip.free(word)
+
+    def _compiles(self, meeting: Meeting) -> bool:
+        return can_compile(self.work.target().vendor)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        hip.use(self.index)
+        self._binding = HipBinding(self.work.target(), self.index)
+        return Kernels(self._binding)
+
+    def _wait_by_kernel(self, words: _Values, stream: Any) -> None:
+        # Past its end the watchdog has let it go on, or the process is gone.
+        late = self._watched + 2 * MAX_WATCHED * WORD
+        self._kernels.wait(words, KERNEL_WAIT_S, late, stream)
+
+    def _find(self, places: list[bytes]) -> list[int]:
+        """The number of every rank's device in this process, this rank's where it is not seen."""
         known = {hip.bus_id(index): index for index in range(hip.start())}
         found = [known.get(place, self.index) for place in places]
         for rank, index in enumerate(found):
@@ -247,23 +336,25 @@ class HipEngine(Engine):
     def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
         assert isinstance(memory, HipMemory)
         hip.use(self.index)
-        shared = memory.words = Shared(self, [0] * words, f"hip signals {self._serial}")
+        made = memory.words = Words(self, self.way, words, self._serial)
         if self._writes_reach is None:
             # A word that rests at 0 and that no call is using yet.
             peer = (self.rank + 1) % self.world
-            self._writes_reach = hip.writes_reach(self.side, shared.address(peer, 0))
+            self._writes_reach = self.way == "kernel" or hip.writes_reach(
+                self.side, made.address(peer, 0)
+            )
         offsets = 0, _align(room[0])
-        return Slot(memory, words, room, offsets, captured, state=self._slot_state(shared))
+        return Slot(memory, words, room, offsets, captured, state=self._slot_state(made))
 
     def watch(self, captured: bool) -> Slot:
         hip.use(self.index)
         return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state(None))
 
-    def _slot_state(self, words: Shared | None) -> _SlotState:
+    def _slot_state(self, words: Words | None) -> _SlotState:
         if self._watches == MAX_WATCHED:
             raise NotImplementedError(f"more than {MAX_WATCHED} slots on one group")
         self._watches += 1
-        return _SlotState(_Watch(self._host[0], self._watches - 1), words)
+        return _SlotState(_Watch(self._watched, self._watches - 1), words)
 
     def retire(self, slot: Slot) -> None:
         while slot.state.used and not slot.state.retired.over():
@@ -276,39 +367,29 @@ class HipEngine(Engine):
         """Where each signal's word is mapped here, and the value that is posted to it."""
         slot = program.slot
         assert slot is not None
-        words: Shared = slot.state.words
+        words: Words = slot.state.words
         return [(words.address(one.waiter, one.word), _wanted(one)) for one in signals]
 
     def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
 
-        def op(call: Call) -> None:
-            for address, value in words:
-                hip.wait_equal(call.state[lane], address, value)
-
-        return op
+        return lambda call: self._wait(words, call.state[lane])
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
-        lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
-
-        def op(call: Call) -> None:
-            for address, value in words:
-                hip.write_32(call.state[lane], address, 1 - value)
-
-        return op
+        lane = program.plan.steps[step].lane
+        words = [(address, 1 - value) for address, value in self._addresses(program, signals)]
+        return lambda call: self._write(words, call.state[lane])
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
-
-        def write(call: Call) -> None:
-            for address, value in words:
-                hip.write_32(call.state[lane], address, value)
+        if self._writes_reach:
+            return lambda call: self._write(words, call.state[lane])
 
         def copy(call: Call) -> None:
             for address, value in words:
                 hip.copy(address, self._constants + value * WORD, WORD, call.state[lane])
 
-        return write if self._writes_reach else copy
+        return copy
 
     def enter(self, program: Program, lane: str) -> Op | None:
         if lane in ("compute0", "sync"):  # execute() sees to them
@@ -339,10 +420,7 @@ class HipEngine(Engine):
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        if mover != "dma":
-            raise NotImplementedError(
-                f"mover {mover!r} is not served by the hip engine yet; leave the knob out"
-            )
+        by_kernel = self._kernels if mover == "kernel" else None
         lane = program.plan.steps[step].lane
         src, dst = transfer
         itemsize = program.plan.problem.itemsize
@@ -358,7 +436,9 @@ class HipEngine(Engine):
             base, pitch = fixed or (call.a.data_ptr(), call.a.stride(0) * itemsize)
             at = base + src.row * pitch + src.col * itemsize
             stream = call.state[lane]
-            if (pitch == width == dst_pitch) or height == 1:
+            if by_kernel is not None:
+                by_kernel.copy(to, dst_pitch, at, pitch, width, height, stream)
+            elif (pitch == width == dst_pitch) or height == 1:
                 self._copy(to, at, width * height, stream, to_index, at_index)
             elif self._rectangles:
                 hip.copy_2d(to, dst_pitch, at, pitch, width, height, stream)
@@ -494,12 +574,12 @@ class HipEngine(Engine):
             # What peers and the watchdog are told is no business of the caller's stream.
             sync = lanes["sync"]
             lanes.fork.hold(sync)
-            hip.write_32(sync, state.watch.begun, slot.number(program))
+            self._write([(state.watch.begun, slot.number(program))], sync)
             state.over.record(stream)
             state.over.hold(sync)
             for op in run.tail:
                 op(call)
-            hip.write_64(sync, state.watch.begun, 1 << 32)
+            self._write(state.watch.end, sync)
             state.retired.record(sync)
         self.work.end(call, stream, self.interrupt)
 
@@ -593,7 +673,8 @@ class HipEngine(Engine):
         """The words of a slot of this rank, from any thread; empty if that takes too long."""
         hip.use(self.index)
         target = hip.malloc_host(slot.words * WORD)
-        for index, address in enumerate(slot.state.words.mine):
+        for index in range(slot.words):
+            address = slot.state.words.address(self.rank, index)
             hip.copy_to_host(target + index * WORD, address, WORD, self._rescue)
         if not hip.drain(self._rescue, 2.0):
             self._host.append(target)  # still in use
@@ -621,8 +702,10 @@ class HipEngine(Engine):
     def _satisfy(self) -> None:
         """Give every word of this rank the value that is waited for."""
         for memory in self._memories:
-            for index, address in enumerate(memory.words.mine if memory.words else ()):
-                hip.write_32(self._rescue, address, int(index >= self.world))
+            if memory.words is not None:
+                words = [memory.words.address(self.rank, i) for i in range(memory.words.count)]
+                values = [(at, int(i >= self.world)) for i, at in enumerate(words)]
+                self._write(values, self._rescue)
 
     def _abort_collective(self) -> None:
         """Make the group's library give up; may take as long as its peers do."""
@@ -632,27 +715,31 @@ class HipEngine(Engine):
     # What it does, and its end.
 
     def capabilities(self) -> Capabilities:
+        to = "peer's signal memory" if self.way == "signal" else "peer's uncached memory"
         post = {
-            None: "not known before the first call: a stream write where it reaches a peer, else "
-            "a 4-byte copy",
-            True: "hipStreamWriteValue32 to the peer's signal memory",
-            False: "4-byte copy to the peer's signal memory",
+            None: f"not known before the first call: a stream write to the {to} where it reaches, "
+            "else a 4-byte copy",
+            True: f"hipStreamWriteValue32 to the {to}",
+            False: f"4-byte copy to the {to}",
         }[self._writes_reach]
+        if self.way == "kernel":
+            post = f"a kernel of ficco's that writes to the {to}"
         on_shader = os.environ.get("GPU_STREAMOPS_CP_WAIT", "0") in ("", "0")
-        wait = "a kernel's" if on_shader else "the command processor's"
+        by = "a kernel of the runtime's" if on_shader else "the command processor"
         copy = {
             "dtod": "hipMemcpyDtoDAsync",
             "peer": "hipMemcpyPeerAsync",
             "nocu": "hipMemcpyAsync without compute units",
         }[self._copy_name]
-        rectangles = "hipMemcpy2DAsync" if self._rectangles else "packed by the sender, no 2D copy"
+        rectangles = "hipMemcpy2DAsync" if self._rectangles else "packing, for want of a 2D copy"
         return Capabilities(
             engine="hip",
             post=post + (" (asked for)" if self._signals != "auto" else ""),
-            wait=f"hipStreamWaitValue32 on signal memory, {wait} by GPU_STREAMOPS_CP_WAIT; relies "
-            "on a peer's word arriving behind the copy in front of it",
+            wait=WAYS[self.way]
+            + (f", by {by} (GPU_STREAMOPS_CP_WAIT)" if self.way != "kernel" else "")
+            + "; relies on a peer's word arriving behind the copy in front of it",
             copy=f"{copy}, columns by {rectangles}; HIP {hip.runtime_version()}",
-            movers=("dma",),
+            movers=("dma", "kernel") if can_compile(self.work.target().vendor) else ("dma",),
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=False,
         )
@@ -672,6 +759,8 @@ class HipEngine(Engine):
             hip.free(self._spent.pop())
         while self._host:
             hip.free_host(self._host.pop())
+        if self._binding is not None:
+            self._binding.close()
         self._lanes.clear()
         self._packs.clear()
         self.work.close()

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ficco.errors import BackendError
 
@@ -29,6 +29,7 @@ except ImportError as error:
 
 _EQUAL = int(hip.hipStreamWaitValueEq)
 _SIGNAL_MEMORY = int(hip.hipMallocSignalMemory)
+_UNCACHED = 3  # hipDeviceMallocUncached, which the binding does not name
 _LAZY_PEER_ACCESS = int(hip.hipIpcMemLazyEnablePeerAccess)
 _NO_TIMING = int(hip.hipEventDisableTiming)
 _NON_BLOCKING = int(hip.hipStreamNonBlocking)
@@ -87,6 +88,33 @@ def _checked(call: str) -> Callable[..., Any]:
     return checked
 
 
+_T = TypeVar("_T")
+
+
+def _tried(attempt: Callable[[], _T]) -> _T | None:
+    """What an attempt returns, None where the runtime refuses it."""
+    try:
+        return attempt()
+    except BackendError:
+        _forgive()
+        return None
+
+
+def _forgive() -> None:
+    """Forget an error that was expected: PyTorch would take it for its own."""
+    hip.hipGetLastError()
+
+
+def _pending(call: str, error: Any) -> bool:
+    """Whether a query says that something is not over; raises what else it says."""
+    if not error:
+        return False
+    if error.name != "hipErrorNotReady":
+        raise _failed(call, error)
+    _forgive()
+    return True
+
+
 _get_device_count = _checked("hipGetDeviceCount")
 _runtime_version = _checked("hipRuntimeGetVersion")
 _set_device = _checked("hipSetDevice")
@@ -102,15 +130,18 @@ _record = _checked("hipEventRecord")
 _wait_event = _checked("hipStreamWaitEvent")
 _elapsed = _checked("hipEventElapsedTime")
 _memset = _checked("hipMemsetAsync")
-_launch = _checked("hipLaunchHostFunc")
+_call = _checked("hipLaunchHostFunc")
 _write_32 = _checked("hipStreamWriteValue32")
-_write_64 = _checked("hipStreamWriteValue64")
 _wait_32 = _checked("hipStreamWaitValue32")
 _copy_dtod = _checked("hipMemcpyDtoDAsync")
 _copy_peer = _checked("hipMemcpyPeerAsync")
 _copy_kind = _checked("hipMemcpyAsync")
 _copy_2d = _checked("hipMemcpy2DAsync")
 
+load_module = _checked("hipModuleLoadData")
+kernel = _checked("hipModuleGetFunction")
+launch = _checked("hipModuleLaunchKernel")
+unload_module = _checked("hipModuleUnload")
 free = _checked("hipFree")
 free_host = _checked("hipHostFree")
 close_shared = _checked("hipIpcCloseMemHandle")
@@ -173,7 +204,10 @@ def attribute(name: str, device: int) -> int:
     if wanted is None:
         return 0
     error, value = hip.hipDeviceGetAttribute(wanted, device)
-    return 0 if error else int(value)
+    if error:
+        _forgive()
+        return 0
+    return int(value)
 
 
 def bus_id(device: int) -> bytes:
@@ -187,8 +221,10 @@ def reach(device: int, peer: int) -> bool:
     if not _can_access_peer(device, peer):
         return False
     error = hip.hipDeviceEnablePeerAccess(peer, 0)[0]
-    if error and error.name != "hipErrorPeerAccessAlreadyEnabled":
-        raise _failed("hipDeviceEnablePeerAccess", error)
+    if error:
+        if error.name != "hipErrorPeerAccessAlreadyEnabled":
+            raise _failed("hipDeviceEnablePeerAccess", error)
+        _forgive()
     return True
 
 
@@ -205,6 +241,12 @@ def malloc_signal() -> int:
     return int(_malloc_with_flags(SIGNAL_BYTES, _SIGNAL_MEMORY))
 
 
+def malloc_uncached(nbytes: int) -> int:
+    """Memory of this thread's device that no device caches, so that peers see each other's
+    writes while a kernel runs."""
+    return int(_malloc_with_flags(nbytes, _UNCACHED))
+
+
 def malloc_host(nbytes: int) -> int:
     """Pinned host memory that the device writes through to."""
     return int(_host_malloc(nbytes, _COHERENT))
@@ -214,6 +256,16 @@ def share(address: int) -> bytes:
     """A handle by which another process opens an allocation."""
     handle = _get_handle(address)
     return ctypes.string_at(handle.as_c_void_p().value, HANDLE_BYTES)
+
+
+def try_share(address: int) -> bytes | None:
+    """A handle, or None where such memory cannot be shared."""
+    return _tried(lambda: share(address))
+
+
+def try_open(handle: bytes) -> bool:
+    """Whether what another process shares can be mapped."""
+    return _tried(lambda: close_shared(open_shared(handle)) is None) or False
 
 
 def open_shared(handle: bytes) -> int:
@@ -238,10 +290,7 @@ def make_stream(urgent: bool) -> Any:
 
 def idle(stream: Any) -> bool:
     """Whether everything in a stream is over."""
-    error = hip.hipStreamQuery(stream)[0]
-    if error and error.name != "hipErrorNotReady":
-        raise _failed("hipStreamQuery", error)
-    return not error
+    return not _pending("hipStreamQuery", hip.hipStreamQuery(stream)[0])
 
 
 def drain(stream: Any, seconds: float) -> bool:
@@ -271,10 +320,7 @@ class Event:
 
     def over(self) -> bool:
         """Whether everything before the latest record is complete."""
-        error = hip.hipEventQuery(self._event)[0]
-        if error and error.name != "hipErrorNotReady":
-            raise _failed("hipEventQuery", error)
-        return not error
+        return not _pending("hipEventQuery", hip.hipEventQuery(self._event)[0])
 
     def seconds_to(self, later: Event) -> float:
         return float(_elapsed(self._event, later._event)) / 1e3
@@ -291,10 +337,6 @@ def write_32(stream: Any, address: int, value: int) -> None:
     _write_32(stream, address, value, 0)
 
 
-def write_64(stream: Any, address: int, value: int) -> None:
-    _write_64(stream, address, value, 0)
-
-
 def wait_equal(stream: Any, address: int, value: int) -> None:
     """Hold a stream until a 32-bit word equals a value."""
     _wait_32(stream, address, value, _EQUAL, _ALL_BITS)
@@ -302,9 +344,12 @@ def wait_equal(stream: Any, address: int, value: int) -> None:
 
 def writes_reach(stream: Any, address: int) -> bool:
     """Whether a stream may write to an address; leaves a 0 there if so."""
-    if hip.hipStreamWriteValue32(stream, address, 0, 0)[0]:
-        return False
-    return drain(stream, 5.0)
+    return _tried(lambda: write_32(stream, address, 0) is None) is True and drain(stream, 5.0)
+
+
+def try_wait(stream: Any, address: int, value: int) -> bool:
+    """Whether a stream may wait on a word; it has the value already."""
+    return _tried(lambda: wait_equal(stream, address, value) is None) is True and drain(stream, 5.0)
 
 
 def fill(address: int, nbytes: int, stream: Any) -> None:
@@ -314,7 +359,7 @@ def fill(address: int, nbytes: int, stream: Any) -> None:
 
 def call(stream: Any, function: int, argument: int) -> None:
     """Let a stream call a C function on the host."""
-    _launch(stream, function, argument)
+    _call(stream, function, argument)
 
 
 def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
@@ -336,9 +381,8 @@ def copy_2d(
 
 def copies_2d(scratch: int, stream: Any) -> bool:
     """Whether the runtime copies rectangles; tries one within 16 bytes."""
-    kind = _KIND.hipMemcpyDeviceToDevice
-    error = hip.hipMemcpy2DAsync(scratch + 8, 4, scratch, 4, 2, 2, kind, stream)[0]
-    return not error and drain(stream, 5.0)
+    tried = _tried(lambda: copy_2d(scratch + 8, 4, scratch, 4, 2, 2, stream) is None)
+    return tried is True and drain(stream, 5.0)
 
 
 #: How whole runs of bytes are copied between devices, by name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,23 +16,57 @@ if TYPE_CHECKING:
     from ficco.dma.hip import HipEngine
 
 
+#: Distance of words that lie in one allocation, in bytes.
+WORD_STRIDE = 64
+
+
+class Meeting:
+    """Where the ranks of a group tell each other little things. Collective throughout."""
+
+    ROOM = 512
+
+    def __init__(self, engine: HipEngine, purpose: str) -> None:
+        self._timeout_s, self._rank, self._used = engine.timeout_s, engine.rank, 0
+        self._host = HostMemory(
+            engine.group,
+            self.ROOM,
+            engine.timeout_s,
+            purpose,
+            engine.operator,
+            interrupt=lambda: engine.interrupt(),
+        )
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank has to say; all say as much."""
+        first, self._used = self._used, self._used + len(data)
+        assert self._used <= self.ROOM
+        self._host.maps[self._rank][first : self._used] = data
+        self._host.barrier(self._timeout_s)
+        return [bytes(part[first : self._used]) for part in self._host.maps]
+
+    def close(self) -> None:
+        self._host.close()
+
+
 class Shared:
     """Allocations of this rank that its peers can map, and theirs. Making them is collective.
 
     A rank must not free what a peer still maps. Each therefore says in host memory when it has let
-    go of what its peers own; :meth:`free` does nothing until all have.
+    go of what its peers own.
     """
 
-    def __init__(self, engine: HipEngine, sizes: Sequence[int], purpose: str) -> None:
-        """Zeroed memory of some sizes; a size of 0 is one signal."""
+    def __init__(
+        self, engine: HipEngine, allocate: Callable[[], int], count: int, nbytes: int, purpose: str
+    ) -> None:
+        """``count`` allocations of ``nbytes`` each, zeroed."""
         self.mine: list[int] = []
         self._open: dict[tuple[int, int], int] = {}
         self._rank = engine.rank
         self._host: HostMemory | None = None
         try:
-            for nbytes in sizes:
-                self.mine.append(hip.malloc(nbytes) if nbytes else hip.malloc_signal())
-                hip.fill(self.mine[-1], nbytes or hip.SIGNAL_BYTES, engine.side)
+            for _ in range(count):
+                self.mine.append(allocate())
+                hip.fill(self.mine[-1], nbytes, engine.side)
             engine.settle(engine.side)
             handles = b"".join([hip.share(address) for address in self.mine])
             self._host = HostMemory(
@@ -84,6 +118,28 @@ class Shared:
             self._host.close()
 
 
+class Words:
+    """The signal words of a slot, on every rank, at rest."""
+
+    def __init__(self, engine: HipEngine, way: str, count: int, serial: int) -> None:
+        purpose = f"hip signals {serial}"
+        self.count = count
+        self._single = way == "signal"
+        if self._single:
+            self._shared = Shared(engine, hip.malloc_signal, count, hip.SIGNAL_BYTES, purpose)
+        else:
+            nbytes = max(count, 1) * WORD_STRIDE
+            self._shared = Shared(engine, lambda: hip.malloc_uncached(nbytes), 1, nbytes, purpose)
+        self.let_go, self.unmapped = self._shared.let_go, self._shared.unmapped
+        self.free = self._shared.free
+
+    def address(self, rank: int, word: int) -> int:
+        """Where a word of a rank is mapped here."""
+        if self._single:
+            return self._shared.address(rank, word)
+        return self._shared.address(rank, 0) + word * WORD_STRIDE
+
+
 class HipMemory(Symmetric):
     """One allocation per rank.
 
@@ -92,11 +148,13 @@ class HipMemory(Symmetric):
         words: the signals of the slot that lies in it, if one does.
     """
 
-    words: Shared | None = None
+    words: Words | None = None
 
     def __init__(self, engine: HipEngine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
-        self._shared = Shared(engine, [nbytes], f"hip allocation {serial}")
+        self._shared = Shared(
+            engine, lambda: hip.malloc(nbytes), 1, nbytes, f"hip allocation {serial}"
+        )
         self.addresses = [self._shared.mine[0]] * engine.world
         self.tensor, keeper = engine.work.tensor(self._shared.mine[0], nbytes)
         #: Alive for as long as any tensor looks into the memory.

@@ -18,6 +18,7 @@ import torch
 
 from ficco.dma import hip_api as hip
 from ficco.dma.engine import Call, Op
+from ficco.hip_kernels import Target
 
 
 class Work(ABC):
@@ -44,6 +45,10 @@ class Work(ABC):
     @abstractmethod
     def run(self, stream: Any, op: Op, call: Call) -> None:
         """Let PyTorch do something when a stream's turn comes."""
+
+    @abstractmethod
+    def target(self) -> Target:
+        """What kernels are compiled for."""
 
     @abstractmethod
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
@@ -92,6 +97,12 @@ class TorchWork(Work):
             return
         with torch.cuda.stream(lane):
             op(call)
+
+    def target(self) -> Target:
+        properties = torch.cuda.get_device_properties(self._device)
+        if torch.version.hip:
+            return Target("hip", properties.gcnArchName)
+        return Target("cuda", f"sm_{properties.major}{properties.minor}")
 
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
         keeper = _Bytes(address, nbytes)
@@ -167,6 +178,9 @@ class CallbackWork(Work):
                 op(call)
         except BaseException as error:
             self.error = self.error or error
+
+    def target(self) -> Target:
+        return Target("hip", "gfx942")
 
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
         keeper = (ctypes.c_char * nbytes).from_address(address)

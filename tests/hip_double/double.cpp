@@ -9,6 +9,8 @@
 //   HIP_DOUBLE_DEVICES=8       devices
 //   HIP_DOUBLE_PEER=1          whether devices reach each other
 //   HIP_DOUBLE_WAIT=1          hipDeviceAttributeCanUseStreamWaitValue
+//   HIP_DOUBLE_WAIT_ANY=0      whether streams wait on other memory than signals, as AMD's runtime
+//                              does by default, but the API does not promise
 //   HIP_DOUBLE_SIGNAL_IPC=1    whether signal memory can be shared between processes
 //   HIP_DOUBLE_PEER_WRITE=1    whether a stream write reaches the memory of another process
 //   HIP_DOUBLE_2D=1            whether hipMemcpy2DAsync is supported
@@ -41,6 +43,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -97,6 +100,7 @@ struct Settings {
   int devices = setting("DEVICES", 8);
   bool peer = setting("PEER", 1);
   bool wait = setting("WAIT", 1);
+  bool wait_any = setting("WAIT_ANY", 0);
   bool signal_ipc = setting("SIGNAL_IPC", 1);
   bool peer_write = setting("PEER_WRITE", 1);
   bool rectangles = setting("2D", 1);
@@ -136,6 +140,11 @@ std::map<std::string, Failure>& failures() {
   return *found;
 }
 
+std::map<std::string, long>& counts() {
+  static auto* found = new std::map<std::string, long>;
+  return *found;
+}
+
 void fail_on_purpose(const char* call, int code, long first, long count) {
   std::lock_guard<std::mutex> lock(failing);
   failures()[call] = {code, first, count};
@@ -156,6 +165,7 @@ int injected(const char* call) {
   static std::once_flag once;
   std::call_once(once, read_failures);
   std::lock_guard<std::mutex> lock(failing);
+  counts()[call]++;
   auto found = failures().find(call);
   if (found == failures().end()) return 0;
   auto& failure = found->second;
@@ -165,13 +175,20 @@ int injected(const char* call) {
 }
 
 thread_local int current_device = 0;
+thread_local int last_error = 0;  // until somebody asks for it
+
+int latch(int code) {
+  if (code) last_error = code;
+  return code;
+}
+
 thread_local bool in_host_function = false;
 
 #define ENTER(name)                                                                    \
   do {                                                                                 \
     if (in_host_function)                                                              \
       return violation(NotSupported, "%s called from a host function of a queue", name); \
-    if (int code = injected(name)) return code;                                        \
+    if (int code = injected(name)) return latch(code);                                 \
   } while (0)
 
 // Memory. In front of every allocation lie 64 bytes that all processes see.
@@ -503,7 +520,7 @@ int write_value(const char* call, void* handle, void* pointer, uint64_t value, i
     return violation(InvalidValue, "%s at %p, which is not aligned", call, pointer);
   auto memory = reach(*stream, pointer, width, call, code);
   if (!memory) return code;
-  if (memory->mapped && !settings().peer_write) return InvalidValue;
+  if (memory->mapped && !settings().peer_write) return latch(InvalidValue);
   auto run = [=] {
     if (width == 4)
       __atomic_store_n(static_cast<uint32_t*>(pointer), static_cast<uint32_t>(value),
@@ -525,6 +542,15 @@ struct IpcMemHandle {
 };
 static_assert(sizeof(Handle) <= sizeof(IpcMemHandle));
 
+// Code of kernels, of which only the names are used.
+struct Function {
+  std::string name;
+};
+std::map<void*, std::vector<std::unique_ptr<Function>>>& modules() {
+  static auto* found = new std::map<void*, std::vector<std::unique_ptr<Function>>>;
+  return *found;
+}
+
 int leaks() {
   std::lock_guard<std::mutex> lock(table);
   int count = 0;
@@ -537,7 +563,92 @@ int leaks() {
   }
   for (size_t i = 0; i < streams().size(); i++) fprintf(stderr, "hip double: leak: a stream\n");
   for (size_t i = 0; i < events().size(); i++) fprintf(stderr, "hip double: leak: an event\n");
-  return count + streams().size() + events().size();
+  for (size_t i = 0; i < modules().size(); i++) fprintf(stderr, "hip double: leak: a module\n");
+  return count + streams().size() + events().size() + modules().size();
+}
+
+constexpr int WORDS = 64;
+struct Words {
+  uint64_t at[WORDS];
+  uint32_t value[WORDS];
+};
+
+template <typename T>
+T argument(void** arguments, int index) {
+  T value;
+  memcpy(&value, arguments[index], sizeof value);
+  return value;
+}
+
+// The words of a signal kernel, which have to lie in memory that is coherent between processes.
+int signal_words(Stream& stream, void** arguments, Words& words, uint32_t& count, Uses& uses) {
+  words = argument<Words>(arguments, 0);
+  count = argument<uint32_t>(arguments, 1);
+  for (uint32_t i = 0; i < count; i++) {
+    int code = 0;
+    auto memory = reach(stream, reinterpret_cast<void*>(words.at[i]), 4, "a signal kernel", code);
+    if (!memory) return code;
+    if (memory->kind == Device)
+      return violation(InvalidValue, "a signal kernel on memory that devices cache");
+    uses.push_back(memory);
+  }
+  return Success;
+}
+
+int launch(const std::string& name, Stream& stream, void** arguments) {
+  Words words;
+  uint32_t count;
+  Uses uses;
+  if (name == "ficco_post") {
+    if (int code = signal_words(stream, arguments, words, count, uses)) return code;
+    stream.add({[=] {
+                  for (uint32_t i = 0; i < count; i++)
+                    __atomic_store_n(reinterpret_cast<uint32_t*>(words.at[i]), words.value[i],
+                                     __ATOMIC_RELEASE);
+                },
+                nullptr, uses});
+    return Success;
+  }
+  if (name == "ficco_wait") {
+    if (int code = signal_words(stream, arguments, words, count, uses)) return code;
+    auto limit = argument<uint64_t>(arguments, 3);  // ticks of 10 ns
+    auto begin = std::make_shared<std::chrono::steady_clock::time_point>();
+    auto ready = [=] {
+      auto now = std::chrono::steady_clock::now();
+      if (begin->time_since_epoch().count() == 0) *begin = now;
+      if (static_cast<uint64_t>((now - *begin).count()) / 10 > limit) return true;
+      for (uint32_t i = 0; i < count; i++)
+        if (__atomic_load_n(reinterpret_cast<uint32_t*>(words.at[i]), __ATOMIC_ACQUIRE) !=
+            words.value[i])
+          return false;
+      return true;
+    };
+    stream.add({[] {}, ready, uses});
+    return Success;
+  }
+  unsigned unit = 0;
+  if (sscanf(name.c_str(), "ficco_copy%u", &unit) == 1) {
+    auto target = argument<char*>(arguments, 0), source = argument<char*>(arguments, 2);
+    auto target_pitch = argument<uint64_t>(arguments, 1);
+    auto source_pitch = argument<uint64_t>(arguments, 3);
+    uint32_t number[6];
+    for (int i = 0; i < 6; i++) number[i] = argument<uint32_t>(arguments, 4 + i);
+    size_t width = number[0] + size_t(number[1]) * unit + number[4], height = number[5];
+    int code = 0;
+    for (auto [at, pitch] : {std::pair{target, target_pitch}, std::pair{source, source_pitch}}) {
+      auto memory = reach(stream, at, (height - 1) * pitch + width, "a copy kernel", code);
+      if (!memory) return code;
+      uses.push_back(memory);
+    }
+    stream.add({[=] {
+                  for (size_t row = 0; row < height; row++)
+                    memcpy(target + row * target_pitch, source + row * source_pitch, width);
+                  std::atomic_thread_fence(std::memory_order_release);
+                },
+                nullptr, uses});
+    return Success;
+  }
+  return violation(NotSupported, "kernel %s, which the double does not know", name.c_str());
 }
 
 struct AtExit {
@@ -559,6 +670,10 @@ API int double_leaks() { return leaks(); }
 API void double_fail(const char* call, int code, long first, long count) {
   injected("");  // the environment's come first
   fail_on_purpose(call, code, first, count);
+}
+API long double_calls(const char* call) {
+  std::lock_guard<std::mutex> lock(failing);
+  return counts()[call];
 }
 API void double_jitter(long most_us) { settings().jitter_us = most_us; }
 
@@ -607,6 +722,7 @@ API int hipGetDeviceCount(int* count) {
   *count = settings().devices;
   return *count ? Success : NoDevice;
 }
+API int hipGetLastError() { return std::exchange(last_error, 0); }
 API int hipRuntimeGetVersion(int* version) {
   ENTER("hipRuntimeGetVersion");
   *version = settings().version;
@@ -631,6 +747,8 @@ API int hipDeviceGetAttribute(int* value, int attribute, int device) {
     case 2: *value = 2; return Success;                    // AsyncEngineCount
     case 67: *value = device + 16; return Success;         // PciBusId
     case 68: case 69: *value = 0; return Success;          // PciDeviceId, PciDomainId
+    case 63: *value = 304; return Success;                 // MultiprocessorCount
+    case 10017: *value = 100000; return Success;           // WallClockRate, kHz
     default: return InvalidValue;
   }
 }
@@ -647,7 +765,7 @@ API int hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   if (peer < 0 || peer >= settings().devices || peer == current_device || !settings().peer)
     return InvalidDevice;
   std::lock_guard<std::mutex> lock(table);
-  return peers.insert({current_device, peer}).second ? Success : PeerAccessAlreadyEnabled;
+  return peers.insert({current_device, peer}).second ? Success : latch(PeerAccessAlreadyEnabled);
 }
 
 // Memory.
@@ -684,7 +802,7 @@ API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
     return violation(InvalidValue, "hipIpcGetMemHandle of %p, which is no device memory of this "
                      "process or not its beginning", pointer);
   auto& memory = *found->second;
-  if (memory.kind == Signal && !settings().signal_ipc) return InvalidValue;
+  if (memory.kind == Signal && !settings().signal_ipc) return latch(InvalidValue);
   Handle handle{MAGIC, memory.header()->serial, memory.nbytes, memory.offset,
                 memory.backing->inode, getpid(), memory.backing->fd, memory.device, memory.kind};
   memset(target, 0, sizeof *target);
@@ -792,7 +910,7 @@ API int hipStreamQuery(void* handle) {
   int code = 0;
   auto stream = queue(handle, "hipStreamQuery", code);
   if (!stream) return code;
-  return stream->idle() ? Success : NotReady;
+  return latch(stream->idle() ? Success : NotReady);
 }
 API int hipEventCreateWithFlags(void** target, unsigned flags) {
   ENTER("hipEventCreateWithFlags");
@@ -859,7 +977,7 @@ API int hipEventQuery(void* handle) {
   if (!event) return code;
   std::lock_guard<std::mutex> lock(table);
   if (sticky) return sticky;
-  return !event->marker || event->marker->over ? Success : NotReady;
+  return latch(!event->marker || event->marker->over ? Success : NotReady);
 }
 API int hipEventElapsedTime(float* ms, void* start, void* stop) {
   ENTER("hipEventElapsedTime");
@@ -899,7 +1017,7 @@ API int hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source,
                          size_t source_pitch, size_t width, size_t height, int kind,
                          void* stream) {
   ENTER("hipMemcpy2DAsync");
-  if (!settings().rectangles) return NotSupported;
+  if (!settings().rectangles) return latch(NotSupported);
   return copy("hipMemcpy2DAsync", target, target_pitch, source, source_pitch, width, height, kind,
               stream);
 }
@@ -917,10 +1035,6 @@ API int hipStreamWriteValue32(void* stream, void* pointer, uint32_t value, unsig
   ENTER("hipStreamWriteValue32");
   return write_value("hipStreamWriteValue32", stream, pointer, value, 4);
 }
-API int hipStreamWriteValue64(void* stream, void* pointer, uint64_t value, unsigned) {
-  ENTER("hipStreamWriteValue64");
-  return write_value("hipStreamWriteValue64", stream, pointer, value, 8);
-}
 API int hipStreamWaitValue32(void* handle, void* pointer, uint32_t value, unsigned flags,
                              uint32_t mask) {
   const char* call = "hipStreamWaitValue32";
@@ -932,7 +1046,8 @@ API int hipStreamWaitValue32(void* handle, void* pointer, uint32_t value, unsign
   if (!stream) return code;
   auto memory = reach(*stream, pointer, 4, call, code);
   if (!memory) return code;
-  if (memory->kind != Signal || pointer != memory->start || memory->mapped)
+  bool signal = memory->kind == Signal && pointer == memory->start && !memory->mapped;
+  if (!signal && !(settings().wait_any && memory->kind >= Fine))
     return violation(InvalidValue, "%s on %s memory%s, which is no signal memory of this process",
                      call, KINDS[memory->kind], memory->mapped ? " of another process" : "");
   if (flags > 1 || !mask) return violation(InvalidValue, "%s with flags %u, mask %u", call, flags, mask);
@@ -955,4 +1070,43 @@ API int hipLaunchHostFunc(void* handle, void (*function)(void*), void* argument)
   };
   stream->add({run, nullptr, {}});
   return Success;
+}
+
+// Kernels.
+
+API int hipModuleLoadData(void** module, const void* image) {
+  ENTER("hipModuleLoadData");
+  if (!image) return InvalidValue;
+  std::lock_guard<std::mutex> lock(table);
+  *module = new char;
+  modules()[*module];
+  return Success;
+}
+API int hipModuleGetFunction(void** function, void* module, const char* name) {
+  ENTER("hipModuleGetFunction");
+  std::lock_guard<std::mutex> lock(table);
+  auto found = modules().find(module);
+  if (found == modules().end())
+    return violation(InvalidHandle, "hipModuleGetFunction of %p, which is no module", module);
+  found->second.push_back(std::make_unique<Function>(Function{name}));
+  *function = found->second.back().get();
+  return Success;
+}
+API int hipModuleUnload(void* module) {
+  ENTER("hipModuleUnload");
+  std::lock_guard<std::mutex> lock(table);
+  if (!modules().erase(module))
+    return violation(InvalidHandle, "hipModuleUnload of %p, which is no module", module);
+  delete static_cast<char*>(module);
+  return Success;
+}
+API int hipModuleLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned,
+                              unsigned, unsigned, void* handle, void** arguments, void** extra) {
+  const char* call = "hipModuleLaunchKernel";
+  ENTER(call);
+  int code = 0;
+  auto stream = queue(handle, call, code);
+  if (!stream) return code;
+  if (!arguments || extra) return violation(InvalidValue, "%s without arguments", call);
+  return launch(static_cast<Function*>(function)->name, *stream, arguments);
 }
