@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -29,13 +29,19 @@ ON_HOST = Path(__file__).parent / "kernels_on_host"
 HALVES = (torch.bfloat16, torch.float16)
 
 
+def missing(what: object) -> NoReturn:
+    """Skip the test, or fail in CI."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(
+        f"{what}: tests/toolchain.sh installs it"
+    )
+
+
 def compiler(finder: Callable[[], Compiler]) -> Compiler:
-    """A compiler; where it is missing the test is skipped, or fails in CI."""
+    """A compiler that the test is about."""
     try:
         return finder()
     except Missing as error:
-        text = f"{error}: tests/toolchain.sh installs it"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(text)
+        missing(error)
 
 
 def output(*command: str) -> str:
@@ -243,6 +249,66 @@ def test_a_compiler_says_what_it_dislikes(finder: Callable[[], Compiler]) -> Non
     with pytest.raises(BackendError, match="undeclared|undefined") as caught:
         compiler(finder).run(build.source() + "\nKERNEL(64) worse() { nothing(); }\n", arch)
     assert caught.value.call and caught.value.code
+
+
+# The run-time compiler of ROCm, by the real binding against a double.
+
+WITH_HIPRTC = """
+from ficco.errors import BackendError
+from ficco.hip_kernels import build
+
+compiler = build.hiprtc()
+assert compiler.version == "9.1"
+code = compiler.run("text", "gfx942:xnack-")
+assert code == b"text --offload-arch=gfx942:xnack- -std=c++17 -O3", code
+try:
+    compiler.run("to be refused", "gfx942")
+except BackendError as error:
+    assert error.call == "hiprtcCompileProgram" and error.code == "HIPRTC_ERROR_COMPILATION", error
+    assert error.text == "line 1: refused"
+else:
+    raise AssertionError("it compiled")
+"""
+
+
+@pytest.fixture(params=["7", "10"])
+def hip_python(request: pytest.FixtureRequest) -> Path:
+    """The folder of a series of the binding."""
+    folder = build.HERE.parents[1] / "build" / "hip-python" / request.param
+    return folder if (folder / "hip").is_dir() else missing(f"hip-python {request.param}")
+
+
+def with_hip(folder: Path, library: Path, program: str) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(build.HERE.parents[1])]),
+        "LD_LIBRARY_PATH": str(library),
+        "ROCM_PATH": "/nowhere",
+    }
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_hiprtc(hip_python: Path, tmp_path: Path) -> None:
+    double = str(tmp_path / "libhiprtc.so")
+    output("g++", "-x", "c", "-shared", "-fPIC", "-o", double, str(ON_HOST / "hiprtc.c"))
+    found = with_hip(hip_python, tmp_path, WITH_HIPRTC)
+    assert found.returncode == 0 and "leaked" not in found.stderr, found.stderr
+
+
+def test_without_rocm(hip_python: Path, tmp_path: Path) -> None:
+    """The binding is there, its library is not."""
+    program = (
+        "from ficco.hip_kernels import build\n"
+        "try:\n"
+        "    build.hiprtc()\n"
+        "except build.Missing as error:\n"
+        "    assert 'libhiprtc.so' in str(error) and '\\n' not in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('found')\n"
+    )
+    found = with_hip(hip_python, tmp_path, program)
+    assert found.returncode == 0, found.stderr
 
 
 # Their code on a CPU, through the launches of a GPU.
