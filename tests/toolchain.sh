@@ -21,3 +21,11 @@ if ! command -v nvcc > /dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then
   wheels+=(nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime)
 fi
 .venv/bin/python -m pip install -q "${wheels[@]}"
+
+# hip-python of both series that are served, each in a folder of its own: they share names. They
+# come without ROCm, whose library tests/hip_double stands for.
+for version in 7.2.2.562.43 10.0.0.0.1.2; do
+  folder=build/hip-python/${version%%.*}
+  [ -d "$folder/hip" ] \
+    || .venv/bin/python -m pip install -q --target "$folder" "hip-python==$version"
+done

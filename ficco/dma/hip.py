@@ -18,9 +18,9 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -747,20 +747,33 @@ class HipEngine(Engine):
     def close(self) -> None:
         hip.use(self.index)
         end = time.monotonic() + CLOSE_S
+        streams = list(self.work.streams.values())
+        errors: list[BackendError] = []
+
+        def attempt(step: Callable[[], Any]) -> Any:
+            """Whatever fails, the rest is given back, too."""
+            try:
+                return step()
+            except BackendError as error:
+                errors.append(error)
+
         # After an error streams may wait for peers that will not come.
-        while not all(map(hip.idle, list(self.work.streams.values()))) and time.monotonic() < end:
-            self._satisfy()
+        while attempt(lambda: all(map(hip.idle, streams))) is False and time.monotonic() < end:
+            attempt(self._satisfy)
             time.sleep(1e-3)
         self._graveyard += [memory for memory in self._memories if memory not in self._graveyard]
         while self._graveyard and time.monotonic() < end:
-            self._sweep()
+            attempt(self._sweep)
             time.sleep(1e-3)
-        while self._spent:
-            hip.free(self._spent.pop())
-        while self._host:
-            hip.free_host(self._host.pop())
+        for address in self._spent:
+            attempt(partial(hip.free, address))
+        for address in self._host:
+            attempt(partial(hip.free_host, address))
         if self._binding is not None:
-            self._binding.close()
+            attempt(self._binding.close)
         self._lanes.clear()
         self._packs.clear()
-        self.work.close()
+        for stream in self.work.take():
+            attempt(partial(hip.destroy_stream, stream))
+        if errors:
+            raise errors[0]

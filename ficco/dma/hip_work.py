@@ -66,9 +66,9 @@ class Work(ABC):
     def settle(self) -> None:
         """All calls are over."""
 
-    def close(self) -> None:
-        """Give the streams back; they are idle."""
-        self.streams.clear()
+    @abstractmethod
+    def take(self) -> list[Any]:
+        """Forget all streams; those that have to be destroyed."""
 
 
 class TorchWork(Work):
@@ -117,9 +117,10 @@ class TorchWork(Work):
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def close(self) -> None:
-        super().close()
+    def take(self) -> list[Any]:
+        self.streams.clear()
         self._torch.clear()
+        return []
 
 
 class _Bytes:
@@ -216,6 +217,7 @@ class CallbackWork(Work):
             error, self.error = self.error, None
             raise error
 
-    def close(self) -> None:
-        while self.streams:
-            hip.destroy_stream(self.streams.popitem()[1])
+    def take(self) -> list[Any]:
+        found = list(self.streams.values())
+        self.streams.clear()
+        return found

@@ -113,7 +113,17 @@ Settings& settings() {
   return *found;
 }
 
+thread_local int current_device = 0;
+thread_local int last_error = 0;  // until somebody asks for it
+
+int latch(int code) {
+  if (code) last_error = code;
+  return code;
+}
+
 std::atomic<int> violations{0};
+std::mutex saying;
+std::string said;  // all violations, for people
 
 int violation(Code code, const char* format, ...) {
   violations++;
@@ -124,7 +134,9 @@ int violation(Code code, const char* format, ...) {
   va_end(args);
   fprintf(stderr, "hip double: violation: %s\n", text);
   fflush(stderr);
-  return code;
+  std::lock_guard<std::mutex> lock(saying);
+  said += std::string(text) + "\n";
+  return latch(code);
 }
 
 // What goes wrong on purpose.
@@ -174,14 +186,6 @@ int injected(const char* call) {
   return failure.code;
 }
 
-thread_local int current_device = 0;
-thread_local int last_error = 0;  // until somebody asks for it
-
-int latch(int code) {
-  if (code) last_error = code;
-  return code;
-}
-
 thread_local bool in_host_function = false;
 
 #define ENTER(name)                                                                    \
@@ -190,6 +194,8 @@ thread_local bool in_host_function = false;
       return violation(NotSupported, "%s called from a host function of a queue", name); \
     if (int code = injected(name)) return latch(code);                                 \
   } while (0)
+
+std::atomic<int> sticky{0};  // as on a GPU, nothing works behind an error of a queue
 
 // Memory. In front of every allocation lie 64 bytes that all processes see.
 
@@ -314,7 +320,7 @@ int release(void* pointer, bool host, const char* call) {
   if (memory->mapped || memory->kind == Adopted || (memory->kind == Host) != host)
     return violation(InvalidValue, "%s of %s memory%s", call, KINDS[memory->kind],
                      memory->mapped ? " of another process" : "");
-  if (memory->pending)
+  if (memory->pending && !sticky)
     return violation(InvalidValue, "%s of %s memory while a queue uses it", call,
                      KINDS[memory->kind]);
   if (int openers = memory->header()->openers)
@@ -340,7 +346,6 @@ std::set<std::pair<int, int>> peers;  // (device, peer) with access enabled
 
 // Queues.
 
-std::atomic<int> sticky{0};  // as on a GPU, nothing works behind an error of a queue
 
 struct Marker {
   std::atomic<bool> over{false};
@@ -389,7 +394,7 @@ struct Stream {
       }
       if (long most = settings().jitter_us)
         std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
-      for (int round = 0; next.ready && !next.ready(); round++) {
+      for (int round = 0; next.ready && !sticky && !next.ready(); round++) {
         if (round < 200)
           std::this_thread::yield();
         else
@@ -666,6 +671,22 @@ struct AtExit {
 // For tests.
 
 API int double_violations() { return violations.exchange(0); }
+// What the violations were, since this was asked for last.
+API const char* double_said() {
+  static thread_local std::string text;
+  std::lock_guard<std::mutex> lock(saying);
+  text = std::exchange(said, "");
+  return text.c_str();
+}
+// Names of all calls so far, one a line.
+API const char* double_called() {
+  static thread_local std::string text;
+  std::lock_guard<std::mutex> lock(failing);
+  text = "";
+  for (auto& [name, count] : counts())
+    if (!name.empty()) text += name + "\n";
+  return text.c_str();
+}
 API int double_leaks() { return leaks(); }
 API void double_fail(const char* call, int code, long first, long count) {
   injected("");  // the environment's come first
@@ -865,7 +886,7 @@ API int hipIpcCloseMemHandle(void* pointer) {
   if (found == memories().end() || !found->second->mapped)
     return violation(InvalidValue, "hipIpcCloseMemHandle of %p, which is not open", pointer);
   auto memory = found->second;
-  if (memory->pending)
+  if (memory->pending && !sticky)
     return violation(InvalidValue, "hipIpcCloseMemHandle while a queue uses the memory");
   if (--memory->opened) return Success;
   memory->header()->openers--;
@@ -893,7 +914,7 @@ API int hipStreamDestroy(void* handle) {
     if (found == streams().end())
       return violation(InvalidHandle, "hipStreamDestroy of %p, which is no stream", handle);
     stream = found->second;
-    if (!stream->idle())
+    if (!stream->idle() && !sticky)
       return violation(InvalidHandle, "hipStreamDestroy of a stream that is not idle");
     streams().erase(found);
   }

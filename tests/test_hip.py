@@ -1,0 +1,236 @@
+"""The HIP engine through the real hip-python, on a strict double of the HIP library.
+
+What is proven here: every schedule enqueues what its Plan says, in an order that is right however
+queues are delayed; nothing is used before it is allowed, or after; errors of any call come out.
+What is not: memory coherence, copy engines, speed, or anything else of a real GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hip_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from cases import (
+    A_LAYOUTS,
+    SYMMETRIC_LAYOUTS,
+    Case,
+    all_exact,
+    call,
+    equal,
+    exact,
+    make,
+    verify,
+)
+from hip_ranks import SERIES, calls, clean, double, run
+from ranks import Died, Failure, Rank, caught
+from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, named
+
+import ficco
+from ficco.workspace import workspaces
+
+ROOT = Path(__file__).parent.parent
+#: Every knob that moves bytes by copies.
+COPIED = tuple(knobs for knobs in KNOBS if "kernel" not in knobs)
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+#: Codes of the library.
+OUT_OF_MEMORY, LAUNCH_FAILURE = 2, 719
+
+
+def engine() -> Any:
+    """The engine of this rank's calls."""
+    (found,) = (workspace.engine for workspace in workspaces())
+    assert found.name == "hip"
+    return found
+
+
+def _exact(at: Rank, cases: list[Case]) -> int:
+    with clean():
+        all_exact(at, cases)
+        ficco.synchronize()
+        assert engine().work.device == at.rank
+        assert at.world == 1 or calls("hipMemcpyDtoDAsync") > 0
+    return len(cases)
+
+
+# Results.
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_schedules(series: str) -> None:
+    cases = [
+        equal(4, 24, 40, 16, dtype=DTYPES[i % 4], schedule=named(name, knobs))
+        for name in NAMES
+        for i, knobs in enumerate(COPIED)
+    ]
+    cases += [case.on(rows=(17,) * 4, k=23, n=9, gathered=True) for case in cases[::-1]]
+    assert run(4, _exact, cases, series=series) == [len(cases)] * 4
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_worlds(world: int) -> None:
+    cases = [equal(world, 9, 24, 8, schedule=name) for name in (*KINDS, "growing:pull")]
+    run(world, _exact, cases, series="10")
+
+
+def test_ugly_sizes() -> None:
+    cases = [
+        Case(rows, k, n, dtype=dtype, schedule=named(name, knobs), gathered=gathered)
+        for name in NAMES[::3]
+        for rows, k, n in UGLY
+        for knobs, dtype, gathered in [
+            ("", "bfloat16", True),
+            ("pull", "float32", False),
+            ("pieces=4,tail=2,copy=2,compute=2", "float16", False),
+        ]
+    ]
+    run(4, _exact, cases)
+
+
+def test_layouts() -> None:
+    cases = [
+        case.on(a=layout, schedule=name)
+        for layout in A_LAYOUTS + SYMMETRIC_LAYOUTS
+        for name in KINDS
+        for case in (equal(3, 12, 20, 8, gathered=True), Case((5, 8, 2), 11, 6, dtype="bfloat16"))
+    ]
+    run(3, _exact, cases, series="10")
+
+
+def _jittered(at: Rank, series: str, count: int, together: int) -> int:
+    """Calls of any kind while every operation of every queue is late by chance.
+
+    ``together`` calls are enqueued before anybody waits for them.
+    """
+    choice = random.Random(f"{series} {together}")
+    with clean():
+        exact(at, equal(4, 8, 8, 8, schedule="growing"), 0)
+        engine().work.waits = together == 1
+        double().double_jitter(200)
+        for first in range(0, count, together):
+            under_way = []
+            for iteration in range(first, first + together):
+                case = Case(
+                    tuple(choice.randrange(12) for _ in range(4)),
+                    choice.choice((1, 7, 16, 40)),
+                    choice.choice((1, 5, 16)),
+                    dtype=choice.choice(DTYPES),
+                    schedule=named(choice.choice(NAMES), choice.choice(COPIED)),
+                    gathered=choice.random() < 0.3,
+                )
+                made = make(at, case, iteration)
+                under_way.append((case, call(case, made.a, made.b), made))
+            ficco.synchronize()
+            for case, results, made in under_way:
+                verify(case, results, made, f"call {first} and following:")
+        double().double_jitter(0)
+    return count
+
+
+@pytest.mark.parametrize(("series", "together"), [("7", 1), ("10", 8)])
+def test_jittered(series: str, together: int) -> None:
+    assert run(4, _jittered, series, 320, together, series=series, timeout=120) == [320] * 4
+
+
+# Ways of signals and of copies, by what a machine allows and what is asked for.
+
+
+def _compiling(fn: Any, at: Rank, *args: Any) -> Any:
+    """Kernels of any code: the double knows them by their names."""
+    import ficco.dma.hip
+    import ficco.hip_kernels.launch
+
+    ficco.dma.hip.can_compile = lambda vendor: True
+    ficco.hip_kernels.launch.compiled = lambda target: b"\0"
+    return fn(at, *args)
+
+
+def _by(at: Rank, options: dict[str, Any], expected: dict[str, str], used: str, knobs: str) -> None:
+    with clean(), ficco.options(**options):
+        cases = [
+            equal(3, 24, 40, 16, schedule=named(name, knob))
+            for name in NAMES
+            for knob in (knobs, f"{knobs},pull".strip(","), f"pieces=3,{knobs}".strip(","))
+        ]
+        all_exact(at, cases)
+        ficco.synchronize()
+        found = engine().capabilities()
+        for name, text in expected.items():
+            assert text in getattr(found, name), found
+        assert calls(used) > 0
+        # PyTorch would report what was tried in vain as an error of its own.
+        assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
+
+
+def _by_kernels(at: Rank, *args: Any) -> None:
+    _compiling(_by, at, *args)
+
+
+SIGNALS = {
+    "stream writes": ({}, {}, {}, {"post": "WriteValue32", "wait": "on signal memory"}),
+    "copies asked for": ({}, {"signals": "copy"}, {}, {"post": "4-byte copy"}),
+    "writes reach no peer": ({"PEER_WRITE": 0}, {}, {}, {"post": "4-byte copy"}),
+    "signals are private": (
+        {"SIGNAL_IPC": 0, "WAIT_ANY": 1},
+        {},
+        {},
+        {"post": "uncached", "wait": "does not promise"},
+    ),
+    "uncached asked for": (
+        {"WAIT_ANY": 1},
+        {},
+        {"FICCO_HIP_SIGNALS": "uncached"},
+        {"wait": "does not promise"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SIGNALS)
+def test_ways_of_signals(what: str) -> None:
+    settings, options, env, expected = SIGNALS[what]
+    used = "hipStreamWaitValue32"
+    run(3, _by, options, expected, used, "", series="10", settings=settings, env=env)
+
+
+@pytest.mark.parametrize(
+    ("settings", "env"),
+    [({"WAIT": 0}, {}), ({}, {"FICCO_HIP_SIGNALS": "kernel"})],
+    ids=["streams cannot wait", "asked for"],
+)
+@pytest.mark.parametrize("series", SERIES)
+def test_signals_by_kernels(series: str, settings: dict[str, Any], env: dict[str, str]) -> None:
+    expected = {"post": "a kernel of ficco's", "wait": "a kernel of ficco's"}
+    used = "hipModuleLaunchKernel"
+    run(3, _by_kernels, {}, expected, used, "", series=series, settings=settings, env=env)
+
+
+@pytest.mark.parametrize(
+    ("variable", "used", "text"),
+    [
+        ("dtod", "hipMemcpyDtoDAsync", "hipMemcpyDtoDAsync"),
+        ("peer", "hipMemcpyPeerAsync", "hipMemcpyPeerAsync"),
+        ("nocu", "hipMemcpyAsync", "without compute units"),
+    ],
+)
+def test_ways_of_copies(variable: str, used: str, text: str) -> None:
+    run(3, _by, {}, {"copy": text}, used, "", env={"FICCO_HIP_COPY": variable})
+
+
+def test_columns_without_2d_copies() -> None:
+    expected = {"copy": "packing"}
+    run(3, _by, {}, expected, "hipMemcpyDtoDAsync", "", settings={"2D": 0})
+
+
+def test_copy_kernel() -> None:
+    run(3, _by_kernels, {}, {}, "hipModuleLaunchKernel", "kernel", series="10")
