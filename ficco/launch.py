@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -101,6 +102,7 @@ def launch(
     context.set_forkserver_preload(["torch", "torch.distributed", "ficco"])
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
+    before = _on_terminate(_terminate)
     try:
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
@@ -116,6 +118,7 @@ def launch(
             pipes.append(here)
         return _collect(processes, pipes, timeout_s)
     finally:
+        _on_terminate(before)
         _end(processes)
         for pipe in pipes:
             pipe.close()
@@ -213,6 +216,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     """What a started process does."""
+    threading.Thread(target=_end_with_parent, name="ficco parent", daemon=True).start()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
     try:
@@ -230,9 +234,24 @@ def _rank(
         pipe.close()
 
 
+def _end_with_parent() -> None:
+    """End this process once that which started it is gone, however it ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _send(pipe: Connection, report: Report) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is about to end by itself
     pipe.send(report)
+
+
+def _on_terminate(handler: Any) -> Any:
+    """Set what SIGTERM does, where this thread may; returns what it did."""
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, handler)
 
 
 def _terminate(*_: Any) -> None:

@@ -127,6 +127,10 @@ def test_candidates_have_names_of_their_own() -> None:
     assert len(names) == len(set(names)) == len(REFERENCES) + len(SCHEDULES)
     assert set(NAMED) <= set(names)
     assert [c.name for c in choose(["growing"])][-2:] == ["serial", "growing"]
+    without = ["ficco-rccl", "pytorch-native"]
+    names = [candidate.name for candidate in choose(["candidates"], without)]
+    assert "growing:kernel" in names and len(names) == len(set(names))
+    assert set(without).isdisjoint(names) and "pytorch-fused" in names
 
 
 def test_marks_behind_a_schedule() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,36 @@ def _fail(how: str) -> None:
     if how == "hang":
         time.sleep(100)
     dist.barrier()
+
+
+def _stay(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(60)
+
+
+def _runs(process: str) -> bool:
+    try:
+        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_whoever_started_them(how: signal.Signals, tmp_path: Path) -> None:
+    script = f"from test_cli import _stay, launch; launch(_stay, 2, {str(tmp_path)!r})"
+    started = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parent)
+
+    def within(seconds: float, true: Callable[[], bool]) -> bool:
+        end = time.monotonic() + seconds
+        while not true() and time.monotonic() < end:
+            time.sleep(0.05)
+        return true()
+
+    assert within(60, lambda: len(os.listdir(tmp_path)) == 2)
+    started.send_signal(how)
+    started.wait(30)
+    ranks = os.listdir(tmp_path)
+    assert within(15, lambda: not any(map(_runs, ranks)))
 
 
 def test_launch_returns_what_rank_0_returns() -> None:

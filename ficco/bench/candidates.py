@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -124,8 +124,8 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def choose(names: list[str] | None) -> tuple[Candidate, ...]:
-    """The candidates of a bench: the references and the schedules of these names, or all.
+def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candidate, ...]:
+    """The candidates of a bench: the references but some, and the schedules of these names, or all.
 
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch.
     """
@@ -136,7 +136,8 @@ def choose(names: list[str] | None) -> tuple[Candidate, ...]:
         names = [one for part in every for one in part]
     ours = SCHEDULES if names is None else tuple(dict.fromkeys(map(parse, names)))
     serial = parse("serial")  # it is a reference, too
-    return (*REFERENCES, *([] if serial in ours else [serial]), *ours)
+    references = [one for one in REFERENCES if one.name not in without]
+    return (*references, *([] if serial in ours else [serial]), *ours)
 
 
 def unavailable(candidate: Candidate, operands: Operands) -> str:

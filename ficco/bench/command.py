@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
 START_S = 180.0
 
+#: What no figure of the others needs.
+OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``ficco bench`` to its parser."""
@@ -33,6 +36,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="ficco schedules, such as shard-overlap:tail=4, with @symmetric (the shard lies in "
         "symmetric memory) or @stages=2 (memory for so many steps) behind, or candidates, those "
         "that auto compares (default: a list)",
+    )
+    what.add_argument(
+        "--without",
+        nargs="+",
+        choices=OPTIONAL,
+        default=[],
+        help="leave out what others are held against; PyTorch's native path has been seen to hang",
     )
     what.add_argument("--mode", help="queued, idle, graph; with commas (default: all there are)")
     how = parser.add_argument_group("how")
@@ -79,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.name or _name(what, device, ranks)
     settings = Settings(
         cases=tuple(shapes),
-        candidates=choose(arguments.schedules),
+        candidates=choose(arguments.schedules, arguments.without),
         modes=modes_of(device, arguments.mode),
         device=device,
         rounds=arguments.rounds,
