@@ -113,7 +113,10 @@ def test_amd_reduction_is_by_16_bytes(isa: tuple[str, str]) -> None:
     _, text = isa
     for name in REDUCTIONS:
         lines = body(text, name)
-        assert len(places(lines, LOAD)) >= 4 and places(lines, STORE), name
+        loads = places(lines, LOAD)
+        assert len(loads) >= 4 and places(lines, STORE), name
+        # Those of four parts are in flight together.
+        assert places(lines[loads[0] : loads[3]], r"s_waitcnt.*vmcnt") == [], name
 
 
 def test_amd_post_releases_to_the_system(isa: tuple[str, str]) -> None:

@@ -116,28 +116,43 @@ struct Units {
   };
 };
 
+// Adds the i-th elements of some parts to a sum: all loads first.
+template <u32 SOME, typename In, u32 EACH>
+INLINE void add(float (&sum)[EACH], const Parts& parts, u32 first, u64 i) {
+  typedef Units<In, EACH> Held;
+  Held held[SOME];
+#pragma unroll
+  for (u32 n = 0; n < SOME; n++) {
+    const u32x4* const from = (const u32x4*)parts.at[first + n] + i * Held::UNITS;
+#pragma unroll
+    for (u32 u = 0; u < Held::UNITS; u++) held[n].units[u] = from[u];
+  }
+#pragma unroll
+  for (u32 n = 0; n < SOME; n++) {
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) sum[e] += to_float(held[n].elements[e]);
+  }
+}
+
 // Adds `count` parts in their order, in float, and rounds once. The first `vectors` times 16 bytes
 // of the result go by 16-byte accesses, the rest by elements.
 template <typename In, typename Out>
 INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements,
                    u32 blocks) {
   constexpr u32 EACH = 16 / sizeof(Out);
-  typedef Units<In, EACH> Held;
   const u64 first = (u64)block_index() * REDUCE_THREADS + thread_index();
   const u64 stride = (u64)blocks * REDUCE_THREADS;
   for (u64 i = first; i < vectors; i += stride) {
     float sum[EACH];
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) sum[e] = -0.0f;  // the neutral element: 0 + -0 is 0
-#pragma unroll 4
-    for (u32 p = 0; p < count; p++) {
-      const u32x4* const from = (const u32x4*)parts.at[p] + i * Held::UNITS;
-      Held held;
-#pragma unroll
-      for (u32 u = 0; u < Held::UNITS; u++) held.units[u] = from[u];
-#pragma unroll
-      for (u32 e = 0; e < EACH; e++) sum[e] += to_float(held.elements[e]);
+    u32 p = 0;
+    for (; p + 4 <= count; p += 4) add<4, In, EACH>(sum, parts, p, i);
+    if (p + 2 <= count) {
+      add<2, In, EACH>(sum, parts, p, i);
+      p += 2;
     }
+    if (p < count) add<1, In, EACH>(sum, parts, p, i);
     Units<Out, EACH> result;
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) from_float(sum[e], result.elements[e]);
