@@ -87,11 +87,6 @@ def named(name: str, knobs: str) -> str:
     return f"{name}:{knobs}" if knobs else name
 
 
-def knobs_on(device: str) -> tuple[str, ...]:
-    """GPU engines serve the DMA mover alone."""
-    return tuple(k for k in KNOBS if device == "cpu" or "kernel" not in k)
-
-
 def dtypes_on(device: str) -> tuple[str, ...]:
     """float64 is served on the CPU engine alone."""
     return ("bfloat16", "float16", "float32") + (("float64",) if device == "cpu" else ())
@@ -106,7 +101,7 @@ def test_schedules(name: str, world: int, device: str) -> None:
     dtypes = dtypes_on(device)
     cases = [
         equal(world, 24, 40, 16, dtype=dtypes[i % len(dtypes)], schedule=named(name, knobs))
-        for i, knobs in enumerate(knobs_on(device))
+        for i, knobs in enumerate(KNOBS)
     ]
     # Once more with the gathered A, and with other sizes, so that no dtype sticks to a knob.
     cases += [case.on(rows=(17,) * world, k=23, n=9, gathered=True) for case in cases[::-1]]
@@ -271,7 +266,7 @@ def test_operands_may_change_after_the_call(schedule: str, layout: str, device: 
 
 def random_case(rng: random.Random, world: int, device: str) -> Case:
     """Any case at all, small."""
-    knobs = knobs_on(device)
+    knobs = KNOBS
     if rng.random() < 0.6:
         rows = (rng.randrange(0, 20),) * world
     else:

@@ -26,9 +26,9 @@ from cases import (
 from ranks import Died, Failure, Rank, caught, ranks, run
 from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
     KINDS,
+    KNOBS,
     NAMES,
     end_of,
-    knobs_on,
     named,
     random_case,
     start_ranks,
@@ -100,7 +100,7 @@ def test_one_gpu() -> None:
     cases = [
         equal(1, 24, 40, 16, dtype="bfloat16", schedule=named(name, knobs), gathered=True)
         for name in NAMES
-        for knobs in knobs_on("cuda")
+        for knobs in KNOBS
     ]
     run(1, all_exact, cases, device="cuda")
 
@@ -111,7 +111,6 @@ REFUSED = {
     "a on the cpu": ("ValueError", ("cpu",)),
     "float64": ("NotImplementedError", ("float64", "bfloat16")),
     "fp8": ("NotImplementedError", ("float8_e4m3fn",)),
-    "kernel mover": ("NotImplementedError", ("kernel", "mover")),
 }
 
 
@@ -123,7 +122,6 @@ def _refused(at: Rank, what: str) -> Any:
         "a on the cpu": ((a.cpu(), b), {}),
         "float64": ((a.double(), b.double()), {}),
         "fp8": ((a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)), {}),
-        "kernel mover": ((a, b), {"schedule": "growing:kernel"}),
     }[what]
     found = caught(lambda: ficco.all_gather_matmul(*args, **kwargs))
     exact(at, equal(at.world, 4, 8, 6), 0)
