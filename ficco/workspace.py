@@ -70,7 +70,9 @@ class Workspace:
         self.group = group
         self.name = engine_name(device, options.engine)
         self.board = Board(group, options.timeout_s, operator)
-        self.engine = make_engine(self.name, group, device, options.signals)
+        self.engine = make_engine(
+            self.name, group, device, options.signals, options.timeout_s
+        )
         self.calls = 0
         self.programs: dict[Hashable, Any] = {}
         self.error: FiccoError | None = None

@@ -234,3 +234,120 @@ def test_columns_without_2d_copies() -> None:
 
 def test_copy_kernel() -> None:
     run(3, _by_kernels, {}, {}, "hipModuleLaunchKernel", "kernel", series="10")
+
+
+# Errors. Each ends in BackendError on the rank where it happens, or is got round; the other rank's
+# calls end in time, and what both hold is given back.
+
+#: Calls that fail when an engine is made, or while it works: (function, its call from now on).
+FAILING = (
+    ("hipGetDeviceCount", 1),
+    ("hipRuntimeGetVersion", 1),
+    ("hipSetDevice", 1),
+    ("hipDeviceCanAccessPeer", 1),
+    ("hipDeviceEnablePeerAccess", 1),
+    ("hipMalloc", 1),
+    ("hipMalloc", 2),
+    ("hipExtMallocWithFlags", 1),
+    ("hipExtMallocWithFlags", 5),
+    ("hipHostMalloc", 1),
+    ("hipMemsetAsync", 1),
+    ("hipMemsetAsync", 3),
+    ("hipIpcGetMemHandle", 2),
+    ("hipIpcGetMemHandle", 5),
+    ("hipIpcOpenMemHandle", 2),
+    ("hipIpcOpenMemHandle", 4),
+    ("hipStreamCreateWithPriority", 1),
+    ("hipStreamCreateWithPriority", 4),
+    ("hipEventCreateWithFlags", 1),
+    ("hipEventCreateWithFlags", 6),
+    ("hipEventRecord", 1),
+    ("hipEventRecord", 5),
+    ("hipStreamWaitEvent", 1),
+    ("hipStreamWaitEvent", 4),
+    ("hipEventQuery", 2),
+    ("hipStreamQuery", 1),
+    ("hipStreamQuery", 9),
+    ("hipStreamWriteValue32", 1),
+    ("hipStreamWriteValue32", 5),
+    ("hipStreamWriteValue32", 9),
+    ("hipStreamWaitValue32", 1),
+    ("hipStreamWaitValue32", 4),
+    ("hipMemcpyDtoDAsync", 1),
+    ("hipMemcpyDtoDAsync", 2),
+    ("hipLaunchHostFunc", 1),
+    ("hipLaunchHostFunc", 2),
+)
+#: Calls that are tried: there is another way. What fails then is the whole call's way round it.
+TRIED = (
+    ("hipMemcpy2DAsync", 1),  # columns are packed
+    ("hipDeviceGetAttribute", 1),  # one PCI number of one device is 0
+    ("hipStreamWriteValue32", 2),  # posts are copies
+)
+#: Calls by which things are given back.
+CLOSING = ("hipFree", "hipHostFree", "hipIpcCloseMemHandle", "hipStreamDestroy")
+
+
+def _attempt(at: Rank, case: Case, group: Any) -> None:
+    for iteration in range(3):
+        made = make(at, case, iteration, group)
+        results = call(case, made.a, made.b, group)
+        ficco.synchronize(group)  # as on a GPU, results are good behind this alone
+        verify(case, results, made)
+
+
+def _injected(at: Rank, failing: list[tuple[str, int]], code: int) -> list[dict[str, Any]]:
+    found = []
+    for number, (name, first) in enumerate(failing):
+        group = dist.new_group([0, 1])
+        schedule = "hetero-fused-1d:pieces=2" if number % 2 else "growing:pull"
+        case = equal(2, 6, 8, 4, schedule=schedule)
+        if at.rank == 1:
+            double().double_fail(name.encode(), code, first, 1)
+        began = time.monotonic()
+        with ficco.options(timeout_s=1.0):
+            outcome = caught(lambda: _attempt(at, case, group))
+            seconds = time.monotonic() - began
+            at.barrier()
+            double().double_fail(name.encode(), code, 0, 0)
+            ficco.close(group)
+        dist.destroy_process_group(group)
+        gc.collect()
+        found.append(
+            {
+                "name": f"{name} {first}",
+                "outcome": outcome,
+                "seconds": seconds,
+                "violations": double().double_violations(),
+                "leaks": double().double_leaks(),
+                "said": double().double_said().decode(),
+            }
+        )
+    exact(at, equal(2, 8, 8, 8), 0)  # the process is well
+    ficco.close()
+    return found
+
+
+def wrong_with(found: dict[str, Any]) -> list[str]:
+    """What an injected error left behind on a rank."""
+    wrong = [found["said"]] if found["violations"] or found["leaks"] else []
+    return wrong + ([f"{found['seconds']:.1f} s"] if found["seconds"] > 6 else [])
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_injected_errors(half: int) -> None:
+    failing = list(FAILING[half::2])
+    found = run(2, _injected, failing, OUT_OF_MEMORY, series=SERIES[half], timeout=150)
+    wrong = []
+    for (name, first), other, mine in zip(failing, *found, strict=True):
+        here, there = mine["outcome"], other["outcome"]
+        problems = wrong_with(mine) + wrong_with(other)
+        if not isinstance(here, Failure) or here.fields.get("call") != name:
+            problems.append(f"here {here}")
+        elif here.fields["code"] != "hipErrorOutOfMemory":
+            problems.append(here.text)
+        if not isinstance(there, Failure) or there.type != "SignalTimeout":
+            problems.append(f"there {there}")
+        if problems:
+            wrong.append((name, first, problems))
+    assert not wrong, "\n".join(map(str, wrong))

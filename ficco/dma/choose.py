@@ -31,8 +31,11 @@ def engine_name(device: torch.device, wanted: str | None = None) -> str:
     raise NotImplementedError(f"no engine serves tensors on {device.type}; use cpu or cuda")
 
 
-def make_engine(name: str, group: ProcessGroup, device: torch.device, signals: str) -> Engine:
-    """The engine of a name. Vendor libraries are imported only here."""
+def make_engine(
+    name: str, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float = 60.0
+) -> Engine:
+    """The engine of a name; its ranks wait ``timeout_s`` for each other. Vendor libraries are
+    imported only here."""
     if name == "cpu":
         from ficco.dma.cpu import CpuEngine
 
@@ -43,4 +46,4 @@ def make_engine(name: str, group: ProcessGroup, device: torch.device, signals: s
         return CudaEngine(group, device, signals)
     from ficco.dma.hip import HipEngine
 
-    return HipEngine(group, device, signals)
+    return HipEngine(group, device, signals, timeout_s)

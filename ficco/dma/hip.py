@@ -166,13 +166,16 @@ class HipEngine(Engine):
     name = "hip"
     asynchronous = True
 
-    def __init__(self, group: ProcessGroup, device: torch.device, signals: str = "auto") -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float
+    ) -> None:
         count = hip.start()
         on_cpu = device.type == "cpu"
         if not on_cpu:
             index = torch.cuda.current_device() if device.index is None else device.index
             device = torch.device("cuda", index)
         super().__init__(group, device)
+        self.timeout_s = timeout_s
         self.index = self.rank % count if on_cpu else device.index
         self.work: Work = self._work(on_cpu)
         self._signals = signals
@@ -194,7 +197,8 @@ class HipEngine(Engine):
         try:
             self._open()
         except BaseException:
-            self.close()
+            with contextlib.suppress(BackendError):  # the first error tells more
+                self.close()
             raise
 
     def _work(self, on_cpu: bool) -> Work:
@@ -571,17 +575,24 @@ class HipEngine(Engine):
             state.used = True
         self._enqueue(run, call)
         if slot is not None:
-            # What peers and the watchdog are told is no business of the caller's stream.
-            sync = lanes["sync"]
-            lanes.fork.hold(sync)
-            self._write([(state.watch.begun, slot.number(program))], sync)
-            state.over.record(stream)
+            self._tell(program, run, call)
+        self.work.end(call, stream, self.interrupt)
+
+    def _tell(self, program: Program, run: _Run, call: Call) -> None:
+        """What peers and the watchdog are told is no business of the caller's stream."""
+        slot, lanes = program.slot, call.state
+        assert slot is not None
+        state, sync = slot.state, lanes["sync"]
+        lanes.fork.hold(sync)
+        self._write([(state.watch.begun, slot.number(program))], sync)
+        try:
+            state.over.record(lanes["compute0"])
             state.over.hold(sync)
             for op in run.tail:
                 op(call)
-            self._write(state.watch.end, sync)
-            state.retired.record(sync)
-        self.work.end(call, stream, self.interrupt)
+        finally:
+            self._write(state.watch.end, sync)  # else the watchdog would wait for it for ever
+        state.retired.record(sync)
 
     def _enqueue(self, run: _Run, call: Call) -> None:
         """Enqueue the body of a program; the lanes begin and end with the caller's stream."""

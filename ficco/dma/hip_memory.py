@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from ficco.dma import hip_api as hip
 from ficco.dma.engine import Symmetric
 from ficco.dma.host import HostMemory
+from ficco.errors import BackendError
 
 if TYPE_CHECKING:
     from ficco.dma.hip import HipEngine
@@ -66,7 +68,8 @@ class Shared:
         try:
             for _ in range(count):
                 self.mine.append(allocate())
-                hip.fill(self.mine[-1], nbytes, engine.side)
+            for address in self.mine:
+                hip.fill(address, nbytes, engine.side)
             engine.settle(engine.side)
             handles = b"".join([hip.share(address) for address in self.mine])
             self._host = HostMemory(
@@ -81,7 +84,9 @@ class Shared:
             self._host.barrier(engine.timeout_s)
         except BaseException:
             self._host = None
-            self.free()
+            with contextlib.suppress(BackendError):  # the first error tells more
+                engine.settle(engine.side)
+                self.free()
             raise
 
     def address(self, rank: int, index: int) -> int:

@@ -558,19 +558,23 @@ std::map<void*, std::vector<std::unique_ptr<Function>>>& modules() {
 
 int leaks() {
   std::lock_guard<std::mutex> lock(table);
-  int count = 0;
+  std::string found;
   for (auto& [start, memory] : memories()) {
     if (memory->kind == Adopted) continue;
     if (!memory->mapped && memory->header()->openers) continue;  // not this process's fault
-    fprintf(stderr, "hip double: leak: %zu bytes of %s memory%s\n", memory->nbytes,
-            KINDS[memory->kind], memory->mapped ? ", mapped from another process" : "");
-    count++;
+    found += "leak: " + std::to_string(memory->nbytes) + " bytes of " + KINDS[memory->kind] +
+             " memory" + (memory->mapped ? ", mapped from another process\n" : "\n");
   }
-  for (size_t i = 0; i < streams().size(); i++) fprintf(stderr, "hip double: leak: a stream\n");
-  for (size_t i = 0; i < events().size(); i++) fprintf(stderr, "hip double: leak: an event\n");
-  for (size_t i = 0; i < modules().size(); i++) fprintf(stderr, "hip double: leak: a module\n");
-  return count + streams().size() + events().size() + modules().size();
+  for (size_t i = 0; i < streams().size(); i++) found += "leak: a stream\n";
+  for (size_t i = 0; i < events().size(); i++) found += "leak: an event\n";
+  for (size_t i = 0; i < modules().size(); i++) found += "leak: a module\n";
+  fputs(found.c_str(), stderr);
+  fflush(stderr);
+  std::lock_guard<std::mutex> talking(saying);
+  said += found;
+  return std::count(found.begin(), found.end(), '\n');
 }
+
 
 constexpr int WORDS = 64;
 struct Words {
