@@ -70,9 +70,7 @@ class Workspace:
         self.group = group
         self.name = engine_name(device, options.engine)
         self.board = Board(group, options.timeout_s, operator)
-        self.engine = make_engine(
-            self.name, group, device, options.signals, options.timeout_s
-        )
+        self.engine = make_engine(self.name, group, device, options.signals, options.timeout_s)
         self.calls = 0
         self.programs: dict[Hashable, Any] = {}
         self.error: FiccoError | None = None
@@ -137,19 +135,23 @@ class Workspace:
         index = 0 if single else self.calls % SLOTS
         slot = slots[index]
         if slot is None or not slot.fits(plan):
-            slots[index] = None  # until the new one is there: growing can fail
-            slot = slots[index] = self._grow(slot, plan, bool(capture))
+            slot = slots[index] = self._grow(slots, index, plan, bool(capture))
         return slot
 
-    def _grow(self, old: Slot | None, plan: Plan, captured: bool) -> Slot:
-        words, room = plan.words, plan.room
+    def _grow(self, slots: list[Slot | None], index: int, plan: Plan, captured: bool) -> Slot:
+        words, room, old = plan.words, plan.room, slots[index]
         if old is not None:
             words = max(words, old.words)
             room = (max(room[0], old.room[0]), max(room[1], old.room[1]))
             if captured:
+                slots[index] = None
                 self._pinned.append(old)
             else:
+                # To free memory waits for the device, and nothing else runs in the meantime: the
+                # watchdog must have had its say before, on this slot, too.
                 self.engine.retire(old)
+                self.engine.synchronize()
+                slots[index] = None
                 self._free(old)
         memory = self.engine.symmetric(self.engine.slot_bytes(words, room))
         return self.engine.slot(memory, words, room, captured)
@@ -157,9 +159,7 @@ class Workspace:
     def _free(self, slot: Slot) -> None:
         for bound in self.programs.values():
             bound.forget(slot)
-        slot.programs.clear()
-        if slot.memory is not None:
-            self.engine.free(slot.memory)
+        self.engine.discard(slot)
 
     @property
     def slots(self) -> list[Slot]:
@@ -208,6 +208,8 @@ class Workspace:
         self.closed = True
         if self.watchdog is not None:
             self.watchdog.stop()
+            if self.error is not None:  # what was broken off may wait for ever
+                self.engine.release(self.slots, GRACE_S)
         for slot in self.slots:
             self._free(slot)
         self.programs.clear()

@@ -75,6 +75,7 @@ def test_schedules(series: str) -> None:
         for i, knobs in enumerate(COPIED)
     ]
     cases += [case.on(rows=(17,) * 4, k=23, n=9, gathered=True) for case in cases[::-1]]
+    cases = cases if series == "7" else cases[::3]
     assert run(4, _exact, cases, series=series) == [len(cases)] * 4
 
 
@@ -140,7 +141,7 @@ def _jittered(at: Rank, series: str, count: int, together: int) -> int:
 
 @pytest.mark.parametrize(("series", "together"), [("7", 1), ("10", 8)])
 def test_jittered(series: str, together: int) -> None:
-    assert run(4, _jittered, series, 320, together, series=series, timeout=120) == [320] * 4
+    assert run(4, _jittered, series, 264, together, series=series, timeout=120) == [264] * 4
 
 
 # Ways of signals and of copies, by what a machine allows and what is asked for.
@@ -305,7 +306,7 @@ def _injected(at: Rank, failing: list[tuple[str, int]], code: int) -> list[dict[
         if at.rank == 1:
             double().double_fail(name.encode(), code, first, 1)
         began = time.monotonic()
-        with ficco.options(timeout_s=1.0):
+        with ficco.options(timeout_s=0.6):
             outcome = caught(lambda: _attempt(at, case, group))
             seconds = time.monotonic() - began
             at.barrier()
@@ -351,3 +352,122 @@ def test_injected_errors(half: int) -> None:
         if problems:
             wrong.append((name, first, problems))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_failures_that_are_got_round() -> None:
+    found = run(2, _injected, list(TRIED), OUT_OF_MEMORY, series="10")
+    for mine in (*found[0], *found[1]):
+        assert mine["outcome"] is None and not wrong_with(mine), mine
+
+
+def _closing(at: Rank) -> list[Any]:
+    found = []
+    for name in CLOSING:
+        group = dist.new_group([0, 1])
+        _attempt(at, equal(2, 6, 8, 4, schedule="growing"), group)
+        at.barrier()
+        if at.rank == 1:
+            double().double_fail(name.encode(), OUT_OF_MEMORY, 1, 1)
+        outcome = caught(lambda group=group: ficco.close(group))
+        at.barrier()
+        found.append((outcome, double().double_violations()))
+        dist.destroy_process_group(group)
+    # Memory that peers share is tried again, since they wait for it. The rest is still there.
+    return [found, double().double_leaks()]
+
+
+def test_errors_of_closing() -> None:
+    (others, theirs), (mine, ours) = run(2, _closing)
+    for name, (other, their_violations), (outcome, our_violations) in zip(
+        CLOSING, others, mine, strict=True
+    ):
+        assert other is None and not their_violations and not our_violations
+        assert (outcome.type, outcome.fields["call"]) == ("BackendError", name)
+    assert (theirs, ours) == (0, 2)
+
+
+def _all_calls(at: Rank) -> list[str]:
+    for schedule in ("growing:pull", "hetero-fused-2d", "serial"):
+        exact(at, equal(2, 6, 8, 4, schedule=schedule), 0)
+    ficco.close()
+    return list(double().double_called().decode().split())
+
+
+def test_every_call_is_made_to_fail() -> None:
+    """What is called and appears in no list above cannot fail, or is named here."""
+    named_here = {"hipGetLastError", "hipEventDestroy"}
+    listed = {name for name, _ in (*FAILING, *TRIED)} | set(CLOSING) | named_here
+    assert set(run(2, _all_calls)[0]) <= listed
+
+
+def _lost(at: Rank, how: str) -> Any:
+    case = equal(3, 6, 8, 4, schedule="hetero-fused-1d")
+    for iteration in range(3):
+        exact(at, case, iteration)
+    pids = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    if at.rank == 2 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if at.rank == 0 and how == "memory":
+        double().double_lose(pids[2])
+    with ficco.options(timeout_s=1.0):
+        began = time.monotonic()
+        outcome = caught(lambda: _attempt(at, case, None))
+        seconds = time.monotonic() - began
+        if how == "memory":
+            at.barrier()
+        closing = caught(ficco.close)
+    return outcome, closing, seconds, double().double_violations(), double().double_said().decode()
+
+
+def test_killed_peer() -> None:
+    *found, dead = run(3, _lost, "killed", lost=[2], catch=True, series="10")
+    assert isinstance(dead, Died)
+    for outcome, closing, seconds, violations, said in found:
+        assert outcome.type == "SignalTimeout" and outcome.fields["peer"] == 2, outcome
+        assert closing is None and not violations, said
+        assert seconds < 5
+
+
+def test_lost_memory_of_a_peer() -> None:
+    """A queue meets memory that is gone: nothing works on this rank from then on."""
+    found = run(3, _lost, "memory")
+    outcome, closing, _, violations, said = found[0]
+    assert outcome.type == "BackendError", outcome
+    assert outcome.fields["code"] == "hipErrorLaunchFailure"
+    assert not violations, said
+    for outcome, _, seconds, violations, said in found[1:]:
+        assert outcome.type == "SignalTimeout", outcome
+        assert not violations and seconds < 5, said
+
+
+# Peers that cannot be reached, and kinds of the library that cannot be used.
+
+
+def _first(at: Rank) -> Any:
+    with ficco.options(timeout_s=3):
+        outcome = caught(lambda: exact(at, equal(at.world, 4, 4, 4, schedule="growing"), 0))
+    ficco.close()
+    return outcome, double().double_leaks()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        ({"PEER": 0}, "NotImplementedError", ("hipDeviceCanAccessPeer", "GPUs of one host")),
+        ({"DEVICES": 0}, "BackendError", ("hipErrorNoDevice", "amdgpu", "HIP_VISIBLE_DEVICES")),
+        ({"VERSION": 60443483}, "BackendError", ("HIP 6.4", "binds HIP 7", "hip-python")),
+        ({"WAIT": 0}, "NotImplementedError", ("hipStreamWaitValue32", "hiprtc")),
+        ({"SIGNAL_IPC": 0, "WAIT": 0}, "NotImplementedError", ("install ROCm's clang",)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+@pytest.mark.parametrize("series", SERIES)
+def test_machines_that_will_not_do(
+    series: str, settings: dict[str, int], kind: str, words: tuple[str, ...]
+) -> None:
+    hide = {"PATH": "/nowhere", "ROCM_PATH": "/nowhere"}  # no compiler for kernels
+    for outcome, leaks in run(2, _first, series=series, settings=settings, env=hide):
+        assert outcome.type == kind, outcome
+        assert all(word in outcome.text for word in words), outcome.text
+        assert not leaks

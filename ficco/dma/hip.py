@@ -18,6 +18,7 @@ import ctypes
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -73,6 +74,7 @@ def _align(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
 
 
+_MakeEvent = Callable[[], hip.Event]
 #: Addresses and values of 32-bit words.
 _Values = Sequence[tuple[int, int]]
 
@@ -111,24 +113,24 @@ class _Watch:
 class _SlotState:
     """What the engine keeps with a slot."""
 
-    def __init__(self, watch: _Watch, words: Words | None) -> None:
+    def __init__(self, watch: _Watch, words: Words | None, event: _MakeEvent) -> None:
         self.watch, self.words = watch, words
-        self.over = hip.Event()  # the caller's stream is through with the latest call
-        self.retired = hip.Event()  # and the slot has been handed on
+        self.over = event()  # the caller's stream is through with the latest call
+        self.retired = event()  # and the slot has been handed on
         self.used = False
 
 
 class _Lanes(dict[str, Any]):
     """Streams of a call's lanes, each made when first asked for."""
 
-    def __init__(self, caller: Any, work: Work) -> None:
+    def __init__(self, caller: Any, work: Work, event: _MakeEvent) -> None:
         super().__init__(compute0=caller)
-        self.work = work
-        self.fork = hip.Event()
+        self.work, self._event = work, event
+        self.fork = event()
         self.joins: dict[str, hip.Event] = {}
 
     def __missing__(self, lane: str) -> Any:
-        self.joins[lane] = hip.Event()
+        self.joins[lane] = self._event()
         # Urgent: hardware queues of their own, no place behind a long GEMM.
         found = self[lane] = self.work.stream(lane, urgent=not lane.startswith("compute"))
         return found
@@ -189,6 +191,7 @@ class HipEngine(Engine):
         self._packs: dict[str, tuple[int, int]] = {}  # by lane: address and size
         self._spent: list[int] = []  # allocations that are freed at the end
         self._host: list[int] = []
+        self._events: weakref.WeakSet[hip.Event] = weakref.WeakSet()
         self._binding: HipBinding | None = None
         self._write, self._wait = _write, _wait
         hip.use(self.index)
@@ -358,7 +361,7 @@ class HipEngine(Engine):
         if self._watches == MAX_WATCHED:
             raise NotImplementedError(f"more than {MAX_WATCHED} slots on one group")
         self._watches += 1
-        return _SlotState(_Watch(self._watched, self._watches - 1), words)
+        return _SlotState(_Watch(self._watched, self._watches - 1), words, self._new_event)
 
     def retire(self, slot: Slot) -> None:
         while slot.state.used and not slot.state.retired.over():
@@ -414,10 +417,15 @@ class HipEngine(Engine):
         event = self._event(program, earlier)
         return lambda call: event.hold(call.state[lane])
 
+    def _new_event(self, timing: bool = False) -> hip.Event:
+        made = hip.Event(timing)
+        self._events.add(made)
+        return made
+
     def _event(self, program: Program, step: int) -> hip.Event:
         key = "event", step
         if key not in program.state:
-            program.state[key] = hip.Event()
+            program.state[key] = self._new_event()
         found: hip.Event = program.state[key]
         return found
 
@@ -562,7 +570,7 @@ class HipEngine(Engine):
         caller = self.work.caller()
         lanes = self._lanes.get(caller)
         if lanes is None:
-            lanes = self._lanes[caller] = _Lanes(hip.stream(caller), self.work)
+            lanes = self._lanes[caller] = _Lanes(hip.stream(caller), self.work, self._new_event)
         call.state = lanes
         run = program.state.get("run") or self._run(program)
         stream, slot = lanes["compute0"], program.slot
@@ -619,8 +627,8 @@ class HipEngine(Engine):
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
         if "base" not in program.state:
-            program.state["base"] = hip.Event(timing=True)
-        event = program.state["stamp", step, end] = hip.Event(timing=True)
+            program.state["base"] = self._new_event(timing=True)
+        event = program.state["stamp", step, end] = self._new_event(timing=True)
         lane = program.plan.steps[step].lane
         return lambda call: event.record(call.state[lane])
 
@@ -784,6 +792,8 @@ class HipEngine(Engine):
             attempt(self._binding.close)
         self._lanes.clear()
         self._packs.clear()
+        for event in list(self._events):
+            attempt(event.destroy)
         for stream in self.work.take():
             attempt(partial(hip.destroy_stream, stream))
         if errors:

@@ -128,6 +128,7 @@ _make_stream = _checked("hipStreamCreateWithPriority")
 _make_event = _checked("hipEventCreateWithFlags")
 _record = _checked("hipEventRecord")
 _wait_event = _checked("hipStreamWaitEvent")
+_destroy_event = _checked("hipEventDestroy")
 _elapsed = _checked("hipEventElapsedTime")
 _memset = _checked("hipMemsetAsync")
 _call = _checked("hipLaunchHostFunc")
@@ -325,8 +326,14 @@ class Event:
     def seconds_to(self, later: Event) -> float:
         return float(_elapsed(self._event, later._event)) / 1e3
 
+    def destroy(self) -> None:
+        """Give it back; nothing may use it any more."""
+        event, self._event = self._event, None
+        if event is not None:
+            _destroy_event(event)
+
     def __del__(self) -> None:
-        if hasattr(self, "_event"):
+        if getattr(self, "_event", None) is not None:
             hip.hipEventDestroy(self._event)
 
 

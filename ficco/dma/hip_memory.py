@@ -64,6 +64,7 @@ class Shared:
         self.mine: list[int] = []
         self._open: dict[tuple[int, int], int] = {}
         self._rank = engine.rank
+        self._flag = count * hip.HANDLE_BYTES  # where a rank says that it has let go
         self._host: HostMemory | None = None
         try:
             for _ in range(count):
@@ -102,14 +103,11 @@ class Shared:
 
     def let_go(self) -> None:
         """Unmap what is the peers', and tell them."""
-        while self._open:
-            hip.close_shared(self._open.popitem()[1])
+        for key, address in list(self._open.items()):
+            hip.close_shared(address)
+            del self._open[key]
         if self._host is not None:
             self._host.maps[self._rank][self._flag] = 1
-
-    @property
-    def _flag(self) -> int:
-        return len(self.mine) * hip.HANDLE_BYTES
 
     def unmapped(self) -> bool:
         """Whether all ranks have let go."""
@@ -118,7 +116,8 @@ class Shared:
     def free(self) -> None:
         """Give the memory back; nobody may map it any more."""
         while self.mine:
-            hip.free(self.mine.pop())
+            hip.free(self.mine[-1])
+            self.mine.pop()
         if self._host is not None:
             self._host.close()
 

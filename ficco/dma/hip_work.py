@@ -198,10 +198,13 @@ class CallbackWork(Work):
         if not self.waits:
             return
         over = hip.Event()
-        over.record(stream)
-        while not over.over():
-            interrupt()
-            time.sleep(5e-5)
+        try:
+            over.record(stream)
+            while not over.over():
+                interrupt()
+                time.sleep(5e-5)
+        finally:
+            over.destroy()
         self._forget(self._calls.pop())
 
     def settle(self) -> None:
