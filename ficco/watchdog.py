@@ -48,13 +48,19 @@ class Watchdog:
             error = self._look()
             if error is not None:
                 self._act(error)
-                return
+                break
+        # Calls that were enqueued behind the stuck one are stuck, too, once they begin.
+        while not self._stop.wait(PERIOD_S):
+            self._workspace.engine.release(self._workspace.slots, RELEASE_S)
 
     def _look(self) -> FiccoError | None:
         workspace = self._workspace
         now = time.monotonic()
         stuck: FiccoError | None = None
-        for slot in workspace.slots:
+        slots = workspace.slots
+        there = {id(slot) for slot in slots}
+        self._since = {key: since for key, since in self._since.items() if key in there}
+        for slot in slots:
             running, ended = workspace.engine.pulse(slot)
             if not running:
                 self._since.pop(id(slot), None)

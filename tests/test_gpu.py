@@ -237,6 +237,22 @@ def test_recorded_calls_on_two_streams(schedule: str) -> None:
     assert min(run(2, _recorded_on_streams, schedule, device="cuda")) >= 2
 
 
+def _modes(at: Rank, schedule: str) -> None:
+    group = everyone(at)
+    case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, gathered=True)
+    with torch.inference_mode():
+        for iteration in range(3):
+            exact(at, case, iteration, group)
+    for iteration in range(3, 6):
+        exact(at, case, iteration, group)
+    leave(group)
+
+
+@pytest.mark.parametrize("schedule", ["shard-overlap:pull", "uniform-fused-1d:pieces=2"])
+def test_inference_mode_leaves_nothing_behind(schedule: str) -> None:
+    run(2, _modes, schedule, device="cuda")
+
+
 def _recorded_settings(at: Rank) -> tuple[bool, bool]:
     group = everyone(at)
     generator = torch.Generator(at.device).manual_seed(1)
@@ -628,7 +644,12 @@ def _everything(at: Rank, signals: str) -> None:
         graphed = Graphed(at, equal(at.world, 24, 40, 24, schedule="growing"), group)
         graphed.exact(0, 10)
         _jitter(at, 11, 120, group)
-    del graphed
+        for schedule in ("growing:compute=2", "hetero-fused-1d:pieces=4"):
+            case = equal(at.world, 40, 64, 24, dtype="bfloat16", schedule=schedule)
+            resident = Resident(at, case, group)
+            for iteration in range(8):
+                resident.exact(iteration)
+    del graphed, resident
     leave(group)
 
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +63,7 @@ MAX_RECORDED = 512
 _SETTINGS = [
     getter
     for name in (
-        "_get_cublas_allow_tf32",
+        "_get_cublas_allow_fp16_accumulation",
         "_get_cublas_allow_fp16_reduced_precision_reduction",
         "_get_cublas_allow_bf16_reduced_precision_reduction",
         "_get_blas_preferred_backend",
@@ -70,6 +72,11 @@ _SETTINGS = [
     )
     if (getter := getattr(torch._C, name, None)) is not None
 ]
+# Newer releases refuse to answer by the old name once the new one has been used.
+if hasattr(torch._C, "_get_fp32_precision_getter"):
+    _SETTINGS.append(lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"))
+else:
+    _SETTINGS.append(torch._C._get_cublas_allow_tf32)
 
 
 def _align(nbytes: int, to: int = 512) -> int:
@@ -81,10 +88,10 @@ class CudaMemory(Symmetric):
 
     def __init__(self, nbytes: int, engine: CudaEngine, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
-        with cu.uncaptured():
+        # Not on the caller's stream, which may be captured, nor in the caller's mode.
+        with cu.uncaptured(), torch.cuda.stream(engine.side), torch.inference_mode(False):
             self.tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=engine.device)
-            with torch.cuda.stream(engine.side):
-                self.tensor.zero_()
+            self.tensor.zero_()
             engine.side.synchronize()
             # Every rank has zeroed its part before any rank learns of it.
             self._handle = engine.rendezvous.meet(
@@ -110,21 +117,38 @@ class _Watch:
     def end(self) -> cu.MemOp:
         return cu.MemOp(cu.WRITE_64, self.begun, 1 << 32)
 
-    def read(self) -> tuple[int, bool]:
+    def running(self) -> int:
+        return int(self._view[0])
+
+    def ended(self) -> bool:
+        """Whether a call has ended since this was last asked."""
         ended = bool(self._view[1])
         if ended:
             self._view[1] = 0
-        return int(self._view[0]), ended
+        return ended
 
 
 class _SlotState:
     """What the engine keeps with a slot."""
 
-    def __init__(self, watch: _Watch) -> None:
-        self.watch = watch
+    def __init__(self, watch: _Watch, index: int) -> None:
+        self.watch, self.index = watch, index
         self.over = cu.Event()  # the caller's stream is through with the latest call
         self.retired = cu.Event()  # and the slot has been handed on
         self.used = False
+
+
+#: Streams of engines that are closed, by device and priority: an engine's workspaces of PyTorch's
+#: stay with its streams, and so are used again.
+_spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+
+
+def _stream(priority: int) -> torch.cuda.Stream:
+    """A stream of the current device that no other library uses."""
+    device = torch.cuda.current_device()
+    if spare := _spare.get((device, priority)):
+        return spare.pop()
+    return torch.cuda.ExternalStream(cu.make_stream(priority), device)
 
 
 class _Lanes(dict[str, Any]):
@@ -142,7 +166,7 @@ class _Lanes(dict[str, Any]):
             if lane not in self.streams:
                 # High priority: hardware queues of their own, no place behind a long GEMM.
                 priority = 0 if lane.startswith("compute") else -1
-                self.streams[lane] = torch.cuda.Stream(priority=priority)
+                self.streams[lane] = _stream(priority)
             self.joins[lane] = cu.Event()
         handle = self[lane] = cu.stream(self.streams[lane].cuda_stream)
         return handle
@@ -153,7 +177,7 @@ class _Recorder:
     workspaces of its streams, run one after the other on that stream."""
 
     def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+        self.stream = _stream(0)
         self.lanes = _Lanes(self.stream.cuda_stream, {})
         self.memory = torch.cuda.MemPool()
 
@@ -213,17 +237,18 @@ class CudaEngine(Engine):
         self._signals = signals
         self._serial = 0
         with torch.cuda.device(self.device), cu.uncaptured():
-            self.side = torch.cuda.Stream(priority=-1)
-            self._rescue = torch.cuda.Stream(priority=-1)
+            self.side, self._rescue = _stream(-1), _stream(-1)
             self._watched = torch.zeros(2 * MAX_WATCHED, dtype=torch.int32, pin_memory=True)
-        self._watches = 0
+        self._watches = list(range(MAX_WATCHED))  # those that no slot has
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
         self._streams: dict[bool, dict[str, torch.cuda.Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], _Lanes] = {}  # by the caller's stream
         self._recorders: dict[int, _Recorder] = {}
-        self._recorded: deque[tuple[dict[Any, cu.Recording], Any]] = deque()  # the oldest first
-        self._recordable = True
+        self._recorded: deque[tuple[weakref.ref[_Run], Any]] = deque()  # the oldest first
+        # What a graph launches is not bound to the order in which it was recorded: on one hardware
+        # queue a wait could come before that which it waits for.
+        self._recordable = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
 
@@ -237,6 +262,10 @@ class CudaEngine(Engine):
     def free(self, memory: Symmetric) -> None:
         assert isinstance(memory, CudaMemory)
         memory.free()
+
+    def discard(self, slot: Slot) -> None:
+        super().discard(slot)
+        self._watches.append(slot.state.index)
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
         return sum(map(_align, ((words + SCRATCH) * WORD, *room)))
@@ -259,11 +288,11 @@ class CudaEngine(Engine):
         return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state())
 
     def _slot_state(self) -> _SlotState:
-        if self._watches == MAX_WATCHED:
+        if not self._watches:
             raise NotImplementedError(f"more than {MAX_WATCHED // 3} graphs capture ficco calls")
-        self._watches += 1
+        index = self._watches.pop()
         with cu.uncaptured(), torch.cuda.device(self.device):
-            return _SlotState(_Watch(self._watched, self._watches - 1))
+            return _SlotState(_Watch(self._watched, index), index)
 
     def retire(self, slot: Slot) -> None:
         if slot.state.used:
@@ -385,8 +414,8 @@ class CudaEngine(Engine):
         if isinstance(found, Kernels):
             return found
         raise NotImplementedError(
-            "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; leave "
-            "the knob out"
+            "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; "
+            "leave the knob out"
         )
 
     def _address(self, program: Program, region: Region) -> tuple[int, int]:
@@ -427,8 +456,9 @@ class CudaEngine(Engine):
                     shape = (problem.rows[self.rank], problem.k)
                 start = slot.offsets[name == "publish"]
                 nbytes = shape[0] * shape[1] * problem.itemsize
-                flat = slot.memory.tensor[start : start + nbytes]
-                program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
+                with torch.inference_mode(False):  # calls of other modes use it, too
+                    flat = slot.memory.tensor[start : start + nbytes]
+                    program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
             found: torch.Tensor = program.state[name]
             return found
         tensor = {"a": call.a, "out": call.out, "sum": call.sums, "gathered": call.gathered}[name]
@@ -518,17 +548,27 @@ class CudaEngine(Engine):
             # The words are at rest again, which a call on this stream does not know by itself.
             state.retired.hold(stream)
         state.used = True
+        try:
+            self._call(run, call, key[0], slot, eager="base" not in program.state)
+        except BaseException:
+            # The watchdog has no business with a call that was broken off.
+            with contextlib.suppress(BackendError):
+                cu.Batch([state.watch.end()]).enqueue(lanes["sync"])
+            raise
+
+    def _call(self, run: _Run, call: Call, raw: int, slot: Slot, eager: bool) -> None:
+        """Enqueue a call on its slot, step by step or as it was recorded."""
+        lanes, state = call.state, slot.state
+        stream = lanes["compute0"]
         recording = None
-        eager = not slot.captured and "base" not in program.state
-        if eager and run.lanes and self.replays and self._recordable:
-            recording = self._recording(run, call, key[0])
+        if eager and not slot.captured and run.lanes and self.replays and self._recordable:
+            recording = self._recording(run, call, raw)
         # What peers and the watchdog are told is no business of the caller's stream.
         sync = lanes["sync"]
         if recording is not None:
             recording.replay(stream)
         else:
             self._enqueue(run, call)
-            self._begin(run, lanes)
         state.over.record(stream)
         state.over.hold(sync)
         for op in run.tail:
@@ -542,18 +582,15 @@ class CudaEngine(Engine):
         lanes = call.state
         stream = lanes["compute0"]
         lanes.fork.record(stream)
+        if run.begin is not None:  # before anything can be stuck
+            lanes.fork.hold(lanes["sync"])
+            run.begin.enqueue(lanes["sync"])
         for op in run.body:
             op(call)
         for lane in run.lanes:
             event = lanes.joins[lane]
             event.record(lanes[lane])
             event.hold(stream)
-
-    def _begin(self, run: _Run, lanes: _Lanes) -> None:
-        """Tell the watchdog once the caller's stream gets to this call."""
-        assert run.begin is not None
-        lanes.fork.hold(lanes["sync"])
-        run.begin.enqueue(lanes["sync"])
 
     def _run(self, program: Program) -> _Run:
         """What :meth:`execute` needs of a program, made once."""
@@ -600,12 +637,22 @@ class CudaEngine(Engine):
             return None
         recording = self._record(run, call, raw)
         if recording is not None:
-            if len(self._recorded) == MAX_RECORDED:
-                recorded, oldest = self._recorded.popleft()
-                recorded.pop(oldest, None)
-            self._recorded.append((run.recorded, key))
+            self._make_room()
+            self._recorded.append((weakref.ref(run), key))
             run.recorded[key] = recording
         return recording
+
+    def _make_room(self) -> None:
+        """Let go of the oldest recording where there are too many, without those of programs that
+        are gone."""
+        if len(self._recorded) < MAX_RECORDED:
+            return
+        self._recorded = deque(entry for entry in self._recorded if entry[0]() is not None)
+        while len(self._recorded) >= MAX_RECORDED:
+            found, key = self._recorded.popleft()
+            if (run := found()) is not None:
+                del run.recorded[key]
+                run.seen.discard(key)
 
     def _record(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
         """Record the body of a call; None, and never again, where that cannot be done."""
@@ -618,7 +665,6 @@ class CudaEngine(Engine):
 
         def enqueue() -> None:
             self._enqueue(run, call)
-            self._begin(run, recorder.lanes)
             end.record(sync)
             end.hold(stream)
 
@@ -675,16 +721,16 @@ class CudaEngine(Engine):
 
     def idle(self, slots: Sequence[Slot]) -> bool:
         with torch.cuda.device(self.device), cu.uncaptured():
-            return all(
-                not slot.state.watch.read()[0] if slot.captured else slot.state.retired.over()
+            return not any(
+                slot.state.watch.running() or not (slot.captured or slot.state.retired.over())
                 for slot in slots
             )
 
     # Watching.
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
-        found: tuple[int, bool] = slot.state.watch.read()
-        return found
+        watch: _Watch = slot.state.watch
+        return watch.running(), watch.ended()
 
     def missing(self, slot: Slot, program: Program) -> Missing | None:
         steps = program.plan.steps
@@ -722,13 +768,17 @@ class CudaEngine(Engine):
                 ops = [cu.MemOp(cu.WRITE_32, base + i * WORD, v) for i, v in enumerate(values)]
                 parts.append(cu.Batch(ops))
         with torch.cuda.device(self.device), cu.uncaptured():
-            if any(watch.read()[0] for watch in collectives):
-                threading.Thread(target=self._abort_collective, daemon=True).start()
-            while any(slot.state.watch.read()[0] for slot in slots):
-                if time.monotonic() > end:
-                    return False
+            aborting = False
+            while True:
                 for part in parts:
                     part.enqueue(stream)
+                if self.idle(slots):
+                    break
+                if time.monotonic() > end:
+                    return False
+                if not aborting and any(watch.running() for watch in collectives):
+                    aborting = True
+                    threading.Thread(target=self._abort_collective, daemon=True).start()
                 time.sleep(0.01)
         return True
 
@@ -770,6 +820,14 @@ class CudaEngine(Engine):
 
     def close(self) -> None:
         self.rendezvous.close()
+        used = [self._streams[False], self._streams[True]]
+        for recorder in self._recorders.values():
+            used += [recorder.lanes.streams, {"compute": recorder.stream}]
+        used.append({"copy": self.side, "copy of words": self._rescue})
+        for lane, stream in [pair for streams in used for pair in streams.items()]:
+            key = self.device.index, 0 if lane.startswith("compute") else -1
+            _spare.setdefault(key, []).append(stream)
+        self._streams = {False: {}, True: {}}
         self._lanes.clear()
         self._recorders.clear()
         self._recorded.clear()

@@ -43,6 +43,13 @@ def stream(handle: int) -> Any:
     return driver.CUstream(handle)
 
 
+def make_stream(priority: int) -> int:
+    """A stream that is nobody else's: PyTorch hands its own out again and again."""
+    flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    made = check("cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority(flags, priority))
+    return int(made)
+
+
 def address(value: int) -> Any:
     """An address as the binding likes it best."""
     return driver.CUdeviceptr(value)
@@ -158,8 +165,8 @@ class Event:
         check("cuEventSynchronize", driver.cuEventSynchronize(self._event))
 
     def over(self) -> bool:
-        """Whether everything before the latest record is complete."""
-        return not driver.cuEventQuery(self._event)[0]
+        """Whether everything before the latest record is complete, or failed."""
+        return driver.cuEventQuery(self._event)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
 
 
 class Recording:

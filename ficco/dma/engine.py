@@ -209,6 +209,12 @@ class Engine(ABC):
         """Give memory back at once: a garbage collector may come while a graph is captured, when
         freeing is forbidden. Not collective."""
 
+    def discard(self, slot: Slot) -> None:
+        """Give back what a slot holds. Not collective."""
+        slot.programs.clear()
+        if slot.memory is not None:
+            self.free(slot.memory)
+
     @abstractmethod
     def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
         """Make a slot of fresh symmetric memory: its words are at rest on every rank.
