@@ -42,6 +42,7 @@ from ficco.dma.engine import (
     Span,
     Symmetric,
 )
+from ficco.dma.products import accumulation, multiply
 from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError
 from ficco.hip_kernels import Kernels, can_compile, kernels
@@ -504,7 +505,7 @@ class CudaEngine(Engine):
             else:
                 a = self._view(program, call, product.a)
                 out = self._view(program, call, product.out)
-            _multiply(a, b, out, product.accumulate)
+            multiply(a, b, out, product.accumulate)
 
         return op
 
@@ -824,41 +825,12 @@ class CudaEngine(Engine):
         for recorder in self._recorders.values():
             used += [recorder.lanes.streams, {"compute": recorder.stream}]
         used.append({"copy": self.side, "copy of words": self._rescue})
-        for lane, stream in [pair for streams in used for pair in streams.items()]:
-            key = self.device.index, 0 if lane.startswith("compute") else -1
-            _spare.setdefault(key, []).append(stream)
+        with cu.uncaptured(), contextlib.suppress(RuntimeError):  # of a device that has failed
+            for lane, stream in [pair for streams in used for pair in streams.items()]:
+                if stream.query():  # else it is stuck
+                    key = self.device.index, 0 if lane.startswith("compute") else -1
+                    _spare.setdefault(key, []).append(stream)
         self._streams = {False: {}, True: {}}
         self._lanes.clear()
         self._recorders.clear()
         self._recorded.clear()
-
-
-def accumulation() -> str:
-    """How half-precision column pieces add up in float32 with this PyTorch."""
-    if _has_out_dtype():
-        return "torch.addmm(out_dtype=float32) on the pieces as they are"
-    return "a float32 GEMM of upcast pieces (twice their memory while it runs)"
-
-
-def _has_out_dtype() -> bool:
-    """PyTorch 2.8 and later multiply half-precision matrices into float32."""
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 8)
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """``out (+)= a @ b`` for matrices or batches; sums are wider than the operands or equal."""
-    batched = a.dim() == 3
-    if a.dtype == out.dtype:
-        if accumulate:
-            (torch.baddbmm if batched else torch.addmm)(out, a, b, out=out)
-        else:
-            (torch.bmm if batched else torch.mm)(a, b, out=out)
-        return
-    if not _has_out_dtype():
-        _multiply(a.float(), b.float(), out, accumulate)
-    elif accumulate:
-        add = torch.baddbmm if batched else torch.addmm
-        add(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        (torch.bmm if batched else torch.mm)(a, b, out_dtype=out.dtype, out=out)
