@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ficco.errors import BackendError
 from ficco.machine import Fingerprint, find, nearest
 
 #: Seconds that a tool of the vendor's may take.
@@ -156,7 +157,8 @@ def capabilities(name: str) -> dict[str, Any]:
     if name == "cpu":
         device = torch.device("cpu")
     elif not torch.cuda.is_available():
-        raise RuntimeError("no GPU that this torch can use")
+        more = _why_no_hip() if name == "hip" else ""
+        raise RuntimeError("no GPU that this torch can use" + (more and f"; {more}"))
     elif bool(torch.version.hip) != (name == "hip"):
         raise RuntimeError(f"this torch is built for {'hip' if torch.version.hip else 'cuda'}")
     else:
@@ -167,6 +169,17 @@ def capabilities(name: str) -> dict[str, Any]:
             return asdict(engine.capabilities())
         finally:
             engine.close()
+
+
+def _why_no_hip() -> str:
+    """Why the HIP library cannot be used here; empty if it can."""
+    try:
+        from ficco.dma.hip_api import start
+
+        start()
+    except (ImportError, BackendError) as error:
+        return str(error)
+    return ""
 
 
 def after_a_call(device: str) -> tuple[str, dict[str, Any]]:

@@ -15,12 +15,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hip_ranks
 import pytest
-import torch
 import torch.distributed as dist
 from cases import (
     A_LAYOUTS,
@@ -307,7 +307,7 @@ def _injected(at: Rank, failing: list[tuple[str, int]], code: int) -> list[dict[
             double().double_fail(name.encode(), code, first, 1)
         began = time.monotonic()
         with ficco.options(timeout_s=0.6):
-            outcome = caught(lambda: _attempt(at, case, group))
+            outcome = caught(partial(_attempt, at, case, group))
             seconds = time.monotonic() - began
             at.barrier()
             double().double_fail(name.encode(), code, 0, 0)
@@ -368,7 +368,7 @@ def _closing(at: Rank) -> list[Any]:
         at.barrier()
         if at.rank == 1:
             double().double_fail(name.encode(), OUT_OF_MEMORY, 1, 1)
-        outcome = caught(lambda group=group: ficco.close(group))
+        outcome = caught(partial(ficco.close, group))
         at.barrier()
         found.append((outcome, double().double_violations()))
         dist.destroy_process_group(group)
@@ -471,3 +471,283 @@ def test_machines_that_will_not_do(
         assert outcome.type == kind, outcome
         assert all(word in outcome.text for word in words), outcome.text
         assert not leaks
+
+
+# The double is strict.
+
+
+def _violations(at: Rank) -> dict[str, tuple[str, str]]:
+    """What each violation returns and says: by its name."""
+    from hip import hip
+
+    found: dict[str, tuple[str, str]] = {}
+
+    def get(result: Any) -> Any:
+        assert not result[0], result
+        return result[1] if len(result) > 1 else None
+
+    def try_it(what: str, result: Any) -> None:
+        count, said = double().double_violations(), double().double_said().decode()
+        assert count == 1, (what, result, said)
+        found[what] = result[0].name, said
+
+    kind = hip.hipMemcpyKind
+    get(hip.hipSetDevice(0))
+    stream, other = get(hip.hipStreamCreateWithPriority(1, 0)), None
+    event = get(hip.hipEventCreateWithFlags(2))
+    device, host = int(get(hip.hipMalloc(4096))), int(get(hip.hipHostMalloc(4096, 0)))
+    word, fine = int(get(hip.hipExtMallocWithFlags(8, 2))), get(hip.hipExtMallocWithFlags(8, 1))
+    get(hip.hipSetDevice(1))
+    far = int(get(hip.hipMalloc(4096)))
+    other = get(hip.hipStreamCreateWithPriority(1, 0))
+    try_it("stream of another device", hip.hipMemsetAsync(device, 0, 8, stream))
+    try_it("event of another device", hip.hipEventRecord(event, other))
+    get(hip.hipSetDevice(0))
+
+    wait = (1, 1, 0xFFFFFFFF)
+    try_it("wait on device memory", hip.hipStreamWaitValue32(stream, device, *wait))
+    try_it("wait on fine-grained memory", hip.hipStreamWaitValue32(stream, int(fine), *wait))
+    try_it("wait on host memory", hip.hipStreamWaitValue32(stream, host, *wait))
+    try_it("wait inside a signal", hip.hipStreamWaitValue32(stream, word + 4, *wait))
+    try_it("wait with no mask", hip.hipStreamWaitValue32(stream, word, 1, 1, 0))
+    try_it("signal of another size", hip.hipExtMallocWithFlags(64, 2))
+    try_it("copy before peer access", hip.hipMemcpyDtoDAsync(far, device, 64, stream))
+    get(hip.hipDeviceEnablePeerAccess(1, 0))
+    get(hip.hipMemcpyDtoDAsync(far, device, 64, stream))
+    peer = hip.hipMemcpyPeerAsync(far, 2, device, 0, 64, stream)
+    try_it("wrong device of a peer copy", peer)
+    try_it("copy past the end", hip.hipMemcpyDtoDAsync(device + 64, far, 4096, stream))
+    try_it("copy of unknown memory", hip.hipMemcpyDtoDAsync(device, 4096, 64, stream))
+    try_it("copy of host memory", hip.hipMemcpyDtoDAsync(device, host, 64, stream))
+    backwards = hip.hipMemcpyAsync(host, device, 64, kind.hipMemcpyHostToDevice, stream)
+    try_it("wrong direction", backwards)
+    pitch = hip.hipMemcpy2DAsync(device, 8, far, 64, 16, 2, kind.hipMemcpyDeviceToDevice, stream)
+    try_it("wrong pitch", pitch)
+    try_it("unaligned write", hip.hipStreamWriteValue32(stream, device + 2, 1, 0))
+    try_it("handle of host memory", hip.hipIpcGetMemHandle(host))
+    try_it("handle of a middle", hip.hipIpcGetMemHandle(device + 64))
+    own = get(hip.hipIpcGetMemHandle(device))
+    try_it("own handle", hip.hipIpcOpenMemHandle(own, 1))
+    try_it("free of a middle", hip.hipFree(device + 64))
+    try_it("free of host memory as of a device", hip.hipFree(host))
+    try_it("close of what is not open", hip.hipIpcCloseMemHandle(device))
+
+    get(hip.hipStreamWriteValue32(stream, word, 0, 0))
+    get(hip.hipStreamWaitValue32(stream, word, *wait))
+    try_it("free while in use", hip.hipFree(word))
+    try_it("destroyed while busy", hip.hipStreamDestroy(stream))
+    get(hip.hipSetDevice(1))
+    get(hip.hipStreamDestroy(other))
+    try_it("destroyed stream", hip.hipMemsetAsync(far, 0, 8, other))
+    get(hip.hipFree(far))
+    get(hip.hipSetDevice(0))
+    get(hip.hipMemcpyDtoDAsync(device, device + 64, 64, stream))
+    ctypes.c_uint32.from_address(word).value = 1
+    while hip.hipStreamQuery(stream)[0]:
+        time.sleep(1e-3)
+    try_it("memory that is freed", hip.hipMemcpyDtoDAsync(device, far, 64, stream))
+
+    inside: list[Any] = []
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+        lambda _: inside.append(hip.hipMalloc(64))  # what the API forbids
+    )
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    get(hip.hipLaunchHostFunc(stream, address, 0))
+    while hip.hipStreamQuery(stream)[0]:
+        time.sleep(1e-3)
+    try_it("call from a host function", inside[0])
+    for address in (device, word, int(fine)):
+        get(hip.hipFree(address))
+    get(hip.hipHostFree(host))
+    get(hip.hipEventDestroy(event))
+    try_it("destroyed event", hip.hipEventRecord(event, stream))
+    get(hip.hipStreamDestroy(stream))
+    assert not double().double_leaks()
+    return found
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_double_is_strict(series: str) -> None:
+    found = run(1, _violations, series=series)[0]
+    assert all(code.startswith("hipError") and said for code, said in found.values())
+    assert len(found) == 28
+    assert found["copy before peer access"][0] == "hipErrorPeerAccessNotEnabled"
+    assert found["wait on fine-grained memory"][0] == "hipErrorInvalidValue"
+    assert found["destroyed stream"][0] == "hipErrorInvalidHandle"
+
+
+def _shared(at: Rank) -> dict[str, tuple[str, int]]:
+    """Violations with memory of another process."""
+    from hip import hip
+
+    found: dict[str, tuple[str, int]] = {}
+
+    def get(result: Any) -> Any:
+        assert not result[0], result
+        return result[1] if len(result) > 1 else None
+
+    def exchange(data: bytes | None) -> list[Any]:
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, data)
+        return everyone
+
+    def note(what: str, result: Any) -> None:
+        found[what] = result[0].name, double().double_violations()
+
+    get(hip.hipSetDevice(at.rank))
+    stream = get(hip.hipStreamCreateWithPriority(1, 0))
+    mine, word = int(get(hip.hipMalloc(4096))), int(get(hip.hipExtMallocWithFlags(8, 2)))
+    handles = [get(hip.hipIpcGetMemHandle(address)) for address in (mine, word)]
+    raw = b"".join(ctypes.string_at(handle.as_c_void_p().value, 64) for handle in handles)
+    theirs = exchange(raw)[1 - at.rank]
+    for handle, part in zip(handles, (theirs[:64], theirs[64:]), strict=True):
+        ctypes.memmove(handle.as_c_void_p().value, part, 64)
+    note("other flags", hip.hipIpcOpenMemHandle(handles[0], 0))
+    far = int(get(hip.hipIpcOpenMemHandle(handles[0], 1)))
+    far_word = int(get(hip.hipIpcOpenMemHandle(handles[1], 1)))
+    note("copy before peer access", hip.hipMemcpyDtoDAsync(far, mine, 64, stream))
+    get(hip.hipDeviceEnablePeerAccess(1 - at.rank, 0))
+    note("copy behind it", hip.hipMemcpyDtoDAsync(far, mine, 64, stream))
+    note("wait at a peer", hip.hipStreamWaitValue32(stream, far_word, 1, 1, 0xFFFFFFFF))
+    note("free of a peer's", hip.hipFree(far))
+    at.barrier()
+    note("free of what is mapped", hip.hipFree(mine))
+    at.barrier()
+    while hip.hipStreamQuery(stream)[0]:
+        time.sleep(1e-3)
+    get(hip.hipIpcCloseMemHandle(far))
+    note("closed handle", hip.hipMemcpyDtoDAsync(far, mine, 64, stream))
+    note("closed twice", hip.hipIpcCloseMemHandle(far))
+    get(hip.hipIpcCloseMemHandle(far_word))
+    at.barrier()
+    get(hip.hipFree(mine))
+    get(hip.hipFree(word))
+    at.barrier()
+    note("handle of freed memory", hip.hipIpcOpenMemHandle(handles[0], 1))
+    get(hip.hipStreamDestroy(stream))
+    assert not double().double_leaks()
+    return found
+
+
+def test_double_is_strict_about_shared_memory() -> None:
+    for found in run(2, _shared):
+        assert found.pop("copy behind it") == ("hipSuccess", 0)
+        assert all(code != "hipSuccess" and count == 1 for code, count in found.values()), found
+        assert len(found) == 8
+
+
+def python(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A program of its own, without what tests/hip_ranks.py prepares."""
+    kept = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    path = os.pathsep.join([env.pop("wheel", ""), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**kept, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("hip.hipMalloc(64)", "64 bytes of device memory"),
+        ("hip.hipExtMallocWithFlags(8, 2)", "8 bytes of signal memory"),
+        ("hip.hipStreamCreateWithPriority(1, 0)", "a stream"),
+        ("hip.hipEventCreateWithFlags(2)", "an event"),
+        ("hip.hipFree(4096)", "1 violations"),
+        ("hip.hipFree(int(hip.hipMalloc(64)[1]))", ""),
+    ],
+)
+def test_double_aborts_at_exit(script: str, words: str) -> None:
+    wheel = str(hip_ranks.wheel("10"))
+    folder = str(hip_ranks.library().parent)
+    done = python(f"from hip import hip; {script}", wheel=wheel, LD_LIBRARY_PATH=folder)
+    assert done.returncode == (-signal.SIGABRT if words else 0), done
+    assert words in done.stderr
+
+
+# Without ROCm.
+
+CALL = """
+import torch, torch.distributed as dist, ficco
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+a = torch.ones(4, 4)
+assert torch.equal(ficco.all_gather_matmul(a, a), a @ a)
+with ficco.options(engine="hip"):
+    try:
+        ficco.all_gather_matmul(a, a)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_without_rocm(series: str) -> None:
+    """The wheel alone: the CPU engine works, the HIP engine says what to do."""
+    done = python(CALL, wheel=str(hip_ranks.wheel(series)), ROCM_PATH="/nowhere")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("BackendError hipRuntimeGetVersion failed with no library")
+    for word in ("install ROCm 7.2 or later", "LD_LIBRARY_PATH"):
+        assert word in done.stdout
+
+
+def test_without_hip_python() -> None:
+    done = python("import sys; sys.modules['hip'] = None\n" + CALL)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'ficco[hip]'" in done.stdout
+
+
+def test_two_libraries(tmp_path: Path) -> None:
+    """PyTorch's wheels bring a library of their own; streams of one are none of the other's."""
+    second = tmp_path / "libamdhip64.so.7"
+    second.write_bytes(hip_ranks.library().read_bytes())
+    script = f"import ctypes; ctypes.CDLL({str(second)!r})\n" + CALL
+    # The second has the first's name inside: found by its path, it is loaded once more.
+    env = {"ROCM_PATH": str(tmp_path / "rocm")}
+    (tmp_path / "rocm" / "lib").mkdir(parents=True)
+    (tmp_path / "rocm" / "lib" / "libamdhip64.so").symlink_to(hip_ranks.library())
+    done = python(script, wheel=str(hip_ranks.wheel("10")), **env)
+    assert done.returncode == 0, done.stderr
+    assert "two libraries" in done.stdout and "LD_LIBRARY_PATH" in done.stdout
+
+
+def test_cpu_tensors_need_a_double() -> None:
+    """Without the double's own entries the engine refuses CPU tensors."""
+    script = "import ficco.dma.hip_api as api\napi.adopter = lambda: None\n" + CALL
+    env = {"LD_LIBRARY_PATH": str(hip_ranks.library().parent)}
+    done = python(script, wheel=str(hip_ranks.wheel("7")), **env)
+    assert done.returncode == 0, done.stderr
+    assert "Move the tensors to the GPU" in done.stdout
+
+
+@pytest.mark.parametrize("wheel", [True, False])
+def test_doctor_without_rocm(wheel: bool) -> None:
+    found = {"wheel": str(hip_ranks.wheel("10"))} if wheel else {}
+    found["ROCM_PATH"] = "/nowhere"
+    done = python("import ficco.doctor as d; print(d.report()['engines'])", **found)
+    assert done.returncode == 0, done.stderr
+    text = "libamdhip64.so cannot be opened" if wheel else "pip install 'ficco[hip]'"
+    assert text in done.stdout
+
+
+def test_numbers_are_those_of_the_binding() -> None:
+    """The double's error names are the wheels'."""
+    script = (
+        "import ctypes, hip; from hip import hip\n"
+        "for code in hip.hipError_t:\n"
+        "    name = hip.hipGetErrorName(code)[0]\n"
+        "    print(int(code), code.name)\n"
+    )
+    library = ctypes.CDLL(str(hip_ranks.library()))
+    library.hipGetErrorName.restype = ctypes.c_char_p
+    for series in SERIES:
+        env = {"LD_LIBRARY_PATH": str(hip_ranks.library().parent)}
+        done = python(script, wheel=str(hip_ranks.wheel(series)), **env)
+        assert done.returncode == 0, done.stderr
+        theirs = dict(line.split()[::-1] for line in done.stdout.splitlines())
+        known = [library.hipGetErrorName(code).decode() for code in range(1000)]
+        ours = {name: code for code, name in enumerate(known) if name != "hipErrorUnknown"}
+        assert len(ours) > 10
+        assert {name: int(theirs[name]) for name in ours} == ours

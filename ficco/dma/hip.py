@@ -707,16 +707,25 @@ class HipEngine(Engine):
         end = time.monotonic() + seconds
         if any(slot.memory is None and slot.state.watch.read()[0] for slot in slots):
             threading.Thread(target=self._abort_collective, daemon=True).start()
-        try:
-            hip.use(self.index)
-            while any(slot.state.watch.read()[0] for slot in slots):
-                if time.monotonic() > end:
-                    return False
+        hip.use(self.index)
+        while any(slot.state.watch.read()[0] for slot in slots):
+            if time.monotonic() > end:
+                return False
+            try:
                 self._satisfy()
-                time.sleep(0.01)
-        except BackendError:
-            return False
+            except BackendError:
+                if self._dead():
+                    return True
+            time.sleep(0.01)
         return True
+
+    def _dead(self) -> bool:
+        """Whether nothing runs on the device any more, so that no call waits there either."""
+        try:
+            hip.idle(self._rescue)
+        except BackendError:
+            return True
+        return False
 
     def _satisfy(self) -> None:
         """Give every word of this rank the value that is waited for."""
