@@ -25,6 +25,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed._symmetric_memory as symm_mem
 
 from ficco.dma import hip_api as hip
 from ficco.dma.engine import (
@@ -39,9 +40,10 @@ from ficco.dma.engine import (
     Symmetric,
 )
 from ficco.dma.hip_launch import HipBinding
-from ficco.dma.hip_memory import HipMemory, Meeting, Words
+from ficco.dma.hip_memory import MEMORIES, HipMemory, Meeting, Words
 from ficco.dma.hip_work import CallbackWork, TorchWork, Work
 from ficco.dma.products import accumulation, multiply
+from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError, ConfigError
 from ficco.hip_kernels import Kernels, can_compile
 from ficco.plan import Product, Region, Signal, Transfer
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 WORD = 4
+#: Sizes of symmetric memory are multiples of these bytes, of the second if they are larger.
+PAGE, LARGE = 4096, 1 << 21
 #: Slots that one engine can watch.
 MAX_WATCHED = 1024
 #: Seconds that closing waits for peers to let go of this rank's memory, and for streams.
@@ -58,6 +62,8 @@ CLOSE_S = 2.0
 KERNEL_WAIT_S = 86400.0
 #: Which of :data:`ficco.dma.hip_api.COPIES` moves the bytes.
 COPY_VARIABLE = "FICCO_HIP_COPY"
+#: Which of :data:`ficco.dma.hip_memory.MEMORIES` buffers come from.
+MEMORY_VARIABLE = "FICCO_HIP_MEMORY"
 #: Which of :data:`WAYS` signals go, in place of the first that this machine allows.
 WAY_VARIABLE = "FICCO_HIP_SIGNALS"
 
@@ -231,6 +237,7 @@ class HipEngine(Engine):
         meeting = Meeting(self, "hip engine")
         self.indices = self._find(meeting.gather(hip.bus_id(self.index)))
         self.way = self._way(meeting)
+        self.memory = self._memory(meeting)
         meeting.close()
         if self.way == "kernel":
             self._write, self._wait = self._kernels.post, self._wait_by_kernel
@@ -284,6 +291,21 @@ class HipEngine(Engine):
     def _compiles(self, meeting: Meeting) -> bool:
         return can_compile(self.work.target().vendor)
 
+    def _memory(self, meeting: Meeting) -> str:
+        """Where all ranks get buffers from: PyTorch, if it is built for HIP and can."""
+        wanted = _choice(MEMORY_VARIABLE, MEMORIES)
+        can = wanted == "torch"
+        if wanted is None and self.device.type == "cuda" and torch.version.hip:
+            with contextlib.suppress(RuntimeError):
+                symm_mem.empty(512, dtype=torch.uint8, device=self.device)
+                can = True
+        return "torch" if all(map(any, meeting.gather(bytes([can])))) else "ipc"
+
+    @cached_property
+    def rendezvous(self) -> Rendezvous:
+        """Where PyTorch's symmetric memory is made. Making it is collective."""
+        return Rendezvous(self.group, self.timeout_s)
+
     @cached_property
     def _kernels(self) -> Kernels:
         hip.use(self.index)
@@ -319,7 +341,9 @@ class HipEngine(Engine):
         hip.use(self.index)
         self._sweep()
         self._serial += 1
-        made = HipMemory(self, max(_align(nbytes), 512), self._serial)
+        # Handles of more than 2 MiB were refused where they were no multiple of it (ROCm 4).
+        nbytes = max(_align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
+        made = MEMORIES[self.memory](self, nbytes, self._serial)
         self._memories.append(made)
         made.map()
         return made
@@ -759,6 +783,7 @@ class HipEngine(Engine):
             "peer": "hipMemcpyPeerAsync",
             "nocu": "hipMemcpyAsync without compute units",
         }[self._copy_name]
+        source = "PyTorch's" if self.memory == "torch" else "its own"
         rectangles = "hipMemcpy2DAsync" if self._rectangles else "packing, for want of a 2D copy"
         return Capabilities(
             engine="hip",
@@ -766,7 +791,8 @@ class HipEngine(Engine):
             wait=WAYS[self.way]
             + (f", by {by} (GPU_STREAMOPS_CP_WAIT)" if self.way != "kernel" else "")
             + "; relies on a peer's word arriving behind the copy in front of it",
-            copy=f"{copy}, columns by {rectangles}; HIP {hip.runtime_version()}",
+            copy=f"{copy} in memory of {source}, columns by {rectangles}; "
+            f"HIP {hip.runtime_version()}",
             movers=("dma", "kernel") if can_compile(self.work.target().vendor) else ("dma",),
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=False,
@@ -793,6 +819,8 @@ class HipEngine(Engine):
         while self._graveyard and time.monotonic() < end:
             attempt(self._sweep)
             time.sleep(1e-3)
+        if "rendezvous" in self.__dict__:
+            self.rendezvous.close()
         for address in self._spent:
             attempt(partial(hip.free, address))
         for address in self._host:

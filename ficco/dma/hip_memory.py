@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed._symmetric_memory as symm_mem
 
 from ficco.dma import hip_api as hip
 from ficco.dma.engine import Symmetric
@@ -145,14 +147,38 @@ class Words:
 
 
 class HipMemory(Symmetric):
-    """One allocation per rank.
+    """Symmetric memory of the HIP engine.
 
     Attributes:
-        addresses: those of all ranks, mapped here.
+        addresses: of all ranks' parts, mapped here.
         words: the signals of the slot that lies in it, if one does.
     """
 
+    addresses: list[int]
     words: Words | None = None
+
+    @abstractmethod
+    def map(self) -> None:
+        """Map the peers' parts."""
+
+    def let_go(self) -> None:
+        """Drop what this rank holds of it; tensors of the caller's keep it."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        if self.words is not None:
+            self.words.let_go()
+
+    def freeable(self) -> bool:
+        """Whether nobody uses it any more, here or at a peer."""
+        return self.words is None or self.words.unmapped()
+
+    def release(self) -> None:
+        """Give it back."""
+        if self.words is not None:
+            self.words.free()
+
+
+class IpcMemory(HipMemory):
+    """One allocation per rank, shared by its handle."""
 
     def __init__(self, engine: HipEngine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
@@ -165,23 +191,41 @@ class HipMemory(Symmetric):
         self._keeper: weakref.ref[Any] = weakref.ref(keeper)
 
     def map(self) -> None:
-        """Map the peers' allocations."""
         self.addresses = [self._shared.address(rank, 0) for rank in range(len(self.addresses))]
 
     def let_go(self) -> None:
-        """Drop what this rank holds of it; tensors of the caller's keep it."""
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        super().let_go()
         self._shared.let_go()
-        if self.words is not None:
-            self.words.let_go()
 
     def freeable(self) -> bool:
-        """Whether nobody uses it any more, here or at a peer."""
-        words = self.words is None or self.words.unmapped()
-        return words and self._keeper() is None and self._shared.unmapped()
+        return super().freeable() and self._keeper() is None and self._shared.unmapped()
 
     def release(self) -> None:
-        """Give it back."""
         self._shared.free()
-        if self.words is not None:
-            self.words.free()
+        super().release()
+
+
+class TorchMemory(HipMemory):
+    """PyTorch's symmetric memory, which PyTorch frees."""
+
+    def __init__(self, engine: HipEngine, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes = serial, nbytes
+        self.tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=engine.device)
+        hip.fill(self.tensor.data_ptr(), nbytes, engine.side)
+        engine.settle(engine.side)
+        # Every rank has zeroed its part before any rank learns of it.
+        self._handle: Any = engine.rendezvous.meet(
+            self.tensor, engine.timeout_s, engine.operator, engine.interrupt
+        )
+        self.addresses = list(self._handle.buffer_ptrs)
+
+    def map(self) -> None:
+        pass  # PyTorch has done it
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._handle = None
+
+
+#: Where buffers come from, the best first.
+MEMORIES: dict[str, type[IpcMemory] | type[TorchMemory]] = {"torch": TorchMemory, "ipc": IpcMemory}
