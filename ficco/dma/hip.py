@@ -47,6 +47,7 @@ from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError, ConfigError
 from ficco.hip_kernels import Kernels, can_compile
 from ficco.plan import Product, Region, Signal, Transfer
+from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -463,6 +464,9 @@ class HipEngine(Engine):
         width, height = src.cols * itemsize, src.rows
         base, dst_pitch = self._address(program, dst)
         to = base + dst.row * dst_pitch + dst.col * itemsize
+        if (room := self._blocks(program, dst)) is not None:
+            dst_pitch = width
+            to = base + (dst.col * room + dst.row * dst.cols) * itemsize
         to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
         own = src.buffer == "a" and src.rank == self.rank
         fixed = None if own else self._address(program, src)
@@ -487,6 +491,19 @@ class HipEngine(Engine):
                     self._copy(there, here, width, stream, to_index, at_index)
 
         return op
+
+    def _blocks(self, program: Program, region: Region) -> int | None:
+        """Without 2D copies the columns of a piece lie together in staging, all rows of them,
+        blocks of columns one behind the other. The rows of a block; None for plain staging."""
+        if self._rectangles or region.buffer != "staging":
+            return None
+        plan = program.plan
+        cols, schedule = plan.staging[1], Schedule.parse(plan.schedule)
+        if schedule.dims == 1:
+            return None
+        if schedule.pull or schedule.tail > 1 or plan.stages:
+            return None  # not all rows are cut alike, or the owner does not send: row by row
+        return plan.room[0] // max(1, cols * plan.problem.itemsize)
 
     def _pack(self, program: Program, call: Call, lane: str, region: Region) -> int:
         """Bring columns together in front of a copy of the same lane; where they will lie."""
@@ -554,12 +571,20 @@ class HipEngine(Engine):
 
     def _view(self, program: Program, call: Call, region: Region) -> torch.Tensor:
         whole = self._tensor(program, call, region.buffer)
+        if (room := self._blocks(program, region)) is not None:
+            at = whole.storage_offset() + region.col * room + region.row * region.cols
+            return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
         return whole[region.row : region.row_stop, region.col : region.col_stop]
 
     def _batch(
         self, program: Program, call: Call, region: Region, batch: int, stride: int
     ) -> torch.Tensor:
         whole = self._tensor(program, call, region.buffer)
+        if self._blocks(program, region) is not None:
+            view = self._view(program, call, region)
+            pitch, step = view.stride()
+            shape, strides = (batch, *view.shape), (stride * pitch, pitch, step)
+            return view.as_strided(shape, strides, view.storage_offset())
         pitch, step = whole.stride()
         return whole.as_strided(
             (batch, region.rows, region.cols),
