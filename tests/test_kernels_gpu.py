@@ -140,6 +140,14 @@ def _signals(at: Rank) -> None:
     data, seen = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
     poster, waiter = torch.cuda.Stream(), torch.cuda.Stream()
     over = torch.cuda.Event()
+    # Whatever runs beside the waiting kernel is loaded before: loading waits for the device.
+    torch.cuda._sleep(1)
+    data.fill_(0.0)
+    seen.copy_(data)
+    mine.post(wanted, waiter.cuda_stream)
+    mine.wait(wanted, 20.0, late.data_ptr(), waiter.cuda_stream)
+    torch.cuda.synchronize()
+    words.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(waiter):
         mine.wait(wanted, 20.0, late.data_ptr(), waiter.cuda_stream)
