@@ -38,6 +38,7 @@ from ranks import Died, Failure, Rank, caught
 from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, named
 
 import ficco
+from ficco.ops.call import gather_trace
 from ficco.workspace import workspaces
 
 ROOT = Path(__file__).parent.parent
@@ -145,6 +146,25 @@ def _jittered(at: Rank, series: str, count: int, together: int) -> int:
 @pytest.mark.parametrize(("series", "together"), [("7", 1), ("10", 8)])
 def test_jittered(series: str, together: int) -> None:
     assert run(4, _jittered, series, 264, together, series=series, timeout=120) == [264] * 4
+
+
+def _traced(at: Rank) -> None:
+    case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
+    with clean():
+        made = make(at, case, 1)
+        options = (made.a, made.b, None, case.schedule, None)
+        out, plan, spans = gather_trace("all_gather_matmul", *options)
+        verify(case, [out], made)
+        assert [span.step for span in spans] == list(range(len(plan.steps)))
+        assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
+        by_lane: dict[str, float] = {}
+        for span in spans:
+            assert span.start >= by_lane.get(span.lane, 0), spans
+            by_lane[span.lane] = span.stop
+
+
+def test_times_of_steps() -> None:
+    run(3, _traced, series="10")
 
 
 # Ways of signals and of copies, by what a machine allows and what is asked for.
@@ -309,7 +329,7 @@ def _injected(at: Rank, failing: list[tuple[str, int]], code: int) -> list[dict[
         if at.rank == 1:
             double().double_fail(name.encode(), code, first, 1)
         began = time.monotonic()
-        with ficco.options(timeout_s=0.6):
+        with ficco.options(timeout_s=0.4):
             outcome = caught(partial(_attempt, at, case, group))
             seconds = time.monotonic() - began
             at.barrier()

@@ -615,6 +615,9 @@ class HipEngine(Engine):
     # Running.
 
     def execute(self, program: Program, call: Call) -> None:
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.device):
+                return self.execute(program, call)
         hip.use(self.index)
         caller = self.work.caller()
         lanes = self._lanes.get(caller)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -189,14 +188,9 @@ def runtime_version() -> str:
     return f"{version // 10_000_000}.{version // 100_000 % 100}"
 
 
-_thread = threading.local()
-
-
 def use(device: int) -> None:
-    """Make a device this thread's."""
-    if getattr(_thread, "device", None) != device:
-        _set_device(device)
-        _thread.device = device
+    """Make a device this thread's. Never remembered: PyTorch changes it, too."""
+    _set_device(device)
 
 
 def attribute(name: str, device: int) -> int:
