@@ -28,3 +28,12 @@ __all__ = [
     "set_options",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """``__version__``, which is looked up when it is asked for: importing ficco stays cheap."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ficco.version import version
+
+    return version()

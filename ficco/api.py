@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
 
 from ficco.errors import FiccoError
-from ficco.heuristics import Decision, decide
-from ficco.machine import Fingerprint, Machine, find, nearest
+from ficco.heuristics import Decision, decide, where
+from ficco.machine import Fingerprint, Machine
 from ficco.ops.call import process_group
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -58,7 +59,7 @@ def explain(
     world: int,
     schedule: str | Schedule = "auto",
     captured: bool = False,
-    machine: str | Machine | None = None,
+    machine: str | PathLike[str] | Machine | None = None,
     search: bool = False,
 ) -> Decision:
     """The schedule that a call would take, and why; needs no device and no process group.
@@ -80,18 +81,13 @@ def explain(
     """
     if operator != "all_gather_matmul":
         raise ValueError(f"operator: required all_gather_matmul, got {operator!r}")
-    if world < 1 or m < 0:
-        raise ValueError(f"required world >= 1 and m >= 0, got world={world}, m={m}")
-    rows = tuple(m // world + (rank < m % world) for rank in range(world))
-    name = str(dtype).removeprefix("torch.")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    if not isinstance(machine, Machine):
-        fingerprint = Fingerprint(here, world)
-        machine = find(machine, fingerprint) or nearest(fingerprint)
-    on_cpu = (here if machine is None else machine.accelerator) == "cpu"
-    mode = "queued" if captured else "idle" if on_cpu else "eager"
-    problem = Problem(operator, rows, n, k, name)
-    return decide(problem, schedule, machine=machine, mode=mode, search=search)
+    asked = where(machine, world, Fingerprint(here, world), captured=captured)
+    if m < 0:
+        raise ValueError(f"m: required at least 0, got {m}")
+    rows = tuple(m // world + (rank < m % world) for rank in range(world))
+    problem = Problem(operator, rows, n, k, str(dtype).removeprefix("torch."))
+    return decide(problem, schedule, machine=asked.machine, mode=asked.mode, search=search)
 
 
 def memory(group: ProcessGroup | None = None) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import ficco
 from ficco import cli, doctor
 from ficco.bench.demo import Result, verdict
 from ficco.bench.draw import draw, trace
@@ -28,6 +29,13 @@ from ficco.schedules import NAMED, Schedule, plans
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "4"]
 
 
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert f'\nversion = "{ficco.__version__}"\n' in project
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"ficco {ficco.__version__}\n"
+
+
 # plan
 
 
@@ -35,6 +43,7 @@ def test_plan_prints_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "hetero-fused-1d:pieces=4", *SIZES]) == 0
     found = capsys.readouterr().out
     assert "compute0" in found and "checked for all 4 ranks" in found
+    assert found.count("all_gather_matmul(") == found.count("3 KiB") == 1
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +88,7 @@ def test_plan_of_unequal_shards_in_a_ring(capsys: pytest.CaptureFixture[str]) ->
         (["growing", *SIZES, "--rank", "4"], "0 to 3"),
         (["growing", *SIZES, "--dtype", "int8"], "int8"),
         (["growing", *SIZES, "--draw", "x.png", "--machine", "abacus"], "abacus"),
+        (["growing", *SIZES, "--draw", "x"], "--draw: required a file with one of the suffixes"),
         (["growing", *SIZES, "--workspace-bytes", "1"], "workspace_bytes"),
         (["growing", *SIZES[:-2]], "--world"),
     ],

@@ -20,10 +20,11 @@ from ranks import Failure, Rank, caught, run
 from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
-from ficco import cli
+from ficco import cli, warn
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import rule_table
-from ficco.heuristics import Saved, decide, saved
+from ficco.heuristics import Saved, decide, saved, where
+from ficco.heuristics.decide import described
 from ficco.machine import (
     Collective,
     Fingerprint,
@@ -35,7 +36,9 @@ from ficco.machine import (
     nearest,
     save,
 )
+from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule
+from ficco.simulate import predict
 from ficco.workspace import workspaces
 
 #: A machine of which nothing but the thresholds of the rule is known.
@@ -58,7 +61,7 @@ TUNED = Tuned(
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Warnings that were given once are given again."""
-    monkeypatch.setattr(saved, "_warned", set())
+    monkeypatch.setattr(warn, "_warned", set())
     yield
 
 
@@ -255,6 +258,8 @@ def test_explain_refuses_what_no_call_can_be() -> None:
         ficco.explain("matmul", **sizes)
     with pytest.raises(ValueError, match="world >= 1"):
         ficco.explain("all_gather_matmul", **{**sizes, "world": 0})
+    with pytest.raises(ValueError, match="machine: required a Machine, a name.* or None, got 5"):
+        ficco.explain("all_gather_matmul", **sizes, machine=5)  # type: ignore[arg-type]
 
 
 # The same on the command line.
@@ -297,8 +302,7 @@ def test_the_command_measures_what_it_predicts(
     options = ["--machine", str(tmp_path / "mine.yaml"), "--measure", "--seconds", "1", "--json"]
     picture = tmp_path / "sub" / "candidates.png"
     assert cli.run(["explain", *sizes, *options, "--draw", str(picture)]) == 0
-    text = capsys.readouterr().out
-    found = json.loads(text[: text.rindex("wrote ")])
+    found = json.loads(capsys.readouterr().out)
     assert found["mode"] == "idle" and len(found["candidates"]) == 3
     for one in found["candidates"]:
         assert one["measured"]["idle"] > 0 and one["predicted"]["idle"] > 0, one
@@ -309,11 +313,16 @@ def test_the_command_measures_what_it_predicts(
     ("arguments", "said"),
     [
         (["--m", "8"], "--n"),
-        (["--m", "8", "--n", "8", "--k", "8"], "--world"),
         ([*SIZES, "--machine", "abacus"], "abacus"),
         ([*SIZES, "--schedule", "slowing"], "serial, shard-overlap"),
         ([*SIZES, "--world", "0"], "world >= 1"),
         (["--rule-table", "--into", "nowhere.md"], "cannot be read"),
+        (["--rule-table", "--m", "8"], "without --m"),
+        ([*SIZES, "--into", "page.md"], "--rule-table"),
+        ([*SIZES, "--seconds", "3"], "--measure"),
+        ([*SIZES, "--measure", "--seconds", "-3"], "above 0, got -3"),
+        ([*SIZES, "--draw", "picture"], "--draw: required a file with one of the suffixes"),
+        ([*SIZES, "--draw", "picture.jpgg"], "png"),
     ],
 )
 def test_the_command_refuses(
@@ -321,6 +330,94 @@ def test_the_command_refuses(
 ) -> None:
     assert cli.run(["explain", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_ranks_the_machine_that_is_found_gives_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = ["explain", *SIZES[:6]]
+    here = Fingerprint("nvidia h200", 2)
+    module = sys.modules["ficco.heuristics.where"]
+    asked = where(None, None, here)
+    assert asked.machine is not None and (asked.machine.name, asked.world) == ("h200-2", 2)
+    assert (where(None, 3, here).mode, where(None, 3, here, captured=True).mode) == (
+        "eager",
+        "queued",
+    )
+    if not torch.cuda.is_available():
+        assert cli.run(bare) == 0
+        assert "(2048 x 4 ranks)" in capsys.readouterr().out  # cpu.yaml's
+    for name in ("find", "nearest"):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    assert cli.run(bare) == 2
+    said = capsys.readouterr().err
+    assert "--world: required" in said and "--machine" in said
+
+
+def test_one_function_says_how_a_machine_sees_so_many_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--m", "512", "--n", "64", "--k", "64"]
+    machine = find("h200-4", None)
+    assert machine is not None
+    # The collective of 8 ranks receives 7 shards where that of 4 receives 3.
+    assert cli.run(["simulate", "growing", *sizes, "--world", "8", "--json"]) == 0
+    rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["growing"]["machine"] == "h200-4 (as 8 ranks)"
+    sized = described(machine, 8)
+    assert sized is not None
+    asked = Problem("all_gather_matmul", (64,) * 8, 64, 64, "bfloat16")
+    assert rows["growing"]["ms"] == predict(asked, NAMED["growing"], sized) * 1e3
+    assert cli.run(["simulate", "growing", *sizes, "--world", "1", "--json"]) == 0
+    (alone,) = (r for r in json.loads(capsys.readouterr().out) if r["candidate"] == "collective")
+    assert alone["ms"] == 0.0
+    # What explain calls unknown is not simulated.
+    world = [*sizes, "--world", "8", "--machine", "cpu"]
+    assert cli.run(["explain", *world]) == 0
+    assert "cpu describes 4 ranks, these are 8" in capsys.readouterr().out
+    for command in (["simulate"], ["plan", "growing", "--draw", str(tmp_path / "x.png")]):
+        assert cli.run([*command, *world]) == 2
+        assert "--world: required 4 ranks, got 8" in capsys.readouterr().err
+    assert cli.run(["plan", "growing", *world]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_is_decided_as_calls_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--m", "64", "--n", "8", "--k", "32", "--world", "4", "--dtype", "float32", "--json"]
+    for machine in ("cpu", "h200-4"):
+        found = []
+        for command in (["plan", "auto"], ["explain"]):
+            assert cli.run([*command, *sizes, "--machine", machine]) == 0
+            found.append(json.loads(capsys.readouterr().out))
+        plan, explained = found
+        assert plan["reason"] == explained["reason"]
+        assert explained["mode"] == {"cpu": "idle", "h200-4": "eager"}[machine]
+
+
+def test_a_narrow_table_leaves_out_columns_and_no_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decision = ficco.explain("all_gather_matmul", m=8192, n=3584, k=4096, world=4, machine="h200-4")
+    for width in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert cli.run(["explain", *SIZES]) == 0
+        lines = capsys.readouterr().out.splitlines()[3:]
+        assert all(len(line) <= width for line in lines), lines
+        (chosen,) = (line for line in lines if line.startswith("* "))
+        assert chosen.split()[1] == str(decision.schedule)
+        names = [line[2:].split()[0] for line in lines[1 : 1 + len(decision.candidates)]]
+        assert names == [one.schedule for one in decision.candidates]
+        assert ("left out" in lines[-1]) == (width < 120)
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--m", "8388608", "--n", "8192", "--k", "32768", "--machine", "h200-4"]
+    # A, 128 GiB each; B, 0.5; the product 128; and three shards of others beside them.
+    for command in (["explain", "--schedule", "growing"], ["plan", "growing", "--world", "4"]):
+        assert cli.run([*command, *sizes]) == 0
+        assert "would hold 640 GiB with operands and product, h200-4 has 131 GiB" in (
+            capsys.readouterr().out
+        )
 
 
 def test_the_rule_table_is_made_and_not_typed(

@@ -18,7 +18,7 @@ PACKAGE = Path(ficco.__file__).parent
 #: Units of the package, lowest first. A unit is a module or a sub-package; "ficco" is its
 #: ``__init__``. A unit imports from lower lines alone.
 PURE = (
-    ("errors",),
+    ("amounts", "errors", "version", "warn"),
     ("problem",),
     ("machine",),
     ("plan",),

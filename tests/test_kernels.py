@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from ficco import warn
 from ficco.errors import BackendError
-from ficco.heuristics import saved
 from ficco.hip_kernels import Kernels, TorchKernels, build, launch
 from ficco.hip_kernels.build import Compiler, Missing, Target
 
@@ -719,7 +719,7 @@ def test_damaged_is_compiled_anew(
 def test_cache_that_cannot_be_written(
     finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved, "_warned", set())
+    monkeypatch.setattr(warn, "_warned", set())
     finders(Counted())
     file = tmp_path / "file"
     file.touch()

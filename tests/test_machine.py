@@ -33,6 +33,7 @@ from ficco.machine import (
     interpolate,
     load,
     loads,
+    nearest,
     save,
     shipped,
     units,
@@ -487,7 +488,8 @@ def test_a_damaged_user_file(home: Path) -> None:
     (home / "a.yaml").write_text(TEXT[: len(TEXT) // 2])
     with pytest.warns(UserWarning, match=r"passed over: .*a\.yaml: file: ends early") as told:
         assert find(None, Fingerprint("Some GPU", 2)) == SMALL
-    assert len(told) == 1
+        assert nearest(Fingerprint("Some GPU", 3)) == SMALL  # looks at the same files
+    assert [Path(one.filename).name for one in told] == ["test_machine.py"]  # once, and here
     with pytest.raises(ConfigError, match="ends early"):
         find("a", None)
     assert (home / "a.yaml").read_text() == TEXT[: len(TEXT) // 2]

@@ -97,6 +97,9 @@ def test_a_gain_below_the_margin_takes_serial(overlap: float, taken: str) -> Non
     assert str(choose(found, strict, "queued").chosen.schedule) == taken
     assert "margin of 3.0%" in choose(found, strict, "queued").reason
     assert str(choose(found, lax, "queued").chosen.schedule) == "shard-overlap"
+    worse = made_up(collective=(4.1e-3,), serial=(4e-3,), overlap=(4.1e-3,))
+    reason = choose(worse, strict, "queued").reason
+    assert reason == "shard-overlap is predicted to lose 2.4% on toy"
 
 
 def test_an_eager_call_takes_nothing_that_loses_to_serial_in_a_mode() -> None:

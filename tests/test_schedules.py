@@ -148,7 +148,7 @@ def test_tail_cuts_the_last_shard_alone() -> None:
     assert sizes == [[64], [64], [16], [16], [16], [16]]
 
 
-@pytest.mark.parametrize("name", ["ficco.schedules", "ficco.schedules.arrivals"])
+@pytest.mark.parametrize("name", ["ficco.amounts", "ficco.schedules", "ficco.schedules.arrivals"])
 def test_docstrings_show_what_is_so(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed

@@ -20,6 +20,12 @@ COMMANDS = (demo, bench, characterize, explain, plan, simulate, plot, tune, doct
 
 def main() -> int:
     """Run the command line of this process; the exit code."""
+    import warnings
+
+    def in_a_line(text: Warning | str, *_: object) -> str:
+        return f"{PROGRAM}: warning: {text}\n"
+
+    warnings.formatwarning = in_a_line
     return run(sys.argv[1:])
 
 
@@ -46,6 +52,16 @@ def run(arguments: Sequence[str]) -> int:
         return _fail("interrupted", 130)
 
 
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from ficco.version import version
+
+        print(f"{PROGRAM} {version()}")
+        parser.exit()
+
+
 def _fail(error: object, code: int) -> int:
     print(f"{PROGRAM}: error: {error}", file=sys.stderr)
     return code
@@ -55,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Overlap an all-gather with the product that depends on it."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in COMMANDS:
         command.add(commands)

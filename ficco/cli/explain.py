@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from ficco.cli.site import picture, site
+
 #: Seconds that ``--measure`` takes, beside starting the ranks and proving every candidate right.
 MEASURE_S = 20.0
+
+#: Options about one problem.
+ASKED = ("m", "n", "k", "world", "captured", "search", "measure", "seconds", "json", "draw")
 
 #: The file with the problems of ``--rule-table``, where it is filled in.
 TABLE = "rule-table"
@@ -22,16 +29,16 @@ def add(commands: Any) -> None:
     parser.add_argument("--m", type=int, help="rows of the gathered A")
     parser.add_argument("--n", type=int, help="columns of one rank's B")
     parser.add_argument("--k", type=int, help="columns of A")
-    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
+    parser.add_argument(
+        "--world", type=int, help="number of ranks (default: those of the machine that is taken)"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--schedule", default="auto", help="explain this one (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", action="store_true", help="the call is captured in a graph")
     parser.add_argument("--search", action="store_true", help="look beyond the named schedules")
     parser.add_argument("--measure", action="store_true", help="time the candidates here, too")
-    parser.add_argument(
-        "--seconds", type=float, default=MEASURE_S, help="for --measure (default: %(default)g)"
-    )
+    parser.add_argument("--seconds", type=float, help=f"for --measure (default: {MEASURE_S:g})")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the candidates (png, svg)")
     parser.add_argument(
@@ -46,30 +53,22 @@ def add(commands: Any) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    _refuse(arguments)
     if arguments.rule_table:
         return _rule_table(arguments)
     import ficco
-    from ficco.machine import find
 
-    for name in ("m", "n", "k"):
-        if getattr(arguments, name) is None:
-            raise ValueError(f"--{name}: required a size, got none")
-    machine = find(arguments.machine, None)
-    world = arguments.world
-    if world is None and machine is not None:
-        world = machine.ranks
-    if world is None:
-        raise ValueError("--world: required the number of ranks or a --machine, got none")
+    asked = site(arguments.machine, arguments.world, captured=arguments.captured)
     decision = ficco.explain(
         "all_gather_matmul",
         m=arguments.m,
         n=arguments.n,
         k=arguments.k,
         dtype=arguments.dtype,
-        world=world,
+        world=asked.world,
         schedule=arguments.schedule,
         captured=arguments.captured,
-        machine=machine,
+        machine=asked.machine,
         search=arguments.search,
     )
     measured = _measure(arguments, decision) if arguments.measure else {}
@@ -80,8 +79,29 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.draw:
         from ficco.bench.decisions import draw
 
-        print(f"wrote {draw(decision, measured, arguments.draw)}")
+        print(f"wrote {draw(decision, measured, arguments.draw)}", file=sys.stderr)
     return 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Refuse options that say nothing together.
+
+    Raises:
+        ValueError: which one, and what it needs.
+    """
+    given = [name for name in ASKED if getattr(arguments, name) not in (None, False)]
+    if arguments.rule_table and given:
+        raise ValueError(f"--rule-table: required without --{given[0]}, since it takes Table I")
+    if arguments.into is not None and not arguments.rule_table:
+        raise ValueError(f"--into: required with --rule-table, got {arguments.into} without it")
+    if arguments.seconds is not None and not arguments.measure:
+        raise ValueError(f"--seconds: required with --measure, got {arguments.seconds:g} alone")
+    if arguments.seconds is not None and not arguments.seconds > 0:
+        raise ValueError(f"--seconds: required a number above 0, got {arguments.seconds:g}")
+    for name in ("m", "n", "k"):
+        if getattr(arguments, name) is None and not arguments.rule_table:
+            raise ValueError(f"--{name}: required a size, got none")
+    picture(arguments.draw)
 
 
 def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str, float]]:
@@ -101,7 +121,7 @@ def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str
             modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
             device=device,
             rounds=200,
-            seconds=arguments.seconds,
+            seconds=arguments.seconds or MEASURE_S,
             csv=Path(folder) / "explained.csv",
             quiet=True,
         )
@@ -139,39 +159,20 @@ def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, A
 
 
 def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
-    import sys
+    import shutil
 
-    from rich.console import Console
-    from rich.table import Table
+    from ficco.amounts import seconds_text
+    from ficco.heuristics.capacity import too_large
 
-    from ficco.heuristics.model import seconds_text
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
     print(decision.problem)
     print(f"{decision.schedule}\n  {decision.source}: {decision.reason}")
-    table = Table()
-    table.add_column("schedule", overflow="fold")
-    modes = [m for m in ("queued", "idle") if any(m in times for times in measured.values())]
-    heads = ["queued", "idle", *(f"measured {mode}" for mode in modes)]
-    heads += ["of ideal", "DIL gemm", "DIL copies", "CIL", "memory"]
-    for head in heads:
-        table.add_column(head, justify="right")
     for one in decision.candidates:
-        times = measured.get(one.schedule, {})
-        table.add_row(
-            one.schedule,
-            seconds_text(one.queued),
-            "" if one.idle is None else seconds_text(one.idle),
-            *(seconds_text(times[mode]) if mode in times else "" for mode in modes),
-            f"{one.share:.2f}",
-            f"{one.losses.gemm:.2f}",
-            f"{one.losses.copies:.2f}",
-            f"{one.losses.contention:.2f}",
-            f"{one.extra_bytes / 2**20:.1f} MiB",
-            style="bold" if one.schedule == str(decision.schedule) else None,
-        )
+        if one.schedule == str(decision.schedule):
+            if why := too_large(decision.problem, 0, one.extra_bytes, decision.machine):
+                print(f"  {why}")
     if decision.candidates:
-        console.print(table, highlight=False)
+        on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+        print(decision.table(measured, shutil.get_terminal_size().columns if on_terminal else None))
     else:  # measured alone
         for mode, seconds in measured.get(str(decision.schedule), {}).items():
             print(f"measured {mode}: {seconds_text(seconds)}")

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ficco.cli.simulate import chosen, write
+from ficco.cli.simulate import write
+from ficco.cli.site import MACHINE, picture, site
 
 
 def add(commands: Any) -> None:
@@ -36,14 +37,17 @@ def add(commands: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
+    from ficco.heuristics.capacity import too_large
     from ficco.plan import check, render
     from ficco.schedules import plans
 
     problem = _problem(arguments)
     if not 0 <= arguments.rank < problem.world:
         raise ValueError(f"--rank: required 0 to {problem.world - 1}, got {arguments.rank}")
-    machine = chosen(arguments.machine)
-    decision = decide(problem, arguments.schedule, machine=machine)
+    picture(arguments.draw)
+    asked = site(arguments.machine, problem.world, default=MACHINE)
+    drawn = asked.simulated if arguments.draw or arguments.trace else None
+    decision = decide(problem, arguments.schedule, machine=asked.machine, mode=asked.mode)
     made = plans(problem, decision.schedule, arguments.workspace_bytes)
     check(made)
     one = made[arguments.rank]
@@ -52,11 +56,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print(render(one))
         print(_plan_text(one, decision))
-    if arguments.draw or arguments.trace:
+        if why := too_large(problem, one.rank, one.extra_bytes, asked.machine):
+            print(why)
+    if drawn is not None:
         from ficco.simulate import simulate
 
-        timeline = simulate(made, machine)
-        write([timeline], arguments, f"{problem}, simulated on {machine.name}")
+        mode = "idle" if asked.mode == "idle" else "queued"
+        note = f"{problem}, simulated on {drawn.name}, {mode}"
+        write([simulate(made, drawn, mode)], arguments, note)
     return 0
 
 
@@ -89,14 +96,11 @@ def _whole(option: str, text: str) -> int:
 
 
 def _plan_text(plan: Any, decision: Any) -> str:
-    extra = plan.extra_bytes
-    size = f"{extra / 2**20:.1f} MiB" if extra >= 2**20 else f"{extra} bytes"
     ring = f", {plan.stages} steps at once" if plan.stages else ""
     return (
-        f"{plan.problem}\nschedule {decision}\n"
+        f"schedule {decision}\n"
         f"checked for all {plan.problem.world} ranks: exact cover, no race, no deadlock\n"
-        f"{len(plan.steps)} steps on {len(plan.lanes)} lanes, {plan.words} signal words, "
-        f"{size} beside operands and result{ring}"
+        f"{len(plan.steps)} steps on {len(plan.lanes)} lanes, {plan.words} signal words{ring}"
     )
 
 

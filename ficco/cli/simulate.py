@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ficco.cli.site import MACHINE, picture, site
+
 if TYPE_CHECKING:
     from ficco.bench.cases import Case
     from ficco.bench.simulated import Row
     from ficco.machine import Machine
     from ficco.timeline import Timeline
-
-#: The machine that is simulated unless another is named; the one that was measured most.
-MACHINE = "h200-4"
 
 
 def add(commands: Any) -> None:
@@ -38,7 +37,9 @@ def add(commands: Any) -> None:
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
     where.add_argument("--world", type=int, help="ranks (default: the machine's)")
     where.add_argument(
-        "--mode", default="queued", help="queued: the host runs ahead; idle: the GPU waits for it"
+        "--mode",
+        help="queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
+        "idle, since the caller carries a call out there)",
     )
     result = parser.add_argument_group("what becomes of it")
     result.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -58,15 +59,6 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_simulate)
 
 
-def chosen(name: str | None) -> Machine:
-    """The machine of an option: its name or file, what the environment names, or the default."""
-    from ficco.machine import find
-
-    found = find(name, None) or find(MACHINE, None)
-    assert found is not None
-    return found
-
-
 def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: str) -> None:
     """Write what ``--draw`` and ``--trace`` ask for."""
     from ficco.bench.draw import draw, trace
@@ -80,15 +72,20 @@ def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: st
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from ficco.bench import simulated
-    from ficco.schedules import Schedule
+    from ficco.schedules import NAMED, Schedule
     from ficco.simulate import MODES
 
-    if arguments.mode not in MODES:
+    if arguments.mode not in (None, *MODES):
         raise ValueError(f"--mode: required one of {', '.join(MODES)}, got {arguments.mode!r}")
-    machine = chosen(arguments.machine)
-    world = machine.ranks if arguments.world is None else arguments.world
-    if world < 1:
-        raise ValueError(f"--world: required at least 1, got {world}")
+    picture(arguments.draw)
+    asked = site(arguments.machine, arguments.world, default=MACHINE)
+    world = asked.world
+    mode = arguments.mode or ("idle" if asked.mode == "idle" else "queued")
+    if "auto" in arguments.schedules:
+        raise ValueError(
+            f"schedules: required one of {', '.join(NAMED)}, got 'auto', which stands for one of "
+            "them; `ficco explain` says for which"
+        )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
     cases = _cases(arguments)
     drawn = arguments.draw or arguments.trace or arguments.timelines
@@ -101,9 +98,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
         raise ValueError("--report: required --set scenarios, which is what the paper is about")
     if arguments.report and schedules:
         raise ValueError("--report: required no schedules, since it compares the paper's")
+    machine = asked.simulated
     rows: list[Row] = []
     for case in cases:
-        rows += simulated.simulate_case(case, machine, world, arguments.mode, schedules)
+        rows += simulated.simulate_case(case, machine, world, mode, schedules)
     if arguments.json:
         print(json.dumps([vars(row) for row in rows]))
     else:
@@ -111,7 +109,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.csv:
         print(f"wrote {simulated.write(arguments.csv, simulated.as_csv(rows))}", file=sys.stderr)
     if drawn:
-        _timelines(arguments, cases[0], machine, world)
+        _timelines(arguments, cases[0], machine, mode)
     if arguments.report:
         from ficco.bench.paper import write_report
 
@@ -143,19 +141,19 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     return list(cases.SETS[name]())
 
 
-def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, world: int) -> None:
+def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode: str) -> None:
     from ficco.bench import simulated
     from ficco.schedules import Schedule, plans
     from ficco.simulate import simulate
     from ficco.timeline import dumps
 
-    problem = case.problem(world)
+    problem = case.problem(machine.ranks)
     schedules = [Schedule.parse(name) for name in arguments.schedules]
     timelines = [
-        simulate(plans(problem, schedule), machine, arguments.mode, f"{schedule}: simulated")
+        simulate(plans(problem, schedule), machine, mode, f"{schedule}: simulated")
         for schedule in schedules or simulated.default_schedules(problem, machine)
     ]
-    write(timelines, arguments, f"{problem}, simulated on {machine.name}, {arguments.mode}")
+    write(timelines, arguments, f"{problem}, simulated on {machine.name}, {mode}")
     if arguments.timelines:
         path = simulated.write(arguments.timelines, dumps(timelines))
         print(f"wrote {path}", file=sys.stderr)
@@ -165,12 +163,13 @@ def _print(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ficco.amounts import seconds_text
     from ficco.bench.simulated import BOUNDS
 
     one = rows[0]
     table = Table(title=f"simulated on {one.machine}, {one.world} ranks, {one.mode}")
-    table.add_column("m, n per rank, k; candidate", overflow="fold")
-    for heading in ("ms", "x serial", "of ideal"):
+    table.add_column("m, n per rank, k; candidate", no_wrap=True)
+    for heading in ("time", "x serial", "of ideal"):
         table.add_column(heading, justify="right")
     shown = ""
     for row in rows:
@@ -183,7 +182,7 @@ def _print(rows: Sequence[Row]) -> None:
         bound = row.candidate in BOUNDS
         table.add_row(
             f"[dim]{row.candidate}[/]" if bound else row.candidate,
-            f"{row.ms:.4g}",
+            seconds_text(row.ms * 1e-3),
             "" if bound and row.candidate != "ideal" else f"{row.speedup:.2f}",
             "" if bound else f"{row.share:.2f}",
         )

@@ -4,8 +4,9 @@ from ficco.heuristics.candidates import candidates
 from ficco.heuristics.decide import Candidate, Decision, decide
 from ficco.heuristics.losses import Losses, losses
 from ficco.heuristics.rule import Observation, fit_thresholds, literal, rule
-from ficco.heuristics.saved import Saved, warn_once
+from ficco.heuristics.saved import Saved
 from ficco.heuristics.search import search
+from ficco.heuristics.where import Where, where
 
 __all__ = [
     "Candidate",
@@ -13,6 +14,7 @@ __all__ = [
     "Losses",
     "Observation",
     "Saved",
+    "Where",
     "candidates",
     "decide",
     "fit_thresholds",
@@ -20,5 +22,5 @@ __all__ = [
     "losses",
     "rule",
     "search",
-    "warn_once",
+    "where",
 ]

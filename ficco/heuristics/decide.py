@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from ficco.amounts import seconds_text
+from ficco.heuristics import shown
 from ficco.heuristics.candidates import MOVERS, candidates, suited
 from ficco.heuristics.losses import Losses, ideal, losses
 from ficco.heuristics.model import (
@@ -29,15 +31,15 @@ from ficco.heuristics.model import (
     choose,
     lacking,
     predictions,
-    seconds_text,
 )
 from ficco.heuristics.rule import rule
-from ficco.heuristics.saved import Saved, warn_once
+from ficco.heuristics.saved import Saved
 from ficco.heuristics.search import search as look_further
 from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
 from ficco.simulate import predict as simulated
+from ficco.warn import warn_once
 
 #: How to give ficco the figures of a machine.
 REMEDY = "`ficco tune` measures this machine"
@@ -126,21 +128,14 @@ class Decision:
             extra_bytes=plan(self.problem, one.schedule, 0).extra_bytes,
         )
 
-    def table(self) -> str:
-        """The candidates as text; the chosen one is marked."""
-        lines = [
-            f"{'':2}{'schedule':<50} {'queued':>9} {'idle':>9} {'of ideal':>8} "
-            f"{'DIL gemm':>8} {'DIL copy':>8} {'CIL':>5} {'MiB':>7}"
-        ]
-        for one in self.candidates:
-            lines.append(
-                f"{'*' if one.schedule == str(self.schedule) else '':2}{one.schedule:<50} "
-                f"{seconds_text(one.queued):>9} "
-                f"{'' if one.idle is None else seconds_text(one.idle):>9} {one.share:>8.2f} "
-                f"{one.losses.gemm:>8.2f} {one.losses.copies:>8.2f} "
-                f"{one.losses.contention:>5.2f} {one.extra_bytes / 2**20:>7.1f}"
-            )
-        return "\n".join(lines)
+    def table(self, measured: shown.Measured | None = None, width: int | None = None) -> str:
+        """The candidates as text, the chosen one marked with a star.
+
+        Args:
+            measured: seconds by schedule and mode.
+            width: most columns; what does not fit is left out, and said so.
+        """
+        return shown.table(self.candidates, str(self.schedule), measured or {}, width)
 
 
 def decide(
@@ -270,9 +265,10 @@ def described(machine: Machine, world: int) -> Machine | None:
         return machine
     if machine.accelerator == "cpu" or machine.ranks < 2:
         return None
-    share = (machine.ranks - 1) / (world - 1)
-    changes: dict[str, Any] = {"ranks": world, "name": f"{machine.name} (as {world} ranks)"}
-    if machine.collective is not None:
+    name = f"{machine.name} (as {world} rank{'s' * (world > 1)})"
+    changes: dict[str, Any] = {"ranks": world, "name": name}
+    if machine.collective is not None and world > 1:
+        share = (machine.ranks - 1) / (world - 1)
         curve = tuple((size * share, seconds) for size, seconds in machine.collective.curve)
         changes["collective"] = replace(machine.collective, curve=curve)
     return replace(machine, **changes)

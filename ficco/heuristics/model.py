@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ficco.amounts import seconds_text
 from ficco.heuristics.candidates import SERIALS
 from ficco.machine import Machine
 from ficco.problem import Problem
@@ -116,10 +117,11 @@ def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
         )
         return Choice(serial, serial, reason)
     if max(gains(winner)) < margin:
-        reason = (
-            f"{winner.schedule} is predicted to gain {max(gains(winner)):.1%} {on}, less than "
-            f"the margin of {margin:.1%}"
-        )
+        most = max(gains(winner))
+        said = f"gain {most:.1%} {on}, less than the margin of {margin:.1%}"
+        if most < 0:
+            said = f"lose {-most:.1%} {on}"
+        reason = f"{winner.schedule} is predicted to {said}"
         return Choice(serial, serial, reason)
     ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
     reason = f"predicted to take {_times(winner, modes)} {on}, {ratios} times as fast as serial"
@@ -128,12 +130,3 @@ def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
 
 def _times(one: Prediction, modes: Sequence[str]) -> str:
     return " and ".join(f"{seconds_text(one.seconds[mode])} {mode}" for mode in modes)
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> seconds_text(0.00123456), seconds_text(4.2e-5)
-    ('1.23 ms', '42 us')
-    """
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

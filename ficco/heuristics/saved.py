@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from functools import lru_cache
 from pathlib import Path
 
 from ficco.problem import digest
 from ficco.schedules import Schedule
+from ficco.warn import warn_once
 
 #: What of this package a decision depends on.
 CODE = ("problem.py", "plan", "schedules", "simulate.py", "machine", "heuristics")
@@ -85,13 +85,3 @@ def version() -> str:
             about = file.stat()
             files.append((file.name, about.st_size, about.st_mtime_ns))
     return f"{digest(repr(files)):010x}"
-
-
-_warned: set[str] = set()
-
-
-def warn_once(text: str) -> None:
-    """Warn unless this process has heard it before."""
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=3)

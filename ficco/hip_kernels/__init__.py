@@ -13,10 +13,10 @@ from functools import lru_cache
 import torch
 
 from ficco.errors import BackendError
-from ficco.heuristics.saved import warn_once
 from ficco.hip_kernels.build import Target, can_compile, compiled
 from ficco.hip_kernels.fallback import TorchKernels
 from ficco.hip_kernels.launch import PEER_BLOCKS, Binding, Kernels
+from ficco.warn import warn_once
 
 __all__ = [
     "PEER_BLOCKS",

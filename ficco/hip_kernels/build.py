@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ficco.errors import BackendError
-from ficco.heuristics.saved import cache_dir, warn_once
+from ficco.heuristics.saved import cache_dir
+from ficco.warn import warn_once
 
 HERE = Path(__file__).resolve().parent
 

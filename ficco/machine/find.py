@@ -10,7 +10,6 @@ Looked for in this order, and the first that is found is taken:
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log
@@ -19,6 +18,7 @@ from pathlib import Path
 from ficco.errors import ConfigError
 from ficco.machine.files import load
 from ficco.machine.model import Machine
+from ficco.warn import warn_once
 
 #: Names a machine: a path, or the name of a file.
 VARIABLE = "FICCO_MACHINE"
@@ -49,7 +49,7 @@ class Fingerprint:
 def find(name_or_path: str | None, fingerprint: Fingerprint | None) -> Machine | None:
     """The machine of this host; None if nobody described it.
 
-    A file that is damaged and was not asked for is warned of and passed over.
+    A file that is damaged and was not asked for is warned of, once, and passed over.
 
     Raises:
         ConfigError: the argument or ``FICCO_MACHINE`` names no file, or a damaged one.
@@ -77,7 +77,7 @@ def _machines() -> Iterator[Machine]:
         try:
             yield load(path)
         except ConfigError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=3)
+            warn_once(f"passed over: {error}")
 
 
 def shipped() -> tuple[str, ...]:

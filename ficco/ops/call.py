@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
 from ficco.errors import ConfigError
-from ficco.heuristics import decide, warn_once
+from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problem import ITEMSIZE, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan
+from ficco.warn import warn_once
 from ficco.workspace import Known, Workspace, workspace_of
 
 if TYPE_CHECKING:

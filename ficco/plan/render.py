@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ficco.amounts import bytes_text
 from ficco.plan.model import Plan
 
 
@@ -24,8 +25,8 @@ def render(plan: Plan, width: int = 100) -> str:
     shown, cut = _fit(ticks, widths, width - head)
     lines = [
         f"{problem}",
-        f"{plan.schedule}: rank {plan.rank} of {problem.world}, {plan.extra_bytes} bytes beside "
-        "the operands and the product",
+        f"{plan.schedule}: rank {plan.rank} of {problem.world}, {bytes_text(plan.extra_bytes)} "
+        "beside the operands and the product",
     ]
     for lane in lanes:
         line = [lane.ljust(head)]

@@ -1,0 +1,24 @@
+"""Whether what a call holds fits into a machine's memory."""
+
+from __future__ import annotations
+
+from ficco.amounts import bytes_text
+from ficco.machine import Machine
+from ficco.problem import Problem
+
+
+def held_bytes(problem: Problem, rank: int, extra_bytes: int) -> int:
+    """Operands and product of a rank, and what its schedule holds beside them in one slot."""
+    elements = problem.rows[rank] * problem.k + problem.k * problem.n + problem.m * problem.n
+    return elements * problem.itemsize + extra_bytes
+
+
+def too_large(problem: Problem, rank: int, extra_bytes: int, machine: Machine | None) -> str:
+    """What to say of a call that does not fit; empty if it does, or if nobody knows."""
+    held = held_bytes(problem, rank, extra_bytes)
+    if machine is None or machine.memory is None or held <= machine.memory.capacity:
+        return ""
+    return (
+        f"does not fit: rank {rank} would hold {bytes_text(held)} with operands and product, "
+        f"{machine.name} has {bytes_text(machine.memory.capacity)}"
+    )

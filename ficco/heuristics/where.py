@@ -1,0 +1,90 @@
+"""Of which machine, how many ranks and which kind of call something is asked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ficco.heuristics.decide import described
+from ficco.machine import Fingerprint, Machine, find, nearest
+
+
+@dataclass(frozen=True)
+class Where:
+    """The machine, the ranks and the kind of call that something is decided or simulated for.
+
+    Attributes:
+        machine: as its file has it; None if nobody described it.
+        world: number of ranks.
+        mode: as :func:`ficco.heuristics.decide` takes it.
+    """
+
+    machine: Machine | None
+    world: int
+    mode: str
+
+    @property
+    def simulated(self) -> Machine:
+        """The machine as so many ranks see it.
+
+        Raises:
+            ValueError: its figures say nothing of so many ranks.
+        """
+        if self.machine is None:
+            raise ValueError(f"machine: required one to simulate, {_KNOWN}, got none")
+        found = described(self.machine, self.world)
+        if found is None:
+            raise ValueError(
+                f"--world: required {self.machine.ranks} ranks, got {self.world}: the figures of "
+                f"machine {self.machine.name} hold for its own number of ranks alone; `ficco tune "
+                f"--ranks {self.world}` measures another"
+            )
+        return found
+
+
+_KNOWN = "with --machine or FICCO_MACHINE"
+
+
+def where(
+    machine: Machine | str | os.PathLike[str] | None,
+    world: int | None,
+    here: Fingerprint,
+    *,
+    captured: bool = False,
+    default: str | None = None,
+) -> Where:
+    """Find the machine, and how calls are made on it.
+
+    Args:
+        machine: one, or the name or path of one.
+        world: number of ranks; None for those of the machine.
+        here: what this host is known by.
+        captured: calls are captured in graphs.
+        default: the machine if none is named, in place of this host's.
+
+    Raises:
+        ValueError: an argument is wrong, or neither ranks nor a machine are known.
+        ConfigError: there is no such machine, or its file is damaged.
+    """
+    if not (machine is None or isinstance(machine, (Machine, str, os.PathLike))):
+        raise ValueError(f"machine: required a Machine, a name, a path or None, got {machine!r}")
+    if world is not None and world < 1:
+        raise ValueError(f"world: required world >= 1, got {world}")
+    if not isinstance(machine, Machine):
+        ranks = here.ranks if world is None else world
+        fingerprint = None if default else Fingerprint(here.accelerator, ranks)
+        name = None if machine is None else os.fspath(machine)
+        machine = find(name, fingerprint)
+        if machine is None:
+            machine = find(default, None) if fingerprint is None else nearest(fingerprint)
+    if world is None:
+        if machine is None:
+            raise ValueError(
+                f"--world: required the number of ranks, or a machine {_KNOWN}, since nobody "
+                f"described {here.ranks} ranks on {here.accelerator}; got none"
+            )
+        world = machine.ranks
+    on_cpu = (here.accelerator if machine is None else machine.accelerator) == "cpu"
+    # A captured call does not wait for its host; on CPUs the caller carries the call out.
+    mode = "queued" if captured else "idle" if on_cpu else "eager"
+    return Where(machine, world, mode)
