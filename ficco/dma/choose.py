@@ -32,7 +32,7 @@ def engine_name(device: torch.device, wanted: str | None = None) -> str:
 
 
 def make_engine(
-    name: str, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float = 60.0
+    name: str, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float
 ) -> Engine:
     """The engine of a name; its ranks wait ``timeout_s`` for each other. Vendor libraries are
     imported only here."""
@@ -43,7 +43,7 @@ def make_engine(
     if name == "cuda":
         from ficco.dma.cuda import CudaEngine
 
-        return CudaEngine(group, device, signals)
+        return CudaEngine(group, device, signals, timeout_s)
     from ficco.dma.hip import HipEngine
 
     return HipEngine(group, device, signals, timeout_s)

@@ -222,7 +222,9 @@ class CudaEngine(Engine):
     name = "cuda"
     asynchronous = True
 
-    def __init__(self, group: ProcessGroup, device: torch.device, signals: str = "auto") -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float
+    ) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(group, torch.device("cuda", index))
         if torch.version.cuda is None:
@@ -234,7 +236,8 @@ class CudaEngine(Engine):
                 "the cuda engine needs stream memory operations, which this device or driver "
                 "does not offer"
             )
-        self.rendezvous = Rendezvous(group, self.timeout_s)
+        self.timeout_s = timeout_s
+        self.rendezvous = Rendezvous(group, timeout_s)
         self._signals = signals
         self._serial = 0
         with torch.cuda.device(self.device), cu.uncaptured():
