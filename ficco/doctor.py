@@ -164,7 +164,7 @@ def capabilities(name: str) -> dict[str, Any]:
     else:
         device = torch.device("cuda", torch.cuda.current_device())
     with _alone(device):
-        engine = make_engine(name, dist.group.WORLD, device, current().signals)
+        engine = make_engine(name, dist.group.WORLD, device, current().signals, current().timeout_s)
         try:
             return asdict(engine.capabilities())
         finally:
