@@ -15,7 +15,8 @@ import pytest
 import ranks
 import torch
 
-from ficco.bench import cases, plots, report, stats, table
+from ficco import cli
+from ficco.bench import cases, plots, regret, report, stats, table
 from ficco.bench.candidates import REFERENCES, SCHEDULES, choose, parse, step_bytes
 from ficco.bench.cases import Case
 from ficco.bench.inputs import Operands
@@ -23,6 +24,8 @@ from ficco.bench.lines import lines, mean_and_worst, modes, summary
 from ficco.bench.measure import Gate, modes_of
 from ficco.bench.table import COLUMNS, Row
 from ficco.errors import ConfigError
+from ficco.heuristics import candidates, decide
+from ficco.machine import find
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, plans
 
@@ -120,6 +123,10 @@ def test_shapes_are_read_from_a_file(tmp_path: Path) -> None:
         cases.read(path)
     with pytest.raises(ConfigError, match="none.csv"):
         cases.read(tmp_path / "none.csv")
+    for junk in (b"\x81\x00\xff", b'name,m\n"' + b"a" * 200_000):
+        path.write_bytes(junk)
+        with pytest.raises(ConfigError, match="shapes.csv"):
+            cases.read(path)
 
 
 def test_candidates_have_names_of_their_own() -> None:
@@ -278,6 +285,57 @@ def test_a_report_and_pictures_come_from_the_rows_alone(tmp_path: Path) -> None:
     assert "| 64, 32, 16 | 1.000 | 0.500 | 0.400 | 1.400 | 1.250 | 1.100 |" in text
     assert "pytorch-native on 64x32x16, g1: skipped" in text
     assert "| **geometric mean** |" in text and "name_share.png" in text
+
+
+def _with_auto() -> list[Row]:
+    """What ``auto`` takes is 1.25 times as fast as serial, the best 1.27 times."""
+    rows = _rows()
+    overlaps = [row for row in rows if row.candidate == "shard-overlap"]
+    figures = {"speedup": 1.25, "vs_pytorch": 1.125}
+    return [*rows, *(replace(row, candidate="auto", ms=1.12, **figures) for row in overlaps)]
+
+
+def test_what_auto_reaches_stands_beside_the_best() -> None:
+    assert "auto" not in report.readme_table(_rows(), {}, "x").replace("`auto` is what", "")
+    text = report.readme_table(_with_auto(), {}, "docs/x.md")
+    best = "| 64, 32, 16 | `hetero-fused-1d:pieces=4` | 1.100 | 0.91 | 1.27 | 1.14 |"
+    assert f"{best} 1.120 | 1.25 | 1.12 |" in text
+    assert "| **worst** |  |  | 0.91 | 1.27 | 1.14 |  | 1.25 | 1.12 |" in text
+    assert "*queued*: the host runs ahead" in text and "*idle*: the GPU waits" in text
+    text = report.report(_with_auto(), {}, "name", [])
+    assert "| overlap | auto: ms | x serial | x PyTorch |" in text
+    assert "| 0.50 | 1.120 | 1.25 | 1.12 |" in text
+
+
+def test_auto_is_held_against_what_it_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = find("h200-4", None)
+    assert machine is not None
+    problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
+    taken = str(decide(problem, machine=machine).schedule)
+    slower = next(
+        str(one)
+        for one in candidates(problem, machine)
+        if str(one) not in (taken, "serial", "serial:collective")
+    )
+    never = "uniform-unfused-2d:pieces=3,pull"  # whatever it takes, auto does not look at it
+    one = Row("a", "", 32768, 2048, 8192, "bfloat16", 4, "queued", "", "ficco", "ok")
+    times = {taken: 2.0, slower: 1.6, "serial": 3.0, never: 1.0}
+    rows = [replace(one, candidate=name, ms=ms) for name, ms in times.items()]
+    ((mode, found),) = regret.regrets(rows, machine)
+    assert mode == "queued" and found is not None
+    assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
+    assert found.loss == pytest.approx(0.25) and never not in found.errors
+    # A shape on which what auto takes was not measured is counted.
+    rows += [replace(row, case="b") for row in rows if row.candidate != taken]
+    text = regret.report(rows, machine, "name")
+    assert "| shapes | 1 |" in text and "was not measured | 1 |" in text
+    with pytest.raises(ValueError, match="--schedules candidates"):
+        regret.report(rows[1:4], machine, "name")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert cli.run(["bench", "--regret", str(tmp_path / "other.csv")]) == 2
+    assert "other.csv: header: required columns case" in capsys.readouterr().err
 
 
 def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:

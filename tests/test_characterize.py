@@ -300,3 +300,5 @@ def test_wrong_arguments_are_refused(capsys: Any) -> None:
     assert ficco.cli.run([*base, "--set", "cpu", "--shapes", "x.csv"]) == 2
     assert ficco.cli.run([*base, "--shapes", "none.csv"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+    assert ficco.cli.run(["characterize", "--device", "cpu", "--ranks", "1"]) == 2
+    assert "--ranks: required at least 2" in capsys.readouterr().err

@@ -163,7 +163,8 @@ def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_demo_proves_every_schedule(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ficco", "demo", "--ranks", "2", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "ficco", "demo", "--device", "cpu", "--ranks", "2"]
+    command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -176,6 +177,18 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert done.stdout.count("model: ") == 3  # decisions, with their reasons
     assert "simulated on mi300x-8" in done.stdout
     assert len([line for line in lines if re.match(r"│ g\d", line)]) == 12
+
+
+@pytest.mark.parametrize(("options", "device"), [([], "cuda"), (["--device", "cpu"], "cpu")])
+def test_the_demo_takes_gpus_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], device: str
+) -> None:
+    taken = []
+    monkeypatch.setattr("ficco.launch.default_device", lambda: "cuda")
+    monkeypatch.setattr("ficco.launch.launch", lambda *args, **how: taken.append((args, how)))
+    assert cli.run(["demo", *options]) == 0
+    (((_, _, settings), how),) = taken
+    assert settings.device == how["device"] == device
 
 
 def test_a_wrong_result_fails_the_demo() -> None:

@@ -252,6 +252,7 @@ def instead(old: str, new: str) -> str:
             "topology.sharing",
             "required a number above 0 and at most 1, got 1.5",
         ),
+        (instead("15 us", "1e400 us"), "copies.latency", "got '1e400 us', which is not finite"),
         (instead("15 us", "-15 us"), "copies.latency", "a quantity in s of at least 0, got '-15"),
         (
             instead("[2 MiB, 50 GB/s]", "[2 KiB, 50 GB/s]"),
@@ -277,6 +278,9 @@ def instead(old: str, new: str) -> str:
         ("- " * 100000 + "\n...", "file", "required YAML: nested more than 20 deep"),
         (TEXT.replace("ranks: 2", "ranks: 2\nranks: 2"), "line 4", "'ranks' is given twice"),
         ("", "file", "ends early: required the line '...' at its end"),
+        ("a: 1\n", "file", "ends early: required the line '...' at its end"),
+        ("a: [1\n", "line 2", "required YAML: "),
+        ("a: [1\n", "line 2", "it also ends early: required the line '...'"),
         (TEXT + TEXT, "line", "required YAML: "),
     ],
 )  # fmt: skip

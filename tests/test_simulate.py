@@ -619,6 +619,9 @@ def test_the_papers_claims_beside_a_simulation(
         (["--m", "64"], "--n"),
         (["--set", "measured", *SIZES], "one of"),
         (["--draw", "x.png"], "one shape"),
+        (["--draw", "x", *SIZES], "--draw: required a file with one of the suffixes"),
+        (["--draw", "x.", *SIZES], "png"),
+        (["auto"], "got 'auto', which stands for one of them; `ficco explain`"),
         (["--report", "x.md"], "scenarios"),
     ],
 )

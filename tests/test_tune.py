@@ -204,6 +204,19 @@ def test_a_damaged_file_is_kept_and_left_only_when_asked_for(tmp_path: Path, cap
     assert tuning.damaged(path).read_bytes() == half and not path.exists()
 
 
+def test_what_is_no_file_is_refused_and_left_alone(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "mine"
+    (folder / "inside").mkdir(parents=True)
+    base = ("tune", "--ranks", 2, "--device", "cpu", "--quick", "--out")
+    for path, what in ((folder, "a folder"), (Path("/dev/null"), "something else")):
+        for more in ((), ("--fresh",)):
+            assert cli(*base, path, *more) == 2
+            assert f"{path}: file: required a file, got {what}" in capsys.readouterr().err
+            with pytest.raises(ConfigError, match="required a file"):
+                tuning.opened(path, HERE, fresh=bool(more))
+    assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
+
+
 def test_a_journal_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     assert journal.read(path) is None
@@ -564,4 +577,13 @@ def test_wrong_arguments_are_refused_before_ranks_start(tmp_path: Path, capsys: 
     (tmp_path / "log").write_text("")
     assert cli(*base, "--from-log", tmp_path / "log") == 2
     assert "required a problem of 2 ranks" in capsys.readouterr().err
+    for options, said in (
+        (("--ranks", 1), "--ranks: required at least 2"),
+        (("--tolerance", 0.1), "--tolerance: required with --check"),
+        (("--check", "--tolerance", -1), "above 0, got -1.0"),
+        (("--check", "--only", "gemm"), "--check: required without --only"),
+        (("--check", "--fresh"), "--check: required without --fresh"),
+    ):
+        assert cli(*base, *options) == 2
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "m.yaml").exists()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ficco.bench.rows import lines
 from ficco.errors import ConfigError
 from ficco.machine import configs
 from ficco.problem import Problem
@@ -147,11 +147,7 @@ def read(path: Path) -> Iterable[Case]:
     Raises:
         ConfigError: a column is missing, or a size is not a whole number above 0.
     """
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
+    rows = lines(path, ("m", "n", "k"))
     if not rows:
         raise ConfigError(str(path), "file", "required a header and one line per shape, got none")
     return [_case(path, line, row) for line, row in enumerate(rows, 2)]

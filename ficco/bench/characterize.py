@@ -7,12 +7,11 @@ are taken round by round, of the slowest rank's times.
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ import torch.distributed as dist
 import ficco
 from ficco.bench import table
 from ficco.bench.cases import MEMORY_SHARE, Case
+from ficco.bench.rows import append
+from ficco.bench.rows import read as read_rows
 from ficco.bench.series import Parts, Series, Stopwatch, behind, beside
 from ficco.bench.stats import paired
-from ficco.errors import ConfigError
 
 #: What a row is about. ``dil``: decomposition, ``cil``: contention loss.
 GEMM_DIL, COPY_DIL, GEMM_CIL, COPY_CIL = "gemm-dil", "communication-dil", "gemm-cil", "copy-cil"
@@ -82,9 +82,6 @@ class Row:
     @property
     def ok(self) -> bool:
         return self.status == "ok"
-
-
-COLUMNS = tuple(field.name for field in fields(Row))
 
 
 @dataclass(frozen=True)
@@ -319,45 +316,15 @@ def line(row: Row) -> str:
     if not row.ok:
         return f"{row.case}: {row.status}: {row.note}"
     what = " ".join(part for part in (row.mover, f"{row.parts} {row.cut}") if part)
-    times = f"{row.alone_ms:.4g} -> {row.ms:.4g} ms: {row.ratio:.3f}"
+    times = f"{row.alone_ms:.4g} -> {row.ms:.4g} ms, median of paired ratios {row.ratio:.3f}"
     return f"{row.loss:18} {row.case:20} {what:24} {times}"
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Append rows to a CSV file; a new one gets the header."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(COLUMNS)
-        for row in rows:
-            writer.writerow([_cell(getattr(row, name)) for name in COLUMNS])
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}"
-    return value
+    append(path, Row, rows)
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a CSV file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not of this form.
-    """
-    types = {"int": int, "float": lambda text: float(text) if text else math.nan, "str": str}
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ConfigError(str(path), "header", f"required columns {', '.join(missing)}")
-            return [
-                Row(**{f.name: types[str(f.type)](found[f.name]) for f in fields(Row)})
-                for found in reader
-            ]
-    except OSError as error:
-        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(str(path), "rows", str(error)) from None
+    """The rows of a CSV file of losses. Raises as :func:`ficco.bench.rows.read`."""
+    return read_rows(path, Row)

@@ -185,13 +185,13 @@ def _regret(csv: Path, machine: str | None) -> Path:
     from ficco.bench import regret, table
     from ficco.machine import Fingerprint, find
 
-    about = table.read_description(csv)
+    rows, about = table.read(csv), table.read_description(csv)
     device, ranks = str(about.get("device", "")), int(about.get("ranks", 0))
     found = find(machine, Fingerprint(device, ranks))
     if found is None:
         raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
     path = csv.with_name(f"{csv.stem}_regret.md")
-    path.write_text(regret.report(table.read(csv), found, csv.stem))
+    path.write_text(regret.report(rows, found, csv.stem))
     return path
 
 

@@ -19,6 +19,7 @@ from ficco.heuristics import (
     rule,
 )
 from ficco.heuristics.candidates import suited
+from ficco.heuristics.decide import described
 from ficco.heuristics.losses import ideal
 from ficco.heuristics.rule import COLUMNS, ROWS
 from ficco.machine import Machine, Thresholds
@@ -159,7 +160,9 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
         places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
         widths = [(value or 0.0) * 1e3 for value in values]
         axes.barh(places, widths, height=height, color=colour, label=name)
-    bound = ideal(decision.problem, decision.machine, predict) * 1e3
+    machine = described(decision.machine, decision.problem.world)
+    assert machine is not None  # or nothing could have been predicted
+    bound = ideal(decision.problem, machine, predict) * 1e3
     axes.axvline(bound, color="#444444", linewidth=1, linestyle="--", label="ideal")
     chosen = str(decision.schedule)
     names = [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown]

@@ -26,7 +26,8 @@ class Line:
         shape: any row of the shape.
         gemm, collective, copies, ideal: what bounds it.
         serial, pytorch: the better serial composition, the faster path of PyTorch's op.
-        best: the fastest ficco schedule.
+        best: the fastest ficco schedule, which is known in hindsight alone.
+        auto: what a call with nothing else set takes.
         overlap: the shard overlap of PyTorch's Async TP, as a ficco schedule.
         best_1d, best_2d: the fastest ficco schedule with row pieces, and with column pieces.
         pieces: the paper's schedules with the vendor's collective.
@@ -40,6 +41,7 @@ class Line:
     serial: Row | None
     pytorch: Row | None
     best: Row | None
+    auto: Row | None
     overlap: Row | None
     best_1d: Row | None
     best_2d: Row | None
@@ -77,6 +79,7 @@ def _line(found: dict[str, Row]) -> Line:
         serial=fastest(found.get(name) for name in ROLES.serials),
         pytorch=fastest(found.get(name) for name in ROLES.pytorch),
         best=fastest(ours),
+        auto=found.get("auto"),
         overlap=found.get("shard-overlap"),
         best_1d=fastest(row for row in ours if dims(row) == 1),
         best_2d=fastest(row for row in ours if dims(row) == 2),

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from ficco.bench.report import markdown
+from ficco.bench.report import MODE_WORDS, markdown
 from ficco.bench.table import Row
-from ficco.heuristics import decide, rule
+from ficco.heuristics import Where, candidates, decide, rule
 from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -32,7 +32,7 @@ class Regret:
 
     Attributes:
         problem, mode: what was measured.
-        best: name of the fastest schedule, and its milliseconds.
+        best: name of the fastest schedule of those that ``auto`` compares, and its milliseconds.
         auto: name and milliseconds of the schedule that ``auto`` takes.
         rule: the same of the paper's rule, where it was measured; else None.
         others: milliseconds of the best of serial and PyTorch's fused op.
@@ -60,44 +60,51 @@ class Regret:
         return self.others / self.auto[1]
 
 
-def regrets(rows: Iterable[Row], machine: Machine) -> Iterator[Regret]:
-    """The regret of every shape and mode that was measured with the schedule ``auto`` takes."""
+def regrets(rows: Iterable[Row], machine: Machine) -> Iterator[tuple[str, Regret | None]]:
+    """The mode and the regret of every shape that was measured in it; None where the schedule that
+    ``auto`` takes was not.
+
+    Raises:
+        ValueError: the machine says nothing of so many ranks.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.ok and row.mode in ("queued", "idle"):
             groups.setdefault((row.case, row.mode), []).append(row)
     for (_, mode), found in groups.items():
-        one = _regret(found, mode, machine)
-        if one is not None:
-            yield one
+        yield mode, _regret(found, mode, machine)
 
 
 def _regret(rows: Sequence[Row], mode: str, machine: Machine) -> Regret | None:
     row = rows[0]
+    asked = Where(machine, row.world, "idle" if machine.accelerator == "cpu" else "eager")
     shards = tuple(row.m // row.world + (r < row.m % row.world) for r in range(row.world))
     problem = Problem("all_gather_matmul", shards, row.n, row.k, row.dtype)
     times = {r.candidate: r.ms for r in rows if r.kind == "ficco" and _plain(r.candidate)}
     others = [r.ms for r in rows if r.kind in OTHERS] + [times.get("serial", float("inf"))]
-    decision = decide(problem, machine=machine)
-    auto = str(decision.schedule)
+    movers = tuple({Schedule.parse(name).mover: None for name in times})
+    auto = str(decide(problem, machine=machine, mode=asked.mode, movers=movers).schedule)
     if auto not in times:
         return None
+    names = [str(one) for one in candidates(problem, asked.simulated, movers)]
+    compared = {name: times[name] for name in dict.fromkeys([*names, auto]) if name in times}
     predicted = {
-        name: predict(problem, Schedule.parse(name), machine, mode) * 1e3 for name in times
+        name: predict(problem, Schedule.parse(name), asked.simulated, mode) * 1e3
+        for name in compared
     }
     ruled = None
     if machine.thresholds is not None:
         name, _ = rule(problem, machine.thresholds)
         ruled = (name, times[name]) if name in times else None
-    best = min(times, key=times.__getitem__)
+    best = min(compared, key=compared.__getitem__)
     return Regret(
         problem,
         mode,
-        (best, times[best]),
+        (best, compared[best]),
         (auto, times[auto]),
         ruled,
         min(others),
-        {name: predicted[name] / times[name] - 1.0 for name in times},
+        {name: predicted[name] / compared[name] - 1.0 for name in compared},
         times[min(predicted, key=predicted.__getitem__)],
     )
 
@@ -107,15 +114,16 @@ def _plain(candidate: str) -> bool:
     return candidate != "auto" and "@" not in candidate
 
 
-def summary(found: Sequence[Regret]) -> str:
-    """The figures of one mode as Markdown."""
+def summary(found: Sequence[Regret], left_out: int) -> str:
+    """The figures of one mode as Markdown, with how many shapes are not in them."""
     losses = [one.loss for one in found]
     errors = [abs(error) for one in found for error in one.errors.values()]
     ranked = [one.first / one.best[1] - 1.0 <= NEAR for one in found]
     ruled = [one.rule[1] / one.best[1] - 1.0 for one in found if one.rule]
     lines = [
         ("shapes", str(len(found))),
-        ("`auto` against the best measured: mean loss", f"{mean(losses):.1%}"),
+        ("shapes left out, since what `auto` takes was not measured", str(left_out)),
+        ("`auto` against the best: mean loss", f"{mean(losses):.1%}"),
         ("worst loss", f"{max(losses):.1%}"),
         (f"within {NEAR:.0%} of the best", f"{mean(loss <= NEAR for loss in losses):.0%}"),
         (
@@ -154,16 +162,27 @@ def table(found: Sequence[Regret]) -> str:
 def report(rows: Sequence[Row], machine: Machine, name: str) -> str:
     """Regret of all modes as Markdown."""
     parts = [f"# {name}: what `auto` loses", ABOUT.format(machine=machine.name, bench=name)]
-    every = list(regrets(rows, machine))
-    for mode in dict.fromkeys(one.mode for one in every):
-        found = [one for one in every if one.mode == mode]
-        parts += [f"## {mode.capitalize()}", summary(found), table(found)]
+    by_mode: dict[str, list[Regret | None]] = {}
+    for mode, one in regrets(rows, machine):
+        by_mode.setdefault(mode, []).append(one)
+    if not any(one for every in by_mode.values() for one in every):
+        raise ValueError(
+            "--regret: required a bench with the schedules that auto takes, got none of them; "
+            "`ficco bench --schedules candidates` measures all that it compares"
+        )
+    for mode, every in by_mode.items():
+        found = [one for one in every if one]
+        parts.append(f"## {mode.capitalize()}: {MODE_WORDS[mode]}")
+        if found:
+            parts += [summary(found, len(every) - len(found)), table(found)]
+        else:
+            parts.append(f"What `auto` takes was measured on none of {len(every)} shapes.")
     return "\n\n".join(parts) + "\n"
 
 
 ABOUT = (
     "Decided from the description of `{machine}`, times from [`{bench}.csv`]({bench}.csv). "
     "`auto` takes one schedule for eager calls, without knowing whether the host runs ahead "
-    "(queued) or the GPU waits for it (idle). The best is that of all schedules that `auto` "
-    "compares, each measured."
+    "(queued) or the GPU waits for it (idle). The best is the fastest measured of the schedules "
+    "that `auto` compares; others are the better of serial and PyTorch's fused op."
 )

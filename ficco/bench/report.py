@@ -58,6 +58,7 @@ def _about(about: dict[str, Any]) -> str:
 
 def _bounds(rows: Sequence[Row], mode: str) -> str:
     there = lines(rows, mode)
+    with_auto = any(line.auto for line in there)
     figures = ["share", "speedup", "vs_pytorch"] + ["vs_queued"] * (mode == "graph")
     heads = (
         "shape",
@@ -73,6 +74,7 @@ def _bounds(rows: Sequence[Row], mode: str) -> str:
         "x PyTorch",
         *["x queued"] * (mode == "graph"),
         "overlap",
+        *[f"auto: {AUTO_HEADS[0]}", *AUTO_HEADS[1:]] * with_auto,
     )
     body = [
         (
@@ -82,6 +84,7 @@ def _bounds(rows: Sequence[Row], mode: str) -> str:
             line.best.candidate if line.best else "",
             *(_figure(line.best, name) for name in figures),
             _figure(line.best, "efficiency"),
+            *_auto_cells(line) * with_auto,
         )
         for line in there
     ]
@@ -89,8 +92,31 @@ def _bounds(rows: Sequence[Row], mode: str) -> str:
     for i, name in enumerate(("geometric mean", "worst")):
         means = [mean_and_worst(best, figure)[i] for figure in figures]
         blank = ("",) * 7
-        body.append((f"**{name}**", *blank, *(number(value) for value in means), ""))
-    return "Milliseconds; (m, n of one rank, k).\n\n" + markdown(heads, body)
+        means_of_auto = ["", *_auto_means(there, i)] * with_auto
+        body.append(
+            (f"**{name}**", *blank, *(number(value) for value in means), "", *means_of_auto)
+        )
+    return f"Milliseconds; (m, n of one rank, k). {HINDSIGHT}\n\n" + markdown(heads, body)
+
+
+#: Figures of what ``auto`` takes, behind its milliseconds.
+AUTO_FIGURES = ("speedup", "vs_pytorch")
+AUTO_HEADS = ("ms", "x serial", "x PyTorch")
+
+HINDSIGHT = (
+    "The schedule is the fastest that was measured, which is known in hindsight; `auto` is what a "
+    "call takes with nothing else set."
+)
+
+
+def _auto_cells(line: Line) -> list[str]:
+    return [_ms(line.auto), *(_figure(line.auto, name) for name in AUTO_FIGURES)]
+
+
+def _auto_means(there: Sequence[Line], which: int) -> list[str]:
+    """Geometric means of what ``auto`` reaches, or the worst."""
+    rows = [line.auto for line in there]
+    return [number(mean_and_worst(rows, name)[which]) for name in AUTO_FIGURES]
 
 
 def _shape(row: Row) -> str:
@@ -137,37 +163,40 @@ def _gathered_bytes(row: Row) -> int:
 
 
 def readme_table(rows: Sequence[Row], about: dict[str, Any], link: str) -> str:
-    """The table of the README: what each shape reaches, in each mode."""
+    """The tables of the README: what each shape reaches, a table for each mode."""
     measured = [mode for mode in modes(rows) if mode != "graph"]
-    by_mode: dict[str, dict[str, Line]] = {
-        mode: {line.shape.case: line for line in lines(rows, mode)} for mode in measured
-    }
-    cases = list(dict.fromkeys(case for found in by_mode.values() for case in found))
-    heads = ["m, n per rank, k"]
-    for mode in measured:
-        heads += [f"{mode}: ms", "of ideal", "x serial", "x PyTorch", "schedule"]
-    body = []
-    for case in cases:
-        there = [by_mode[mode].get(case) for mode in measured]
-        cells = [_shape(next(line for line in there if line).shape)]
-        for line in there:
-            best = line.best if line else None
-            cells += [_ms(best), *(_figure(best, name) for name in README_FIGURES)]
-            cells.append(f"`{best.candidate}`" if best else "")
-        body.append(tuple(cells))
-    for i, name in enumerate(("geometric mean", "worst")):
-        cells = [f"**{name}**"]
-        for mode in measured:
-            best_rows = [line.best for line in by_mode[mode].values()]
-            cells.append("")
-            cells += [number(mean_and_worst(best_rows, f)[i]) for f in README_FIGURES]
-            cells.append("")
-        body.append(tuple(cells))
     where = f"{about.get('ranks', '?')} ranks on {about.get('device', 'an unnamed machine')}"
     date = str(about.get("date", "")).split(" ")[0]
-    return f"{where}, {date}; [all figures and how they were measured]({link}).\n\n" + markdown(
-        tuple(heads), body
+    words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in measured)
+    return "\n\n".join(
+        [
+            f"{where}, {date}; [all figures and how they were measured]({link}).",
+            f"{words}. {HINDSIGHT}",
+            *(_readme_mode(lines(rows, mode), mode) for mode in measured),
+        ]
     )
+
+
+def _readme_mode(there: Sequence[Line], mode: str) -> str:
+    with_auto = any(line.auto for line in there)
+    heads = [f"{mode}: m, n per rank, k", "schedule", "ms", "of ideal", "x serial", "x PyTorch"]
+    heads += [f"`auto`: {AUTO_HEADS[0]}", *AUTO_HEADS[1:]] * with_auto
+    body = [
+        (
+            _shape(line.shape),
+            f"`{line.best.candidate}`" if line.best else "",
+            _ms(line.best),
+            *(_figure(line.best, name) for name in README_FIGURES),
+            *_auto_cells(line) * with_auto,
+        )
+        for line in there
+    ]
+    best = [line.best for line in there]
+    for i, name in enumerate(("geometric mean", "worst")):
+        means = [number(mean_and_worst(best, figure)[i]) for figure in README_FIGURES]
+        means_of_auto = ["", *_auto_means(there, i)] * with_auto
+        body.append((f"**{name}**", "", "", *means, *means_of_auto))
+    return markdown(tuple(heads), body)
 
 
 README_FIGURES = ("share", "speedup", "vs_pytorch")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco import doctor
+from ficco.bench.rows import append, columns
+from ficco.bench.rows import read as read_rows
 from ficco.bench.stats import NONE, ROLES
 from ficco.errors import ConfigError
 
@@ -71,49 +72,17 @@ class Row:
         return self.status == "ok"
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = columns(Row)
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Append rows to a CSV file; a new one gets the header."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(COLUMNS)
-        for row in rows:
-            writer.writerow([_cell(getattr(row, name)) for name in COLUMNS])
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        if math.isnan(value):
-            return ""
-        return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
-    return value
+    append(path, Row, rows)
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a CSV file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not of this form.
-    """
-    types = {"int": int, "float": lambda text: float(text) if text else NONE, "str": str}
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ConfigError(str(path), "header", f"required columns {', '.join(missing)}")
-            return [
-                Row(**{f.name: types[str(f.type)](line[f.name]) for f in fields(Row)})
-                for line in reader
-            ]
-    except OSError as error:
-        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(str(path), "rows", str(error)) from None
+    """The rows of a bench's CSV file. Raises as :func:`ficco.bench.rows.read`."""
+    return read_rows(path, Row)
 
 
 def describe(device: str, ranks: int, command: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ficco.cli.tune import at_least_two
+
 #: Seconds that starting the ranks and warming up may take on top.
 START_S = 180.0
 
@@ -47,7 +49,7 @@ def _characterize(arguments: argparse.Namespace) -> int:
         _draw(read(arguments.plot), arguments.plot)
         return 0
     device = arguments.device or default_device()
-    ranks = check_ranks(arguments.ranks, device)
+    ranks = at_least_two(check_ranks(arguments.ranks, device))
     seconds = SECONDS[device] if arguments.seconds is None else arguments.seconds
     for name, value in (("seconds", seconds), ("rounds", arguments.rounds)):
         if not value > 0:

@@ -16,7 +16,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("demo", help=text, description=text)
     parser.add_argument("--ranks", type=int, help="ranks to start (default: 4, or a GPU each)")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda is any vendor's GPU"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="cuda is any vendor's GPU (default: cuda where torch sees one)",
     )
     parser.add_argument("--out", type=Path, help="folder for the pictures (default: a new one)")
     parser.set_defaults(run=_demo)
@@ -24,7 +26,8 @@ def add(commands: Any) -> None:
 
 def _demo(arguments: argparse.Namespace) -> int:
     from ficco.bench.demo import Settings, demo
-    from ficco.launch import launch
+    from ficco.launch import default_device, launch
 
-    settings = Settings(arguments.device, arguments.out)
-    return launch(demo, arguments.ranks, settings, device=arguments.device, timeout_s=DEMO_S)
+    device = arguments.device or default_device()
+    settings = Settings(device, arguments.out)
+    return launch(demo, arguments.ranks, settings, device=device, timeout_s=DEMO_S)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ficco.cli.site import picture
+
 if TYPE_CHECKING:
     from ficco.timeline import Timeline
 
@@ -31,6 +33,7 @@ def add(commands: Any) -> None:
 def _plot(arguments: argparse.Namespace) -> int:
     from ficco.bench.draw import draw, trace
 
+    picture(arguments.out, "--out")
     found = [one for path in arguments.files for one in _read(path, arguments.only)]
     if not found:
         raise ValueError(f"--only: required part of a title, got {arguments.only!r}")

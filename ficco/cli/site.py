@@ -31,7 +31,7 @@ def site(
         raise ValueError(f"--{str(error).removeprefix('--')}") from None
 
 
-def picture(path: Path | None) -> None:
+def picture(path: Path | None, option: str = "--draw") -> None:
     """Refuse a file that no picture can be drawn to, before anything is computed.
 
     Raises:
@@ -44,5 +44,5 @@ def picture(path: Path | None) -> None:
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
         raise ValueError(
-            f"--draw: required a file with one of the suffixes {', '.join(known)}, got {path}"
+            f"{option}: required a file with one of the suffixes {', '.join(known)}, got {path}"
         )

@@ -14,6 +14,12 @@ from typing import Any
 START_S = 120.0
 PATIENCE = 4.0
 
+#: Share by which a point of ``--check`` may be off.
+TOLERANCE = 0.25
+
+#: What ``--check`` has no use for.
+NOT_CHECKED = ("only", "shapes", "from_log", "fresh")
+
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
@@ -39,8 +45,7 @@ def add(commands: Any) -> None:
     what.add_argument(
         "--tolerance",
         type=float,
-        default=0.25,
-        help="with --check: share by which a point may be off (default: 0.25)",
+        help=f"with --check: share by which a point may be off (default: {TOLERANCE})",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
@@ -57,13 +62,14 @@ def _tune(arguments: argparse.Namespace) -> int:
     from ficco.machine import user_dir
     from ficco.tune.run import Settings, default_name, fingerprint, opened, tune
 
+    _refuse(arguments)
     device = arguments.device or default_device()
-    ranks = check_ranks(arguments.ranks, device)
+    ranks = at_least_two(check_ranks(arguments.ranks, device))
     here = fingerprint(device, ranks)
     path = arguments.out or user_dir() / f"{default_name(here)}.yaml"
     if arguments.check:
         return _check(arguments, device, ranks, path)
-    if not (arguments.fresh and path.exists()):
+    if not (arguments.fresh and path.is_file()):
         opened(path, here)  # says what is wrong with the file before any rank is started
     settings = Settings(
         path=path.absolute(),
@@ -85,11 +91,43 @@ def _tune(arguments: argparse.Namespace) -> int:
         print(f"ficco: error: {outcome.error}", file=sys.stderr)
         return 2
     print(f"wrote {path}", file=sys.stderr)
+    if arguments.out is not None:
+        used = shlex.quote(str(path.absolute()))
+        print(f"use it with FICCO_MACHINE={used}", file=sys.stderr)
     for name, why in outcome.failures.items():
         print(f"ficco: error: {name}: {why}; what the file had was left", file=sys.stderr)
     if outcome.failures:
         print("run the same command again to measure what is left", file=sys.stderr)
     return 1 if outcome.failures else 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Refuse options that say nothing together.
+
+    Raises:
+        ValueError: which one, and what it needs.
+    """
+    if not arguments.check:
+        if arguments.tolerance is not None:
+            raise ValueError(f"--tolerance: required with --check, got {arguments.tolerance} alone")
+        return
+    for name in NOT_CHECKED:
+        if getattr(arguments, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--check: required without --{option}; it takes a few points of all")
+    if arguments.tolerance is not None and not arguments.tolerance > 0:
+        raise ValueError(f"--tolerance: required a number above 0, got {arguments.tolerance}")
+
+
+def at_least_two(ranks: int) -> int:
+    """A number of ranks that have something to say to each other.
+
+    Raises:
+        ValueError: it is 1.
+    """
+    if ranks < 2:
+        raise ValueError(f"--ranks: required at least 2, since one has no peer, got {ranks}")
+    return ranks
 
 
 def _started(arguments: argparse.Namespace) -> int | None:
@@ -121,8 +159,7 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
     from ficco.tune.check import Settings, check, report
     from ficco.tune.run import fingerprint
 
-    if not arguments.tolerance > 0:
-        raise ValueError(f"--tolerance: required a number above 0, got {arguments.tolerance}")
+    tolerance = arguments.tolerance or TOLERANCE
     machine = load(path)
     here: Fingerprint = fingerprint(device, ranks)
     if not here.matches(machine):
@@ -132,7 +169,15 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
         )
     settings = Settings(machine, device, arguments.quick)
     points = launch(check, _started(arguments), settings, device=device, timeout_s=START_S * 2)
-    if int(os.environ.get("RANK", 0)):
-        return 0 if all(point.holds(arguments.tolerance) for point in points) else 1
-    print(report(points, arguments.tolerance))
-    return 0 if all(point.holds(arguments.tolerance) for point in points) else 1
+    if not int(os.environ.get("RANK", 0)):
+        print(report(points, tolerance, _again(arguments)))
+    return 0 if all(point.holds(tolerance) for point in points) else 1
+
+
+def _again(arguments: argparse.Namespace) -> str:
+    """The command that measures the machine that was checked."""
+    words = ["ficco", "tune"]
+    for name in ("ranks", "device", "out"):
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)

@@ -47,19 +47,17 @@ def load(path: str | os.PathLike[str]) -> Machine:
 
 def loads(text: str, source: str = "text") -> Machine:
     """The machine of a text; ``source`` stands for the file in messages. Raises as :func:`load`."""
-    lines = text.split()
-    if not lines or lines[-1] != _END:
-        raise ConfigError(
-            source,
-            "file",
-            f"ends early: required the line {_END!r} at its end; is it half-written?",
-        )
     from ficco.machine import text as as_yaml  # YAML is imported by the first machine that is read
 
+    whole = text.split()[-1:] == [_END]
+    early = f"ends early: required the line {_END!r} at its end; is it half-written?"
     try:
         data = as_yaml.parse(text)
     except as_yaml.Refused as error:
-        raise ConfigError(source, error.where, f"required YAML: {error}") from None
+        also = "" if whole else f"; it also {early}"
+        raise ConfigError(source, error.where, f"required YAML: {error}{also}") from None
+    if not whole:
+        raise ConfigError(source, "file", early)
     try:
         machine: Machine = _read(data, Machine, "")
     except _Wrong as wrong:
@@ -238,7 +236,9 @@ def _number(data: Any, note: Quantity, key: str) -> float:
             value = float(data)
         except (TypeError, ValueError, OverflowError):
             raise _Wrong(key, f"required a number, got {data!r}") from None
-    if not math.isfinite(value) or not note.allows(value):
+    if not math.isfinite(value):
+        raise _Wrong(key, f"required {note.show()}, got {data!r}, which is not finite")
+    if not note.allows(value):
         raise _Wrong(key, f"required {note.show()}, got {data!r}")
     return value
 

@@ -22,6 +22,13 @@ ORDERS = ("piece", "peer")
 MOVERS = ("dma", "kernel", "collective")
 
 
+NO_SIZE = "pieces: required a positive number or positive relative sizes such as 4+2+1, got {}"
+
+
+class _NoSize(ValueError):
+    """A knob whose value is none; its text is for the caller."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A point of the space of all-gather schedules (FiCCO, section V-A, and its extensions).
@@ -76,10 +83,7 @@ class Schedule:
             object.__setattr__(self, "pieces", len(self.pieces))
         weights = self.pieces if isinstance(self.pieces, tuple) else (self.pieces + 1,)
         if not weights or min(weights) < 1:
-            raise ValueError(
-                f"pieces: required a positive number or positive relative sizes such as 4+2+1, "
-                f"got {self.pieces}"
-            )
+            raise ValueError(NO_SIZE.format(self.pieces))
         if self.mover == "collective" and replace(self, mover="dma") != NAMED["serial"]:
             raise ValueError(
                 "collective: required the schedule serial without other knobs, since a collective "
@@ -133,7 +137,9 @@ def _pieces(text: str) -> int | tuple[int, ...]:
     if text == "W":
         return 0
     weights = tuple(int(weight) for weight in text.split("+"))
-    return weights if len(weights) > 1 else weights[0] or -1
+    if weights == (0,):  # as a value, 0 is W
+        raise _NoSize(NO_SIZE.format(text))
+    return weights if len(weights) > 1 else weights[0]
 
 
 def _show_pieces(pieces: int | tuple[int, ...]) -> str:
@@ -184,6 +190,8 @@ def _parse(name: str) -> Schedule:
             if knob is None or knob.axis in values:
                 raise KeyError(key)
             values[knob.axis] = knob.parse(value) if equals else knob.flags[key]
+        except _NoSize:
+            raise
         except (KeyError, ValueError):
             usage = (
                 "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel or collective, copy=2, "

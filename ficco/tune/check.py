@@ -137,8 +137,8 @@ def _calls(site: Site) -> Iterator[Point]:
         yield Point("call", f"{name}, {m} x {n} x {k}", stored, found[name].seconds)
 
 
-def report(points: list[Point], tolerance: float) -> str:
-    """The points as text, and whether all of them hold."""
+def report(points: list[Point], tolerance: float, again: str = "ficco tune") -> str:
+    """The points as text, and whether all of them hold; ``again`` measures the machine anew."""
     lines = [f"{'':44} {'stored':>12} {'measured':>12} {'ratio':>6}"]
     for point in points:
         name = f"{point.block} {point.what}"
@@ -152,7 +152,7 @@ def report(points: list[Point], tolerance: float) -> str:
         lines.append("the file holds nothing that could be checked")
     elif off:
         blocks = " ".join(dict.fromkeys(point.block for point in off if point.block != "call"))
-        remedy = f"ficco tune --only {blocks}" if blocks else "ficco tune"
+        remedy = f"{again} --only {blocks}" if blocks else again
         lines.append(
             f"{len(off)} of {len(points)} points are off ({rule} holds); measure again: {remedy}"
         )

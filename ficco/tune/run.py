@@ -121,8 +121,11 @@ def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
     """The machine to begin with: that of the file, or of one that ships, or an empty one.
 
     Raises:
-        ConfigError: the file is damaged, or of another kind of host.
+        ConfigError: the file is none, or damaged, or of another kind of host.
     """
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "something else"
+        raise ConfigError(str(path), "file", f"required a file, got {what}; name one with --out")
     if path.exists():
         try:
             found = load(path)
