@@ -474,13 +474,17 @@ def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capf
     path = tmp_path / "new" / "m.yaml"
     base = ("tune", "--ranks", 2, "--device", "cpu", "--quick", "--out", path)
     assert cli(*base, "--only", "memory") == 0
-    assert f"wrote {path}" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"wrote {path}" in said and said.endswith(f"use it with FICCO_MACHINE={path}\n")
     assert cli(*base, "--check", "--tolerance", 30) == 0
     assert "all 1 points hold" in capfd.readouterr().out
     found = load(path)
     save(replace(found, memory=replace(found.memory, bandwidth=1e4)), path)
     assert cli(*base, "--check", "--tolerance", 30) == 1
-    assert "1 of 1 points are off" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "1 of 1 points are off" in said
+    again = f"ficco tune --ranks 2 --device cpu --out {path} --only memory"
+    assert said.endswith(f"measure again: {again}\n")
 
 
 def test_a_point_holds_within_the_tolerance_on_either_side() -> None:
