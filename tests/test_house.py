@@ -42,7 +42,7 @@ LAYERS = (
     ("ficco",),
     ("launch", "doctor"),
     ("bench",),
-    ("tune",),
+    ("selftest", "tune"),
     ("cli",),
     ("__main__",),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 #: Seconds after which the ranks of ``doctor`` have hung.
@@ -21,6 +23,14 @@ def add(commands: Any) -> None:
         help="start so many ranks and make a call, to see what reaches a peer",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of those ranks")
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        help="prove what the engine assumes of this machine, on ranks (default: the GPUs, or 2)",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="report of --selftest (default: ficco-selftest-<date>.md)"
+    )
     parser.set_defaults(run=_doctor)
 
 
@@ -28,6 +38,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from ficco import doctor
     from ficco.launch import default_device, launch
 
+    if arguments.selftest:
+        return _selftest(arguments)
+    if arguments.out is not None:
+        raise ValueError("--out: required with --selftest, which writes a report; got it alone")
     found = doctor.report()
     if arguments.ranks is not None:
         device = arguments.device or default_device()
@@ -40,3 +54,21 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         doctor.show(found)
     return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from datetime import date
+
+    from ficco import doctor, selftest
+    from ficco.launch import default_device
+
+    path = Path(arguments.out or f"ficco-selftest-{date.today()}.md")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"--out: required a file that can be written, got {path}")
+    run = selftest.selftest(arguments.device or default_device(), arguments.ranks)
+    path.write_text(selftest.report(run, doctor.report()))
+    if arguments.json:
+        print(selftest.as_json(run, path))
+    else:
+        selftest.show(run, path)
+    return 1 if run.failed else 0

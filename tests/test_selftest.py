@@ -1,0 +1,238 @@
+"""``ficco doctor --selftest``: passes where all is well, and finds what is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ficco
+from ficco import cli, selftest
+from ficco.dma import cpu
+from ficco.launch import launch
+from ficco.selftest import Result, Settings, report
+
+FAST = Settings(
+    iterations=8,
+    repeat=1,
+    large=(96, 64, 16),
+    pair_bytes=1 << 18,
+    rounds=1,
+    timeout_s=1.0,
+    limit_s=20.0,
+)
+
+
+# Ranks on which something is broken.
+
+
+def _columns_arrive_wrong() -> None:
+    """One byte of each rectangle whose rows are apart, the least of its number."""
+    right = cpu._move
+
+    def move(dst: torch.Tensor, src: torch.Tensor) -> None:
+        right(dst, src)
+        if dst.stride(0) != dst.shape[1] and dst.numel():
+            dst.view(torch.uint8)[-1, 0] ^= 1
+
+    cpu._move = move
+
+
+def _no_post() -> None:
+    """Rank 0 posts nothing in pulled calls of one schedule."""
+    right = cpu.CpuEngine.post
+
+    def post(self: Any, program: Any, step: int, signals: Any) -> Any:
+        broken = program.plan.schedule == "shrinking:pull" and self.rank == 0
+        return right(self, program, step, () if broken else signals)
+
+    cpu.CpuEngine.post = post  # type: ignore[method-assign]
+
+
+def _refused_on_one_rank() -> None:
+    right = cpu.CpuEngine.copy
+
+    def copy(self: Any, program: Any, step: int, transfer: Any, mover: str) -> Any:
+        if mover == "kernel" and self.rank == 1:
+            raise ficco.errors.BackendError("moduleLoad", "999", "no such code")
+        return right(self, program, step, transfer, mover)
+
+    cpu.CpuEngine.copy = copy  # type: ignore[method-assign]
+
+
+def _dies() -> None:
+    _on_kernel(lambda: os._exit(7))
+
+
+def _stands_still() -> None:
+    _on_kernel(lambda: time.sleep(1000))
+
+
+def _on_kernel(do: Callable[[], None]) -> None:
+    right = cpu.CpuEngine.copy
+
+    def copy(self: Any, program: Any, step: int, transfer: Any, mover: str) -> Any:
+        if mover == "kernel" and self.rank == 1:
+            do()
+        return right(self, program, step, transfer, mover)
+
+    cpu.CpuEngine.copy = copy  # type: ignore[method-assign]
+
+
+def _broken(breaks: Callable[[], None], fn: Callable[..., Any], *args: Any) -> Any:
+    breaks()
+    return fn(*args)
+
+
+def results(
+    monkeypatch: pytest.MonkeyPatch,
+    breaks: Callable[[], None],
+    only: Sequence[str] = (),
+    settings: Settings = FAST,
+) -> dict[str, Result]:
+    """What the self-test says, by check, where ranks are broken; and its report is whole."""
+    monkeypatch.setattr(
+        selftest,
+        "launch",
+        lambda fn, ranks, *args, **options: launch(_broken, ranks, breaks, fn, *args, **options),
+    )
+    if only:
+        checks = tuple(check for check in selftest.CHECKS if check.name.startswith(tuple(only)))
+        monkeypatch.setattr(selftest, "CHECKS", checks)
+    run = selftest.selftest("cpu", 2, settings)
+    names = [result.check for result in run.results]
+    assert names[: len(selftest.CHECKS)] == [check.name for check in selftest.CHECKS]
+    text = report(run, {})
+    for result in run.results:
+        assert f"| {result.check} | {result.verdict} |" in text
+        assert (f"## {result.check}: failed" in text) == (result.verdict == "failed")
+    return {result.check: result for result in run.results}
+
+
+def failed(found: dict[str, Result]) -> set[str]:
+    return {name for name, result in found.items() if result.verdict == "failed"}
+
+
+# All is well.
+
+
+def test_it_passes_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Settings, "of", lambda device: FAST)
+    monkeypatch.setenv("FICCO_HIP_SIGNALS", "kernel")
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["doctor", "--selftest", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 2 and found["failed"] == 0
+    verdicts = {result["check"]: result["verdict"] for result in found["results"]}
+    assert list(verdicts) == [check.name for check in selftest.CHECKS]
+    offered = {name for name, verdict in verdicts.items() if verdict == "ok"}
+    assert set(verdicts) - offered == {"signals by write", "signals by copy", "kernels", "graphs"}
+    (path,) = tmp_path.glob("ficco-selftest-????-??-??.md")
+    assert found["report"] == path.name
+    text = path.read_text()
+    for words in ("0 failed", "| order of copy and signal | ok |", "FICCO_HIP_SIGNALS=kernel"):
+        assert words in text
+    assert torch.__version__ in text
+
+
+def test_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = selftest.selftest("cpu", 1, FAST)
+    assert run.failed == 0, run.results
+    verdicts = {result.check: result.verdict for result in run.results}
+    assert verdicts["timeouts"] == verdicts["bandwidth of pairs"] == "not offered"
+
+
+# Something is broken.
+
+
+def test_a_corrupted_byte(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = results(monkeypatch, _columns_arrive_wrong, ["memory", "schedule growing", "timeouts"])
+    assert failed(found) == {"memory of peers"}
+    assert "hetero-fused-2d" in found["memory of peers"].seen
+    assert "shard-overlap" not in found["memory of peers"].seen
+    # The command says so, too.
+    out = tmp_path / "report.md"
+    monkeypatch.setattr(selftest, "CHECKS", selftest.CHECKS[:1])
+    monkeypatch.setattr(Settings, "of", lambda device: FAST)
+    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--out", str(out)]
+    assert cli.run(arguments) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "memory of peers" in printed and "1 failed" in printed and "report.md" in printed
+    assert "## memory of peers: failed" in out.read_text()
+
+
+def test_a_post_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = results(monkeypatch, _no_post)
+    assert failed(found) == {
+        "schedule shrinking",
+        *("signals, first way", "signals by write", "signals by copy"),
+    }
+    lost = found["schedule shrinking"]
+    assert "rank 1" in lost.seen and "SignalTimeout" in lost.seen and "rank 0" in lost.seen
+    assert "Traceback" in lost.details and lost.instead
+
+
+def test_a_refusal_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = results(monkeypatch, _refused_on_one_rank, ["copies by kernel", "bandwidth of all"])
+    assert failed(found) == {"copies by kernel"}
+    assert "rank 1: BackendError: moduleLoad" in found["copies by kernel"].seen
+    assert found["bandwidth of all pairs"].verdict == "ok"
+
+
+def test_a_rank_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = results(monkeypatch, _dies, ["2D copies", "copies by kernel", "bandwidth of all"])
+    assert failed(found) == {"copies by kernel"}
+    assert "exit code 7" in found["copies by kernel"].seen
+
+
+def test_a_rank_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(**{**vars(FAST), "limit_s": 3.0})
+    only = ["copies by kernel", "schedule serial:collective", "bandwidth of all"]
+    found = results(monkeypatch, _stands_still, only, settings)
+    assert failed(found) == {"copies by kernel"}
+    assert "limit 3 s" in found["copies by kernel"].seen
+
+
+def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = results(monkeypatch, os.abort, ["memory", "timeouts"])
+    assert failed(found) == {"memory of peers", "timeouts", "start of ranks"}
+    assert "SIGABRT" in found["start of ranks"].seen
+
+
+# Wrong arguments.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--selftest", "--ranks", "0", "--device", "cpu"], "at least 1"),
+        (["--selftest", "--device", "cpu", "--out", "/nowhere/at/all.md"], "--out: required"),
+        (["--selftest", "--device", "cpu", "--out", "/"], "--out: required"),
+        (["--selftest", "--device", "tpu"], "invalid choice"),
+        (["--out", "report.md"], "required with --selftest"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["doctor", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_not_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    assert cli.run(["doctor", "--selftest", "--device", "cpu"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
