@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import DeviceClock, Gate, HostClock, Item, rounds
+from ficco.bench.progress import bar
 from ficco.bench.stats import NONE, slowest, summarise
 from ficco.bench.table import Row
 from ficco.bench.traces import trace_all
@@ -243,22 +245,9 @@ class _Bench:
 
     @contextmanager
     def _progress(self, title: str) -> Iterator[Tick]:
-        """A bar over the steps of one shape; on rank 0, a line where there is no terminal."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+        """A bar over the steps of one shape."""
         graphs = "graph" in self.settings.modes
         total = len(self.settings.candidates) * (1 + graphs) + self.settings.rounds
-        on_terminal = self.console.is_terminal
-        if not on_terminal:
-            self.console.print(f"{title} ...", markup=False, highlight=False)
-        columns = (
-            TextColumn("{task.fields[title]}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        with Progress(
-            *columns, console=self.console, transient=True, disable=not on_terminal
-        ) as shown:
-            task = shown.add_task("", total=total, title=title)
-            yield lambda what: shown.update(task, advance=1, description=what)
+        steps = count(1)
+        with bar(self.console, title, total) as show:
+            yield lambda what: show(next(steps), what)

@@ -12,6 +12,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
+from ficco.machine.atomic import write
 from ficco.problem import digest
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
@@ -43,16 +44,9 @@ class Saved:
     def put(self, key: str, schedule: Schedule, reason: str) -> None:
         """Save a decision. Readers see all of it or nothing."""
         path = self._path(key)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
         data = {"key": key, "schedule": str(schedule), "reason": reason}
         try:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                part.write_text(json.dumps(data))
-                os.replace(part, path)
-            except OSError:
-                part.unlink(missing_ok=True)
-                raise
+            write(path, json.dumps(data), durable=False)
         except OSError as error:
             warn_once(f"decisions are not saved: {self.folder}: {error.strerror}")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from ficco.errors import ConfigError
 from ficco.machine import units
+from ficco.machine.atomic import write
 from ficco.machine.model import Machine, OneOf, Points, Quantity
 from ficco.problem import digest as digest_of_text
 
@@ -83,27 +83,10 @@ def save(machine: Machine, path: str | os.PathLike[str]) -> None:
     path = Path(path).resolve()  # of a link, what it leads to is replaced
     text = dumps(machine)
     loads(text, str(path))  # what could not be read again is not written
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
+        write(path, text)
     except OSError as error:
         raise ConfigError(str(path), "file", f"cannot be written: {error.strerror}") from None
-    with suppress(OSError):  # the name, too, survives a loss of power where folders can be synced
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def digest(machine: Machine) -> int:

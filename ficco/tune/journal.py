@@ -7,13 +7,13 @@ replaced as a whole; whatever is killed when, the next run finds the one or the 
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ficco.errors import ConfigError
+from ficco.machine.atomic import write as write_file
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,8 @@ def write(journal: Journal, machine: Path) -> None:
     Raises:
         ConfigError: the folder cannot be written, or the disk is full.
     """
-    path = path_of(machine)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("w") as file:
-                json.dump(asdict(journal), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
+        write_file(path_of(machine), json.dumps(asdict(journal)))
     except OSError as error:
         raise ConfigError(
             str(machine),

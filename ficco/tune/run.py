@@ -21,6 +21,7 @@ import torch.distributed as dist
 import ficco
 from ficco import doctor
 from ficco.bench import table
+from ficco.bench.progress import bar
 from ficco.bench.series import Stopwatch
 from ficco.errors import ConfigError
 from ficco.machine import Fingerprint, Machine, Provenance, dumps, find, load, loads, save
@@ -362,32 +363,17 @@ class _Run:
 
     @contextmanager
     def _progress(self, number: int, todo: list[str]) -> Iterator[measures.Tick]:
-        """A bar over the whole run; a line where there is no terminal."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+        """A bar over the whole run."""
         title = f"[{number + 1}/{len(todo)}] {todo[number]}"
-        on_terminal = self.console.is_terminal
-        if not on_terminal:
-            self._say(f"{title} ...")
         behind = sum(self.settings.seconds(name) for name in todo[:number])
         whole = sum(self.settings.seconds(name) for name in todo)
         own, began = self.settings.seconds(todo[number]), time.monotonic()
-        columns = (
-            TextColumn("{task.fields[title]}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        with Progress(
-            *columns, console=self.console, transient=True, disable=not on_terminal
-        ) as shown:
-            task = shown.add_task("", total=whole, completed=behind, title=title)
+        with bar(self.console, title, whole, behind) as show:
 
             def tick(what: str) -> None:
                 spent = min(time.monotonic() - began, own)
                 left = self.pace * (whole - behind - spent)
-                text = f"{what}; about {left:.0f} s left"
-                shown.update(task, completed=behind + spent, description=text)
+                show(behind + spent, f"{what}; about {left:.0f} s left")
 
             yield tick
 

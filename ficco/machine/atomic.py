@@ -1,0 +1,46 @@
+"""Files that are written entirely or not at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write a file, and the folders that it lies in: a reader sees the old text or the new one.
+
+    What a process that dies leaves behind is a hidden file beside it.
+
+    Args:
+        path: the file.
+        text: all of it.
+        durable: the new text survives a loss of power from here on.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full. The old file is as it was.
+    """
+    part = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    if durable:
+        with suppress(OSError):  # the name, too, where folders can be synced
+            _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
