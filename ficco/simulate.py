@@ -458,8 +458,7 @@ class _Simulation:
     def _gather(self) -> None:
         """The collective begins once all ranks have reached it."""
         nbytes = max(self.problem.rows) * self.problem.k * self.problem.itemsize
-        moves = nbytes and self.problem.world > 1
-        end = self.now + (self.collective.seconds(nbytes) if moves else 0.0)
+        end = self.now + (self.collective.seconds(nbytes) if nbytes else 0.0)
         for lane in self.gathering:
             self._push(end, _END, lane)
         self.gathering = []

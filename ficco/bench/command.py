@@ -183,11 +183,12 @@ def _pictures(csv: Path) -> list[Path]:
 
 def _regret(csv: Path, machine: str | None) -> Path:
     from ficco.bench import regret, table
-    from ficco.machine import Fingerprint, find
+    from ficco.machine import Fingerprint, find, nearest
 
     rows, about = table.read(csv), table.read_description(csv)
     device, ranks = str(about.get("device", "")), int(about.get("ranks", 0))
-    found = find(machine, Fingerprint(device, ranks))
+    here = Fingerprint(device, ranks)
+    found = find(machine, here) or (nearest(here) if ranks else None)
     if found is None:
         raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
     path = csv.with_name(f"{csv.stem}_regret.md")

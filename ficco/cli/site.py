@@ -22,11 +22,13 @@ def site(
     from ficco.launch import check_ranks, default_device
     from ficco.machine import Fingerprint
 
-    device = default_device()
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    here = Fingerprint(name, check_ranks(None, device))
+    def here() -> Fingerprint:
+        device = default_device()
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        return Fingerprint(name, check_ranks(None, device))
+
     try:
-        return where(machine, world, here, captured=captured, default=default)
+        return where(machine, world, here() if default is None else default, captured=captured)
     except ValueError as error:
         raise ValueError(f"--{str(error).removeprefix('--')}") from None
 

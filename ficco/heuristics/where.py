@@ -48,19 +48,17 @@ _KNOWN = "with --machine or FICCO_MACHINE"
 def where(
     machine: Machine | str | os.PathLike[str] | None,
     world: int | None,
-    here: Fingerprint,
+    here: Fingerprint | str,
     *,
     captured: bool = False,
-    default: str | None = None,
 ) -> Where:
     """Find the machine, and how calls are made on it.
 
     Args:
         machine: one, or the name or path of one.
         world: number of ranks; None for those of the machine.
-        here: what this host is known by.
+        here: what this host is known by, or the name of the machine to take in its place.
         captured: calls are captured in graphs.
-        default: the machine if none is named, in place of this host's.
 
     Raises:
         ValueError: an argument is wrong, or neither ranks nor a machine are known.
@@ -70,21 +68,29 @@ def where(
         raise ValueError(f"machine: required a Machine, a name, a path or None, got {machine!r}")
     if world is not None and world < 1:
         raise ValueError(f"world: required world >= 1, got {world}")
-    if not isinstance(machine, Machine):
-        ranks = here.ranks if world is None else world
-        fingerprint = None if default else Fingerprint(here.accelerator, ranks)
-        name = None if machine is None else os.fspath(machine)
-        machine = find(name, fingerprint)
-        if machine is None:
-            machine = find(default, None) if fingerprint is None else nearest(fingerprint)
+    found = machine if isinstance(machine, Machine) else _found(machine, world, here)
     if world is None:
-        if machine is None:
+        if found is None:
             raise ValueError(
                 f"--world: required the number of ranks, or a machine {_KNOWN}, since nobody "
-                f"described {here.ranks} ranks on {here.accelerator}; got none"
+                f"described {_accelerator(here)}; got none"
             )
-        world = machine.ranks
-    on_cpu = (here.accelerator if machine is None else machine.accelerator) == "cpu"
+        world = found.ranks
+    on_cpu = (_accelerator(here) if found is None else found.accelerator) == "cpu"
     # A captured call does not wait for its host; on CPUs the caller carries the call out.
     mode = "queued" if captured else "idle" if on_cpu else "eager"
-    return Where(machine, world, mode)
+    return Where(found, world, mode)
+
+
+def _found(
+    machine: str | os.PathLike[str] | None, world: int | None, here: Fingerprint | str
+) -> Machine | None:
+    name = None if machine is None else os.fspath(machine)
+    if isinstance(here, str):
+        return find(name, None) or find(here, None)
+    asked = here if world is None else Fingerprint(here.accelerator, world)
+    return find(name, asked) or nearest(asked)
+
+
+def _accelerator(here: Fingerprint | str) -> str:
+    return here if isinstance(here, str) else here.accelerator
