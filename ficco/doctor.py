@@ -34,6 +34,16 @@ VARIABLES = (
     *("GPU_", "AMD_", "NVIDIA_", "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD"),
 )
+#: Variables by which an engine can be told which of its ways to go, and what they can be.
+CHOICES = {
+    "cpu": {},
+    "cuda": {},
+    "hip": {
+        "FICCO_HIP_SIGNALS": ("signal", "uncached", "kernel"),
+        "FICCO_HIP_COPY": ("dtod", "peer", "nocu"),
+        "FICCO_HIP_MEMORY": ("torch", "ipc"),
+    },
+}
 #: Attributes of a device that engines go by.
 ATTRIBUTES = {
     "cuda": (

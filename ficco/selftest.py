@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,9 +32,11 @@ import torch.distributed as dist
 import ficco
 from ficco import doctor
 from ficco.bench.inputs import Operands
+from ficco.dma.choose import engine_name
 from ficco.dma.engine import Engine
 from ficco.errors import BackendError, RankMismatch, SignalTimeout
 from ficco.launch import RankFailed, check_ranks, launch, under_torchrun
+from ficco.options import current
 from ficco.problem import Problem
 from ficco.schedules import NAMED
 from ficco.workspace import workspace_of
@@ -494,6 +497,70 @@ def _gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int) -
     return peers * rows * k * 2 / min(seconds[1:]) / 1e9
 
 
+def _way(at: Rank, group: ProcessGroup, variable: str, value: str) -> Found:
+    """One of the ways that an engine can be told to go."""
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        count = max(2, at.settings.iterations // 8)
+        problems = _exact(at, group, ORDERED, at.settings.small, count)
+        problems += _exact(at, group, ORDERED, at.settings.large, 2)
+        at.conclude(problems)
+        rate = _gb_per_s(at, group, _all_at_once(at), at.world - 1)
+    except (SignalTimeout, RankMismatch, NotImplementedError):
+        raise
+    except RuntimeError as error:  # of the engine, or of PyTorch's memory
+        raise NotOffered(f"{type(error).__name__}: {error}") from error
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+    capabilities = at.engine(group).capabilities()
+    details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
+    calls = (count + 2) * len(ORDERED)
+    return Found(f"{calls} calls exact; {rate:.1f} GB/s received per rank", details)
+
+
+def _beside(at: Rank, group: ProcessGroup) -> Found:
+    """Whether copies leave the compute units to products."""
+    if at.device.type == "cpu":
+        raise NotOffered("on a CPU all work is the cores'")
+    a = torch.ones(4096, 4096, dtype=torch.bfloat16, device=at.device)
+    out = torch.empty_like(a)
+    rows, k = 1024, at.settings.pair_bytes // 2048
+    shard = torch.ones(rows, k, dtype=torch.bfloat16, device=at.device)
+    b = torch.ones(k, 1, dtype=torch.bfloat16, device=at.device)[:, :0]
+    beside = torch.cuda.Stream()
+
+    def milliseconds(products: int, calls: int) -> float:
+        """Time of products while copies are under way."""
+        at.settle()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(beside):
+            first.record()
+            for _ in range(products):
+                torch.mm(a, a, out=out)
+            last.record()
+        for _ in range(calls):
+            ficco.all_gather_matmul(shard, b, group=group, schedule=_all_at_once(at))
+        torch.cuda.synchronize()
+        ficco.synchronize(group)
+        return first.elapsed_time(last)
+
+    products, calls = 50, 20
+    milliseconds(products, 3)  # to warm up
+    alone = min(milliseconds(products, 0) for _ in range(3))
+    both = min(milliseconds(products, calls) for _ in range(3))
+    alone, both = max(at.gather(alone)), max(at.gather(both))
+    return Found(f"{products} products take {alone:.1f} ms alone, {both:.1f} ms beside copies")
+
+
+def _all_at_once(at: Rank) -> str:
+    """A schedule in which every peer has a copy lane."""
+    return f"hetero-fused-1d:pieces=4,copy={max(1, at.world - 1)}"
+
+
 def _bandwidth_of_pairs(at: Rank, group: ProcessGroup) -> Found:
     if at.world == 1:
         raise NotOffered("one rank has no peer")
@@ -526,7 +593,7 @@ def _bandwidth_of_all(at: Rank, group: ProcessGroup) -> Found:
     if at.world == 1:
         raise NotOffered("one rank has no peer")
     peers = at.world - 1
-    names = list(dict.fromkeys(("shard-overlap", f"hetero-fused-1d:pieces=4,copy={peers}")))
+    names = ("shard-overlap", _all_at_once(at))
     rates = {name: _gb_per_s(at, group, name, peers) for name in names}
     best = max(rates, key=lambda name: rates[name])
     details = "\n".join(f"{name}: {rate:.1f} GB/s" for name, rate in rates.items())
@@ -581,8 +648,23 @@ CHECKS = (
     Check("graphs", _graph, "calls outside of graphs"),
     Check("bandwidth of pairs", _bandwidth_of_pairs, "nothing", limits=2),
     Check("bandwidth of all pairs", _bandwidth_of_all, "nothing"),
+    Check("products beside copies", _beside, "nothing"),
     Check("timeouts", _timeout, "a limit of your own for each call", alone=True),
 )
+
+#: The ways of each engine; the others are not tried.
+WAYS = {
+    engine: tuple(
+        Check(
+            f"{variable}={value}",
+            partial(_way, variable=variable, value=value),
+            f"leave {variable} out, or set another of {', '.join(values)}",
+        )
+        for variable, values in variables.items()
+        for value in values
+    )
+    for engine, variables in doctor.CHOICES.items()
+}
 
 
 # On the ranks.
@@ -629,12 +711,11 @@ def _on_a_rank(names: Sequence[str], settings: Settings, device: str, folder: st
     at = Rank(rank, world, torch.device(device, index), settings, talk)
     _warm(at)
     at.settle()
-    for number, check in enumerate(CHECKS):
-        if check.name not in names:
-            continue
+    every = {check.name: check for some in (CHECKS, *WAYS.values()) for check in some}
+    for check in (every[name] for name in names):
         if rank == 0:
             print(f"selftest: {check.name}", file=screen, flush=True)
-        at.iteration = 10_000 * number
+        at.iteration = 10_000 * list(every).index(check.name)
         # In place of the time that launch() set: where a check hangs, the rank ends.
         faulthandler.dump_traceback_later(check.limits * settings.limit_s, exit=True)
         journal.note(check.name, "begin")
@@ -651,7 +732,7 @@ def _warm(at: Rank) -> None:
         a = torch.ones(2, 64, 64, dtype=kind, device=at.device)
         torch.bmm(a, a), torch.mm(a[0], a[1]), torch.addmm(a[0], a[0], a[1])
         torch.baddbmm(a, a, a), a.random_(-3, 4), (a != a.clone()).sum()
-    with contextlib.suppress(NotImplementedError, BackendError):  # its own check will tell
+    with contextlib.suppress(NotImplementedError, BackendError, ImportError):  # its check will tell
         doctor.own_kernels(at.device)
 
 
@@ -674,7 +755,7 @@ def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
         note("failed", str(error))
     except (NotOffered, NotImplementedError) as error:
         note("not offered", str(error), "".join(traceback.format_exception(error)))
-        if isinstance(error.__cause__, BackendError):  # who knows where the peers are
+        if error.__cause__ is not None:  # who knows where the peers are
             raise
     except (SignalTimeout, RankMismatch) as error:
         note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -694,7 +775,7 @@ class Selftest:
     """A run of all checks.
 
     Attributes:
-        results: in the order of :data:`CHECKS`.
+        results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
         logs: what ranks printed, by launch and rank.
     """
 
@@ -727,7 +808,9 @@ def selftest(device: str, ranks: int | None = None, settings: Settings | None = 
         ranks = default_ranks(device)
     run = Selftest(device, check_ranks(ranks, device), settings or Settings.of(device))
     began = time.monotonic()
-    left = list(CHECKS)
+    engine = engine_name(torch.device(device), current().engine)
+    checks = (*CHECKS, *WAYS[engine])
+    left = list(checks)
     found: dict[str, Result] = {}
     while left:
         batch = [left[0]] if left[0].alone else [check for check in left if not check.alone]
@@ -738,7 +821,7 @@ def selftest(device: str, ranks: int | None = None, settings: Settings | None = 
             for check in left:
                 found[check.name] = Result(check.name, "failed", f"not run: {why}", check.instead)
         left = [check for check in left if check.name not in found]
-    names = [check.name for check in CHECKS]
+    names = [check.name for check in checks]
     run.results = [found[name] for name in names]
     run.results += [result for name, result in found.items() if name not in names]
     run.seconds = time.monotonic() - began
@@ -855,8 +938,20 @@ def _short(text: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
+def about() -> dict[str, Any]:
+    """What ``ficco doctor`` says, in a process of its own: this one leaves the devices to ranks,
+    and a device that hangs must not keep the report from being written."""
+    command = [sys.executable, "-m", "ficco", "doctor", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"versions": f"ficco doctor cannot tell: {error}"}
+
+
 def report(run: Selftest, about: dict[str, Any]) -> str:
-    """All that was found, in Markdown; ``about`` is what :func:`ficco.doctor.report` says."""
+    """All that was found, in Markdown; ``about`` is what :func:`about` found."""
     return "\n".join(_lines(run, about))
 
 

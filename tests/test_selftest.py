@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hip_ranks
 import pytest
 import torch
 
@@ -108,6 +112,7 @@ def results(
     run = selftest.selftest("cpu", 2, settings)
     names = [result.check for result in run.results]
     assert names[: len(selftest.CHECKS)] == [check.name for check in selftest.CHECKS]
+    assert len(names) == len(set(names))
     text = report(run, {})
     for result in run.results:
         assert f"| {result.check} | {result.verdict} |" in text
@@ -134,7 +139,13 @@ def test_it_passes_here(
     verdicts = {result["check"]: result["verdict"] for result in found["results"]}
     assert list(verdicts) == [check.name for check in selftest.CHECKS]
     offered = {name for name, verdict in verdicts.items() if verdict == "ok"}
-    assert set(verdicts) - offered == {"signals by write", "signals by copy", "kernels", "graphs"}
+    assert set(verdicts) - offered == {
+        "signals by write",
+        "signals by copy",
+        "kernels",
+        "graphs",
+        "products beside copies",
+    }
     (path,) = tmp_path.glob("ficco-selftest-????-??-??.md")
     assert found["report"] == path.name
     text = path.read_text()
@@ -236,3 +247,28 @@ def test_not_under_torchrun(
         monkeypatch.setenv(name, "1")
     assert cli.run(["doctor", "--selftest", "--device", "cpu"]) == 2
     assert "without torchrun" in capsys.readouterr().err
+
+
+# The HIP engine on a double of its library.
+
+
+def _on_the_double(library: str, wheel: str) -> None:
+    sys.path.insert(0, wheel)
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    ficco.set_options(engine="hip")
+
+
+def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = partial(_on_the_double, str(hip_ranks.library()), str(hip_ranks.wheel("7")))
+    with ficco.options(engine="hip"):
+        found = results(monkeypatch, double)
+    assert failed(found) == set(), found
+    assert "hip engine" in found["device and engine"].seen
+    for way, words in (("write", "hipStreamWriteValue32"), ("copy", "4-byte copy")):
+        result = found[f"signals by {way}"]
+        assert result.verdict == "ok" and words in result.seen
+    ways = {name: result.verdict for name, result in found.items() if name.startswith("FICCO_HIP")}
+    assert len(ways) == 8
+    # The double waits on signal memory alone; on CPUs PyTorch has no symmetric memory.
+    refused = {name for name, verdict in ways.items() if verdict != "ok"}
+    assert refused == {"FICCO_HIP_SIGNALS=uncached", "FICCO_HIP_MEMORY=torch"}

@@ -59,14 +59,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _selftest(arguments: argparse.Namespace) -> int:
     from datetime import date
 
-    from ficco import doctor, selftest
+    from ficco import selftest
     from ficco.launch import default_device
 
     path = Path(arguments.out or f"ficco-selftest-{date.today()}.md")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ValueError(f"--out: required a file that can be written, got {path}")
     run = selftest.selftest(arguments.device or default_device(), arguments.ranks)
-    path.write_text(selftest.report(run, doctor.report()))
+    path.write_text(selftest.report(run, selftest.about()))
     if arguments.json:
         print(selftest.as_json(run, path))
     else:
