@@ -404,7 +404,7 @@ def _kernels(at: Rank, group: ProcessGroup) -> Found:
             parts = [integers(part, 1, size) for _ in range(count)]
             total = torch.empty(1, size, dtype=out, device=at.device)
             kernels.reduce(total, parts, stream)
-            if not torch.equal(total, sum(one.double() for one in parts).to(out)):
+            if not torch.equal(total, torch.stack(parts).double().sum(0).to(out)):
                 problems.append(f"the sum of {count} x {size} {part} in {out} is wrong")
     at.settle()
     at.conclude(problems)
@@ -707,8 +707,10 @@ def _on_a_rank(names: Sequence[str], settings: Settings, device: str, folder: st
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks share this machine
     patience = timedelta(seconds=3 * settings.limit_s)
     talk = dist.new_group(list(range(world)), backend="gloo", timeout=patience)
-    index = torch.cuda.current_device() if device == "cuda" else None
-    at = Rank(rank, world, torch.device(device, index), settings, talk)
+    here = torch.device(device)
+    if device == "cuda":
+        here = torch.device(device, torch.cuda.current_device())
+    at = Rank(rank, world, here, settings, talk)
     _warm(at)
     at.settle()
     every = {check.name: check for some in (CHECKS, *WAYS.values()) for check in some}
