@@ -819,7 +819,7 @@ def selftest(device: str, ranks: int | None = None, settings: Settings | None = 
         new = _launched(run, batch)
         found |= new
         if not any(check.name in new for check in batch):  # they do not even start
-            why = new["start of ranks"].seen
+            why = new["start of ranks"].seen if new else "nothing was noted"
             for check in left:
                 found[check.name] = Result(check.name, "failed", f"not run: {why}", check.instead)
         left = [check for check in left if check.name not in found]
