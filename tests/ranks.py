@@ -280,6 +280,8 @@ def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str,
         timeout=patience,
         device_id=device_id,
     )
+    # Whoever started the tests in the background may have had it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
             message = pipe.recv()

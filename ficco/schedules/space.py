@@ -25,10 +25,6 @@ MOVERS = ("dma", "kernel", "collective")
 NO_SIZE = "pieces: required a positive number or positive relative sizes such as 4+2+1, got {}"
 
 
-class _NoSize(ValueError):
-    """A knob whose value is none; its text is for the caller."""
-
-
 @dataclass(frozen=True)
 class Schedule:
     """A point of the space of all-gather schedules (FiCCO, section V-A, and its extensions).
@@ -137,8 +133,6 @@ def _pieces(text: str) -> int | tuple[int, ...]:
     if text == "W":
         return 0
     weights = tuple(int(weight) for weight in text.split("+"))
-    if weights == (0,):  # as a value, 0 is W
-        raise _NoSize(NO_SIZE.format(text))
     return weights if len(weights) > 1 else weights[0]
 
 
@@ -185,13 +179,13 @@ def _parse(name: str) -> Schedule:
     values: dict[str, Any] = {}
     for item in text.split(",") if text else []:
         key, equals, value = item.partition("=")
+        if item == "pieces=0":  # in a Schedule, 0 is W
+            raise ValueError(NO_SIZE.format(0))
         knob = next((k for k in KNOBS if (key == k.axis if equals else key in k.flags)), None)
         try:
             if knob is None or knob.axis in values:
                 raise KeyError(key)
             values[knob.axis] = knob.parse(value) if equals else knob.flags[key]
-        except _NoSize:
-            raise
         except (KeyError, ValueError):
             usage = (
                 "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel or collective, copy=2, "
