@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -102,7 +103,7 @@ def demo(settings: Settings) -> int:
         Candidate("torch.distributed, then matmul", "serial-collective"),
         *(parse(name) for name in (*NAMED, *KNOBS)),
     ]
-    console = Console(quiet=not first)
+    console = Console(quiet=not first, width=None if sys.stdout.isatty() else 100)
     console.print(f"{problem} on {device.type}")
     out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-") if first else "")
     show = Progress(console=Console(stderr=True, quiet=not first), transient=True)
