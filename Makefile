@@ -24,7 +24,7 @@ test-gpu: .venv/.ready ## Run the tests that need GPUs
 bench: .venv/.ready ## Time schedules, serial and PyTorch's fused op; results in build/bench/
 	@$(PY) -m ficco bench --out build/bench
 
-# What the committed results come from. It takes PYTHON's own packages: a machine with GPUs has its own torch.
+# Takes PYTHON's own packages: a machine with GPUs has its own torch.
 gpu: gpu-tests gpu-memory gpu-bench ## On a machine with GPUs: tests, memory check, benches into RESULTS
 
 RESULTS ?= build/gpu

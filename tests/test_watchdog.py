@@ -27,6 +27,7 @@ class Engine:
     def __init__(self, program: Program, running: int, ending: bool) -> None:
         self.program, self.running, self.ending = program, running, ending
         self.released: list[Slot] = []
+        self.times = 0  # that everything was released
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         return self.running, self.ending
@@ -41,6 +42,7 @@ class Engine:
 
     def release(self, slots: list[Slot], seconds: float) -> bool:
         self.released = list(slots)
+        self.times += 1
         return True
 
 
@@ -114,6 +116,22 @@ def test_idle_slots_and_calls_that_end_are_left_alone(
 ) -> None:
     workspace = watch(running, ending)
     assert until(workspace, 3 * TIMEOUT_S) >= 3 * TIMEOUT_S
+
+
+def test_calls_behind_a_stuck_one_are_released_too(watch: Callable[..., Workspace]) -> None:
+    workspace = watch(running=7)
+    until(workspace, 10 * TIMEOUT_S)
+    time.sleep(8 * PERIOD_S)
+    assert workspace.engine.times >= 3
+
+
+def test_the_time_of_a_slot_goes_with_it(watch: Callable[..., Workspace]) -> None:
+    workspace = watch(running=7)
+    time.sleep(0.7 * TIMEOUT_S)
+    slots, workspace.slots = workspace.slots, []
+    time.sleep(3 * PERIOD_S)
+    workspace.slots = slots  # as far as the watchdog can tell, another one
+    assert until(workspace, 10 * TIMEOUT_S) >= TIMEOUT_S - PERIOD_S
 
 
 def test_disagreement_is_found_although_nothing_runs(watch: Callable[..., Workspace]) -> None:
