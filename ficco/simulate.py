@@ -48,7 +48,7 @@ from ficco.plan import Plan, Signal, Step
 from ficco.plan.collector import paused
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan, plans
-from ficco.schedules.arrivals import GRANULE, cut
+from ficco.schedules.groups import GRANULE, cut
 from ficco.timeline import SYNC_LANE, Timeline, assemble
 
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
@@ -302,7 +302,7 @@ class _Simulation:
 
         self.gemm: Gemm = block("gemm", "matmul" in ops)
         self.memory: Memory = block("memory", "place" in ops)
-        self.collective: Collective = block("collective", "gather" in ops)
+        self.collective: Collective = block("collective", "collective" in ops)
         self.topology: Topology = block("topology", "copy" in ops)
         self.copies: Copies = block("copies", "copy" in ops)
         if by_kernel and machine.kernel_copies is not None:
@@ -423,7 +423,7 @@ class _Simulation:
         lane.start = self.now
         if step.op in ("matmul", "place"):
             self._begin_product(lane, rank, step)
-        elif step.op == "gather":
+        elif step.op == "collective":
             self.gathering.append(lane)
             if len(self.gathering) == len(self.ranks):
                 self._gather()
@@ -490,7 +490,7 @@ class _Simulation:
         """Seconds of a step's products alone, and with their last waves filled by others."""
         whole = filled = 0.0
         for product in step.products:
-            _, k_first, k_last, out, accumulate, batch, _, _ = product
+            _, k_first, k_last, out, accumulate, batch, *_ = product
             wide = accumulate or out.buffer == "sum"
             key = out.row_stop - out.row, out.col_stop - out.col, k_last - k_first, batch, wide
             found = self._seconds.get(key)
@@ -512,7 +512,7 @@ class _Simulation:
     def _place(self, step: Step) -> tuple[float, float]:
         """Read here, written there; sums are float32."""
         assert step.transfer is not None
-        sizes = [4 if end.buffer == "sum" else self.problem.itemsize for end in step.transfer]
+        sizes = [4 if end.buffer == "sum" else self.problem.itemsize for end in step.transfer[:2]]
         filled = step.transfer.src.elements * sum(sizes) / self.memory.bandwidth
         return (self.memory.latency + filled, filled) if filled else (0.0, 0.0)
 
@@ -520,7 +520,7 @@ class _Simulation:
 
     def _begin_copy(self, lane: _Lane, rank: _Rank, step: Step) -> None:
         assert step.transfer is not None
-        src, dst = step.transfer
+        src, dst, _ = step.transfer
         nbytes = src.elements * self.problem.itemsize
         if not nbytes:
             self._over(lane, self.now, self.now)

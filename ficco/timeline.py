@@ -16,7 +16,10 @@ from ficco.errors import ConfigError
 from ficco.plan import Plan, Step
 
 #: Kinds of bars: the operations of steps, and ``"wait"``.
-KINDS = ("matmul", "copy", "gather", "place", "sync", "wait")
+KINDS = ("matmul", "copy", "collective", "place", "reduce", "sync", "wait")
+
+#: What kinds were called in files of earlier versions.
+OLD_KINDS = {"gather": "collective"}
 
 #: The lane on which peers and the watchdog are told; the caller's stream does not wait for it.
 SYNC_LANE = "sync"
@@ -60,7 +63,7 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
     """Floating-point operations of a step, and the bytes that it brings."""
     flops = sum(2.0 * p.batch * p.out.elements * (p.k_last - p.k_first) for p in step.products)
     moved = step.transfer.src.elements if step.transfer else 0
-    if step.op == "gather" and step.transfer:  # all shards but the rank's own
+    if step.op == "collective" and step.transfer:  # all shards but the rank's own
         moved = step.transfer.dst.elements - moved
     return flops, float(moved * plan.problem.itemsize)
 
@@ -114,7 +117,7 @@ def _bar(found: dict[str, Any]) -> Bar:
     bar = Bar(
         str(found["lane"]),
         str(found["label"]),
-        str(found["kind"]),
+        OLD_KINDS.get(str(found["kind"]), str(found["kind"])),
         float(found["start_s"]),
         float(found["stop_s"]),
     )

@@ -13,8 +13,9 @@ from ficco.timeline import Bar, Timeline
 COLOURS = {
     "matmul": "#2a5d8f",
     "copy": "#e08a1e",
-    "gather": "#a05a8a",
+    "collective": "#a05a8a",
     "place": "#7a9a3a",
+    "reduce": "#4f7a5a",
     "wait": "#dddddd",
 }
 

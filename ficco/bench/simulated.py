@@ -12,7 +12,7 @@ from ficco.bench.cases import Case
 from ficco.heuristics.candidates import suited
 from ficco.machine import Machine
 from ficco.problem import Problem
-from ficco.schedules import NAMED, Schedule
+from ficco.schedules import NAMED, Schedule, refusal
 from ficco.simulate import predict
 
 #: What every shape is held against: bounds, not schedules.
@@ -55,6 +55,7 @@ def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
     named = [
         schedule if name == "shard-overlap" else suited(schedule, problem, machine)
         for name, schedule in NAMED.items()
+        if not refusal(problem, schedule)
     ]
     with_collective = [Schedule.parse("serial:collective")] if machine.collective else []
     return [*with_collective, *named]

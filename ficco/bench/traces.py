@@ -75,10 +75,10 @@ def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
     spent: dict[str, float] = defaultdict(float)
     done: dict[str, float] = defaultdict(float)
     for bar in (bar for bars in timeline.ranks for bar in bars):
-        spent["copy" if bar.kind == "gather" else bar.kind] += bar.stop_s - bar.start_s
+        spent["copy" if bar.kind == "collective" else bar.kind] += bar.stop_s - bar.start_s
     for plan in plans:
         for step in plan.steps:
-            done["copy" if step.op == "gather" else step.op] += max(work(plan, step))
+            done["copy" if step.op == "collective" else step.op] += max(work(plan, step))
     done["place"] *= 2  # read and written
 
     def rate(kind: str) -> float:

@@ -126,7 +126,7 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                 "waits": [signal.name for signal in step.waits],
                 "posts": [signal.name for signal in step.posts],
                 "after": step.after,
-                "transfer": step.transfer and [end._asdict() for end in step.transfer],
+                "transfer": step.transfer and [end._asdict() for end in step.transfer[:2]],
                 "products": [
                     {**p._asdict(), "a": p.a._asdict(), "out": p.out._asdict()}
                     for p in step.products
