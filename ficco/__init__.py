@@ -4,6 +4,10 @@ from ficco.api import empty, explain, memory, synchronize
 from ficco.errors import BackendError, ConfigError, FiccoError, RankMismatch, SignalTimeout
 from ficco.heuristics import Decision
 from ficco.ops.all_gather_matmul import all_gather_matmul
+from ficco.ops.all_to_all_matmul import all_to_all_matmul
+from ficco.ops.matmul_all_reduce import matmul_all_reduce
+from ficco.ops.matmul_all_to_all import matmul_all_to_all
+from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ficco.options import Options, options, set_options
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -20,9 +24,13 @@ __all__ = [
     "Schedule",
     "SignalTimeout",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "close",
     "empty",
     "explain",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "matmul_reduce_scatter",
     "memory",
     "options",
     "set_options",

@@ -3,24 +3,56 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 #: Bytes per element of the dtypes that are served.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One product over a sharded left operand.
+class Operator(NamedTuple):
+    """What tells the operators apart.
 
     Attributes:
-        operator: name of the public operator, for example ``"all_gather_matmul"``.
-        rows: rows of A that each rank holds; its length is the number of ranks.
+        collective: what it is in a library of collectives, in words.
+        scatters: the product travels; otherwise A does.
+        sums: what arrives of all ranks is added up.
+        blocks: every pair of ranks has a block of its own; otherwise rows belong to one rank.
+        returns: the sums travel back to all ranks.
+    """
+
+    collective: str
+    scatters: bool
+    sums: bool = False
+    blocks: bool = False
+    returns: bool = False
+
+
+OPERATORS = {
+    "all_gather_matmul": Operator("all-gather", scatters=False),
+    "all_to_all_matmul": Operator("all-to-all", scatters=False, blocks=True),
+    "matmul_reduce_scatter": Operator("reduce-scatter", scatters=True, sums=True),
+    "matmul_all_to_all": Operator("all-to-all", scatters=True, blocks=True),
+    "matmul_all_reduce": Operator("all-reduce", scatters=True, sums=True, returns=True),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product, and the exchange of its left operand or of its result.
+
+    Attributes:
+        operator: name of the public operator, one of :data:`OPERATORS`.
+        rows: rows that belong to each rank; its length is the number of ranks. All-gather: the rows
+            of A that it holds. Reduce-scatter and all-reduce: the rows of the result that it sums.
+            All-to-all: the rows that it multiplies.
         n: columns of the local B.
         k: columns of A, rows of B.
         dtype: name of the dtype of A, B and the product.
+        blocks: all-to-all: rows that rank i sends to rank j, as ``blocks[i][j]``; else empty.
         return_gathered: the gathered A is a second result.
         symmetric: A lies in symmetric memory, so that peers can read it in place.
     """
@@ -32,8 +64,13 @@ class Problem:
     dtype: str
     return_gathered: bool = False
     symmetric: bool = False
+    blocks: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.operator not in OPERATORS:
+            raise ValueError(
+                f"operator: required one of {', '.join(OPERATORS)}, got {self.operator!r}"
+            )
         if self.dtype not in ITEMSIZE:
             raise NotImplementedError(
                 f"dtype {self.dtype} is not served; use one of {', '.join(ITEMSIZE)}"
@@ -43,6 +80,32 @@ class Problem:
         for name, size in [*(("rows", r) for r in self.rows), ("n", self.n), ("k", self.k)]:
             if size < 0:
                 raise ValueError(f"{name}: required a size of at least 0, got {size}")
+        if self.kind.blocks and self.rows != self._multiplied(self.blocks):
+            raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
+
+    @classmethod
+    def of_blocks(
+        cls, operator: str, blocks: Sequence[Sequence[int]], n: int, k: int, dtype: str
+    ) -> Problem:
+        """The Problem of an all-to-all, whose ``rows`` follow from its table.
+
+        >>> str(Problem.of_blocks("all_to_all_matmul", [[1, 2], [3, 4]], 8, 8, "float32"))
+        'all_to_all_matmul(m=6 (rows=[[1, 2], [3, 4]]), n=8, k=8, float32)'
+        """
+        table = tuple(tuple(row) for row in blocks)
+        scatters = OPERATORS[operator].scatters
+        rows = tuple(map(sum, table if scatters else zip(*table, strict=True)))
+        return cls(operator, rows, n, k, dtype, blocks=table)
+
+    def _multiplied(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+        if len(blocks) != self.world or {len(row) for row in blocks} != {self.world}:
+            return ()
+        return tuple(map(sum, blocks if self.kind.scatters else zip(*blocks, strict=True)))
+
+    @property
+    def kind(self) -> Operator:
+        """What its operator does."""
+        return OPERATORS[self.operator]
 
     @property
     def world(self) -> int:
@@ -51,13 +114,64 @@ class Problem:
 
     @cached_property
     def m(self) -> int:
-        """Rows of the gathered A."""
-        return sum(self.rows)
+        """Rows of a rank's product; all-to-all: of the rank that multiplies most."""
+        return max(self.rows) if self.kind.blocks else sum(self.rows)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First row of each rank's shard in the gathered A, and m at the end."""
+        """First row that belongs to each rank, and m at the end. Not for an all-to-all."""
         return (0, *accumulate(self.rows))
+
+    # Of the blocks that travel: the rows that rank `src` has for rank `dst`.
+
+    def block(self, src: int, dst: int) -> int:
+        """Rows of a block."""
+        if self.kind.blocks:
+            return self.blocks[src][dst]
+        return self.rows[dst if self.kind.scatters else src]
+
+    def leaves(self, src: int, dst: int) -> int:
+        """First row of a block where it comes from: in A, or in the product (scatter)."""
+        if self.kind.blocks:
+            return self._leaves[src][dst]
+        return self.offsets[dst] if self.kind.scatters else 0
+
+    def lands(self, src: int, dst: int) -> int:
+        """First row of a block among those that the receiver gets: in the gathered A, in the result
+        of an all-to-all, or, where blocks are summed, in the product that all ranks share."""
+        if self.kind.blocks:
+            return self._lands[dst][src]
+        return self.offsets[dst if self.kind.scatters else src]
+
+    @cached_property
+    def _leaves(self) -> list[list[int]]:
+        return [[0, *accumulate(row)] for row in self.blocks]
+
+    @cached_property
+    def _lands(self) -> list[list[int]]:
+        return [[0, *accumulate(column)] for column in zip(*self.blocks, strict=True)]
+
+    def left_rows(self, rank: int) -> int:
+        """Rows of a rank's left operand, as its caller gives it."""
+        if self.kind.scatters:
+            return self.product_rows(rank)
+        return sum(self.blocks[rank]) if self.kind.blocks else self.rows[rank]
+
+    def product_rows(self, rank: int) -> int:
+        """Rows that a rank multiplies."""
+        return self.rows[rank] if self.kind.blocks else self.m
+
+    def out_rows(self, rank: int) -> int:
+        """Rows of a rank's result."""
+        if self.kind.blocks:
+            return self._lands[rank][self.world]
+        scattered = self.kind.scatters and not self.kind.returns
+        return self.rows[rank] if scattered else self.m
+
+    @cached_property
+    def equal(self) -> bool:
+        """Whether all ranks, and all pairs of ranks, have the same number of rows."""
+        return len(set(self.rows)) == 1 and len({size for row in self.blocks for size in row}) <= 1
 
     @property
     def itemsize(self) -> int:
@@ -76,12 +190,13 @@ class Problem:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the gathered A: what a serial all-gather allocates."""
+        """Bytes of a gathered A: what a serial all-gather allocates."""
         return self.m * self.k * self.itemsize
 
     def __str__(self) -> str:
-        equal = len(set(self.rows)) == 1
-        rows = f"{self.rows[0]} x {self.world} ranks" if equal else f"rows={list(self.rows)}"
+        rows = f"{self.rows[0]} x {self.world} ranks"
+        if not self.equal:
+            rows = f"rows={[list(row) for row in self.blocks] or list(self.rows)}"
         flags = "".join(
             f", {name}" for name in ("return_gathered", "symmetric") if getattr(self, name)
         )

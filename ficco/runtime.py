@@ -41,12 +41,14 @@ def _operations(
         yield engine.stamp(program, index, end=False)
     if step.op == "copy" and step.transfer and step.transfer.src.elements:
         yield engine.copy(program, index, step.transfer, step.mover)
-    if step.op == "gather":
-        yield engine.gather(program, index)
+    if step.op == "collective":
+        yield engine.collective(program, index)
     if step.op == "place" and step.transfer and step.transfer.src.elements:
         yield engine.place(program, index, step.transfer)
     if step.products:
         yield engine.matmul(program, index, step.products)
+    if step.reduction is not None and step.reduction.out.elements:
+        yield engine.reduce(program, index, step.reduction)
     if trace:
         yield engine.stamp(program, index, end=True)
     if step.posts:

@@ -516,6 +516,18 @@ def check_reduce(kernels: Kernels | TorchKernels, device: str = "cpu", stream: A
                 found = torch.full((elements + skip,), 7.0, dtype=out, device=device)[skip:]
                 kernels.reduce(found, parts, stream)
                 assert torch.equal(found, in_order(parts, out)), (part, out, count, elements)
+            # Columns of a matrix: by vectors, by elements, and from an odd place on.
+            for rows, first, last, pitch in ((5, 8, 40, 64), (3, 8, 13, 64), (4, 1, 17, 31)):
+                whole = [
+                    (torch.randn(rows, pitch, device=device) * 2.0 ** (5 * (p % 3) - 3)).to(part)
+                    for p in range(count)
+                ]
+                parts = [matrix[:, first:last] for matrix in whole]
+                total = torch.full((rows, pitch), 7.0, dtype=out, device=device)
+                kernels.reduce(total[:, first:last], parts, stream)
+                wanted = torch.full((rows, pitch), 7.0, dtype=out, device=device)
+                wanted[:, first:last] = in_order(parts, out)
+                assert torch.equal(total, wanted), (part, out, count, first, last)
 
 
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
@@ -566,6 +578,7 @@ REFUSED_SUMS = {
     "wider": (lambda x: (x, [x.bfloat16()]), "bfloat16"),
     "mixed": (lambda x: (x.bfloat16(), [x, x.bfloat16()]), "one dtype"),
     "strides": (lambda x: (x.t(), [x.t()]), "contiguous"),
+    "distances": (lambda x: (x[:, 1:], [torch.ones(4, 9)[:, :5]]), "one distance"),
 }
 
 

@@ -14,7 +14,7 @@ from ficco.bench.inputs import Operands
 from ficco.dma.engine import Span
 from ficco.machine import Machine
 from ficco.machine.flat import flat
-from ficco.ops.all_gather_matmul import traced
+from ficco.ops.call import run_traced
 from ficco.plan import Plan
 from ficco.simulate import simulate
 from ficco.timeline import Timeline, assemble, work
@@ -39,9 +39,9 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
     for schedule in schedules:
         with suppress(NotImplementedError):
             a, b = operands.a_shard_SK, operands.b_KN
-            traced(a, b, group=group, schedule=schedule)  # first use is slow
+            run_traced("all_gather_matmul", a, b, group, schedule)  # first use is slow
             _let_host_ahead(a.device, group)
-            _, plan, spans = traced(a, b, group=group, schedule=schedule)
+            _, plan, spans = run_traced("all_gather_matmul", a, b, group, schedule)
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, (plan, spans), group=group)
             plans = [plan for plan, _ in everyone]

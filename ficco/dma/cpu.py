@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from ficco.dma.collectives import Collectives, Start
 from ficco.dma.engine import (
     Call,
     Capabilities,
@@ -42,7 +42,7 @@ from ficco.dma.engine import (
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
 from ficco.errors import BackendError, SignalTimeout
-from ficco.plan import Product, Region, Signal, Transfer
+from ficco.plan import Product, Reduction, Region, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -374,16 +374,16 @@ class CpuEngine(Engine):
 
         return self._disturbed(step, op)
 
-    def gather(self, program: Program, step: int) -> Op:
+    def collective(self, program: Program, step: int) -> Op:
         """As all engines do, but a rank that does not come is a timeout of this call and named.
 
         By itself the library waits for half an hour, or says that a connection is lost.
         """
-        problem, group = program.plan.problem, self.group
         if self._roll is None:
             self._roll = self.symmetric(ALIGNMENT)
         counts = [part.view(torch.int64) for part in self._roll.parts]
         pids = self._roll.host.pids
+        exchange = Collectives(program.plan.problem, self.rank, self.group)
 
         def missing() -> int | None:
             """The rank that is dead, or has begun fewer collectives than this one."""
@@ -392,27 +392,13 @@ class CpuEngine(Engine):
             late = [rank for rank in peers if counts[rank][0] < counts[self.rank][0]]
             return next(iter(dead + late), None)
 
-        bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
-
         def op(call: Call) -> None:
-            gathered = call.gathered
-            assert gathered is not None
             counts[self.rank][0] += 1
-            collect = partial(self._collect, program, call, step, missing)
             # Its own time limit: a group with a collective that is still waiting cannot be freed.
             patience = timedelta(seconds=call.state.timeout_s + 1)
-            if len(set(problem.rows)) == 1:
-                equal = distributed_c10d.AllgatherOptions()
-                equal.timeout = patience
-                collect(partial(group._allgather_base, gathered, call.a.contiguous(), equal))
-                return
-            first, last = bounds[self.rank]
-            gathered[first:last].copy_(call.a)
-            for rank, (first, last) in enumerate(bounds):
-                if first < last:
-                    one = distributed_c10d.BroadcastOptions()
-                    one.timeout, one.rootRank = patience, rank
-                    collect(partial(group.broadcast, [gathered[first:last]], one))
+            buffers = call.a, call.partial, call.gathered, call.out
+            for start in exchange.starts(*buffers, patience):
+                self._collect(program, call, step, missing, start)
 
         return self._disturbed(step, op)
 
@@ -422,7 +408,7 @@ class CpuEngine(Engine):
         call: Call,
         step: int,
         missing: Callable[[], int | None],
-        start: Callable[[], dist.Work],
+        start: Start,
     ) -> None:
         """Run a collective, or raise for the rank that is missing."""
         run: _Run = call.state
@@ -431,7 +417,8 @@ class CpuEngine(Engine):
         while True:
             try:
                 work = work or start()
-                work.wait(timedelta(seconds=SLICE_S))
+                if work is not None:
+                    work.wait(timedelta(seconds=SLICE_S))
                 return
             except RuntimeError as error:
                 if work is not None and work.is_completed() and work.is_success():
@@ -476,11 +463,11 @@ class CpuEngine(Engine):
     def _shared(self, program: Program, buffer: str, rank: int) -> torch.Tensor:
         """A symmetric buffer of any rank as a matrix, with as many rows as there is room for."""
         plan, slot = program.plan, program.slot
-        cols = plan.staging[1] if buffer == "staging" else plan.problem.k
+        rows, cols = plan.shape(buffer, rank)
         if buffer == "a":
             assert program.source is not None
             memory, start = program.source
-            nbytes = plan.problem.rows[rank] * cols * plan.problem.itemsize
+            nbytes = rows * cols * plan.problem.itemsize
         else:
             assert slot is not None
             index = ("staging", "publish").index(buffer)
@@ -504,8 +491,22 @@ class CpuEngine(Engine):
 
         def op(call: Call) -> None:
             for product, a, out in parts:
-                b = call.b[product.k_first : product.k_last]
+                b = call.b[product.k_first : product.k_last, product.out.col : product.out.col_stop]
                 _multiply(a(call), b, out(call), product.accumulate)
+
+        return self._disturbed(step, op)
+
+    def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
+        parts = [self._rectangle(program, part) for part in reduction.parts]
+        out = self._rectangle(program, reduction.out)
+        # float64 is served here alone, and keeps its own precision.
+        wide = torch.float64 if program.plan.problem.dtype == "float64" else torch.float32
+
+        def op(call: Call) -> None:
+            total = parts[0](call).to(wide, copy=True)
+            for part in parts[1:]:
+                total += part(call)
+            out(call).copy_(total)
 
         return self._disturbed(step, op)
 

@@ -45,8 +45,8 @@ from ficco.dma.engine import (
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, can_compile, kernels
-from ficco.plan import Product, Region, Signal, Transfer
+from ficco.hip_kernels import MAX_PARTS, Kernels, TorchKernels, can_compile, kernels
+from ficco.plan import SHARED_BUFFERS, Product, Reduction, Region, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -399,11 +399,13 @@ class CudaEngine(Engine):
             else:
                 rectangle.enqueue(to, at, pitch, stream)
 
-        if src.buffer == "a" and src.rank == self.rank:
+        if src.rank == self.rank and src.buffer not in SHARED_BUFFERS:
+            name = src.buffer
 
             def push(call: Call) -> None:
-                pitch = call.a.stride(0) * itemsize
-                at = call.a.data_ptr() + src.row * pitch + src.col * itemsize
+                whole = self._tensor(program, call, name)
+                pitch = whole.stride(0) * itemsize
+                at = whole.data_ptr() + src.row * pitch + src.col * itemsize
                 move(at, pitch, call.state[lane])
 
             return push
@@ -412,9 +414,13 @@ class CudaEngine(Engine):
         return lambda call: move(at, src_pitch, call.state[lane])
 
     @cached_property
-    def _kernels(self) -> Kernels:
+    def _kernels_or_torch(self) -> Kernels | TorchKernels:
         with torch.cuda.device(self.device), cu.uncaptured():
-            found = kernels(self.device)
+            return kernels(self.device)
+
+    @property
+    def _kernels(self) -> Kernels:
+        found = self._kernels_or_torch
         if isinstance(found, Kernels):
             return found
         raise NotImplementedError(
@@ -425,17 +431,15 @@ class CudaEngine(Engine):
     def _address(self, program: Program, region: Region) -> tuple[int, int]:
         """Address and row pitch in bytes of a symmetric buffer of any rank."""
         plan, slot = program.plan, program.slot
-        assert slot is not None and isinstance(slot.memory, CudaMemory)
-        row = plan.problem.k * plan.problem.itemsize
-        if region.buffer == "staging":
-            pitch = plan.staging[1] * plan.problem.itemsize
-            return slot.memory.addresses[region.rank] + slot.offsets[0], pitch
-        if region.buffer == "publish":
-            return slot.memory.addresses[region.rank] + slot.offsets[1], row
-        assert region.buffer == "a" and program.source is not None
-        memory, offset = program.source
+        pitch = plan.shape(region.buffer, region.rank)[1] * plan.problem.itemsize
+        if region.buffer == "a":
+            assert program.source is not None
+            memory, offset = program.source
+        else:
+            assert slot is not None and slot.memory is not None
+            memory, offset = slot.memory, slot.offsets[region.buffer == "publish"]
         assert isinstance(memory, CudaMemory)
-        return memory.addresses[region.rank] + offset, row
+        return memory.addresses[region.rank] + offset, pitch
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         src, dst = transfer
@@ -454,10 +458,7 @@ class CudaEngine(Engine):
             if name not in program.state:
                 plan, slot = program.plan, program.slot
                 assert slot is not None
-                problem = plan.problem
-                shape = plan.staging
-                if name == "publish":
-                    shape = (problem.rows[self.rank], problem.k)
+                problem, shape = plan.problem, plan.shape(name)
                 start = slot.offsets[name == "publish"]
                 nbytes = shape[0] * shape[1] * problem.itemsize
                 with torch.inference_mode(False):  # calls of other modes use it, too
@@ -465,7 +466,7 @@ class CudaEngine(Engine):
                     program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
             found: torch.Tensor = program.state[name]
             return found
-        tensor = {"a": call.a, "out": call.out, "sum": call.sums, "gathered": call.gathered}[name]
+        tensor: torch.Tensor | None = getattr(call, "sums" if name == "sum" else name)
         assert tensor is not None
         return tensor
 
@@ -495,12 +496,14 @@ class CudaEngine(Engine):
         return self._on_lane(program, step)(parts[0] if len(parts) == 1 else op)
 
     def _product(self, program: Program, product: Product) -> Op:
-        k = program.plan.problem.k
-        whole_k = product.k_last - product.k_first == k
+        problem, out_region = program.plan.problem, product.out
+        whole = (product.k_last - product.k_first, out_region.cols) == (problem.k, problem.n)
+        terms = slice(product.k_first, product.k_last)
+        columns = slice(out_region.col, out_region.col_stop)
         batched = product.batch > 1
 
         def op(call: Call) -> None:
-            b = call.b if whole_k else call.b[product.k_first : product.k_last]
+            b = call.b if whole else call.b[terms, columns]
             if batched:
                 a = self._batch(program, call, product.a, product.batch, product.a_stride)
                 out = self._batch(program, call, product.out, product.batch, product.out_stride)
@@ -509,6 +512,18 @@ class CudaEngine(Engine):
                 a = self._view(program, call, product.a)
                 out = self._view(program, call, product.out)
             multiply(a, b, out, product.accumulate)
+
+        return op
+
+    def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
+        lane, kernels = program.plan.steps[step].lane, self._kernels_or_torch
+        if len(reduction.parts) > MAX_PARTS:
+            kernels = TorchKernels()
+
+        def op(call: Call) -> None:
+            out = self._view(program, call, reduction.out)
+            parts = [self._view(program, call, part) for part in reduction.parts]
+            kernels.reduce(out, parts, call.state[lane])
 
         return op
 
@@ -619,7 +634,7 @@ class CudaEngine(Engine):
 
     def _recording(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
         """The body for operands that lie where these do; None at first sight."""
-        sums, gathered = call.sums, call.gathered
+        sums, gathered, partial = call.sums, call.gathered, call.partial
         key = (
             raw,
             call.a.data_ptr(),
@@ -629,6 +644,7 @@ class CudaEngine(Engine):
             call.out.data_ptr(),
             0 if sums is None else sums.data_ptr(),
             0 if gathered is None else gathered.data_ptr(),
+            0 if partial is None else partial.data_ptr(),
             *[setting() for setting in _SETTINGS],
         )
         recording = run.recorded.get(key)
@@ -739,7 +755,7 @@ class CudaEngine(Engine):
     def missing(self, slot: Slot, program: Program) -> Missing | None:
         steps = program.plan.steps
         if slot.memory is None:
-            return Missing(next(i for i, step in enumerate(steps) if step.op == "gather"))
+            return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
         assert isinstance(slot.memory, CudaMemory)
         try:
             words = cu.read_words(slot.memory.addresses[self.rank], slot.words, self._rescue, 2.0)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ficco.dma.collectives import Collectives
 from ficco.errors import BackendError
 from ficco.machine import Fingerprint
-from ficco.plan import Plan, Product, Signal, Step, Transfer
+from ficco.plan import Plan, Product, Reduction, Signal, Step, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,10 +60,6 @@ class Symmetric(ABC):
     serial: int
     nbytes: int
     tensor: torch.Tensor
-
-
-#: Newer releases of PyTorch renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -110,6 +107,7 @@ class Call:
     out: torch.Tensor
     gathered: torch.Tensor | None = None
     sums: torch.Tensor | None = None
+    partial: torch.Tensor | None = None
     state: Any = None
 
 
@@ -277,26 +275,19 @@ class Engine(ABC):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         """Copy a region between ranks."""
 
-    def gather(self, program: Program, step: int) -> Op:
-        """Bring every rank's shard into ``gathered``, by the collective of the group's library."""
-        problem, group = program.plan.problem, self.group
-        equal = len(set(problem.rows)) == 1
-        bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
+    def collective(self, program: Program, step: int) -> Op:
+        """The collective of the group's library that does a Plan's whole exchange."""
+        exchange = Collectives(program.plan.problem, self.rank, self.group)
+        name = program.plan.steps[step].label
 
         def op(call: Call) -> None:
-            gathered = call.gathered
-            assert gathered is not None
             try:
-                if equal:
-                    _all_gather(gathered, call.a.contiguous(), group=group)
-                    return
-                gathered[slice(*bounds[self.rank])].copy_(call.a)
-                for rank, (first, last) in enumerate(bounds):
-                    if first < last:
-                        dist.broadcast(gathered[first:last], group=group, group_src=rank)
+                for start in exchange.starts(call.a, call.partial, call.gathered, call.out):
+                    if (work := start()) is not None:
+                        work.wait()
             except RuntimeError as error:
-                library = str(dist.get_backend(group))
-                raise BackendError(f"all-gather of {library}", "error", str(error)) from error
+                library = str(dist.get_backend(self.group))
+                raise BackendError(f"{name} of {library}", "error", str(error)) from error
 
         return op
 
@@ -307,6 +298,10 @@ class Engine(ABC):
     @abstractmethod
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         """Enqueue matrix products of the vendor's library."""
+
+    @abstractmethod
+    def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
+        """Add parts in float32, in their order, and round once."""
 
     @abstractmethod
     def stamp(self, program: Program, step: int, end: bool) -> Op:

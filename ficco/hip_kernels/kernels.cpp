@@ -134,15 +134,22 @@ INLINE void add(float (&sum)[EACH], const Parts& parts, u32 first, u64 i) {
   }
 }
 
-// Adds `count` parts in their order, in float, and rounds once. The first `vectors` times 16 bytes
-// of the result go by 16-byte accesses, the rest by elements.
+// Where the i-th of what rows of `width` hold lies, of rows that begin `pitch` apart.
+INLINE u64 in_rows(u64 i, u64 width, u64 pitch) {
+  return width == pitch ? i : i / width * pitch + i % width;
+}
+
+// Adds `count` parts in their order, in float, and rounds once. Rows of `width` elements lie `pitch`
+// apart in the result and in all parts. The first `vectors` times 16 bytes of the result go by
+// 16-byte accesses, the rest by elements.
 template <typename In, typename Out>
-INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements,
-                   u32 blocks) {
+INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements, u64 width,
+                   u64 pitch, u32 blocks) {
   constexpr u32 EACH = 16 / sizeof(Out);
   const u64 first = (u64)block_index() * REDUCE_THREADS + thread_index();
   const u64 stride = (u64)blocks * REDUCE_THREADS;
-  for (u64 i = first; i < vectors; i += stride) {
+  for (u64 n = first; n < vectors; n += stride) {
+    const u64 i = in_rows(n, width / EACH, pitch / EACH);
     float sum[EACH];
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) sum[e] = -0.0f;  // the neutral element: 0 + -0 is 0
@@ -158,7 +165,8 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
     for (u32 e = 0; e < EACH; e++) from_float(sum[e], result.elements[e]);
     ((u32x4*)out)[i] = result.units[0];
   }
-  for (u64 i = vectors * EACH + first; i < elements; i += stride) {
+  for (u64 n = vectors * EACH + first; n < elements; n += stride) {
+    const u64 i = in_rows(n, width, pitch);
     float sum = -0.0f;
     for (u32 p = 0; p < count; p++) sum += to_float(((const In*)parts.at[p])[i]);
     from_float(sum, out[i]);
@@ -167,8 +175,9 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
 
 #define REDUCE(name, In, Out)                                                                    \
   KERNEL(REDUCE_THREADS)                                                                         \
-  name(Out* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements) {                \
-    reduce<In, Out>(out, parts, count, vectors, elements, blocks);                               \
+  name(Out* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,         \
+       u64 width, u64 pitch) {                                                                   \
+    reduce<In, Out>(out, parts, count, vectors, elements, width, pitch, blocks);                 \
   }
 
 REDUCE(ficco_reduce_bfloat16_bfloat16, bf16, bf16)

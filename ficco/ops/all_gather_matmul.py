@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from ficco.dma.engine import Span
-from ficco.ops.call import gather_call, gather_trace
-from ficco.plan import Plan
+from ficco.ops.call import run
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -89,17 +87,5 @@ def all_gather_matmul(
 
         y = ficco.all_gather_matmul(x_shard, linear.weight.t())
     """
-    out, gathered = gather_call(NAME, a_shard, b, group, schedule, rows, return_gathered)
+    out, gathered = run(NAME, a_shard, b, group, schedule, rows, return_gathered)
     return out if gathered is None else (out, gathered)
-
-
-def traced(
-    a_shard: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    group: ProcessGroup | None = None,
-    schedule: str | Schedule = "auto",
-    rows: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, Plan, list[Span]]:
-    """One call that notes when each step of its Plan ran on this rank; waits for it."""
-    return gather_trace(NAME, a_shard, b, group, schedule, rows)

@@ -6,8 +6,8 @@ The second call of a kind is one dictionary look-up, one entry on the board and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.options import Options, current
 from ficco.plan import Plan
-from ficco.problem import ITEMSIZE, Problem
+from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan
 from ficco.warn import warn_once
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
+Rows = Sequence[int] | Sequence[Sequence[int]] | None
 
 
 @dataclass
@@ -54,16 +55,19 @@ class Bound:
             program.clear()
 
 
-def gather_call(
+def run(
     operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
     group: ProcessGroup | None,
     schedule: str | Schedule,
-    rows: Sequence[int] | None,
-    return_gathered: bool,
+    rows: Rows = None,
+    return_gathered: bool = False,
 ) -> Result:
-    """Run an operator that gathers A by rows and multiplies it with a local B."""
+    """One call of an operator: its result, and the gathered A if that was asked for.
+
+    ``rows`` are one number for each rank, or for an all-to-all a table of W x W.
+    """
     workspace, bound, a = _bound(operator, a, b, group, schedule, rows, return_gathered)
     try:
         slot = workspace.slot(bound.plan, bound.single)
@@ -76,15 +80,15 @@ def gather_call(
     return call.out, call.gathered if return_gathered else None
 
 
-def gather_trace(
+def run_traced(
     operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
     group: ProcessGroup | None,
     schedule: str | Schedule,
-    rows: Sequence[int] | None,
+    rows: Rows = None,
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
-    """Run one call that notes when its steps ran."""
+    """One call that notes when each step of its Plan ran on this rank; waits for it."""
     workspace, bound, a = _bound(operator, a, b, group, schedule, rows, False)
     try:
         slot = workspace.slot(bound.plan, bound.single)
@@ -117,12 +121,13 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
 
 
 def _operands(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> Call:
-    problem = plan.problem
-    call = Call(a, b, a.new_empty((problem.m, problem.n)))
-    if problem.return_gathered or plan.collective:
-        call.gathered = a.new_empty((problem.m, problem.k))
+    call = Call(a, b, a.new_empty(plan.shape("out")))
+    if plan.gathers:
+        call.gathered = a.new_empty(plan.shape("gathered"))
+    if plan.partial:
+        call.partial = a.new_empty(plan.shape("partial"))
     if plan.sums:
-        call.sums = torch.empty((problem.m, problem.n), dtype=torch.float32, device=a.device)
+        call.sums = torch.empty(plan.shape("sum"), dtype=torch.float32, device=a.device)
     return call
 
 
@@ -132,7 +137,7 @@ def _bound(
     b: torch.Tensor,
     group: ProcessGroup | None,
     schedule: str | Schedule,
-    rows: Sequence[int] | None,
+    rows: Rows,
     return_gathered: bool,
 ) -> tuple[Workspace, Bound, torch.Tensor]:
     """The workspace, what is kept of such calls, and A as a matrix that copies can read."""
@@ -144,8 +149,11 @@ def _bound(
     engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
     workspace.calls += 1
     number = workspace.calls
-    rows = tuple(rows) if isinstance(rows, Iterable) else rows
-    a, source = _matrix(workspace, a)
+    kind = OPERATORS[operator]
+    rows = _frozen(rows)
+    a, source = _flat(a), None
+    if not kind.scatters:
+        a, source = _readable(workspace, a)
     mode = "eager" if engine.asynchronous else "idle"
     if mode == "eager" and schedule == "auto" and engine.capturing():
         mode = "queued"
@@ -221,7 +229,8 @@ def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, i
     if options.workspace_bytes is not None:
         parts.append(f"workspace_bytes={options.workspace_bytes}")
     if source is not None:
-        parts.append(f"a_shard in symmetric allocation {source[0].serial} at byte {source[1]}")
+        left, (memory, start) = _left(plan.problem.operator), source
+        parts.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
     return ", ".join(parts)
 
 
@@ -259,13 +268,13 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def _workspace(group: ProcessGroup, a: torch.Tensor, b: torch.Tensor, operator: str) -> Workspace:
-    for name, tensor in (("a_shard", a), ("b", b)):
+    for name, tensor in ((_left(operator), a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
     if a.device.type == "cpu" and current().engine is None and _backend(group) == "nccl":
         raise ValueError(
-            "a_shard: required a CUDA tensor for a NCCL group, got one on cpu; move it to the "
-            "GPU or use a gloo group"
+            f"{_left(operator)}: required a CUDA tensor for a NCCL group, got one on cpu; move it "
+            "to the GPU or use a gloo group"
         )
     return workspace_of(group, a.device, operator)
 
@@ -274,17 +283,32 @@ def _backend(group: ProcessGroup) -> str:
     return str(dist.get_backend(group))
 
 
-def _matrix(
+def _frozen(rows: Rows) -> Any:
+    """Rows as something that can be a key, whatever they are."""
+    if not isinstance(rows, Iterable):
+        return rows
+    return tuple([tuple(row) if isinstance(row, Iterable) else row for row in rows])
+
+
+def _flat(a: torch.Tensor) -> torch.Tensor:
+    """A with its leading dimensions flattened into rows."""
+    return a.flatten(0, -2) if a.dim() > 2 and a.layout is torch.strided else a
+
+
+def _readable(
     workspace: Workspace, a: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[Symmetric, int] | None]:
-    """A with its leading dimensions flattened, rows contiguous, and where it lies if symmetric."""
+    """A with contiguous rows, for copies to read, and where it lies if that is symmetric."""
     if a.layout is not torch.strided or a.dim() < 2:
         return a, None  # refused by _problem
-    if a.dim() > 2:
-        a = a.flatten(0, -2)
     if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
         a = a.contiguous()  # no copy engine moves elements at a distance
     return a, workspace.symmetric_source(a)
+
+
+def _left(operator: str) -> str:
+    """What the operator calls its left operand."""
+    return "a_shard" if operator == "all_gather_matmul" else "a"
 
 
 def _problem(
@@ -292,33 +316,35 @@ def _problem(
     operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
-    rows: tuple[int, ...] | None,
+    rows: Any,
     return_gathered: bool,
     symmetric: bool,
 ) -> Problem:
     """The Problem of the operands, or the reason why they are wrong."""
-    for name, tensor in (("a_shard", a), ("b", b)):
+    left = _left(operator)
+    for name, tensor in ((left, a), ("b", b)):
         if tensor.layout is not torch.strided:
             raise NotImplementedError(
                 f"{name}: sparse tensors are not served; pass a dense one (.to_dense())"
             )
     if a.dim() < 2 or b.dim() != 2:
+        shape = "[..., m/W, k]" if left == "a_shard" else "[..., m, k]"
         raise ValueError(
-            f"required a_shard [..., m/W, k] and b [k, n], got shapes {list(a.shape)} and "
+            f"required {left} {shape} and b [k, n], got shapes {list(a.shape)} and "
             f"{list(b.shape)}; reshape them"
         )
     if a.shape[1] != b.shape[0]:
         raise ValueError(
-            f"required as many columns of a_shard as rows of b, got k={a.shape[1]} and "
+            f"required as many columns of {left} as rows of b, got k={a.shape[1]} and "
             f"k={b.shape[0]}; pass b as [k, n] (an nn.Linear weight as weight.t())"
         )
     if a.dtype != b.dtype:
         raise ValueError(
-            f"required one dtype, got a_shard {a.dtype} and b {b.dtype}; convert one of them"
+            f"required one dtype, got {left} {a.dtype} and b {b.dtype}; convert one of them"
         )
     if a.device != b.device:
         raise ValueError(
-            f"required one device, got a_shard on {a.device} and b on {b.device}; move one of them"
+            f"required one device, got {left} on {a.device} and b on {b.device}; move one of them"
         )
     dtype = str(a.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE or (dtype == "float64" and a.device.type != "cpu"):
@@ -330,18 +356,71 @@ def _problem(
         raise NotImplementedError(
             f"{operator} has no backward yet; call it under torch.no_grad() or detach its operands"
         )
-    rank, world = group.rank(), group.size()
+    sizes = b.shape[1], a.shape[1], dtype
+    held, rank, world = a.shape[0], group.rank(), group.size()
+    if OPERATORS[operator].blocks:
+        table = _blocks(rows, held, rank, world)
+        return replace(Problem.of_blocks(operator, table, *sizes), symmetric=symmetric)
+    found = _rows(OPERATORS[operator], rows, held, rank, world)
+    return Problem(operator, found, *sizes, return_gathered, symmetric)
+
+
+def _rows(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:
+    """Rows that belong to each rank; ``held`` are those of this rank's left operand."""
+    if kind.returns:  # nobody but the ranks themselves cares which of them sums what
+        return tuple(held // world + (peer < held % world) for peer in range(world))
     if rows is None:
-        rows = (a.shape[0],) * world
-    elif not isinstance(rows, tuple):
+        if not kind.scatters:
+            return (held,) * world
+        if held % world:
+            raise ValueError(
+                f"a: required rows that {world} ranks can share equally, got {held}; say by rows= "
+                "how many each of them gets"
+            )
+        return (held // world,) * world
+    if not isinstance(rows, tuple):
         raise ValueError(f"rows: required {world} numbers of rows, one per rank, got {rows!r}")
-    elif len(rows) != world or any(not isinstance(r, int) or r < 0 for r in rows):
+    if len(rows) != world or not all(map(_is_size, rows)):
         raise ValueError(
             f"rows: required {world} numbers of rows, one per rank, none negative, got {list(rows)}"
         )
-    if rows[rank] != a.shape[0]:
+    if kind.scatters and sum(rows) != held:
+        raise ValueError(
+            f"rows: required numbers that add up to the {held} rows of a, got {list(rows)} with "
+            f"the sum {sum(rows)}"
+        )
+    if not kind.scatters and rows[rank] != held:
         raise ValueError(
             f"rows: required a_shard to have rows[{rank}]={rows[rank]} rows on rank {rank}, got "
-            f"{a.shape[0]}"
+            f"{held}"
         )
-    return Problem(operator, rows, b.shape[1], a.shape[1], dtype, return_gathered, symmetric)
+    return rows
+
+
+def _blocks(rows: Any, held: int, rank: int, world: int) -> tuple[tuple[int, ...], ...]:
+    """Rows that each rank has for each rank."""
+    if rows is None:
+        if held % world:
+            raise ValueError(
+                f"a: required rows for {world} equal blocks, got {held}; say by rows= how many "
+                "each rank sends to each"
+            )
+        return ((held // world,) * world,) * world
+    square = isinstance(rows, tuple) and len(rows) == world
+    square = square and all(isinstance(row, tuple) and len(row) == world for row in rows)
+    if not square or not all(_is_size(size) for row in rows for size in row):
+        raise ValueError(
+            f"rows: required a table of {world} x {world} numbers of rows, rows[i][j] from rank i "
+            f"to rank j, none negative, got {rows!r}"
+        )
+    if sum(rows[rank]) != held:
+        raise ValueError(
+            f"rows: required a to have the {sum(rows[rank])} rows of rows[{rank}] on rank {rank}, "
+            f"got {held}"
+        )
+    found: tuple[tuple[int, ...], ...] = rows
+    return found
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

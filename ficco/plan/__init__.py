@@ -1,7 +1,16 @@
 """Plans: the data, the proof and the picture."""
 
 from ficco.plan.check import PlanError, check
-from ficco.plan.model import SHARED_BUFFERS, Plan, Product, Region, Signal, Step, Transfer
+from ficco.plan.model import (
+    SHARED_BUFFERS,
+    Plan,
+    Product,
+    Reduction,
+    Region,
+    Signal,
+    Step,
+    Transfer,
+)
 from ficco.plan.render import render
 
 __all__ = [
@@ -9,6 +18,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Product",
+    "Reduction",
     "Region",
     "Signal",
     "Step",

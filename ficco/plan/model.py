@@ -10,18 +10,23 @@ Buffers that a Region can name, with their shapes on rank r:
 ==========  =====================  ==============================================================
 buffer      shape                  what it is
 ==========  =====================  ==============================================================
-a           [rows[r], k]           the caller's shard; peers may read it if it is symmetric
-publish     [rows[r], k]           symmetric copy of the shard for peers to read (pull)
+a           [left_rows, k]         the caller's operand; peers may read it if it is symmetric
+publish     [left_rows, k]         symmetric copy of it for peers to read (pull); for operators
+                                   that scatter [product_rows, n], the product, for the same
 staging     plan.staging           symmetric memory where pieces of peers land
-sum         [m, n], float32        partial sums of column pieces (2D), where the dtype is narrower
-out         [m, n]                 the product
-gathered    [m, k]                 the gathered A, if asked for or made by a collective
+sum         [product_rows, n]      float32 sums of column pieces (2D), where the dtype is narrower
+partial     [product_rows, n]      the product before it travels (scatter)
+out         [out_rows, n]          the result
+gathered    [product_rows, k]      the gathered A, if asked for or made by a collective
 ==========  =====================  ==============================================================
+
+``left_rows``, ``product_rows`` and ``out_rows`` of rank r are those of the Problem.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ficco.problem import Problem
@@ -61,7 +66,7 @@ class Signal(NamedTuple):
     they are waited for first and posted last, so that they order one call behind the one before.
 
     ``slot`` tells apart signals of a kind between the same ranks. ``first`` and ``last`` bound the
-    rows of the gathered A that the signal gates.
+    rows that the signal gates, among those that its waiter receives (:meth:`Problem.lands`).
     """
 
     kind: str
@@ -83,17 +88,22 @@ class Signal(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy of a region to a region of the same size, here or at a peer."""
+    """One copy of a region to a region of the same size, here or at a peer.
+
+    ``terms`` says whose products are summed in it: bit r stands for rank r (scatter).
+    """
 
     src: Region
     dst: Region
+    terms: int = 0
 
 
 class Product(NamedTuple):
     """``out (+)= a @ b[k_first:k_last]``, or a strided batch of such products.
 
     Product ``i`` of the batch reads ``a`` moved down by ``i * a_stride`` rows and writes ``out``
-    moved down by ``i * out_stride`` rows; all share the same rows of b.
+    moved down by ``i * out_stride`` rows; all share the same rows of b. The columns of ``out`` are
+    those of b. ``terms``: whose products lie there that it adds to, see :class:`Transfer`.
     """
 
     a: Region
@@ -104,15 +114,27 @@ class Product(NamedTuple):
     batch: int = 1
     a_stride: int = 0
     out_stride: int = 0
+    terms: int = 0
+
+
+class Reduction(NamedTuple):
+    """``out = sum of parts``, added in float32 in their order and rounded once.
+
+    ``terms`` has whose products lie in each part.
+    """
+
+    parts: tuple[Region, ...]
+    terms: tuple[int, ...]
+    out: Region
 
 
 class Step(NamedTuple):
     """One thing enqueued on a lane: ``waits``, then the operation, then ``posts``.
 
     Attributes:
-        op: ``"copy"`` between ranks, ``"place"`` within a rank, ``"matmul"``, ``"sync"``, or
-            ``"gather"``, the library's collective that brings every rank's shard everywhere.
-        lane: ``"compute0"``, ``"copy0"``, ..., or ``"sync"``.
+        op: ``"copy"`` between ranks, ``"place"`` within a rank, ``"matmul"``, ``"reduce"``,
+            ``"sync"``, or ``"collective"``, that of the library which does the whole exchange.
+        lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
         label: what the step does, for people.
         waits: signals waited for before the operation.
         posts: signals posted once the operation is complete.
@@ -120,6 +142,7 @@ class Step(NamedTuple):
         after: indices of earlier steps of this rank, on other lanes, that must be complete first.
         transfer: what a copy or place moves; a place may change the dtype.
         products: what a matmul computes.
+        reduction: what a reduce adds up.
         mover: ``"dma"`` or ``"kernel"``, for a copy.
     """
 
@@ -133,6 +156,7 @@ class Step(NamedTuple):
     transfer: Transfer | None = None
     products: tuple[Product, ...] = ()
     mover: str = "dma"
+    reduction: Reduction | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +169,7 @@ class Plan:
         staging: rows and columns of the staging buffer on this rank.
         room: bytes of staging and of publish on the rank that needs most; symmetric memory is the
             same everywhere.
-        publish: whether the shard is copied to symmetric memory first.
+        publish: whether what peers read lies in symmetric memory of its own.
         sums: whether the float32 ``sum`` buffer is used.
         words: number of signal words that any rank of the group uses.
         stages: steps that fit in staging at once, 0 where every step has its own place.
@@ -162,10 +186,33 @@ class Plan:
     words: int
     stages: int = 0
 
-    @property
+    @cached_property
     def collective(self) -> bool:
-        """Whether the library's collective moves the bytes, into ``gathered``."""
-        return any(step.op == "gather" for step in self.steps)
+        """Whether the library's collective moves the bytes."""
+        return any(step.op == "collective" for step in self.steps)
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether there is a gathered A."""
+        problem = self.problem
+        return problem.return_gathered or (self.collective and not problem.kind.scatters)
+
+    @cached_property
+    def partial(self) -> bool:
+        """Whether the product lies in memory of its own before it travels."""
+        regions = (product.out for step in self.steps for product in step.products)
+        return any(region.buffer == "partial" for region in regions)
+
+    def shape(self, buffer: str, rank: int | None = None) -> tuple[int, int]:
+        """Rows and columns of a buffer of this rank; of a peer, for ``a`` and ``publish``."""
+        problem, rank = self.problem, self.rank if rank is None else rank
+        if buffer == "staging":
+            return self.staging
+        if buffer == "out":
+            return problem.out_rows(rank), problem.n
+        if buffer == "a" or (buffer == "publish" and not problem.kind.scatters):
+            return problem.left_rows(rank), problem.k
+        return problem.product_rows(rank), problem.k if buffer == "gathered" else problem.n
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -174,8 +221,11 @@ class Plan:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory beside the operands and the results: staging, published shard, partial sums."""
+        """Memory beside the operands and the results: staging, what peers read, partial sums."""
         problem = self.problem
-        sums = problem.m * problem.n * 4 if self.sums else 0
-        gathered = problem.gathered_bytes if self.collective and not problem.return_gathered else 0
-        return sum(self.room) + sums + gathered
+        product = problem.product_rows(self.rank) * problem.n
+        sums = product * 4 if self.sums else 0
+        partial = product * problem.itemsize if self.partial else 0
+        inside = self.gathers and not problem.return_gathered
+        gathered = problem.product_rows(self.rank) * problem.k * problem.itemsize if inside else 0
+        return sum(self.room) + sums + partial + gathered

@@ -17,8 +17,8 @@ def render(plan: Plan, width: int = 100) -> str:
     cells: dict[tuple[str, int], str] = {}
     for tick, step in zip(begin, plan.steps, strict=True):
         cells[step.lane, tick] = step.label
-    order = {"c": 0, "s": 1}
-    lanes = sorted(plan.lanes, key=lambda lane: (order[lane[0]], lane[:4] != "comp", lane))
+    order = ("compute", "copy", "reduce", "sync")
+    lanes = sorted(plan.lanes, key=lambda lane: (order.index(lane.rstrip("0123456789")), lane))
     ticks = sorted(set(begin))
     head = max(map(len, lanes), default=0)
     widths = {t: max(len(cells.get((lane, t), "")) for lane in lanes) for t in ticks}
@@ -46,8 +46,8 @@ def _ticks(plan: Plan) -> list[int]:
     awaited = 0
     for step in plan.steps:
         ready = [free.get(step.lane, 0), *(begin[i] + 1 for i in step.after)]
-        awaited += sum(signal.kind == "ready" for signal in step.waits)
-        if sent and awaited and step.op == "matmul" and step.waits:
+        awaited += sum(signal.kind in ("ready", "summed") for signal in step.waits)
+        if sent and awaited and step.op in ("matmul", "reduce", "place") and step.waits:
             ready.append(sorted(sent)[min(awaited, len(sent)) - 1])
         begin.append(max(ready))
         free[step.lane] = begin[-1] + 1

@@ -100,7 +100,7 @@ copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | ..
 sync     |         |       |       |       |       | .. |     |         |     |         | retire
 """
 
-from ficco.schedules.gather import plan, plans
+from ficco.schedules.build import plan, plans, refusal
 from ficco.schedules.space import KNOBS, NAMED, Schedule
 
-__all__ = ["KNOBS", "NAMED", "Schedule", "plan", "plans"]
+__all__ = ["KNOBS", "NAMED", "Schedule", "plan", "plans", "refusal"]

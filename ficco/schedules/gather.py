@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
-from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import Problem
-from ficco.schedules.arrivals import Arrivals, Unit
+from ficco.schedules.groups import Arrivals, Unit
+from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 #: Groups whose copies are enqueued before the first product that waits for one: the copy engine
 #: never runs dry, and a GPU that waits for its host has its first products early.
 LOOKAHEAD = 2
-
-
-def plan(problem: Problem, schedule: Schedule, rank: int, staging_bytes: int | None = None) -> Plan:
-    """The Plan of one rank.
-
-    ``staging_bytes`` caps staging: where the pieces do not fit at once, they use it as a ring.
-
-    Raises:
-        ValueError: the cap is too small for the largest step.
-    """
-    if schedule.mover == "collective" and problem.world > 1:
-        return _collective(problem, schedule, rank)
-    return _Gather(_World(problem, schedule, staging_bytes), rank).build()
-
-
-def plans(problem: Problem, schedule: Schedule, staging_bytes: int | None = None) -> list[Plan]:
-    """The Plans of all ranks."""
-    if schedule.mover == "collective":
-        return [plan(problem, schedule, rank) for rank in range(problem.world)]
-    with paused():
-        world = _World(problem, schedule, staging_bytes)
-        return [_Gather(world, rank).build() for rank in range(problem.world)]
-
-
-def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
-    """The library's all-gather, then one product: what everything else has to beat."""
-    k = problem.k
-    own = Region("a", rank, 0, problem.rows[rank], 0, k)
-    gathered = Region("gathered", rank, 0, problem.m, 0, k)
-    product = Product(gathered, 0, k, Region("out", rank, 0, problem.m, 0, problem.n))
-    steps = (
-        Step("gather", "compute0", "all-gather", transfer=Transfer(own, gathered)),
-        Step("matmul", "compute0", "all", products=(product,)),
-    )
-    return Plan(problem, str(schedule), rank, steps, (0, 0), (0, 0), False, False, 0)
 
 
 class _Staging:
@@ -61,12 +25,12 @@ class _Staging:
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
-        problem, schedule = arrivals.problem, arrivals.schedule
+        problem, schedule, rank = arrivals.problem, arrivals.schedule, arrivals.rank
         self.arrivals = arrivals
         self.by_columns = schedule.dims == 2
-        own = problem.rows[arrivals.rank]
+        own, whole = problem.block(rank, rank), problem.product_rows(rank)
         self.own_rows_absent = 0 if schedule.uniform and schedule.grouping == "fused" else own
-        self.rows = problem.m - self.own_rows_absent if problem.m > own else 0
+        self.rows = whole - self.own_rows_absent if whole > own else 0
         self.cols = problem.k
         self.stages = 0
         self._row: dict[Unit, int] = {}  # within its stage
@@ -110,7 +74,9 @@ class _Staging:
         return unit.peer != rank or any(u.peer != rank for u in self.arrivals.by_group[unit.group])
 
     def _unit_rows(self, unit: Unit) -> int:
-        return self.arrivals.problem.rows[unit.peer] if self.by_columns else unit.stop - unit.start
+        if self.by_columns:
+            return self.arrivals.problem.block(unit.peer, self.arrivals.rank)
+        return unit.stop - unit.start
 
     def regions(self, peer: int) -> list[Region]:
         """Where the units of a peer lie, in order of arrival."""
@@ -120,8 +86,8 @@ class _Staging:
 
     def _place(self, peer: int) -> Iterator[Region]:
         problem, rank = self.arrivals.problem, self.arrivals.rank
-        first = problem.offsets[peer] - (self.own_rows_absent if peer > rank else 0)
-        rows, cols = problem.rows[peer], problem.k
+        first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
+        rows, cols = problem.block(peer, rank), problem.k
         for unit in self.arrivals.units(peer):
             row, col = first, 0
             if self.by_columns:
@@ -137,7 +103,7 @@ class _Staging:
             yield Region("staging", rank, row, row + rows, col, col + cols)
 
 
-class _World:
+class GatherWorld:
     """What all ranks derive alike: who sends what when, where it lands, which words say so."""
 
     def __init__(self, problem: Problem, schedule: Schedule, cap: int | None) -> None:
@@ -170,7 +136,8 @@ class _World:
     def room(self, publish: bool) -> tuple[int, int]:
         """Bytes of staging and of published shards on the rank that needs most."""
         staging = max(staging.rows for staging in self.landing) * self.pitch
-        published = max(self.problem.rows) * self.problem.k * publish
+        most = max(map(self.problem.left_rows, range(self.problem.world)))
+        published = most * self.problem.k * publish
         return staging * self.problem.itemsize, published * self.problem.itemsize
 
     # Signal words. Every rank has the same layout: first one word per peer that rests at 1, then
@@ -203,10 +170,10 @@ class _World:
         return self._of_units[kind, poster, waiter]
 
 
-class _Gather:
+class Gather:
     """Builds one Plan. ``me`` is its rank; ``group`` counts a receiver's groups of units."""
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(self, world: GatherWorld, rank: int) -> None:
         self.world, self.me = world, rank
         self.problem, self.schedule = world.problem, world.schedule
         self.mine = world.arrivals[rank]
@@ -223,7 +190,7 @@ class _Gather:
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
         self.source = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
-        self.sources: dict[tuple[int, int, int], Region] = {}
+        self.sources: dict[tuple[int, int, int, int], Region] = {}
         self.acquired: dict[str, int] = {}  # copy lane -> the step that takes over its peers' slots
         self.compute_lanes = [
             f"compute{i}" for i in range(min(self.schedule.compute, len(self.groups) + 1))
@@ -246,8 +213,8 @@ class _Gather:
     def build(self) -> Plan:
         problem, schedule = self.problem, self.schedule
         publish = schedule.pull and not problem.symmetric and bool(self.peers)
-        published = self._publish() if publish and problem.rows[self.me] else ()
-        if not schedule.uniform and problem.rows[self.me]:
+        published = self._publish() if publish and problem.left_rows(self.me) else ()
+        if not schedule.uniform and problem.block(self.me, self.me):
             self._multiply_own()
         if schedule.pull:
             self._open_pull(published)
@@ -293,7 +260,7 @@ class _Gather:
                     f"{me}.{unit.ordinal}>{target}",
                     waits=self._room(target, unit) if landing.stages else (),
                     posts=(ready[unit.ordinal],),
-                    transfer=Transfer(self._source(unit), region),
+                    transfer=Transfer(self._source(unit, landing.arrivals), region),
                     mover=mover,
                 )
                 while len(found) <= unit.group:
@@ -315,7 +282,7 @@ class _Gather:
             f"{peer}.{unit.ordinal}>{self.me}",
             waits=() if unit.ordinal else (self._valid(peer, self.me),),
             posts=(self._done(self.me, peer),) if last else (),
-            transfer=Transfer(self._source(unit), self.regions[peer][unit.ordinal]),
+            transfer=Transfer(self._source(unit, self.mine), self.regions[peer][unit.ordinal]),
             mover=self.schedule.mover,
         )
 
@@ -329,11 +296,12 @@ class _Gather:
         after = () if before is None else (self.last_use[before],)
         self.pulled[group] = {step.lane: self._add(step._replace(after=after)) for step in steps}
 
-    def _source(self, unit: Unit) -> Region:
+    def _source(self, unit: Unit, arrivals: Arrivals) -> Region:
         """Where a unit is copied from; several peers may get the same."""
-        key = unit.peer, unit.start, unit.stop
+        first = self.problem.leaves(unit.peer, arrivals.rank)
+        key = unit.peer, first, unit.start, unit.stop
         if key not in self.sources:
-            self.sources[key] = self.mine.in_shard(self.source, unit)
+            self.sources[key] = arrivals.in_shard(self.source, unit)
         return self.sources[key]
 
     def _room(self, target: int, unit: Unit) -> tuple[Signal, ...]:
@@ -343,13 +311,15 @@ class _Gather:
         return (self.world.of_units("room", target, self.me)[unit.ordinal],)
 
     def _valid(self, poster: int, waiter: int) -> Signal:
-        return self.world.word("valid", poster, waiter, 0, self._shard_rows(poster))
+        return self.world.word("valid", poster, waiter, 0, self._block(poster, waiter))
 
     def _done(self, poster: int, waiter: int) -> Signal:
-        return self.world.word("done", poster, waiter, 1, self._shard_rows(waiter))
+        return self.world.word("done", poster, waiter, 1, self._block(waiter, poster))
 
-    def _shard_rows(self, rank: int) -> tuple[int, int]:
-        return self.problem.offsets[rank], self.problem.offsets[rank + 1]
+    def _block(self, src: int, dst: int) -> tuple[int, int]:
+        """Rows of a block at its receiver."""
+        first = self.problem.lands(src, dst)
+        return first, first + self.problem.block(src, dst)
 
     # Opening and closing a call.
 
@@ -367,13 +337,13 @@ class _Gather:
             bare = tuple(
                 self.world.word("ready", self.me, peer)
                 for peer in peers
-                if not self.problem.rows[self.me]
+                if not self.problem.block(self.me, peer)
             )
             step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=bare)
             self.acquired[lane] = self._add(step)
 
     def _publish(self) -> tuple[int, ...]:
-        whole = (0, self.problem.rows[self.me], 0, self.problem.k)
+        whole = (0, self.problem.left_rows(self.me), 0, self.problem.k)
         move = Transfer(Region("a", self.me, *whole), Region("publish", self.me, *whole))
         return (self._add(Step("place", "compute0", "publish", transfer=move)),)
 
@@ -402,7 +372,7 @@ class _Gather:
         silent = [
             self.world.word("ready", peer, self.me)
             for peer in self.peers
-            if not self.schedule.pull and not self.problem.rows[peer]
+            if not self.schedule.pull and not self.problem.block(peer, self.me)
         ]
         last = {step.lane: i for i, step in enumerate(self.steps)}
         self._add(
@@ -421,8 +391,9 @@ class _Gather:
 
     def _multiply_own(self) -> None:
         me, k = self.me, self.problem.k
-        first, last = self._shard_rows(me)
-        src = Region("a", me, 0, last - first, 0, k)
+        first, last = self._block(me, me)
+        there = self.problem.leaves(me, me)
+        src = Region("a", me, there, there + last - first, 0, k)
         dst = Region("out", me, first, last, 0, self.problem.n)
         self._add(Step("matmul", "compute0", "own", products=(Product(src, 0, k, dst),)))
         if self.problem.return_gathered:
@@ -480,22 +451,16 @@ class _Gather:
                 self._place(lane, self.mine.in_shard("a", unit), there, after)
 
     def _products(self, units: list[Unit], sources: list[Region]) -> tuple[Product, ...]:
-        """As few products as there can be: contiguous rows merge, equal distances form a batch."""
-        runs: list[_Run] = []
-        by_columns, k = self.schedule.dims == 2, self.problem.k
+        by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
+        found = []
         for unit, a in sorted(zip(units, sources, strict=True)):
-            first, last = self.mine.rows(unit)
             terms = (unit.start, unit.stop) if by_columns else (0, k)
-            kind = a.col, *terms, self.world.partial and unit.peer in self.started
-            if not (runs and runs[-1].goes_on(kind, a.row, first, last - first)):
-                runs.append(_Run(kind, a, first, last - first))
+            out = Region(self.sum, self.me, *self.mine.rows(unit), 0, n)
+            adds = self.world.partial and unit.peer in self.started
+            found.append(Product(a, *terms, out, adds))
         if self.world.partial:
             self.started.update(unit.peer for unit in units)
-        batches = runs[:1]
-        for run in runs[1:]:
-            if not batches[-1].repeats(run):
-                batches.append(run)
-        return tuple([run.product(self.sum, self.me, self.problem.n) for run in batches])
+        return merged(found)
 
     def _round(self, lane: str, units: list[Unit]) -> None:
         """Round the sums whose last term has been added."""
@@ -526,47 +491,3 @@ class _Gather:
         index = self.last_use[group]
         step = self.steps[index]
         self.steps[index] = step._replace(posts=posts, after=(*step.after, *sorted(acquired)))
-
-
-@dataclass(slots=True)
-class _Run:
-    """Rows that lie together in A and in the product, once or again and again."""
-
-    kind: tuple[int, int, int, bool]  # first column in the buffer, rows of b, accumulate
-    a: Region  # of the first unit
-    out: int
-    rows: int
-    batch: int = 1
-    a_stride: int = 0
-    out_stride: int = 0
-
-    def goes_on(self, kind: tuple[int, int, int, bool], a: int, out: int, rows: int) -> bool:
-        """Take in rows that lie directly behind these."""
-        if kind != self.kind or (a - self.a.row, out - self.out) != (self.rows, self.rows):
-            return False
-        self.rows += rows
-        return True
-
-    def repeats(self, other: _Run) -> bool:
-        """Take in a run of the same size at the same distance as those before."""
-        if (other.kind, other.rows) != (self.kind, self.rows):
-            return False
-        a_stride = other.a.row - self.a.row - (self.batch - 1) * self.a_stride
-        out_stride = other.out - self.out - (self.batch - 1) * self.out_stride
-        strides = a_stride, out_stride
-        if self.batch > 1 and strides != (self.a_stride, self.out_stride):
-            return False
-        if min(strides) < self.rows:
-            return False
-        self.batch += 1
-        self.a_stride, self.out_stride = strides
-        return True
-
-    def product(self, buffer: str, rank: int, n: int) -> Product:
-        _, k_first, k_last, accumulate = self.kind
-        a = self.a
-        if a.rows < self.rows:
-            a = a._replace(row_stop=a.row + self.rows)
-        out = Region(buffer, rank, self.out, self.out + self.rows, 0, n)
-        strides = self.a_stride, self.out_stride
-        return Product(a, k_first, k_last, out, accumulate, self.batch, *strides)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 #: Which pieces share a step.
-GROUPINGS = ("fused", "unfused", "growing", "shrinking")
+GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring")
 
 #: What arrives before what; the first is the default.
 ORDERS = ("piece", "peer")
@@ -27,19 +27,25 @@ NO_SIZE = "pieces: required a positive number or positive relative sizes such as
 
 @dataclass(frozen=True)
 class Schedule:
-    """A point of the space of all-gather schedules (FiCCO, section V-A, and its extensions).
+    """A point of the space of schedules (FiCCO, section V-A, and its extensions).
+
+    It has the same axes in both directions. *Gather*: pieces of A are multiplied as they arrive.
+    *Scatter*: pieces of the product are sent as they are made.
 
     Attributes:
-        uniform: the rank's own pieces ride along in every step; otherwise its own shard is
-            multiplied first, alone (hetero).
+        uniform: the rank's own pieces ride along in every step; otherwise (hetero) what stays with
+            the rank is multiplied alone: first while the first pieces travel (gather), or last
+            while the last ones do (scatter).
         grouping: which pieces share a step: ``"fused"``, one of every peer; ``"unfused"``, one;
             ``"growing"`` and ``"shrinking"``, those of 1, 2, 4, ... neighbouring peers (or the
-            reverse), whose rows are contiguous, so that log2(W) + 1 products do.
-        dims: 1 cuts shards by rows, 2 by columns; column pieces accumulate.
-        pieces: pieces per shard, or their relative sizes; 0 means one per rank, the paper's
-            choice. Clamped to the rows or columns there are.
-        tail: pieces that the last group is cut into once more, so that the product behind the
-            last copy is short.
+            reverse), whose rows are contiguous, so that log2(W) + 1 products do; ``"ring"``, for
+            operators that sum: a block goes from rank to rank, and each adds its product to it.
+        dims: 1 cuts what travels by rows, 2 by columns. Columns of A accumulate; those of a product
+            are columns of b.
+        pieces: pieces per shard or block, or their relative sizes; 0 means one per rank, the
+            paper's choice. Clamped to the rows or columns there are.
+        tail: pieces that the last group is cut into once more, so that what is left behind the
+            last copy is short: a product (gather), or a sum (scatter).
         order: ``"piece"``, a piece of every peer before the next piece of any (all links of a
             mesh are busy), or ``"peer"``, peer after peer (what a switch wants).
         pull: receivers fetch; otherwise senders push.
@@ -47,6 +53,9 @@ class Schedule:
             ``"collective"``, the all-gather of the group's own library, for serial alone.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.
+        beta: for operators that sum: what the peers sent is summed and rounded first, and the own
+            product adds itself to that (a GEMM with beta = 1), so that nothing is left behind it.
+            A ring has no other way.
     """
 
     uniform: bool
@@ -59,6 +68,7 @@ class Schedule:
     mover: str = "dma"
     copy: int = 1
     compute: int = 1
+    beta: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -75,6 +85,16 @@ class Schedule:
                 f"{self.grouping}: required the own shard first (uniform=False) and rows (dims=1); "
                 "for other steps use the grouping fused or unfused"
             )
+        if self.grouping == "ring" and (self.uniform or self.pull or not self.beta):
+            raise ValueError(
+                "ring: required uniform=False, pull=False and beta=True, since a block is pushed "
+                "from rank to rank and ends where it belongs"
+            )
+        if self.beta and self.uniform:
+            raise ValueError(
+                "beta: required the own product last (uniform=False), since it adds itself to the "
+                "sum of all others"
+            )
         if isinstance(self.pieces, tuple) and len(set(self.pieces)) == 1:
             object.__setattr__(self, "pieces", len(self.pieces))
         weights = self.pieces if isinstance(self.pieces, tuple) else (self.pieces + 1,)
@@ -83,7 +103,7 @@ class Schedule:
         if self.mover == "collective" and replace(self, mover="dma") != NAMED["serial"]:
             raise ValueError(
                 "collective: required the schedule serial without other knobs, since a collective "
-                "gathers whole shards, in its own way and at once"
+                "moves everything at once, in its own way"
             )
         for name in ("tail", "copy", "compute"):
             if getattr(self, name) < 1:
@@ -151,15 +171,18 @@ KNOBS = (
     Knob("mover", lambda text: MOVERS[MOVERS.index(text)], str, {m: m for m in MOVERS[1:]}),
     Knob("copy", int),
     Knob("compute", int),
+    Knob("beta", lambda text: {"1": True, "0": False}[text], "{:d}".format, {"beta": True}),
 )
 
 #: The named points. The paper studies four of the eight FiCCO schedules (section V-B);
-#: ``shard-overlap`` is PyTorch's Async TP; ``growing`` and ``shrinking`` are hypercube orders.
+#: ``shard-overlap`` is PyTorch's Async TP; ``growing`` and ``shrinking`` are hypercube orders;
+#: ``ring`` needs two pieces, so that one travels while the other is multiplied.
 NAMED: dict[str, Schedule] = {
     "serial": Schedule(True, "fused", 1, pieces=1),
     "shard-overlap": Schedule(False, "unfused", 1, pieces=1, order="peer"),
     "growing": Schedule(False, "growing", 1, pieces=1, order="peer"),
     "shrinking": Schedule(False, "shrinking", 1, pieces=1, order="peer"),
+    "ring": Schedule(False, "ring", 1, pieces=2, order="peer", beta=True),
     **{
         f"{'uniform' if uniform else 'hetero'}-{grouping}-{dims}d": Schedule(
             uniform, grouping, dims
@@ -189,7 +212,7 @@ def _parse(name: str) -> Schedule:
         except (KeyError, ValueError):
             usage = (
                 "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel or collective, copy=2, "
-                "compute=2"
+                "compute=2, beta"
             )
             raise ValueError(
                 f"schedule {name!r}: {item!r} is not a knob or is given twice; knobs are {usage}"

@@ -1,0 +1,58 @@
+"""All-to-all of row blocks, and the product that depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ficco.ops.call import run
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NAME = "all_to_all_matmul"
+
+
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Exchange row blocks with all ranks, and multiply them as they arrive.
+
+    It computes, with W ranks::
+
+        x = torch.empty_like(a)
+        torch.distributed.all_to_all_single(x, a)
+        return x @ b
+
+    ==========  ====================================================================
+    ``a``       [W * r, k]; block p goes to rank p
+    ``b``       [k, n], each rank's own; a transposed view costs no copy
+    result      [W * r, n]; block p comes from rank p
+    ==========  ====================================================================
+
+    What an expert-parallel layer does with its tokens. Pieces travel and are multiplied as in
+    :func:`ficco.all_gather_matmul` (FiCCO, Table I, g13 to g16).
+
+    Args:
+        group: the ranks that take part; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
+        rows: where blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i
+            to rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, the result as
+            many as column ``rank`` of the table adds up to.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`.
+
+    Example::
+
+        y = ficco.all_to_all_matmul(tokens, expert.weight.t())
+    """
+    return run(NAME, a, b, group, schedule, rows)[0]

@@ -1,0 +1,53 @@
+"""A matrix product of a shard of k, and the all-reduce of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ficco.ops.call import run
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NAME = "matmul_all_reduce"
+
+
+def matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    schedule: str | Schedule = "auto",
+) -> torch.Tensor:
+    """Multiply a shard of k, and sum the products of all ranks while they travel.
+
+    It computes::
+
+        y = a @ b
+        torch.distributed.all_reduce(y)
+        return y
+
+    ==========  ====================================================================
+    ``a``       [m, k], the rank's columns of A; leading dimensions are flattened
+    ``b``       [k, n], the rank's rows of B; a transposed view costs no copy
+    result      [m, n], the sum, equal on all ranks to the last bit
+    ==========  ====================================================================
+
+    A reduce-scatter, see :func:`ficco.matmul_reduce_scatter`, whose sums are sent on to all ranks
+    piece by piece as they are made.
+
+    Args:
+        group: the ranks that take part; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`.
+
+    Example::
+
+        y = ficco.matmul_all_reduce(x, linear.weight.t())
+    """
+    return run(NAME, a, b, group, schedule)[0]

@@ -1,0 +1,56 @@
+"""A matrix product, and the all-to-all of its row blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ficco.ops.call import run
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NAME = "matmul_all_to_all"
+
+
+def matmul_all_to_all(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Multiply row blocks, and exchange the products with all ranks as they are made.
+
+    It computes, with W ranks::
+
+        y = torch.empty(a.shape[0], n)
+        torch.distributed.all_to_all_single(y, a @ b)
+        return y
+
+    ==========  ====================================================================
+    ``a``       [W * r, k]; the product of block p goes to rank p
+    ``b``       [k, n], each rank's own; a transposed view costs no copy
+    result      [W * r, n]; block p comes from rank p
+    ==========  ====================================================================
+
+    What brings the tokens of an expert-parallel layer back. Blocks of the product travel on the
+    copy engines as they are made; the rank's own is multiplied last, while the last copies travel.
+
+    Args:
+        group: the ranks that take part; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
+        rows: as for :func:`ficco.all_to_all_matmul`.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`.
+
+    Example::
+
+        tokens = ficco.matmul_all_to_all(hidden, expert.weight.t())
+    """
+    return run(NAME, a, b, group, schedule, rows)[0]

@@ -1,0 +1,79 @@
+"""From a Problem and a Schedule to Plans."""
+
+from __future__ import annotations
+
+from ficco.plan.collector import paused
+from ficco.plan.model import Plan, Product, Region, Step, Transfer
+from ficco.problem import Problem
+from ficco.schedules.gather import Gather, GatherWorld
+from ficco.schedules.scatter import Scatter, ScatterWorld
+from ficco.schedules.space import Schedule
+
+
+def plan(problem: Problem, schedule: Schedule, rank: int, staging_bytes: int | None = None) -> Plan:
+    """The Plan of one rank.
+
+    ``staging_bytes`` caps staging: where the pieces do not fit at once, they use it as a ring.
+
+    Raises:
+        ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
+            step.
+    """
+    return _plans(problem, schedule, [rank], staging_bytes)[0]
+
+
+def plans(problem: Problem, schedule: Schedule, staging_bytes: int | None = None) -> list[Plan]:
+    """The Plans of all ranks."""
+    with paused():
+        return _plans(problem, schedule, list(range(problem.world)), staging_bytes)
+
+
+def refusal(problem: Problem, schedule: Schedule) -> str:
+    """Why a schedule cannot serve a Problem; empty if it can."""
+    kind = problem.kind
+    if schedule.beta and not kind.sums:
+        what = "ring" if schedule.grouping == "ring" else "beta"
+        return (
+            f"schedule {schedule}: {what} is for operators that sum over ranks, which "
+            f"{problem.operator} does not; leave it out"
+        )
+    return ""
+
+
+def _plans(
+    problem: Problem, schedule: Schedule, ranks: list[int], staging_bytes: int | None
+) -> list[Plan]:
+    if why := refusal(problem, schedule):
+        raise ValueError(why)
+    if schedule.mover == "collective" and problem.world > 1:
+        return [_collective(problem, schedule, rank) for rank in ranks]
+    if problem.kind.scatters:
+        there = ScatterWorld(problem, schedule, staging_bytes)
+        return [Scatter(there, rank).build() for rank in ranks]
+    world = GatherWorld(problem, schedule, staging_bytes)
+    return [Gather(world, rank).build() for rank in ranks]
+
+
+def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
+    """The library's collective and one product: what everything else has to beat."""
+
+    def whole(buffer: str, rows: int, cols: int) -> Region:
+        return Region(buffer, rank, 0, rows, 0, cols)
+
+    rows, n, k = problem.product_rows(rank), problem.n, problem.k
+    a = whole("a", problem.left_rows(rank), k)
+    out = whole("out", problem.out_rows(rank), n)
+    made = out
+    if not problem.kind.scatters:
+        a, moved = whole("gathered", rows, k), Transfer(a, whole("gathered", rows, k))
+    else:
+        if not problem.kind.returns:  # else the library sums in place
+            made = whole("partial", rows, n)
+        moved = Transfer(made, out)
+    steps = [
+        Step("collective", "compute0", problem.kind.collective, transfer=moved),
+        Step("matmul", "compute0", "all", products=(Product(a, 0, k, made),)),
+    ]
+    if problem.kind.scatters:
+        steps.reverse()
+    return Plan(problem, str(schedule), rank, tuple(steps), (0, 0), (0, 0), False, False, 0)

@@ -1,0 +1,258 @@
+"""In which order and groups pieces arrive at a rank, or leave it.
+
+Both sides of a transfer derive it from the same facts: one to know what to multiply when, the other
+to know when a piece comes and where it lies.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from ficco.plan.model import Region
+from ficco.problem import Problem
+from ficco.schedules.space import Schedule
+
+#: Boundaries between pieces fall on multiples of this where the pieces are long enough: 16 bytes
+#: of the narrowest dtype, which library GEMMs want of their operands.
+GRANULE = 8
+
+
+class Unit(NamedTuple):
+    """One piece of one shard or block: ``[start, stop)`` of its rows (1D) or its columns (2D)."""
+
+    peer: int  # whose shard, or for whom the block is
+    ordinal: int  # counts the pieces of this shard or block in their order
+    start: int
+    stop: int
+    group: int  # of those that a rank multiplies together
+
+
+def cut(length: int, pieces: int | tuple[int, ...]) -> list[tuple[int, int]]:
+    """``[0, length)`` in pieces of equal or given relative sizes, none of them empty.
+
+    >>> cut(100, 4)
+    [(0, 24), (24, 48), (48, 72), (72, 100)]
+    >>> cut(64, (4, 2, 2)), cut(3, 8), cut(0, 4)
+    ([(0, 32), (32, 48), (48, 64)], [(0, 1), (1, 2), (2, 3)], [])
+    """
+    weights = pieces if isinstance(pieces, tuple) else (1,) * min(pieces, max(length, 1))
+    granule = GRANULE if length >= 2 * GRANULE * len(weights) else 1
+    total = sum(weights)
+    parts = accumulate(weights)
+    bounds = [min(length, round(length * part / (total * granule)) * granule) for part in parts]
+    bounds[-1] = length
+    return [(a, b) for a, b in zip([0, *bounds], bounds, strict=False) if a < b]
+
+
+def siblings(rank: int, world: int) -> list[range]:
+    """Neighbouring ranges of ranks, nearest first, that grow rank to the whole world.
+
+    >>> siblings(5, 8)
+    [range(4, 5), range(6, 8), range(0, 4)]
+    >>> siblings(2, 3)
+    [range(0, 2)]
+    """
+    low, high = 0, world
+    path: list[range] = []
+    while high - low > 1:
+        middle = low + (1 << ((high - low - 1).bit_length() - 1))
+        left, right = range(low, middle), range(middle, high)
+        path.append(right if rank < middle else left)
+        low, high = (low, middle) if rank < middle else (middle, high)
+    return path[::-1]
+
+
+def peers_in_order(rank: int, world: int) -> list[int]:
+    """Peers in an order in which every rank receives from another peer at any time.
+
+    A hypercube (``rank ^ i``) where the world is a power of two, else a rotation. The order in
+    which a rank sends is that of the other direction.
+
+    >>> peers_in_order(1, 4), peers_in_order(1, 3)
+    ([0, 3, 2], [0, 2])
+    """
+    if world & (world - 1) == 0:
+        return [rank ^ i for i in range(1, world)]
+    return [(rank - i) % world for i in range(1, world)]
+
+
+def targets_in_order(rank: int, world: int) -> list[int]:
+    """Peers in the order in which a rank sends to them where all go by :func:`peers_in_order`.
+
+    >>> targets_in_order(1, 4), targets_in_order(1, 3)
+    ([0, 3, 2], [2, 0])
+    """
+    if world & (world - 1) == 0:
+        return peers_in_order(rank, world)
+    return [(rank + i) % world for i in range(1, world)]
+
+
+def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:
+    """Which of the peers share a group, in a given order."""
+    if schedule.grouping == "fused":
+        return [order]
+    if schedule.grouping == "unfused":
+        return [[peer] for peer in order]
+    turn = {peer: i for i, peer in enumerate(order)}
+    found = [sorted(s, key=turn.__getitem__) for s in siblings(rank, len(order) + 1)]
+    return found[::-1] if schedule.grouping == "shrinking" else found
+
+
+class Groups(ABC):
+    """The pieces of all shards or blocks, in the groups that one rank multiplies, in order.
+
+    Attributes:
+        sets: ranks whose pieces share groups.
+        set_of, place_in_set: where a rank is in them.
+        rounds: pieces of the shard or block with most of them.
+        groups: how many there are.
+        tail: in how many the last group is cut, which short pieces do not allow for as many as
+            asked.
+    """
+
+    def __init__(
+        self, problem: Problem, schedule: Schedule, rank: int, sets: list[list[int]], tail: int
+    ) -> None:
+        self.problem, self.schedule, self.rank = problem, schedule, rank
+        self.sets = [s for s in sets if s]
+        self.set_of = {peer: i for i, s in enumerate(self.sets) for peer in s}
+        self.place_in_set = {peer: i for s in self.sets for i, peer in enumerate(s)}
+        self._cuts: dict[int, list[tuple[int, int]]] = {}
+        self.rounds = max((len(self.cuts(p)) for s in self.sets for p in s), default=0)
+        self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
+        ends = [self.cuts(p)[-1] for p in self.sets[-1] if self.cuts(p)] if self.sets else []
+        self.tail = max((len(cut(b - a, tail)) for a, b in ends), default=1) or 1
+        self.groups = self.regular + (self.tail - 1 if self.regular else 0)
+        self._units: dict[int, list[Unit]] = {}
+
+    @abstractmethod
+    def block(self, peer: int) -> int:
+        """Rows of a peer's shard or block."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> int:
+        """Columns of what travels."""
+
+    def cuts(self, peer: int) -> list[tuple[int, int]]:
+        """Pieces of a peer's shard or block, along the dimension that is cut."""
+        rows = self.block(peer)
+        if rows not in self._cuts:
+            length = rows if self.schedule.dims == 1 else self.columns
+            whole = [(0, length)]  # without columns, the product is still due: zeros
+            pieces = cut(length, self.schedule.pieces or self.problem.world) or whole
+            self._cuts[rows] = pieces if rows else []
+        return self._cuts[rows]
+
+    def units(self, peer: int) -> list[Unit]:
+        """All units of a peer, in order."""
+        if peer not in self._units:
+            first, stride = self.set_of[peer], len(self.sets)
+            if self.schedule.order == "peer":
+                first, stride = first * self.rounds, 1
+            found = [
+                Unit(peer, i, start, stop, first + i * stride)
+                for i, (start, stop) in enumerate(self.cuts(peer))
+            ]
+            if self.tail > 1 and found and found[-1].group == self.regular - 1:
+                found += finer(found.pop(), self.schedule.tail)
+            self._units[peer] = found
+        return self._units[peer]
+
+    @cached_property
+    def by_group(self) -> list[list[Unit]]:
+        """The units of every group."""
+        groups: list[list[Unit]] = [[] for _ in range(self.groups)]
+        for members in self.sets:
+            for peer in members:
+                for unit in self.units(peer):
+                    groups[unit.group].append(unit)
+        return groups
+
+
+def finer(unit: Unit, pieces: int) -> list[Unit]:
+    """A unit cut once more, in groups of their own."""
+    peer, ordinal, start, stop, group = unit
+    cuts = cut(stop - start, pieces) or [(0, 0)]
+    return [
+        Unit(peer, ordinal + i, start + a, start + b, group + i) for i, (a, b) in enumerate(cuts)
+    ]
+
+
+class Arrivals(Groups):
+    """Shards of A in the order in which one rank receives and multiplies them."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
+        order = peers_in_order(rank, problem.world)
+        sets = peer_sets(schedule, rank, order)
+        if schedule.uniform:
+            fused = schedule.grouping == "fused"
+            sets = [[rank, *order]] if fused else [[rank], *sets]
+        super().__init__(problem, schedule, rank, sets, schedule.tail)
+
+    def block(self, peer: int) -> int:
+        return self.problem.block(peer, self.rank)
+
+    @property
+    def columns(self) -> int:
+        return self.problem.k
+
+    def rows(self, unit: Unit) -> tuple[int, int]:
+        """Rows of the gathered A that a unit holds."""
+        first = self.problem.lands(unit.peer, self.rank)
+        if self.schedule.dims == 2:
+            return first, first + self.block(unit.peer)
+        return first + unit.start, first + unit.stop
+
+    def in_shard(self, buffer: str, unit: Unit) -> Region:
+        """Where a unit lies in its rank's operand, or in the published copy of that."""
+        first = self.problem.leaves(unit.peer, self.rank)
+        if self.schedule.dims == 2:
+            rows = self.block(unit.peer)
+            return Region(buffer, unit.peer, first, first + rows, unit.start, unit.stop)
+        row, row_stop = first + unit.start, first + unit.stop
+        return Region(buffer, unit.peer, row, row_stop, 0, self.problem.k)
+
+
+class Departures(Groups):
+    """Blocks of a product in the order in which one rank makes and sends them, its own last."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
+        world = problem.world
+        if schedule.grouping == "ring":  # what comes from the left goes on to the right
+            sets = [[(rank - 1 - i) % world] for i in range(world - 1)]
+        else:
+            sets = peer_sets(schedule, rank, targets_in_order(rank, world))
+        if schedule.uniform:
+            fused = schedule.grouping == "fused"
+            sets = [[*sets[0], rank]] if fused else [*sets, [rank]]
+        super().__init__(problem, schedule, rank, sets, schedule.tail if schedule.uniform else 1)
+
+    def block(self, peer: int) -> int:
+        return self.problem.block(self.rank, peer)
+
+    @property
+    def columns(self) -> int:
+        return self.problem.n
+
+    @cached_property
+    def own(self) -> list[Unit]:
+        """The units that stay with the rank. Alone, they are one cut as the tail says."""
+        if self.schedule.uniform:
+            return self.units(self.rank)
+        rows = self.block(self.rank)
+        length = rows if self.schedule.dims == 1 else self.columns
+        return finer(Unit(self.rank, 0, 0, length, self.groups), self.schedule.tail) if rows else []
+
+    def of(self, peer: int) -> list[Unit]:
+        """The units for a rank, in order."""
+        return self.own if peer == self.rank else self.units(peer)
+
+    def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
+        """Where a unit lies in a buffer where its block begins at a row."""
+        if self.schedule.dims == 2:
+            return Region(buffer, rank, row, row + self.block(unit.peer), unit.start, unit.stop)
+        return Region(buffer, rank, row + unit.start, row + unit.stop, 0, self.problem.n)

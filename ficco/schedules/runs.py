@@ -1,0 +1,76 @@
+"""As few products as there can be: contiguous rows merge, equal distances form a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ficco.plan.model import Product
+
+
+def merged(products: Iterable[Product]) -> tuple[Product, ...]:
+    """The same products, each of one run of rows, in as few calls of a library as possible."""
+    runs: list[_Run] = []
+    for product in products:
+        if not (runs and runs[-1].goes_on(product)):
+            runs.append(_Run(product, product.a.row, product.out.row, product.a.rows))
+    batches = runs[:1]
+    for run in runs[1:]:
+        if not batches[-1].repeats(run):
+            batches.append(run)
+    return tuple([run.whole() for run in batches])
+
+
+def _kind(product: Product) -> tuple[object, ...]:
+    """What products of one call have in common."""
+    a, k_first, k_last, out, accumulate, _, _, _, terms = product
+    columns = a.col, a.col_stop, out.col, out.col_stop
+    return columns, k_first, k_last, accumulate, terms, a.buffer, out.buffer
+
+
+@dataclass(slots=True)
+class _Run:
+    """Rows that lie together in A and in the product, once or again and again."""
+
+    first: Product
+    a: int
+    out: int
+    rows: int
+    batch: int = 1
+    a_stride: int = 0
+    out_stride: int = 0
+
+    def goes_on(self, product: Product) -> bool:
+        """Take in rows that lie directly behind these."""
+        behind = product.a.row - self.a, product.out.row - self.out
+        if behind != (self.rows, self.rows) or _kind(product) != _kind(self.first):
+            return False
+        self.rows += product.a.rows
+        return True
+
+    def repeats(self, other: _Run) -> bool:
+        """Take in a run of the same size at the same distance as those before."""
+        if other.rows != self.rows or _kind(other.first) != _kind(self.first):
+            return False
+        a_stride = other.a - self.a - (self.batch - 1) * self.a_stride
+        out_stride = other.out - self.out - (self.batch - 1) * self.out_stride
+        strides = a_stride, out_stride
+        if self.batch > 1 and strides != (self.a_stride, self.out_stride):
+            return False
+        if min(strides) < self.rows:
+            return False
+        self.batch += 1
+        self.a_stride, self.out_stride = strides
+        return True
+
+    def whole(self) -> Product:
+        first = self.first
+        if self.rows == first.a.rows and self.batch == 1:
+            return first
+        return first._replace(
+            a=first.a._replace(row_stop=self.a + self.rows),
+            out=first.out._replace(row_stop=self.out + self.rows),
+            batch=self.batch,
+            a_stride=self.a_stride,
+            out_stride=self.out_stride,
+        )

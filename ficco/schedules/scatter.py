@@ -1,0 +1,487 @@
+"""Plans of operators whose product travels: send as pieces are made, sum or place what arrives.
+
+A rank multiplies the blocks of its peers first and its own last, so that the last copies travel
+while it multiplies what it keeps. What arrives is summed in float32 in the order of the ranks, or
+brought to its place, on a lane of its own. An all-reduce sends the sums on as they are made.
+"""
+
+from __future__ import annotations
+
+from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer
+from ficco.problem import Problem
+from ficco.schedules.groups import Departures, Unit
+from ficco.schedules.runs import merged
+from ficco.schedules.space import Schedule
+
+REDUCE_LANE = "reduce0"
+
+
+class ScatterWorld:
+    """What all ranks derive alike: who sends what when, where it lands, which words say so."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, cap: int | None) -> None:
+        self.problem, self.schedule = problem, schedule
+        self.world = problem.world
+        self.ring = schedule.grouping == "ring" and self.world > 1
+        self.departures = [Departures(problem, schedule, rank) for rank in range(self.world)]
+        self._sent = [self._senders(rank) for rank in range(self.world)]
+        #: Words per pair of ranks: for what arrives, for sums that return, for what was fetched.
+        arriving = [len(units) for sent in self._sent for units in sent.values()]
+        returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
+        self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
+        needed = self.room(False)[0]
+        if cap is not None and needed > cap:
+            raise ValueError(
+                f"workspace_bytes: required at least {needed} for schedule {schedule} on "
+                f"{problem}, got {cap}; allow more, or use serial:collective"
+            )
+
+    def _senders(self, rank: int) -> dict[int, list[Unit]]:
+        """What comes to a rank, by the rank that it comes from, in order."""
+        if self.ring:
+            left = (rank - 1) % self.world
+            units = [unit for group in self.departures[left].by_group for unit in group]
+            return {left: units}
+        peers = [peer for peer in range(self.world) if peer != rank]
+        return {peer: self.departures[peer].units(rank) for peer in peers}
+
+    def sent(self, src: int, dst: int) -> list[Unit]:
+        """The units that one rank sends to another, in order. In a ring they are for others."""
+        return self._sent[dst].get(src, [])
+
+    def rows(self, rank: int) -> int:
+        """Rows of staging before those of returning sums."""
+        if self.ring:
+            return self.problem.m - self.problem.rows[(rank - 1) % self.world]
+        peers = range(self.world)
+        return sum(self.problem.block(peer, rank) for peer in peers if peer != rank)
+
+    def all_rows(self, rank: int) -> int:
+        """Rows of staging."""
+        returned = self.problem.m - self.problem.rows[rank] if self.problem.kind.returns else 0
+        return self.rows(rank) + returned
+
+    def landing(self, src: int, dst: int, unit: Unit) -> Region:
+        """Where a unit from a peer lands."""
+        problem = self.problem
+        if self.ring:  # every block but the sender's own
+            row = problem.offsets[unit.peer] - (problem.rows[src] if unit.peer > src else 0)
+        else:
+            row = sum(problem.block(peer, dst) for peer in range(src) if peer != dst)
+        return self.departures[src].region("staging", dst, row, unit)
+
+    def returning(self, src: int, dst: int, unit: Unit) -> Region:
+        """Where the sum of a unit of a peer lands."""
+        problem = self.problem
+        row = self.rows(dst) + problem.offsets[src] - (problem.rows[dst] if src > dst else 0)
+        return self.departures[src].region("staging", dst, row, unit)
+
+    def room(self, publish: bool) -> tuple[int, int]:
+        """Bytes of staging and of published products on the rank that needs most."""
+        ranks, row = range(self.world), self.problem.n * self.problem.itemsize
+        published = max(map(self.problem.product_rows, ranks)) * publish
+        return max(map(self.all_rows, ranks)) * row, published * row
+
+    # Signal words: per peer one that rests at 1, then those of each kind.
+
+    def words(self) -> int:
+        return self.world * (1 + sum(self.slots))
+
+    def released(self, poster: int, waiter: int) -> Signal:
+        return Signal("released", poster, waiter, 0, poster)
+
+    def word(self, kind: str, poster: int, waiter: int, slot: int, unit: Unit | None) -> Signal:
+        """A signal; ``unit`` is what it gates, if anything."""
+        blocks = {"ready": 0, "valid": 0, "summed": 1, "done": 2}
+        block = blocks[kind]
+        base = self.world * (1 + sum(self.slots[:block]))
+        first = last = 0
+        if unit is not None:
+            owner = poster if kind == "summed" else unit.peer
+            first = self.problem.lands(poster, owner)
+            bounds = (unit.start, unit.stop) if self.schedule.dims == 1 else (0, None)
+            rows = self.departures[poster].block(unit.peer)
+            first, last = first + bounds[0], first + (rows if bounds[1] is None else bounds[1])
+        word = base + poster * self.slots[block] + slot
+        return Signal(kind, poster, waiter, slot, word, first, last)
+
+
+class Scatter:
+    """Builds one Plan. ``me`` is its rank."""
+
+    def __init__(self, world: ScatterWorld, rank: int) -> None:
+        self.world, self.me = world, rank
+        self.problem, self.schedule = world.problem, world.schedule
+        self.mine = world.departures[rank]
+        self.peers = [peer for peer in range(self.problem.world) if peer != rank]
+        self.sums = self.problem.kind.sums
+        self.alone = not self.schedule.uniform  # the own product
+        self.made = "publish" if self.schedule.pull and self.peers else "partial"
+        self.arrived = "valid" if self.schedule.pull else "ready"
+        self.steps: list[Step] = []
+        self.acquired: tuple[int, ...] = ()
+        self.made_by: dict[Unit, int] = {}  # unit -> its product
+        self.fetched: dict[tuple[int, int], int] = {}  # peer, unit's ordinal -> its copy
+        self.heard: set[Signal] = set()
+        groups = self.mine.groups + (len(self.mine.own) if self.alone else 0)
+        self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
+        order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
+        in_turn = [peer for peer in order if peer != rank]
+        self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
+
+    def _add(self, step: Step) -> int:
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def build(self) -> Plan:
+        if self.peers:
+            self._open()
+        groups = self.mine.by_group
+        rounds = len(groups)
+        if self.schedule.pull:
+            rounds = max(departures.groups for departures in self.world.departures)
+        for group in range(rounds):
+            if group < len(groups) and groups[group]:
+                self._multiply(group, groups[group])
+            if self.schedule.pull:
+                self._fetch(group)
+        if self.sums:
+            self._sum()
+        else:
+            self._gather_blocks()
+        if self.problem.kind.returns:
+            self._return()
+        if self.peers:
+            self._retire()
+        publish = self.made == "publish"
+        return Plan(
+            problem=self.problem,
+            schedule=str(self.schedule),
+            rank=self.me,
+            steps=tuple(self.steps),
+            staging=(self.world.all_rows(self.me), self.problem.n) if self.peers else (0, 0),
+            room=self.world.room(publish) if self.peers else (0, 0),
+            publish=publish,
+            sums=False,
+            words=self.world.words() if self.peers else 0,
+        )
+
+    # Opening and closing a call.
+
+    def _lanes(self) -> dict[str, list[int]]:
+        """Copy lanes, each with its peers."""
+        by_lane: dict[str, list[int]] = {}
+        for peer, lane in self.lane_of.items():
+            by_lane.setdefault(lane, []).append(peer)
+        return by_lane
+
+    def _open(self) -> None:
+        found = []
+        for lane, peers in self._lanes().items():
+            mine = tuple(self.world.released(peer, self.me) for peer in peers)
+            # A peer that gets nothing from this rank still has to know that its call has begun.
+            bare = tuple(
+                self.world.word(self.arrived, self.me, peer, 0, None)
+                for peer in peers
+                if not self.world.sent(self.me, peer)
+            )
+            step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=bare)
+            found.append(self._add(step))
+        self.acquired = tuple(found)
+
+    def _retire(self) -> None:
+        """Clear the words this rank waited for and hand the slot to the peers."""
+        for lane, peers in self._lanes().items():
+            read = tuple(self._done(peer, self.me) for peer in peers if self._fetches(peer))
+            if read:
+                self._add(Step("sync", lane, "peers have read", waits=read))
+        waited = [s for step in self.steps for s in step.waits if not s.released]
+        silent = tuple(
+            self.world.word(self.arrived, peer, self.me, 0, None)
+            for peer in self.peers
+            if not self.world.sent(peer, self.me)
+        )
+        last = {step.lane: i for i, step in enumerate(self.steps)}
+        self._add(
+            Step(
+                "sync",
+                "sync",
+                "retire",
+                waits=silent,
+                clears=(*waited, *silent),
+                posts=tuple(self.world.released(self.me, peer) for peer in self.peers),
+                after=tuple(last.values()),
+            )
+        )
+
+    def _fetches(self, peer: int) -> bool:
+        """Whether a peer fetches something from this rank."""
+        return self.schedule.pull and bool(self.world.sent(self.me, peer))
+
+    def _done(self, poster: int, waiter: int) -> Signal:
+        return self.world.word("done", poster, waiter, 0, None)
+
+    # Products and copies.
+
+    def _multiply(self, group: int, units: list[Unit]) -> None:
+        """Make what a group holds, and send it."""
+        lane = self.compute_lanes[group % len(self.compute_lanes)]
+        index = self._product(lane, units)
+        for unit in units:
+            self.made_by[unit] = index
+            if unit.peer != self.me and not self.schedule.pull:
+                self._push(unit, index)
+
+    def _product(self, lane: str, units: list[Unit], after: tuple[int, ...] = ()) -> int:
+        problem, posts = self.problem, []
+        waits: tuple[Signal, ...] = ()
+        found = []
+        for unit in sorted(units):
+            there = problem.leaves(self.me, unit.peer)
+            rows = self.mine.region("a", self.me, there, unit)
+            out, terms = self._target(unit)
+            if terms and out.buffer == "staging":
+                waits = (*waits, self._from_left(unit))
+            a = rows._replace(col=0, col_stop=problem.k)
+            found.append(Product(a, 0, problem.k, out, bool(terms), terms=terms))
+            if self.schedule.pull and unit.peer != self.me:
+                posts.append(self.world.word("valid", self.me, unit.peer, unit.ordinal, unit))
+        if posts and not any(step.lane == lane for step in self.steps):
+            after = (*after, *self.acquired)
+        return self._add(
+            Step(
+                "matmul",
+                lane,
+                " ".join(f"{unit.peer}.{unit.ordinal}" for unit in units),
+                waits=waits,
+                posts=tuple(posts),
+                after=after,
+                products=merged(found),
+            )
+        )
+
+    def _target(self, unit: Unit) -> tuple[Region, int]:
+        """Where a unit's product goes, and whose products it adds itself to there."""
+        problem, me = self.problem, self.me
+        if unit.peer == me and self.peers and self.schedule.beta:
+            return self._result(unit), _all(problem.world) ^ 1 << me
+        if unit.peer == me and (not self.peers or (self.alone and not self.sums)):
+            return self._result(unit), 0
+        if self.world.ring and self.mine.set_of.get(unit.peer):  # not the first block of the ring
+            left = (me - 1) % problem.world
+            return self.world.landing(left, me, unit), self._ring_terms(left, unit)
+        there = problem.leaves(me, unit.peer)
+        return self.mine.region(self.made, me, there, unit), 0
+
+    def _result(self, unit: Unit) -> Region:
+        """Where what this rank keeps of a unit of its own belongs."""
+        row = self.problem.lands(self.me, self.me)
+        if self.sums and not self.problem.kind.returns:
+            row = 0
+        return self.mine.region("out", self.me, row, unit)
+
+    def _ring_terms(self, sender: int, unit: Unit) -> int:
+        """Whose products a rank's unit holds: its own and those of all the block came through."""
+        steps = self.world.departures[sender].set_of[unit.peer]
+        return sum(1 << (sender - i) % self.problem.world for i in range(steps + 1))
+
+    def _from_left(self, unit: Unit) -> Signal:
+        """What says that a unit of the ring has come."""
+        left = (self.me - 1) % self.problem.world
+        sent = self.world.departures[left].units(unit.peer)[unit.ordinal]
+        return self.world.word("ready", left, self.me, sent.group, sent)
+
+    def _push(self, unit: Unit, made: int) -> None:
+        world, me = self.world, self.me
+        target, slot, terms = unit.peer, unit.ordinal, 1 << me
+        if world.ring:
+            target, slot = (me + 1) % self.problem.world, unit.group
+            terms = self._ring_terms(me, unit)
+        source, _ = self._target(unit)
+        self._add(
+            Step(
+                "copy",
+                self.lane_of[target],
+                f"{unit.peer}.{unit.ordinal}>{target}",
+                posts=(world.word("ready", me, target, slot, unit),),
+                after=(made,),
+                transfer=Transfer(source, world.landing(me, target, unit), terms),
+                mover=self.schedule.mover,
+            )
+        )
+
+    def _fetch(self, group: int) -> None:
+        """Fetch what the peers make in a group of theirs."""
+        for peer in self.lane_of:
+            units = self.world.sent(peer, self.me)
+            there = self.problem.leaves(peer, self.me)
+            for unit in units:
+                if unit.group != group:
+                    continue
+                source = self.world.departures[peer].region("publish", peer, there, unit)
+                landing = self.world.landing(peer, self.me, unit)
+                self.fetched[peer, unit.ordinal] = self._add(
+                    Step(
+                        "copy",
+                        self.lane_of[peer],
+                        f"{peer}.{unit.ordinal}>{self.me}",
+                        waits=(self.world.word("valid", peer, self.me, unit.ordinal, unit),),
+                        posts=(self._done(self.me, peer),) if unit is units[-1] else (),
+                        transfer=Transfer(source, landing, 1 << peer),
+                        mover=self.schedule.mover,
+                    )
+                )
+
+    # What arrives.
+
+    def _arrival(self, peer: int, unit: Unit) -> tuple[tuple[Signal, ...], tuple[int, ...]]:
+        """What a step that reads a peer's unit waits for: a signal not heard yet, or a copy."""
+        if self.schedule.pull:
+            return (), (self.fetched[peer, unit.ordinal],)
+        signal = self.world.word("ready", peer, self.me, unit.ordinal, unit)
+        if signal in self.heard:
+            return (), ()
+        self.heard.add(signal)
+        return (signal,), ()
+
+    def _sum(self) -> None:
+        """Sum each part of the own block once all ranks' products of it are there."""
+        lanes = self.compute_lanes
+        for turn, unit in enumerate(self.mine.own):
+            lane = lanes[(self.mine.groups + turn) % len(lanes)]
+            if self.schedule.beta and self.peers:
+                summed = self._bring(unit) if self.world.ring else self._reduce(unit)
+                summed = self._product(lane, [unit], after=(summed,))
+            elif self.alone:
+                summed = self._product(lane, [unit])
+                if self.peers:
+                    summed = self._reduce(unit, summed)
+            else:
+                summed = self.made_by[unit]
+                if self.peers:
+                    summed = self._reduce(unit, summed)
+            self.made_by[unit] = summed
+            if self.problem.kind.returns:
+                self._send_back(unit, summed)
+
+    def _bring(self, unit: Unit) -> int:
+        """Bring what the ring has summed of the own block to its place."""
+        left = (self.me - 1) % self.problem.world
+        waits = [
+            self.world.word("ready", left, self.me, sent.group, sent)
+            for sent in self.world.departures[left].units(self.me)
+            if _overlap(sent, unit)
+        ]
+        fresh = tuple(signal for signal in waits if signal not in self.heard)
+        self.heard.update(fresh)
+        source = self.world.landing(left, self.me, unit)
+        terms = _all(self.problem.world) ^ 1 << self.me
+        move = Transfer(source, self._result(unit), terms)
+        return self._add(Step("place", REDUCE_LANE, "staging>out", waits=fresh, transfer=move))
+
+    def _reduce(self, unit: Unit, own: int | None = None) -> int:
+        """Sum the products of all ranks, or of all others."""
+        waits: list[Signal] = []
+        after = [] if own is None else [own]
+        parts, terms = [], []
+        for rank in range(self.problem.world):
+            if rank != self.me:
+                parts.append(self.world.landing(rank, self.me, unit))
+                for sent in self.world.sent(rank, self.me):
+                    if _overlap(sent, unit):
+                        signals, copies = self._arrival(rank, sent)
+                        waits += signals
+                        after += copies
+            elif own is not None:
+                there = self.problem.leaves(rank, rank)
+                parts.append(self.mine.region(self.made, rank, there, unit))
+            else:
+                continue
+            terms.append(1 << rank)
+        reduction = Reduction(tuple(parts), tuple(terms), self._result(unit))
+        return self._add(
+            Step(
+                "reduce",
+                REDUCE_LANE,
+                f"sum {unit.ordinal}",
+                waits=tuple(waits),
+                after=tuple(dict.fromkeys(after)),
+                reduction=reduction,
+            )
+        )
+
+    def _gather_blocks(self) -> None:
+        """Bring the blocks of an all-to-all to their places, in their order of arrival."""
+        for turn, unit in enumerate(self.mine.own):
+            if self.alone or not self.peers:
+                if self.alone:
+                    lanes = self.compute_lanes
+                    self._product(lanes[(self.mine.groups + turn) % len(lanes)], [unit])
+                continue
+            there = self.problem.leaves(self.me, self.me)
+            source = self.mine.region(self.made, self.me, there, unit)
+            self._place(source, self._result(unit), 1 << self.me, after=(self.made_by[unit],))
+        coming = [(unit.group, peer, unit) for peer in self.peers for unit in self._coming(peer)]
+        for _, peer, unit in sorted(coming):
+            waits, after = self._arrival(peer, unit)
+            source = self.world.landing(peer, self.me, unit)
+            row = self.problem.lands(peer, self.me)
+            out = self.world.departures[peer].region("out", self.me, row, unit)
+            self._place(source, out, 1 << peer, waits, after)
+
+    def _coming(self, peer: int) -> list[Unit]:
+        return self.world.sent(peer, self.me)
+
+    def _place(
+        self,
+        src: Region,
+        dst: Region,
+        terms: int,
+        waits: tuple[Signal, ...] = (),
+        after: tuple[int, ...] = (),
+    ) -> None:
+        label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst, terms)
+        self._add(Step("place", REDUCE_LANE, label, waits=waits, after=after, transfer=move))
+
+    # Sums that return to all ranks.
+
+    def _send_back(self, unit: Unit, summed: int) -> None:
+        for peer, lane in self.lane_of.items():
+            landing = self.world.returning(self.me, peer, unit)
+            self._add(
+                Step(
+                    "copy",
+                    lane,
+                    f"sum {unit.ordinal}>{peer}",
+                    posts=(self.world.word("summed", self.me, peer, unit.ordinal, unit),),
+                    after=(summed,),
+                    transfer=Transfer(self._result(unit), landing, _all(self.problem.world)),
+                    mover=self.schedule.mover,
+                )
+            )
+
+    def _return(self) -> None:
+        """Bring the sums of the peers to their places, in their order of arrival."""
+        coming = [
+            (unit.ordinal, peer, unit)
+            for peer in self.lane_of
+            for unit in self.world.departures[peer].own
+        ]
+        for _, peer, unit in sorted(coming, key=lambda one: one[0]):
+            signal = self.world.word("summed", peer, self.me, unit.ordinal, unit)
+            row = self.problem.offsets[peer]
+            out = self.world.departures[peer].region("out", self.me, row, unit)
+            source = self.world.returning(peer, self.me, unit)
+            self._place(source, out, _all(self.problem.world), (signal,))
+
+
+def _all(world: int) -> int:
+    """The terms of all ranks."""
+    return (1 << world) - 1
+
+
+def _overlap(one: Unit, two: Unit) -> bool:
+    """Whether two units of a block share rows or columns; empty ones share with all."""
+    if one.start == one.stop or two.start == two.stop:
+        return True
+    return one.start < two.stop and two.start < one.stop
