@@ -1,0 +1,23 @@
+"""Layers and parallel styles on top of the operators.
+
+``import ficco`` does not load this package, since PyTorch's DTensor costs a second to import;
+``import ficco.nn`` does, and so does the first use of ``ficco.nn``.
+"""
+
+from torch.distributed.tensor.parallel import SequenceParallel
+
+from ficco.nn.functional import sum_gradient
+from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, full_state_dict, gather_once
+from ficco.nn.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "PrepareModuleInput",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "full_state_dict",
+    "gather_once",
+    "sum_gradient",
+]

@@ -1,0 +1,271 @@
+"""Linear layers over a sharded operand, as functions of local tensors.
+
+Weights are [out, in] as in ``nn.Linear``, each rank's own part. Activations are [..., in] with the
+sequence at ``sequence_dim``. The operators shard rows, and rows are what all dimensions but the
+last make up, so the sequence travels first: what is not laid out so is moved there. For a shard of
+activations that is a small copy, for a result it is a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from ficco.ops.all_gather_matmul import all_gather_matmul
+from ficco.ops.matmul_all_reduce import matmul_all_reduce
+from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from ficco.options import current, options
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def gathered_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    group: ProcessGroup,
+    schedule: str | Schedule = "auto",
+    sequence_dim: int = 0,
+    rows: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Linear layers of the gathered sequence: [..., s/W, ..., k] -> [..., s, ..., n] for each.
+
+    The sequence is gathered once for all weights [n, k]. ``rows`` are the ranks' sequence lengths,
+    where they are not equal.
+    """
+    dim = sequence_at(x, sequence_dim)
+    lengths = _lengths(rows, x.shape[dim], group, "this rank's shard of x")
+    x = x.movedim(dim, 0)
+    batch = x.shape[1:-1]
+    cut = None if rows is None else [length * batch.numel() for length in lengths]
+    flat = x.flatten(0, -2)
+    if len(weights) == 1:
+        y = all_gather_matmul(flat, weights[0].t(), group=group, schedule=schedule, rows=cut)
+    else:
+        joined = torch.cat(list(weights))
+        with _saved_in_parts(joined, weights):
+            y = all_gather_matmul(flat, joined.t(), group=group, schedule=schedule, rows=cut)
+    y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
+    outs = y.split([weight.shape[0] for weight in weights], -1) if len(weights) > 1 else (y,)
+    return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
+
+
+def scattered_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: ProcessGroup,
+    schedule: str | Schedule = "auto",
+    sequence_dim: int = 0,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Linear layer summed over ranks, its result sharded: [..., s, ..., k] -> [..., s/W, ..., n].
+
+    ``weight`` is this rank's [n, k]. The bias [n], equal on all ranks, is added once, to the sum;
+    its gradient is summed over ranks. ``rows`` are the sequence lengths of the ranks' results.
+    """
+    dim = sequence_at(x, sequence_dim)
+    length = x.shape[dim]
+    world, rank = group.size(), group.rank()
+    if rows is None and length % world:
+        raise ValueError(
+            f"x: required a sequence (dimension {dim}) that {world} ranks share equally, got "
+            f"{length}; pass rows= with the length of every rank's part"
+        )
+    lengths = (length // world,) * world if rows is None else _checked(rows, world)
+    if sum(lengths) != length:
+        raise ValueError(
+            f"rows: required {length} in all, the length of x in dimension {dim}, got "
+            f"{list(lengths)}, {sum(lengths)} in all"
+        )
+    x = x.movedim(dim, 0)
+    batch = x.shape[1:-1]
+    cut = None if rows is None else [length * batch.numel() for length in lengths]
+    y = matmul_reduce_scatter(
+        x.flatten(0, -2), weight.t(), group=group, schedule=schedule, rows=cut
+    )
+    y = y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim)
+    return _biased(y, None if bias is None else sum_gradient(bias, group))
+
+
+def reduced_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: ProcessGroup,
+    schedule: str | Schedule = "auto",
+) -> torch.Tensor:
+    """Linear layer summed over ranks, whose result every rank has: [..., k] -> [..., n].
+
+    All ranks go on with the same result and hand back the same gradient of it, which is therefore
+    not summed: the convention of DTensor and of Megatron, not that of
+    :func:`ficco.matmul_all_reduce`.
+    """
+    y = _Reduced.apply(*_autocast(x.flatten(0, -2), weight), group, schedule)
+    return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
+
+
+def copied_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, group: ProcessGroup
+) -> torch.Tensor:
+    """Linear layer of what every rank has, [..., k] -> [..., n].
+
+    Nothing travels forward. Backward, the gradient of x is summed over ranks.
+    """
+    y = _Copied.apply(*_autocast(x.flatten(0, -2), weight), group)
+    return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
+
+
+def sum_gradient(tensor: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
+    """The tensor itself; its gradient is summed over the ranks of a group (default WORLD).
+
+    For a parameter that all ranks hold and each applies to its own part of the sequence, such as
+    the weight of a norm between sequence-parallel layers::
+
+        y = F.rms_norm(x_shard, (hidden,), ficco.nn.sum_gradient(self.weight, group))
+    """
+    return _SumGradient.apply(tensor, group)
+
+
+def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
+    """The dimension of the sequence, counted from the first."""
+    dim = sequence_dim + x.dim() if sequence_dim < 0 else sequence_dim
+    if not 0 <= dim < x.dim() - 1:
+        raise ValueError(
+            f"x: required the sequence in dimension {sequence_dim} and the features in the last "
+            f"one, got shape {list(x.shape)}; set sequence_dim=0 for [sequence, batch, features] "
+            "or [rows, features], 1 for [batch, sequence, features]"
+        )
+    return dim
+
+
+def _lengths(
+    rows: Sequence[int] | None, own: int, group: ProcessGroup, what: str
+) -> tuple[int, ...]:
+    """The ranks' sequence lengths, of which this rank's is known."""
+    world, rank = group.size(), group.rank()
+    if rows is None:
+        return (own,) * world
+    lengths = _checked(rows, world)
+    if lengths[rank] != own:
+        raise ValueError(
+            f"rows: required rows[{rank}]={own}, the length of {what}, got {list(lengths)}"
+        )
+    return lengths
+
+
+def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
+    lengths = tuple(rows)
+    if len(lengths) != world or any(
+        not isinstance(length, int) or length < 0 for length in lengths
+    ):
+        raise ValueError(
+            f"rows: required {world} sequence lengths, one per rank, none negative, got {rows!r}"
+        )
+    return lengths
+
+
+def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    # Under autocast the product is of a narrower type than the bias.
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors as autocast would hand them to a product."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _saved_in_parts(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> saved_tensors_hooks:
+    """What is saved of ``joined`` for backward is put together again there, not kept until then."""
+    kept = [part.detach() for part in parts]
+    versions = [part._version for part in kept]
+    address = joined.untyped_storage().data_ptr()
+    View = tuple[torch.Size, tuple[int, ...], int]
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | View:
+        if saved.untyped_storage().data_ptr() != address:
+            return saved
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def unpack(packed: torch.Tensor | View) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if [part._version for part in kept] != versions:
+            raise RuntimeError("a weight was changed in place between its forward and its backward")
+        return torch.cat(kept).as_strided(*packed)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Of its own: what comes from upstream may be used there, too.
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Reduced(torch.autograd.Function):
+    """[m, k] x [n, k] -> [m, n] summed over ranks; the dual of :class:`_Copied`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: ProcessGroup,
+        schedule: str | Schedule,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight = ctx.needs_input_grad[:2]
+        return grad @ weight if to_x else None, grad.t() @ x if to_weight else None, None, None
+
+
+class _Copied(torch.autograd.Function):
+    """[m, k] x [n, k] -> [m, n]; the gradient of x is summed over ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.options = group, current()
+        return x @ weight.t()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight = ctx.needs_input_grad[:2]
+        of_x = None
+        if to_x:
+            # The engine's threads do not know the block of options around the forward.
+            with options(**asdict(ctx.options)):
+                of_x = matmul_all_reduce(grad, weight, group=ctx.group)
+        return of_x, grad.t() @ x if to_weight else None, None

@@ -1,0 +1,367 @@
+"""Linear layers whose weights and activations are sharded over a group of ranks.
+
+Between a :class:`ColumnParallelLinear` and the :class:`RowParallelLinear` behind it a rank has the
+whole sequence and its part of the features; outside it has its part of the sequence and all
+features, as in Megatron's sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ficco.nn.functional import gathered_linears, scattered_linear
+from ficco.ops.call import process_group
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a layer, and the mesh that their parameters name, if they name one."""
+
+    group: ProcessGroup
+    mesh: DeviceMesh | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # a copied layer runs on the same ranks
+
+
+def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
+    """The ranks of an argument ``group``."""
+    if not isinstance(group, DeviceMesh):
+        return Ranks(process_group(group), None)
+    if group.ndim != 1:
+        raise ValueError(
+            f"group: required a DeviceMesh of one dimension, got {group}; pass one dimension of "
+            'it, such as mesh["tp"]'
+        )
+    return Ranks(group.get_group(), group)
+
+
+class _ParallelLinear(nn.Linear):
+    """What both layers share: parameters that are parts of an unsharded layer's.
+
+    ``in_features`` and ``out_features`` are those of the unsharded layer.
+    """
+
+    #: The dimension of the weight that is cut: 0, outputs, and the bias with it, or 1, inputs.
+    cut: int
+    ranks: Ranks
+    sequence_dim: int
+    schedule: str | Schedule
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: ProcessGroup | DeviceMesh | None = None,
+        sequence_dim: int = 0,
+        schedule: str | Schedule = "auto",
+    ) -> None:
+        whole = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._become(whole, group, sequence_dim, schedule)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        group: ProcessGroup | DeviceMesh | None = None,
+        sequence_dim: int = 0,
+        schedule: str | Schedule = "auto",
+    ) -> Self:
+        """This rank's part of a layer that all ranks hold; ``linear`` itself stays as it is."""
+        if not isinstance(linear, nn.Linear) or isinstance(linear, _ParallelLinear):
+            raise ValueError(f"linear: required an unsharded torch.nn.Linear, got {linear}")
+        made = cls.__new__(cls)
+        made._become(linear, group, sequence_dim, schedule)
+        return made.train(linear.training)
+
+    def _become(
+        self,
+        whole: nn.Linear,
+        group: ProcessGroup | DeviceMesh | None,
+        sequence_dim: int,
+        schedule: str | Schedule,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.settle(ranks_of(group), sequence_dim, schedule)
+        for name, full in whole.named_parameters(recurse=False):
+            part = self._part(name, full.detach(), self.ranks.mesh, self._placements(name))
+            if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
+                part = part.clone()  # neither keep the whole alive nor share memory with it
+            self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
+        if whole.bias is None:
+            self.register_parameter("bias", None)
+
+    def settle(self, ranks: Ranks, sequence_dim: int, schedule: str | Schedule) -> None:
+        """Where and how this layer runs."""
+        self.check_features(self.in_features, self.out_features, ranks.group.size())
+        self.ranks, self.sequence_dim, self.schedule = ranks, sequence_dim, schedule
+
+    @classmethod
+    def check_features(cls, in_features: int, out_features: int, world: int) -> None:
+        """``ValueError`` if ranks cannot share the layer equally."""
+        name, size = (("out_features", out_features), ("in_features", in_features))[cls.cut]
+        if size % world:
+            raise ValueError(
+                f"{name}: required a multiple of the group's {world} ranks, got {size}; pad the "
+                "layer or take a smaller group"
+            )
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share this layer."""
+        return self.ranks.group
+
+    def reset_parameters(self) -> None:
+        """Initialise as an unsharded ``nn.Linear`` would with the same state of the generator.
+
+        All ranks must start from the same state; the unsharded weight exists for a moment.
+        """
+        have = self.weight
+        whole = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, have.device, have.dtype
+        )
+        with torch.no_grad():
+            for name, full in whole.named_parameters():
+                self._parameters[name].copy_(self._like(name, full.detach()))
+
+    def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's weight and bias, as plain tensors that lead back to the parameters."""
+        weight, bias = self.weight, self.bias
+        return _plain(weight), None if bias is None else _plain(bias)
+
+    def _cut(self, name: str) -> int | None:
+        """The dimension in which a parameter is cut; None where every rank has all of it."""
+        return self.cut if name == "weight" or self.cut == 0 else None
+
+    def _placements(self, name: str) -> list[Placement]:
+        cut = self._cut(name)
+        return [Replicate() if cut is None else Shard(cut)]
+
+    def _part(
+        self,
+        name: str,
+        full: torch.Tensor,
+        mesh: DeviceMesh | None,
+        placements: Sequence[Placement],
+    ) -> torch.Tensor:
+        """This rank's part of an unsharded parameter; nothing travels."""
+        if mesh is not None:
+            return distribute_tensor(full, mesh, placements, src_data_rank=None)
+        cut, group = self._cut(name), self.group
+        return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()
+
+    def _like(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an unsharded tensor, cut as the parameter is now (by FSDP, too)."""
+        param = self._parameters[name]
+        if isinstance(param, DTensor):
+            return self._part(name, full, param.device_mesh, param.placements)
+        return self._part(name, full, None, ())
+
+    def _full_shape(self, name: str) -> tuple[int, ...]:
+        return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take parts where the unsharded layer's tensors are given."""
+        for name, param in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == self._full_shape(name):
+                state_dict[prefix + name] = self._like(name, value.detach())
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The unsharded layer's parameter, gathered: all ranks of the group call it."""
+        param = self._parameters[name].detach()
+        if isinstance(param, DTensor):
+            return param.full_tensor()
+        cut = self._cut(name)
+        if cut is None:
+            return param
+        parts = [torch.empty_like(param) for _ in range(self.group.size())]
+        dist.all_gather(parts, param.contiguous(), group=self.group)
+        return torch.cat(parts, cut)
+
+    def extra_repr(self) -> str:
+        group = self.group
+        return (
+            f"{super().extra_repr()}, rank {group.rank()} of {group.size()}, "
+            f"sequence_dim={self.sequence_dim}, schedule={str(self.schedule)!r}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank has the weights of some outputs; gathers the sequence.
+
+    =============  ==================================================================
+    input          [s/W, ..., in_features]: this rank's part of the sequence
+    output         [s, ..., out_features/W]: the whole sequence, this rank's features
+    ``weight``     [out_features/W, in_features]; ``bias`` [out_features/W]
+    =============  ==================================================================
+
+    One :func:`ficco.all_gather_matmul`, forward, and its gradient, backward. The batch lies behind
+    the sequence: [sequence, batch, features]. With ``sequence_dim=1`` it is [batch, sequence,
+    features]; the input is then copied to the other order, and the output is a transposed view, on
+    which ``reshape`` works and ``view`` may not.
+
+    The layer begins equal to its part of an ``nn.Linear`` that is made with the same state of the
+    random generator, if that state is the same on all ranks. It holds the unsharded weight for a
+    moment; ``device="meta"`` and ``reset_parameters`` or a checkpoint avoid that.
+
+    A state_dict of the unsharded layer loads, and so does this layer's own, which has parts;
+    :func:`full_state_dict` makes the unsharded one.
+
+    Args:
+        in_features, out_features: of the unsharded layer.
+        bias, device, dtype: as for ``nn.Linear``.
+        group: a ProcessGroup (default WORLD), with which parameters are plain tensors, or a
+            DeviceMesh of one dimension, with which they are DTensors, as FSDP2 and
+            ``torch.distributed.checkpoint`` want them.
+        sequence_dim: the dimension of the sequence.
+        schedule: of the operator.
+
+    Raises:
+        ValueError: ``out_features`` is no multiple of the number of ranks.
+
+    Example::
+
+        up = ficco.nn.ColumnParallelLinear.from_linear(mlp.up)
+        down = ficco.nn.RowParallelLinear.from_linear(mlp.down)
+        y_shard = down(F.silu(up(x_shard)))
+    """
+
+    cut = 0
+
+    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """The product with the gathered sequence; ``rows`` are all ranks' sequence lengths."""
+        (out,) = gather_once(x, self, rows=rows)
+        return out
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank has the weights of some inputs; scatters the sequence.
+
+    =============  ==================================================================
+    input          [s, ..., in_features/W]: the whole sequence, this rank's features
+    output         [s/W, ..., out_features]: this rank's part of the sequence
+    ``weight``     [out_features, in_features/W]; ``bias`` [out_features], on all ranks
+    =============  ==================================================================
+
+    One :func:`ficco.matmul_reduce_scatter`, forward, and its gradient, backward. The bias is added
+    once, to the sum; its gradient is summed over the ranks, so that it stays the same on all of
+    them. All else is as in :class:`ColumnParallelLinear`; with ``sequence_dim=1`` it is the input
+    that is copied, unless it is a transposed view such as that layer returns.
+    """
+
+    cut = 1
+
+    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """This rank's part of the sum; ``rows`` are the sequence lengths of all ranks' parts."""
+        weight, bias = self.local()
+        _check_features(x, weight.shape[1], "this rank's columns")
+        return scattered_linear(
+            x,
+            weight,
+            bias,
+            group=self.group,
+            schedule=self.schedule,
+            sequence_dim=self.sequence_dim,
+            rows=rows,
+        )
+
+
+def gather_once(
+    x: torch.Tensor, *layers: ColumnParallelLinear, rows: Sequence[int] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """What several column-parallel layers make of one input, which is gathered once for all.
+
+    As ``tuple(layer(x) for layer in layers)``, with one :func:`ficco.all_gather_matmul` over the
+    layers' weights side by side. They are put together anew in each pass, forward and backward,
+    and not kept between.
+
+    Example::
+
+        q, k, v = ficco.nn.gather_once(x_shard, self.wq, self.wk, self.wv)
+
+    Raises:
+        ValueError: the layers differ in their group, ``sequence_dim`` or ``in_features``.
+    """
+    if not layers:
+        return ()
+    first = layers[0]
+    for layer in layers:
+        if (layer.group, layer.sequence_dim, layer.in_features) != (
+            first.group,
+            first.sequence_dim,
+            first.in_features,
+        ):
+            raise ValueError(
+                "layers: required one group, sequence_dim and in_features, got "
+                f"{first} and {layer}; call them one by one"
+            )
+    _check_features(x, first.in_features, "all columns of this rank's part of the sequence")
+    weights, biases = zip(*(layer.local() for layer in layers), strict=True)
+    return gathered_linears(
+        x,
+        weights,
+        biases,
+        group=first.group,
+        schedule=first.schedule,
+        sequence_dim=first.sequence_dim,
+        rows=rows,
+    )
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict that the module would have unsharded; all ranks call it, and all get it.
+
+    Parallel layers of this package are gathered, whatever their parameters are, and so are all
+    other DTensors; everything else is as on this rank.
+    """
+    found = module.state_dict()
+    for path, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, _ParallelLinear):
+            for name, _ in layer.named_parameters(recurse=False):
+                found[f"{path}.{name}" if path else name] = layer.whole(name)
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in found.items()
+    }
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:
+    if isinstance(x, DTensor):
+        raise ValueError(
+            f"x: required a plain tensor, got a DTensor with {x.placements}; pass x.to_local(), or "
+            "use ficco.nn.ColwiseParallel and RowwiseParallel, which take DTensors"
+        )
+    if x.dim() < 2 or x.shape[-1] != wanted:
+        raise ValueError(
+            f"x: required shape [..., {wanted}], {which}, got {list(x.shape)}; is it sharded as "
+            "the layer's docstring says?"
+        )

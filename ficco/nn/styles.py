@@ -1,0 +1,318 @@
+"""Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``.
+
+They are PyTorch's own styles with another engine: parameters are the same DTensors, layouts mean
+the same, and what the operators do not serve (embeddings, layouts without a collective beside a
+product) goes PyTorch's way. So a plan needs another import and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import style as torch_style
+
+from ficco.nn.functional import copied_linear, gathered_linears, reduced_linear, scattered_linear
+from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, ranks_of
+from ficco.schedules import Schedule
+
+#: Where :class:`PrepareModuleInput` leaves word, on an input, of the layers that share it.
+_SHARED = "_ficco_shared"
+
+
+class ColwiseParallel(torch_style.ColwiseParallel):
+    """:class:`torch.distributed.tensor.parallel.ColwiseParallel`, overlapped.
+
+    ===================  ================================  ===================================
+    input                forward                           backward
+    ===================  ================================  ===================================
+    ``Shard(sequence)``  :func:`ficco.all_gather_matmul`   :func:`ficco.matmul_reduce_scatter`
+    ``Replicate()``      a local product                   :func:`ficco.matmul_all_reduce`
+    other                redistributed to ``Replicate()``  by DTensor
+    ===================  ================================  ===================================
+
+    The sequence may be any dimension but the last. An ``nn.Linear`` becomes a
+    :class:`ficco.nn.ColumnParallelLinear` in place, with DTensor parameters ``Shard(0)``; an
+    ``nn.Embedding`` is left to PyTorch's style.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as for PyTorch's.
+        schedule: of the operator.
+
+    Raises:
+        NotImplementedError: the module is a subclass of ``nn.Linear``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str | Schedule = "auto",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.schedule = schedule
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            return _convert(module, _ColwiseLinear, self, device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class RowwiseParallel(torch_style.RowwiseParallel):
+    """:class:`torch.distributed.tensor.parallel.RowwiseParallel`, overlapped.
+
+    ===================  ====================================  =============================
+    output               forward                               backward
+    ===================  ====================================  =============================
+    ``Shard(sequence)``  :func:`ficco.matmul_reduce_scatter`   :func:`ficco.all_gather_matmul`
+    ``Replicate()``      :func:`ficco.matmul_all_reduce`       a local product
+    other                ``Replicate()``, then redistributed   by DTensor
+    ===================  ====================================  =============================
+
+    All else is as in :class:`ColwiseParallel`: an ``nn.Linear`` becomes a
+    :class:`ficco.nn.RowParallelLinear`, its weight ``Shard(1)`` and its bias ``Replicate()``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str | Schedule = "auto",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.schedule = schedule
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            return _convert(module, _RowwiseLinear, self, device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class PrepareModuleInput(torch_style.PrepareModuleInput):
+    """PyTorch's ``PrepareModuleInput``, but gathering a sequence is left to the layers inside.
+
+    Where the plan wants a sequence shard gathered, ``Shard(sequence)`` to ``Replicate()``, the
+    module gets the DTensor as it is, sharded: shapes are the global ones as before, and the
+    :class:`ColwiseParallel` layers that it is handed to gather it beside their products. Direct
+    children of the module that get the very same tensor gather it once, for all of them (see
+    :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
+    """
+
+    def _prepare_input_arg(
+        self,
+        input: Any,
+        mesh: DeviceMesh,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
+    ) -> Any:
+        gathers = isinstance(input_layout, Shard) and isinstance(desired_layout, Replicate)
+        if gathers and not self.use_local_output and _sequence(input, input_layout) is not None:
+            desired_layout = None
+        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_pre_hook(_share, with_kwargs=True)
+        return module
+
+
+class _ColwiseLinear(ColumnParallelLinear):
+    """A column-parallel layer between the layouts of a :class:`ColwiseParallel`."""
+
+    style: ColwiseParallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        style = self.style
+        layout = _layout(x, style.input_layouts)
+        dim = _sequence(x, layout)
+        shared = getattr(x, _SHARED, None)
+        if dim is None:
+            local = _local(_redistributed(x, style.input_layouts, self.ranks.mesh, Replicate()))
+            y = copied_linear(local, *self.local(), group=self.group)
+        elif shared is not None and self in shared:
+            y = shared.take(self, x)
+        else:
+            (y,) = _gathered(x, dim, (self,))
+        return _laid_out(y, self.ranks.mesh, Shard(y.dim() - 1), style)
+
+
+class _RowwiseLinear(RowParallelLinear):
+    """A row-parallel layer between the layouts of a :class:`RowwiseParallel`."""
+
+    style: RowwiseParallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        style, mesh = self.style, self.ranks.mesh
+        features = Shard(x.dim() - 1)
+        local = _local(_redistributed(x, style.input_layouts, mesh, features))
+        dim = _sequence(x, style.output_layouts[0])
+        place = {"group": self.group, "schedule": self.schedule}
+        if dim is None:
+            y = reduced_linear(local, *self.local(), **place)
+            return _laid_out(y, mesh, Replicate(), style)
+        rows = _uneven(local.shape[dim], mesh)
+        y = scattered_linear(local, *self.local(), **place, sequence_dim=dim, rows=rows)
+        uneven = None if rows is None else torch.Size((*local.shape[:-1], y.shape[-1]))
+        return _laid_out(y, mesh, Shard(dim), style, uneven)
+
+
+class _Shared:
+    """Column-parallel layers of one input, gathered once, when the first of them is called.
+
+    The input holds this, not the other way round: a cycle would keep activations alive.
+    """
+
+    def __init__(self, dim: int, layers: Sequence[_ColwiseLinear]) -> None:
+        self.dim, self.layers = dim, layers
+        self.outs: dict[_ColwiseLinear, torch.Tensor] | None = None
+
+    def __contains__(self, layer: _ColwiseLinear) -> bool:
+        # A second call of one layer, as in recomputation, gathers for itself.
+        return layer in (self.layers if self.outs is None else self.outs)
+
+    def take(self, layer: _ColwiseLinear, x: torch.Tensor) -> torch.Tensor:
+        if self.outs is None:
+            outs = _gathered(x, self.dim, self.layers)
+            self.outs = dict(zip(self.layers, outs, strict=True))
+        return self.outs.pop(layer)
+
+
+def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Leave word of the layers that share an input, before a module is called with it."""
+    layers = tuple(child for child in module.children() if isinstance(child, _ColwiseLinear))
+    for x in (*args, *kwargs.values()):
+        if len(layers) < 2 or not isinstance(x, DTensor) or x.device_mesh.ndim != 1:
+            continue
+        dim = _sequence(x, x.placements[0])
+        alike = tuple(
+            layer
+            for layer in layers
+            if layer.ranks.mesh == x.device_mesh and layer.in_features == x.shape[-1]
+        )
+        if dim is not None and len(alike) > 1:
+            setattr(x, _SHARED, _Shared(dim, alike))
+
+
+def _gathered(
+    x: torch.Tensor, dim: int, layers: Sequence[_ColwiseLinear]
+) -> tuple[torch.Tensor, ...]:
+    weights, biases = zip(*(layer.local() for layer in layers), strict=True)
+    return gathered_linears(
+        _local(x),
+        weights,
+        biases,
+        group=layers[0].group,
+        schedule=layers[0].schedule,
+        sequence_dim=dim,
+        rows=_uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None,
+    )
+
+
+def _convert(
+    module: nn.Linear,
+    kind: type[_ColwiseLinear | _RowwiseLinear],
+    style: ColwiseParallel | RowwiseParallel,
+    mesh: DeviceMesh,
+) -> nn.Module:
+    """Turn a layer into a parallel one where it stands: a plan holds no parents."""
+    if type(module) is not nn.Linear:
+        raise NotImplementedError(
+            f"{type(style).__name__}: required a torch.nn.Linear, got its subclass "
+            f"{type(module).__name__}, whose forward would be lost; use the style of "
+            "torch.distributed.tensor.parallel for it"
+        )
+    ranks = ranks_of(mesh)
+    kind.check_features(module.in_features, module.out_features, ranks.group.size())
+    style._partition_linear_fn("", module, mesh)
+    module.__class__ = kind
+    module.settle(ranks, 0, style.schedule)
+    module.style = style
+    return module
+
+
+def _layout(x: torch.Tensor, layouts: Sequence[Placement]) -> Placement:
+    """How an input lies; a plain tensor is taken to lie as the style says."""
+    return (x.placements if isinstance(x, DTensor) else layouts)[0]
+
+
+def _redistributed(
+    x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh, wanted: Placement
+) -> torch.Tensor:
+    """The input laid out as it is wanted; plain if it is plain and lies so."""
+    if _same(_layout(x, layouts), wanted, x.dim()):
+        return x
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, layouts, run_check=False)
+    return x.redistribute(placements=[wanted])
+
+
+def _laid_out(
+    y: torch.Tensor,
+    mesh: DeviceMesh,
+    layout: Placement,
+    style: ColwiseParallel | RowwiseParallel,
+    uneven: torch.Size | None = None,
+) -> torch.Tensor:
+    """The output as the style wants it, from a local part that is laid out as ``layout`` says.
+
+    ``uneven`` is the global shape where the ranks' parts are not equal.
+    """
+    (wanted,) = style.output_layouts
+    same = _same(layout, wanted, y.dim())
+    if same and style.use_local_output:
+        return y
+    if uneven is None:
+        out = DTensor.from_local(y, mesh, [layout], run_check=False)
+    else:
+        stride = torch.empty(uneven, device="meta").stride()
+        out = DTensor.from_local(
+            y.contiguous(), mesh, [layout], run_check=False, shape=uneven, stride=stride
+        )
+    if not same:
+        out = out.redistribute(placements=[wanted])
+    return _local(out) if style.use_local_output else out
+
+
+def _same(one: Placement, other: Placement, dims: int) -> bool:
+    if type(one) is Shard and type(other) is Shard:
+        return one.dim % dims == other.dim % dims
+    return one == other
+
+
+def _sequence(x: torch.Tensor, placement: Placement | None) -> int | None:
+    """The dimension that a placement shards, if it is one of rows; else None."""
+    if type(placement) is not Shard:
+        return None
+    dim = placement.dim % x.dim()
+    return dim if dim < x.dim() - 1 else None
+
+
+def _uneven(length: int, mesh: DeviceMesh) -> list[int] | None:
+    """The ranks' sequence lengths as DTensor cuts them, if they are not equal."""
+    world = mesh.size()
+    if length % world == 0:
+        return None
+    most = -(-length // world)
+    return [max(0, min(most, length - rank * most)) for rank in range(world)]
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
