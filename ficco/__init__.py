@@ -38,8 +38,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    """``__version__``, which is looked up when it is asked for: importing ficco stays cheap."""
+def __getattr__(name: str) -> object:
+    """``__version__`` and ``nn``, found when they are asked for: importing ficco stays cheap."""
+    if name == "nn":
+        import ficco.nn as nn
+
+        return nn
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ficco.version import version

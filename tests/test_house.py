@@ -39,6 +39,7 @@ LAYERS = (
     ("runtime",),
     ("ops",),
     ("api",),
+    ("nn",),
     ("ficco",),
     ("launch", "doctor"),
     ("bench",),
