@@ -349,7 +349,7 @@ class CpuEngine(Engine):
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        src, dst = (self._rectangle(program, region) for region in transfer)
+        src, dst = (self._rectangle(program, region) for region in transfer[:2])
         nbytes = transfer.src.elements * program.plan.problem.itemsize
         move = _move if mover == "dma" else torch.Tensor.copy_
 
@@ -367,7 +367,7 @@ class CpuEngine(Engine):
         return self._disturbed(step, op)
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst = (self._rectangle(program, region) for region in transfer)
+        src, dst = (self._rectangle(program, region) for region in transfer[:2])
 
         def op(call: Call) -> None:
             dst(call).copy_(src(call))

@@ -383,7 +383,7 @@ class CudaEngine(Engine):
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         lane = program.plan.steps[step].lane
-        src, dst = transfer
+        src, dst, _ = transfer
         itemsize = program.plan.problem.itemsize
         width, height = src.cols * itemsize, src.rows
         dst_base, dst_pitch = self._address(program, dst)
@@ -442,7 +442,7 @@ class CudaEngine(Engine):
         return memory.addresses[region.rank] + offset, pitch
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst = transfer
+        src, dst, _ = transfer
         run = self._on_lane(program, step)
 
         def op(call: Call) -> None:

@@ -1,0 +1,333 @@
+"""What the operators beside all_gather_matmul promise, whatever the engine.
+
+Inputs are small integers that depend on the iteration, the rank, the row and the column, so that
+every sum has one right answer in every dtype, and a stale, missing or misplaced piece shows.
+``test_gpu.py`` runs the tests that ask for ``device`` on GPUs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import _hash, _span, compare
+from ranks import Rank, run
+
+import ficco
+from ficco.schedules import NAMED
+
+SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
+BLOCKS = ("all_to_all_matmul", "matmul_all_to_all")
+#: Terms in the sum of one element on one rank, at most: with |a| <= 3 and |b| = 1 the sums of 8
+#: ranks stay within [-192, 192], and bfloat16 holds every integer up to 256.
+TERMS = 8
+
+KNOBS = (
+    "",
+    "pull",
+    "pieces=1",
+    "pieces=3,pull",
+    "pieces=3+1",
+    "tail=3",
+    "pieces=2,tail=2,pull",
+    "order=peer",
+    "kernel",
+    "copy=3,compute=2",
+    "pieces=4,tail=2,order=peer,pull,copy=2,compute=3",
+    "beta",
+    "pieces=2,tail=3,copy=2,compute=2,beta",
+)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, the same on every rank; ``rows`` as the operator takes them."""
+
+    operator: str
+    rows: tuple[Any, ...]
+    k: int
+    n: int
+    dtype: str = "float32"
+    schedule: str = "auto"
+    transposed: bool = False
+
+    def on(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    @property
+    def m(self) -> int:
+        return sum(self.rows)
+
+    def held(self, rank: int) -> int:
+        """Rows of a rank's a."""
+        return sum(self.rows[rank]) if self.operator in BLOCKS else self.m
+
+    def arguments(self) -> dict[str, Any]:
+        rows = {} if self.operator == "matmul_all_reduce" else {"rows": self.rows}
+        return {"schedule": self.schedule, **rows}
+
+
+def operands(
+    case: Case, rank: int, iteration: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = getattr(torch, case.dtype)
+    rows, inner, cols = (_span(0, size, device) for size in (case.held(rank), case.k, case.n))
+    a = _hash(rows, inner, 101 * iteration + rank) % 7 - 3
+    signs = _hash(inner, cols, 31 * iteration + rank + 1) % 2 * 2 - 1
+    mine = (inner[:, None] + cols[None, :]) % (-(-case.k // TERMS) or 1) == 0
+    b = (signs * mine).to(dtype)
+    return a.to(dtype), (b.t().contiguous().t() if case.transposed else b)
+
+
+def wanted(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
+    """The result on a rank, from the operands of all ranks, in float64."""
+    everyone = [operands(case, r, iteration, device) for r in range(len(case.rows))]
+    if case.operator in SUMS:
+        total = sum(a.double() @ b.double() for a, b in everyone)
+        assert isinstance(total, torch.Tensor)
+        ends = [0, *accumulate(case.rows)]
+        if case.operator == "matmul_reduce_scatter":
+            total = total[ends[rank] : ends[rank + 1]]
+        return total.to(everyone[0][0].dtype)
+    parts = []
+    for peer, (a, b) in enumerate(everyone):
+        first = sum(case.rows[peer][:rank])
+        block = a[first : first + case.rows[peer][rank]].double()
+        weight = b if case.operator == "matmul_all_to_all" else everyone[rank][1]
+        parts.append(block @ weight.double())
+    return torch.cat(parts).to(everyone[0][0].dtype)
+
+
+def exact(at: Rank, case: Case, iteration: int, group: Any = None) -> None:
+    rank = at.rank if group is None else group.rank()
+    a, b = operands(case, rank, iteration, at.device)
+    found = getattr(ficco, case.operator)(a, b, group=group, **case.arguments())
+    about = f"rank {rank}, iteration {iteration}: {case}"
+    compare("the result", found, wanted(case, rank, iteration, at.device), about)
+    again, _ = operands(case, rank, iteration, at.device)
+    assert torch.equal(a, again), f"{about} changed its operands"
+
+
+def all_exact(at: Rank, cases: Sequence[Case], first: int = 0) -> int:
+    for iteration, case in enumerate(cases, start=first):
+        exact(at, case, iteration)
+    return len(cases)
+
+
+def rows_for(operator: str, world: int, kind: str) -> tuple[Any, ...]:
+    """Rows of a kind: equal, ragged, few (fewer than pieces), or sparse (with many zeros)."""
+    sizes = {
+        "equal": lambda i, j: 24,
+        "ragged": lambda i, j: (7 * i + 5 * j + 3) % 29,
+        "few": lambda i, j: (i + j) % 3,
+        "sparse": lambda i, j: 11 * ((i + 2 * j) % 3 == 1),
+        "none": lambda i, j: 0,
+    }[kind]
+    if operator in BLOCKS:
+        return tuple(tuple(sizes(i, j) for j in range(world)) for i in range(world))
+    found = tuple(sizes(i, 1) for i in range(world))
+    if operator == "matmul_all_reduce":  # what the operator itself makes of so many rows
+        m = sum(found)
+        return tuple(m // world + (rank < m % world) for rank in range(world))
+    return found
+
+
+def schedules_of(operator: str) -> list[str]:
+    """Every named schedule with every set of knobs that it takes."""
+    found = ["serial:collective"]
+    for name, base in NAMED.items():
+        for knobs in KNOBS:
+            beta = "beta" in knobs or base.beta
+            if beta and (operator not in SUMS or base.uniform):
+                continue
+            if name == "ring" and ("pull" in knobs or "beta" in knobs):
+                continue
+            found.append(f"{name}:{knobs}" if knobs else name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return "cpu"
+
+
+@pytest.mark.parametrize("operator", [*SUMS, *BLOCKS])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
+    """All schedules of the space, on rows, sizes and dtypes drawn for each."""
+    chance = random.Random(f"{operator} {world}")
+    dtypes = DTYPES if device == "cpu" else DTYPES[:3]
+    cases = [
+        Case(
+            operator,
+            rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse"))),
+            chance.choice((8, 24, 64)),
+            chance.choice((1, 8, 40, 64)),
+            chance.choice(dtypes),
+            schedule,
+            chance.random() < 0.5,
+        )
+        for schedule in schedules_of(operator)
+    ]
+    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+
+
+@pytest.mark.parametrize("operator", [*SUMS, *BLOCKS])
+def test_sizes_at_the_edge(device: str, operator: str) -> None:
+    """No rows, no columns, no terms, and rows of a single rank."""
+    schedules = ["serial:collective", "growing", "hetero-fused-2d:pull", "uniform-fused-1d:tail=2"]
+    schedules += ["ring", "hetero-unfused-1d:beta"] if operator in SUMS else []
+    cases = [
+        Case(operator, rows_for(operator, 3, kind), k, n, schedule=schedule)
+        for schedule in schedules
+        for kind, k, n in (("none", 8, 8), ("equal", 0, 8), ("ragged", 8, 0), ("few", 1, 1))
+    ]
+    run(3, all_exact, cases, device=device)
+
+
+def _repeats(at: Rank, operator: str, schedule: str) -> list[bool]:
+    """Whether calls on the same random operands are equal to the last bit."""
+    torch.manual_seed(at.rank)
+    a = torch.randn(256, 96, device=at.device).bfloat16()
+    b = torch.randn(96, 80, device=at.device).bfloat16()
+    first = getattr(ficco, operator)(a, b, schedule=schedule)
+    return [
+        torch.equal(first, getattr(ficco, operator)(a, b, schedule=schedule)) for _ in range(20)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring"])
+@pytest.mark.parametrize("operator", SUMS)
+def test_sums_repeat_to_the_last_bit(device: str, operator: str, schedule: str) -> None:
+    assert all(map(all, run(2, _repeats, operator, schedule, device=device)))
+
+
+def _errors(at: Rank, schedule: str) -> float:
+    """The largest error of an element over its bound."""
+    world, m, k, n = at.world, 64 * at.world, 256, 48
+    generator = torch.Generator().manual_seed(7)
+    everyone = [
+        (
+            torch.randn(m, k, generator=generator).bfloat16(),
+            torch.randn(k, n, generator=generator).bfloat16(),
+        )
+        for _ in range(world)
+    ]
+    mine = slice(at.rank * 64, at.rank * 64 + 64)
+    products = torch.stack([(a.double() @ b.double())[mine] for a, b in everyone])
+    right, unit = products.sum(0), 2.0**-8  # of bfloat16
+    a, b = (operand.to(at.device) for operand in everyone[at.rank])
+    found = ficco.matmul_reduce_scatter(a, b, schedule=schedule).double().cpu()
+    if schedule.startswith("ring"):
+        order = [(at.rank + 1 + i) % world for i in range(world)]
+        bound = products[order].cumsum(0).abs().sum(0)
+    elif "beta" in schedule:
+        others = right - products[at.rank]
+        bound = products.abs().sum(0) - products[at.rank].abs() + others.abs() + right.abs()
+    else:
+        bound = products.abs().sum(0) + right.abs()
+    gemm = k * 2.0**-23 * products.abs().sum(0).max()  # float32 sums inside the library
+    return float(((found - right).abs() / (unit * bound + gemm)).max())
+
+
+@pytest.mark.parametrize("schedule", ["hetero-fused-1d", "hetero-fused-1d:beta", "ring"])
+def test_errors_keep_to_their_bounds(device: str, schedule: str) -> None:
+    """The bounds in the docstring, to first order: 1 % for what is of second order."""
+    assert max(run(3, _errors, schedule, device=device)) <= 1.01
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
+    "rows that ranks cannot share": (
+        "matmul_reduce_scatter", {}, "ValueError", ("share equally", "7", "rows="),
+    ),
+    "rows with another sum": (
+        "matmul_reduce_scatter", {"rows": [3, 3]}, "ValueError", ("add up", "7", "6"),
+    ),
+    "blocks that are not equal": (
+        "all_to_all_matmul", {}, "ValueError", ("equal blocks", "7", "rows="),
+    ),
+    "a list in place of a table": (
+        "all_to_all_matmul", {"rows": [3, 4]}, "ValueError", ("table of 2 x 2",),
+    ),
+    "a table with a negative number": (
+        "matmul_all_to_all", {"rows": [[8, -1], [3, 4]]}, "ValueError", ("table", "negative"),
+    ),
+    "a table with another sum": (
+        "matmul_all_to_all", {"rows": [[3, 3], [3, 3]]}, "ValueError", ("6 rows", "got 7"),
+    ),
+    "a ring that sums nothing": (
+        "matmul_all_to_all",
+        {"rows": [[3, 4], [3, 4]], "schedule": "ring"},
+        "ValueError",
+        ("ring", "sum over ranks"),
+    ),
+    "beta without a sum": (
+        "all_to_all_matmul",
+        {"rows": [[3, 4], [3, 4]], "schedule": "growing:beta"},
+        "ValueError",
+        ("beta", "sum over ranks"),
+    ),
+    "a sum of other columns": (
+        "matmul_all_reduce", {"k": 9}, "ValueError", ("columns of a", "k=8", "k=9"),
+    ),
+}  # fmt: skip
+
+
+def _refused(at: Rank, what: str) -> None:
+    operator, arguments, kind, words = REFUSED[what]
+    arguments = dict(arguments)
+    a, b = torch.ones(7, 8, device=at.device), torch.ones(arguments.pop("k", 8), 6)
+    try:
+        getattr(ficco, operator)(a, b.to(at.device), **arguments)
+    except Exception as error:
+        assert type(error).__name__ == kind, repr(error)
+        for word in words:
+            assert word in str(error), f"{word!r} is not in {error}"
+    else:
+        raise AssertionError(f"{what}: accepted")
+    exact(at, Case("matmul_all_reduce", (4, 3), 8, 8, schedule="growing"), 1)  # the group lives on
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_arguments_are_refused(device: str, what: str) -> None:
+    run(2, _refused, what, device=device)
+
+
+def _mixed(at: Rank, calls: int, seed: int) -> int:
+    """Operators in any order on the same slots, as ranks must agree on by a common seed."""
+    chance = random.Random(seed)
+    for iteration in range(calls):
+        operator = chance.choice([*SUMS, *BLOCKS])
+        rows = rows_for(operator, at.world, chance.choice(("equal", "ragged", "few", "sparse")))
+        schedule = chance.choice(schedules_of(operator))
+        sizes = chance.choice((8, 24)), chance.choice((8, 40))
+        exact(at, Case(operator, rows, *sizes, "bfloat16", schedule), iteration)
+    return calls
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_operators_in_any_order(device: str, world: int) -> None:
+    calls = 100 if device == "cpu" else 400
+    assert run(world, _mixed, calls, world, device=device) == [calls] * world
+
+
+def _two_groups(at: Rank) -> None:
+    """Data parallel times tensor parallel: every rank is in two groups, and uses them in turns."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = rows[at.rank // 2], columns[at.rank % 2]
+    for iteration in range(12):
+        operator = (*SUMS, *BLOCKS)[iteration % 4]
+        case = Case(operator, rows_for(operator, 2, "ragged"), 24, 24, schedule="growing:pieces=2")
+        exact(at, case, iteration, mine[iteration % 2])
+
+
+def test_several_groups_of_a_mesh(device: str) -> None:
+    run(4, _two_groups, device=device)
