@@ -54,6 +54,15 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, with this mo
     test_workspace_grows_and_is_reused,
 )
 from test_faults import MISMATCHES, assert_unusable, timed
+from test_operators import (  # noqa: F401  likewise
+    test_errors_keep_to_their_bounds,
+    test_every_schedule_is_exact,
+    test_operators_in_any_order,
+    test_several_groups_of_a_mesh,
+    test_sizes_at_the_edge,
+    test_sums_repeat_to_the_last_bit,
+    test_wrong_arguments_are_refused,
+)
 
 import ficco
 from ficco.workspace import workspaces
