@@ -1,0 +1,573 @@
+"""Parallel layers, parallel styles and the examples, against what they do unsharded.
+
+Layers and styles are tried with small integers in float32, so that every sum is exact in any
+order and results are compared with no tolerance.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Failure, Rank, caught, run
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+
+#: Sizes that tell dimensions apart; features are multiples of 4 ranks.
+HIDDEN, WIDE, SEQUENCE = 12, 20, 8
+
+
+def integers(*shape: int, seed: int, most: int = 2) -> torch.Tensor:
+    """Small integers, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=generator).float()
+
+
+def linear(inputs: int, outputs: int, seed: int, bias: bool = True) -> nn.Linear:
+    """An unsharded layer of small integers."""
+    made = nn.Linear(inputs, outputs, bias)
+    with torch.no_grad():
+        for i, param in enumerate(made.parameters()):
+            param.copy_(integers(*param.shape, seed=100 * seed + i))
+    return made
+
+
+def same(found: torch.Tensor, want: torch.Tensor, about: str) -> None:
+    """Fail unless two plain tensors are equal in every element."""
+    if found.shape != want.shape or found.dtype != want.dtype:
+        raise AssertionError(f"{about}: {found.dtype} {found.shape}, not {want.dtype} {want.shape}")
+    if not torch.equal(found, want):
+        wrong = int((found != want).sum())
+        raise AssertionError(f"{about}: {wrong} of {want.numel()} elements are wrong")
+
+
+def part(whole: torch.Tensor, at: Rank, dim: int, rows: list[int] | None = None) -> torch.Tensor:
+    """A rank's part of a tensor."""
+    return whole.split(rows or whole.shape[dim] // at.world, dim)[at.rank].contiguous()
+
+
+def mesh_of(at: Rank) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(at.device.type, (at.world,))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, of a DTensor or of a plain tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# Layers.
+
+
+def _pair(at: Rank) -> int:
+    """Column and row layer behind one another, forward and backward, in all forms."""
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    mesh, group = mesh_of(at), dist.new_group(list(range(at.world)))
+    uneven = [3, 0, 4, 1]
+    checked = 0
+    for place, bias, (shape, dim), rows in itertools.product(
+        (None, group, mesh),
+        (True, False),
+        (((), 0), ((3,), 0), ((3,), 1), ((2, 3), 2), ((1,), -2)),
+        (None, uneven),
+    ):
+        about = f"rank {at.rank}, {place}, bias={bias}, batch {shape}, dim {dim}, rows={rows}"
+        up, down = linear(HIDDEN, WIDE, 1, bias), linear(WIDE, HIDDEN, 2, bias)
+        sizes = [*shape]
+        sizes.insert(len(shape) if dim == -2 else dim, SEQUENCE)
+        whole = integers(*sizes, HIDDEN, seed=3).requires_grad_()
+        grad = integers(*sizes, HIDDEN, seed=4)
+        want = down(up(whole))
+        want.backward(grad)
+
+        options = {"group": place, "sequence_dim": dim}
+        column = ColumnParallelLinear.from_linear(up, **options)
+        row = RowParallelLinear.from_linear(down, **options)
+        at_dim = dim % whole.dim()
+        x = part(whole.detach(), at, at_dim, rows).requires_grad_()
+        y = row(column(x, rows), rows)
+        same(y, part(want, at, at_dim, rows), f"{about}: y")
+        y.backward(part(grad, at, at_dim, rows))
+        same(x.grad, part(whole.grad, at, at_dim, rows), f"{about}: gradient of x")
+        for layer, unsharded, cuts in ((column, up, (0, 0)), (row, down, (1, None))):
+            for (name, param), (_, full), cut in zip(
+                layer.named_parameters(), unsharded.named_parameters(), cuts, strict=False
+            ):
+                wanted = full.grad if cut is None else part(full.grad, at, cut)
+                same(plain(param.grad), wanted, f"{about}: gradient of {layer} {name}")
+                assert hasattr(param, "placements") == (place is mesh)
+        checked += 1
+    return checked
+
+
+def test_column_and_row_are_exact() -> None:
+    assert run(4, _pair, timeout=90) == [60] * 4
+
+
+def _kinds(at: Rank) -> None:
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        up, down = linear(HIDDEN, WIDE, 1).to(dtype), linear(WIDE, HIDDEN, 2).to(dtype)
+        whole = integers(SEQUENCE, HIDDEN, seed=3, most=1).to(dtype)
+        found = ColumnParallelLinear.from_linear(up)(part(whole, at, 0))
+        # At most 12 terms of 2: exact in every dtype.
+        same(found, part(up(whole), at, 1), f"{dtype}: column")
+        hidden = integers(SEQUENCE, WIDE, seed=5, most=1).to(dtype)
+        found = RowParallelLinear.from_linear(down)(part(hidden, at, 1))
+        same(found, part(down(hidden), at, 0), f"{dtype}: row")
+    frozen = linear(HIDDEN, WIDE, 1).requires_grad_(False).eval()
+    made = ColumnParallelLinear.from_linear(frozen, schedule="serial")
+    assert not any(param.requires_grad for param in made.parameters()) and not made.training
+    assert f"rank {at.rank} of 4" in repr(made) and "schedule='serial'" in repr(made)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = integers(SEQUENCE, HIDDEN, seed=3, most=1)
+        found = ColumnParallelLinear.from_linear(linear(HIDDEN, WIDE, 1))(part(whole, at, 0))
+        same(found, part(linear(HIDDEN, WIDE, 1)(whole), at, 1), "autocast")
+    twin = copy.deepcopy(made)
+    assert twin.group is made.group
+    same(twin(part(whole, at, 0)), made(part(whole, at, 0)), "a deep copy")
+
+
+def test_dtypes_repr_and_copies() -> None:
+    run(4, _kinds)
+
+
+def _initialisation(at: Rank) -> None:
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    for kind, cuts in ((ColumnParallelLinear, (0, 0)), (RowParallelLinear, (1, None))):
+        for group in (None, mesh_of(at)):
+            torch.manual_seed(7)
+            want = nn.Linear(HIDDEN, WIDE)
+            after = torch.rand(1)
+            torch.manual_seed(7)
+            made = kind(HIDDEN, WIDE, group=group)
+            assert torch.rand(1) == after
+            late = kind(HIDDEN, WIDE, device="meta", group=group).to_empty(device="cpu")
+            torch.manual_seed(7)
+            late.reset_parameters()
+            for layer in (made, late):
+                for name, cut in zip(("weight", "bias"), cuts, strict=True):
+                    full = getattr(want, name)
+                    wanted = full if cut is None else part(full, at, cut)
+                    same(plain(getattr(layer, name)), wanted, f"{kind.__name__} {name}")
+            for param in made.parameters():
+                local = plain(param.detach())
+                assert local.untyped_storage().nbytes() == local.nbytes, "keeps the whole alive"
+
+
+def test_initialisation_is_that_of_the_unsharded_layer() -> None:
+    run(4, _initialisation)
+
+
+def _sources_stay(at: Rank) -> None:
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    for kind, group in itertools.product(
+        (ColumnParallelLinear, RowParallelLinear), (None, mesh_of(at))
+    ):
+        source = linear(HIDDEN, WIDE, 1)
+        made = kind.from_linear(source, group=group)
+        with torch.no_grad():
+            for param in made.parameters():
+                param.fill_(7.0)
+        same(source.bias, linear(HIDDEN, WIDE, 1).bias, "the bias of the source")
+        same(source.weight, linear(HIDDEN, WIDE, 1).weight, "the weight of the source")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_conversion_leaves_the_source_alone(world: int) -> None:
+    run(world, _sources_stay)
+
+
+def _state_dicts(at: Rank) -> None:
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
+
+    whole = nn.Sequential(linear(HIDDEN, WIDE, 1), nn.LayerNorm(WIDE), linear(WIDE, HIDDEN, 2))
+    state = whole.state_dict()
+    for group, assign in itertools.product((None, mesh_of(at)), (False, True)):
+        model = nn.Sequential(
+            ColumnParallelLinear(HIDDEN, WIDE, group=group),
+            nn.LayerNorm(WIDE),
+            RowParallelLinear(WIDE, HIDDEN, group=group),
+        )
+        given = dict(state)
+        model.load_state_dict(given, assign=assign)
+        assert all(given[name] is state[name] for name in state), "the caller's dict was changed"
+        same(plain(model[0].weight), part(whole[0].weight, at, 0), "column weight")
+        same(plain(model[0].bias), part(whole[0].bias, at, 0), "column bias")
+        same(plain(model[2].weight), part(whole[2].weight, at, 1), "row weight")
+        same(plain(model[2].bias), whole[2].bias, "row bias")
+        found = full_state_dict(model)
+        assert list(found) == list(state)
+        for name in state:
+            same(found[name], state[name], f"{name} of the full state_dict")
+        # Its own state_dict, which has parts, comes back as well.
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        model.load_state_dict(own)
+        for name, value in full_state_dict(model).items():
+            same(value, state[name], f"{name} after a round trip of parts")
+    same(full_state_dict(model[2])["weight"], state["2.weight"], "a layer by itself")
+    wrong = {**state, "0.weight": torch.zeros(WIDE + 4, HIDDEN)}
+    error = caught(lambda: model.load_state_dict(wrong))
+    assert "0.weight" in error.text, error
+
+
+def test_state_dict_of_the_unsharded_model() -> None:
+    run(4, _state_dicts)
+
+
+def _wrong_use(at: Rank) -> list[Failure]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear, gather_once
+
+    column, row = ColumnParallelLinear(8, 16), RowParallelLinear(8, 16)
+    batched = ColumnParallelLinear(8, 16, sequence_dim=1)
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    wrong: list[Callable[[], Any]] = [
+        lambda: ColumnParallelLinear(8, 6),
+        lambda: RowParallelLinear(6, 8),
+        lambda: ColumnParallelLinear(8, 8, group=square),
+        lambda: ColumnParallelLinear.from_linear(column),
+        lambda: column(torch.zeros(4, 2)),
+        lambda: row(torch.zeros(4, 8)),
+        lambda: column(torch.zeros(8)),
+        lambda: batched(torch.zeros(4, 8)),
+        lambda: row(torch.zeros(6, 4, 2)),
+        lambda: row(torch.zeros(6, 4, 2), rows=[1, 2, 2, 2]),
+        lambda: row(torch.zeros(6, 4, 2), rows=[2, 2, 2]),
+        lambda: column(torch.zeros(3, 8), rows=[1, 2, 1, 2]),
+        lambda: column(distribute_tensor(torch.zeros(4, 8), mesh_of(at))),
+        lambda: gather_once(torch.zeros(4, 3, 8), column, batched),
+    ]
+    return [caught(call) for call in wrong]
+
+
+def test_wrong_use_says_what_is_required() -> None:
+    words = (
+        "out_features: required a multiple of the group's 4 ranks, got 6",
+        "in_features: required a multiple of the group's 4 ranks, got 6",
+        'mesh["tp"]',
+        "required an unsharded torch.nn.Linear",
+        "required shape [..., 8]",
+        "required shape [..., 2], this rank's columns",
+        "required shape [..., 8]",
+        "set sequence_dim=0 for [sequence, batch, features]",
+        "pass rows=",
+        "required 6 in all",
+        "required 4 sequence lengths",
+        "required rows[",
+        "required a plain tensor, got a DTensor",
+        "required one group, sequence_dim and in_features",
+    )
+    for failures in run(4, _wrong_use):
+        for failure, text in zip(failures, words, strict=True):
+            assert isinstance(failure, Failure), f"no error: {text}"
+            assert failure.type == "ValueError" and text in failure.text, failure.traceback
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[dict[str, int]]:
+    """How often the layers call operators."""
+    import ficco.nn.functional as functional
+
+    counts = dict.fromkeys(names, 0)
+    real = {name: getattr(functional, name) for name in names}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return real[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(functional, name, counting(name))
+        yield counts
+    finally:
+        for name in names:
+            setattr(functional, name, real[name])
+
+
+def _one_gather(at: Rank) -> Failure:
+    from ficco.nn import ColumnParallelLinear, gather_once
+
+    wholes = [linear(HIDDEN, 4 * n, n, bias=n != 2) for n in (1, 2, 3)]
+    layers = [ColumnParallelLinear.from_linear(whole, sequence_dim=1) for whole in wholes]
+    x = integers(3, SEQUENCE, HIDDEN, seed=3).requires_grad_()
+    grads = [integers(3, SEQUENCE, 4 * n, seed=n) for n in (1, 2, 3)]
+    torch.autograd.backward([whole(x) for whole in wholes], grads)
+    mine = part(x.detach(), at, 1).requires_grad_()
+    with counted("all_gather_matmul") as counts:
+        outs = gather_once(mine, *layers)
+    assert counts == {"all_gather_matmul": 1}
+    for out, whole in zip(outs, wholes, strict=True):
+        same(out, part(whole(x), at, 2), "one of several outputs")
+    torch.autograd.backward(outs, [part(grad, at, 2) for grad in grads])
+    same(mine.grad, part(x.grad, at, 1), "gradient of the shared input")
+    for layer, whole in zip(layers, wholes, strict=True):
+        same(layer.weight.grad, part(whole.weight.grad, at, 0), "gradient of one of the weights")
+    assert gather_once(mine) == ()
+    # The joined weight is not kept: backward looks at the layers' own, and says if they changed.
+    outs = gather_once(mine, *layers)
+    with torch.no_grad():
+        layers[1].weight.add_(1.0)
+    return caught(lambda: sum(out.sum() for out in outs).backward())
+
+
+def test_one_gather_for_several_layers() -> None:
+    for failure in run(4, _one_gather):
+        assert "changed in place" in failure.text
+
+
+def _replicated_norm(at: Rank) -> None:
+    from ficco.nn import sum_gradient
+
+    weight = integers(HIDDEN, seed=1).requires_grad_()
+    x, grad = integers(SEQUENCE, HIDDEN, seed=2), integers(SEQUENCE, HIDDEN, seed=3)
+    (want,) = torch.autograd.grad(x * weight, weight, grad)
+    y = part(x, at, 0) * sum_gradient(weight)
+    (found,) = torch.autograd.grad(y, weight, part(grad, at, 0))
+    same(found, want, "gradient of a weight that all ranks hold")
+
+
+def test_sum_gradient() -> None:
+    run(4, _replicated_norm)
+
+
+# Styles.
+
+
+def _layouts(at: Rank) -> int:
+    """Two layers between all layouts, against the unsharded layers."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColwiseParallel, RowwiseParallel
+
+    mesh = mesh_of(at)
+    layouts = (Replicate(), Shard(0), Shard(1), Shard(-1))
+    checked = 0
+    for bias, before, after, local, sequence in itertools.product(
+        (True, False), layouts, layouts, (True, False), (SEQUENCE, 6)
+    ):
+        if local and sequence == 6 and Shard(1) in (before, after):
+            continue  # plain tensors are parts of equal size
+        about = f"rank {at.rank}, bias={bias}, {before} to {after}, {local=}, {sequence=}"
+        whole = nn.Sequential(linear(HIDDEN, WIDE, 1, bias), linear(WIDE, HIDDEN, 2, bias))
+        model = parallelize_module(
+            copy.deepcopy(whole),
+            mesh,
+            {
+                "0": ColwiseParallel(input_layouts=before, use_local_output=local),
+                "1": RowwiseParallel(output_layouts=after, use_local_output=local),
+            },
+        )
+        x = integers(4, sequence, HIDDEN, seed=3).requires_grad_()
+        grad = integers(4, sequence, HIDDEN, seed=4)
+        want = whole(x)
+        want.backward(grad)
+        given = distribute_tensor(x.detach(), mesh, [before])
+        given = (given.to_local() if local else given).requires_grad_()
+        y = model(given)
+        assert isinstance(y, DTensor) != local
+        upstream = distribute_tensor(grad, mesh, [after])
+        y.backward(upstream.to_local() if local else upstream)
+        found = DTensor.from_local(y.detach(), mesh, [after]) if local else y
+        assert found.placements == (after if after != Shard(-1) else Shard(2),)
+        same(found.full_tensor(), want, f"{about}: y")
+        back = DTensor.from_local(given.grad, mesh, [before]) if local else given.grad
+        same(back.full_tensor(), x.grad, f"{about}: gradient of x")
+        for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+            same(param.full_tensor(), full, f"{about}: {name}")
+            same(param.grad.full_tensor(), full.grad, f"{about}: gradient of {name}")
+        checked += 1
+    return checked
+
+
+def test_styles_serve_all_layouts() -> None:
+    assert len(set(run(4, _layouts, timeout=90))) == 1
+
+
+def example(name: str) -> ModuleType:
+    """A script of examples/, as a module that ranks find, too."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _tiny(script: ModuleType, **changes: Any) -> Any:
+    sizes = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 24, "sequence": 16}
+    return script.Config(**{**sizes, "steps": 5, "dtype": torch.float64, **changes})
+
+
+def _one_changed_line(at: Rank) -> None:
+    """The same plan with PyTorch's styles and with ficco's: parameters, gradients, optimizer."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+
+    script = example("train_block_stack")
+    config, cpu = _tiny(script), torch.device("cpu")
+    tokens = script.batches(config, cpu)[0]
+    whole = script.made(config, cpu)
+    models = [whole]
+    for styles in script.STYLES.values():
+        models.append(script.made(config, cpu))
+        script.parallelize(models[-1], mesh_of(at), styles)
+    for (name, theirs), ours in zip(
+        models[1].named_parameters(), models[2].parameters(), strict=True
+    ):
+        assert ours.placements == theirs.placements, name
+    full = StateDictOptions(full_state_dict=True)
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with counted("all_gather_matmul", "matmul_reduce_scatter") as counts:
+            model(tokens[:, :-1]).square().mean().backward()
+        # Attention and MLP gather once and scatter once in each of two blocks; the output gathers.
+        if model is models[list(script.STYLES).index("ficco") + 1]:
+            assert counts == {"all_gather_matmul": 5, "matmul_reduce_scatter": 4}, counts
+        total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = total.full_tensor() if hasattr(total, "full_tensor") else total
+        if model is whole:
+            want = norm
+        # float64 sums in another order: 1e-9 leaves a factor of a million.
+        torch.testing.assert_close(norm, want, rtol=1e-9, atol=0)
+        optimizer.step()
+        state = get_model_state_dict(model, options=full)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
+    # A checkpoint of the full model loads, and what is saved of it is the full model.
+    other = script.Model(config).to(config.dtype).state_dict()
+    dist.broadcast_object_list(shared := [other])
+    set_model_state_dict(models[2], dict(shared[0]), options=full)
+    found = get_model_state_dict(models[2], options=full)
+    assert list(found) == list(shared[0])
+    for name, value in shared[0].items():
+        same(found[name], value, name)
+
+
+def test_a_plan_needs_another_import_and_nothing_else() -> None:
+    run(4, _one_changed_line)
+
+
+def _refusals(at: Rank) -> list[Failure]:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColwiseParallel, RowwiseParallel
+
+    class Own(nn.Linear):
+        pass
+
+    mesh = mesh_of(at)
+    return [
+        caught(lambda: parallelize_module(Own(8, 8), mesh, ColwiseParallel())),
+        caught(lambda: parallelize_module(nn.Linear(8, 6), mesh, ColwiseParallel())),
+        caught(lambda: parallelize_module(nn.Linear(6, 8), mesh, RowwiseParallel())),
+        caught(lambda: parallelize_module(nn.LayerNorm(8), mesh, RowwiseParallel())),
+    ]
+
+
+def test_styles_refuse_what_they_do_not_serve() -> None:
+    kinds = ["NotImplementedError", "ValueError", "ValueError", "NotImplementedError"]
+    for failures in run(4, _refusals):
+        assert [failure.type for failure in failures] == kinds
+        assert "torch.distributed.tensor.parallel" in failures[0].text
+
+
+def _with_fsdp(at: Rank) -> None:
+    """Tensor-parallel within pairs, FSDP across: every parameter is a DTensor of both."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    script = example("train_block_stack")
+    config, cpu = _tiny(script, batch=1), torch.device("cpu")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, whole = script.made(config, cpu), script.made(config, cpu)
+    script.parallelize(model, mesh["tp"], script.STYLES["ficco"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    tokens = torch.cat(script.batches(config, cpu)[:2])[:, :-1]
+    whole(tokens).square().mean().backward()
+    model(tokens[mesh["dp"].get_local_rank()][None]).square().mean().backward()
+    for one in (model, whole):
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+    layer = model.layers[0].feed_forward.w1
+    model.reshard()
+    layer.load_state_dict({"weight": integers(24, 16, seed=1).double()})
+    same(layer.weight.full_tensor(), integers(24, 16, seed=1).double(), "loaded under FSDP")
+
+
+def test_tensor_parallel_inside_fsdp() -> None:
+    run(4, _with_fsdp)
+
+
+# The package and the examples.
+
+
+def test_import_is_lazy() -> None:
+    text = (
+        "import sys, ficco\n"
+        "assert not {'ficco.nn', 'torch.distributed.tensor'} & set(sys.modules)\n"
+        "assert ficco.nn.ColumnParallelLinear and 'ficco.nn' in sys.modules"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", text], check=True, env=env)
+
+
+def _train(at: Rank, styles: str) -> tuple[list[float], list[float]]:
+    script = example("train_block_stack")
+    return script.run(_tiny(script), styles, None)
+
+
+@pytest.mark.parametrize("styles", ["ficco", "torch"])
+def test_block_stack_trains_as_unsharded(styles: str) -> None:
+    results = run(4, _train, styles)
+    sharded, unsharded = results[0]
+    assert len(sharded) == 5 and sharded[-1] < sharded[0]
+    # float64 sums in another order; the loss itself is taken in float32.
+    assert sharded == pytest.approx(unsharded, rel=1e-6)
+    assert all(result[0] == sharded for result in results), "ranks have different losses"
+
+
+def test_block_stack_reports(tmp_path: Path) -> None:
+    script = example("train_block_stack")
+    script.report(tmp_path, [2.0, 1.0], [2.0, 1.5])
+    assert (tmp_path / "loss.csv").read_text().split() == [
+        "step,sharded,unsharded",
+        "0,2.0,2.0",
+        "1,1.0,1.5",
+    ]
+    assert (tmp_path / "loss.png").stat().st_size
+    assert script.apart([2.0, 1.0], [2.0, 1.5]) == pytest.approx(1 / 3)
