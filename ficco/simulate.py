@@ -11,6 +11,9 @@ What is modelled, and how:
   and fills part of it: of what ``Gemm.dense`` is less than that, see ``UNFILLED``. Copies within
   the rank are served likewise, at the rate of its memory. A card that multiplies for long gets
   slower (``Gemm.heated``).
+- *Sums* of what arrives read all their parts and write the result, at the rate of the rank's memory,
+  and take their turn as products do.
+- *Collectives* take as long as a curve says (``Machine.exchange``), and nothing runs beside them.
 - *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
   multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
 - *The host.* In the mode ``"idle"`` an operation is there for the GPU when the host has enqueued
@@ -32,10 +35,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from math import floor
-from typing import Any
+from typing import Any, NamedTuple
 
 from ficco.machine import (
-    Collective,
+    COLLECTIVES,
     Contention,
     Copies,
     Gemm,
@@ -89,21 +92,24 @@ def simulate(
 def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued") -> float:
     """Seconds of a call: until the caller's stream of the slowest rank is through.
 
-    Where shards are equal and no copies collide, one rank stands for all, with every signal taken
-    from its mirror image among the rank's own. That is exact but for steps with pieces of all peers
-    and not the own one (hetero-fused), whose products fall in two at another place on every rank:
-    there the ranks with the longest products stand for all, which leaves out that the others'
-    copies meet a little less contention. On a mesh all ranks are as late as the last one.
+    Where shards and blocks are equal and no copies collide, one rank stands for all, with every
+    signal taken from its mirror image among the rank's own. That is exact but for steps with pieces
+    of all peers and not the own one (hetero-fused), whose products fall in two at another place on
+    every rank: there the ranks with the longest products stand for all, which leaves out that the
+    others' copies meet a little less contention. On a mesh all ranks are as late as the last one.
+    Where such a product is sent over a switch, ranks that get out of step meet at each other's
+    ports, so that all are simulated.
 
     Raises:
         ValueError: as :func:`simulate`.
     """
     with paused():
-        if not _alike(problem, schedule) or _collide(schedule, machine, mode):
+        if not _alike(problem, schedule) or _collide(problem, schedule, machine, mode):
             found = [_Simulation(plans(problem, schedule), machine, mode)]
         else:
+            mirror = _Mirror(_turns(problem, schedule))
             found = [
-                _Simulation([_plan(problem, schedule, rank)], machine, mode, mirrored=True)
+                _Simulation([_plan(problem, schedule, rank)], machine, mode, mirror)
                 for rank in _slowest(problem, schedule, machine)
             ]
         return max(
@@ -127,18 +133,31 @@ def _plan(problem: Problem, schedule: Schedule, rank: int) -> Plan:
 def _alike(problem: Problem, schedule: Schedule) -> bool:
     """Whether all ranks do the same, seen from each.
 
-    Ranks go through their peers as ``rank ^ i`` or as ``rank - i`` (see arrivals in
+    Ranks go through their peers as ``rank ^ i`` or as ``rank - i`` (see groups in
     ficco.schedules). The neighbourhoods of growing groups are alike for powers of two alone.
     """
-    regular = schedule.grouping in ("fused", "unfused") or problem.world.bit_count() == 1
-    return regular and len(set(problem.rows)) == 1
+    neighbours = schedule.grouping in ("growing", "shrinking")
+    return problem.equal and not (neighbours and _turns(problem, schedule))
 
 
-def _collide(schedule: Schedule, machine: Machine, mode: str) -> bool:
-    """Whether ranks that begin one after the other meet at the ports of their peers."""
+def _turns(problem: Problem, schedule: Schedule) -> bool:
+    """Whether ranks go through their peers as ``rank - i``, and not as ``rank ^ i``."""
+    return schedule.grouping == "ring" or problem.world.bit_count() > 1
+
+
+def _collide(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> bool:
+    """Whether ranks that are not in step meet at the ports of their peers: they begin one after the
+    other, or send products that differ."""
     skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0
     shared = machine.topology is not None and machine.topology.kind == "switch"
-    return skewed and shared and schedule.mover != "collective"
+    sent = problem.kind.scatters and problem.world > 2 and _differ(schedule)
+    return shared and (skewed or sent) and schedule.mover != "collective"
+
+
+def _differ(schedule: Schedule) -> bool:
+    """Whether steps have pieces of all peers and not the own one: their products fall in two at
+    another place on every rank."""
+    return schedule.grouping == "fused" and not schedule.uniform
 
 
 def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]:
@@ -146,26 +165,33 @@ def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int
 
     They have the longest products in all, or behind the last copy.
     """
-    world, gemm = problem.world, machine.gemm
-    if schedule.uniform or schedule.grouping != "fused" or world < 3 or gemm is None:
+    world, gemm, scatters = problem.world, machine.gemm, problem.kind.scatters
+    if not _differ(schedule) or world < 3 or gemm is None:
         return [0]
-    rows, n, k, itemsize = problem.rows[0], problem.n, problem.k, problem.itemsize
+    rows, n, k, itemsize = problem.block(0, 1), problem.n, problem.k, problem.itemsize
     by_rows = schedule.dims == 1
-    pieces = cut(rows if by_rows else k, schedule.pieces or world)
+    pieces = cut(rows if by_rows else n if scatters else k, schedule.pieces or world)
     if not (rows and pieces):
         return [0]
-    pieces[-1:] = [(0, b - a) for a, b in cut(pieces[-1][1] - pieces[-1][0], schedule.tail)]
+    if not scatters:
+        pieces[-1:] = [(0, b - a) for a, b in cut(pieces[-1][1] - pieces[-1][0], schedule.tail)]
     lengths = [b - a for a, b in pieces]
-    wide = not by_rows  # accumulated
+    wide = not (by_rows or scatters)  # accumulated
     by_rank: list[list[float]] = []
-    for rank, parts in enumerate(_parts(world, schedule.dims, min(len(lengths), 2))):
+    for rank, parts in enumerate(_parts(scatters, world, schedule.dims, min(len(lengths), 2))):
         # The sums are rounded in front of and behind the own shard's.
         apart = machine.memory.latency if wide and machine.memory and 0 < rank < world - 1 else 0.0
         seconds = {
             length: sum(
-                gemm.launch + gemm.seconds(m, n, terms, batch=batch, itemsize=itemsize, wide=wide)
+                gemm.launch + gemm.seconds(*sizes, batch=batch, itemsize=itemsize, wide=wide)
                 for shards, batch in parts
-                for m, terms in [(shards * length, k) if by_rows else (shards * rows, length)]
+                for sizes in [
+                    (shards * length, n, k)
+                    if by_rows
+                    else (shards * rows, length, k)
+                    if scatters
+                    else (shards * rows, n, length)
+                ]
             )
             for length in dict.fromkeys(lengths)
         }
@@ -175,20 +201,39 @@ def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int
 
 
 @lru_cache(maxsize=256)
-def _parts(world: int, dims: int, pieces: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _parts(
+    scatters: bool, world: int, dims: int, pieces: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Of each rank: the products of a fused step, as shards side by side and length of the batch.
 
     Read from plans of a small problem, since sizes do not matter.
     """
     rows = GRANULE * (pieces if dims == 1 else 1)
-    problem = Problem("all_gather_matmul", (rows,) * world, 1, GRANULE * pieces, "float32")
+    operator = "matmul_reduce_scatter" if scatters else "all_gather_matmul"
+    cols = GRANULE * pieces
+    problem = Problem(operator, (rows,) * world, cols, cols, "float32")
     schedule = Schedule(uniform=False, grouping="fused", dims=dims, pieces=pieces)
     found = []
     for rank in range(world):
         steps = plan(problem, schedule, rank).steps
-        step = next(step for step in steps if step.op == "matmul" and step.waits)
+        step = next(
+            step for step in steps if step.op == "matmul" and (step.waits or step.label != "own")
+        )
         found.append(tuple((p.out.rows // GRANULE, p.batch) for p in step.products))
     return tuple(found)
+
+
+def exchanged(problem: Problem) -> int:
+    """Bytes that a rank has for another, as curves of collectives count them; where ranks or
+    blocks differ, those of the rank that has most to send or to receive."""
+    if not problem.kind.blocks:
+        rows: float = max(problem.rows)
+    else:
+        peers = range(problem.world)
+        sent = [sum(problem.block(i, j) for j in peers if j != i) for i in peers]
+        received = [sum(problem.block(i, j) for i in peers if i != j) for j in peers]
+        rows = max(*sent, *received) / max(problem.world - 1, 1)
+    return round(rows * (problem.n if problem.kind.scatters else problem.k) * problem.itemsize)
 
 
 class _Lane:
@@ -259,15 +304,21 @@ class _Rank:
 _BEGIN, _END, _ENGINE = range(3)
 
 
+class _Mirror(NamedTuple):
+    """How one rank stands for all: whether they go through their peers as ``rank - i``."""
+
+    turns: bool
+
+
 class _Simulation:
     """Plans of all ranks, or the plan of one that stands for all."""
 
     def __init__(
-        self, plans: Sequence[Plan], machine: Machine, mode: str, mirrored: bool = False
+        self, plans: Sequence[Plan], machine: Machine, mode: str, mirror: _Mirror | None = None
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
-        self.mirrored = mirrored
+        self.mirror = mirror
         self.problem, self.name = plans[0].problem, plans[0].schedule
         self.ranks = [_Rank(plan, number) for number, plan in enumerate(plans)]
         self.now = 0.0
@@ -281,7 +332,7 @@ class _Simulation:
         self.changed_ranks: dict[int, None] = {}
         self.changed_copies: dict[_Lane, None] = {}
         self.gathering: list[_Lane] = []
-        self._seconds: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
+        self._seconds: dict[tuple[int, int, int, int, bool, bool], tuple[float, float]] = {}
         self._rates: dict[int, float] = {}
         self._take(machine, mode)
 
@@ -301,8 +352,11 @@ class _Simulation:
             return found
 
         self.gemm: Gemm = block("gemm", "matmul" in ops)
-        self.memory: Memory = block("memory", "place" in ops)
-        self.collective: Collective = block("collective", "collective" in ops)
+        self.memory: Memory = block("memory", bool({"place", "reduce"} & ops))
+        self.machine = machine
+        kind = self.problem.kind.collective
+        if getattr(machine, COLLECTIVES[kind]) is None:
+            block("collective", "collective" in ops)
         self.topology: Topology = block("topology", "copy" in ops)
         self.copies: Copies = block("copies", "copy" in ops)
         if by_kernel and machine.kernel_copies is not None:
@@ -321,7 +375,7 @@ class _Simulation:
             if self.copies is not None and lanes > self.copies.engines:
                 rank.engines = self.copies.engines
             if mode == "idle":
-                late = 1.0 if self.mirrored else rank.plan.rank / max(self.problem.world - 1, 1)
+                late = 1.0 if self.mirror else rank.plan.rank / max(self.problem.world - 1, 1)
                 rank.enqueued = _enqueued(rank.plan, host, late * host.skew)
 
     def run(self) -> list[list[Ran]]:
@@ -366,15 +420,15 @@ class _Simulation:
 
     def _wait_key(self, signal: Signal) -> object:
         """What a signal is known by: its word, or this rank's own signal that mirrors it."""
-        if not self.mirrored:
+        if not self.mirror:
             return signal.waiter, signal.word
-        me, world = signal.waiter, self.problem.world
-        turned = world & (world - 1)  # the peer at the same distance the other way round
-        mirror = (2 * me - signal.poster) % world if turned else signal.poster
+        me, poster = signal.waiter, signal.poster
+        # The peer at the same distance the other way round.
+        mirror = (2 * me - poster) % self.problem.world if self.mirror.turns else poster
         return signal.kind, mirror, signal.slot
 
     def _post_key(self, signal: Signal) -> object:
-        if not self.mirrored:
+        if not self.mirror:
             return signal.waiter, signal.word
         return signal.kind, signal.waiter, signal.slot
 
@@ -421,7 +475,7 @@ class _Simulation:
             self._begin_copy(lane, rank, step)
             return
         lane.start = self.now
-        if step.op in ("matmul", "place"):
+        if step.op in ("matmul", "place", "reduce"):
             self._begin_product(lane, rank, step)
         elif step.op == "collective":
             self.gathering.append(lane)
@@ -457,8 +511,8 @@ class _Simulation:
 
     def _gather(self) -> None:
         """The collective begins once all ranks have reached it."""
-        nbytes = max(self.problem.rows) * self.problem.k * self.problem.itemsize
-        end = self.now + (self.collective.seconds(nbytes) if nbytes else 0.0)
+        kind = self.problem.kind.collective
+        end = self.now + self.machine.exchange(kind, exchanged(self.problem))
         for lane in self.gathering:
             self._push(end, _END, lane)
         self.gathering = []
@@ -466,7 +520,7 @@ class _Simulation:
     # Products, and copies within a rank.
 
     def _begin_product(self, lane: _Lane, rank: _Rank, step: Step) -> None:
-        whole, filled = self._place(step) if step.op == "place" else self._multiply(step)
+        whole, filled = self._multiply(step) if step.op == "matmul" else self._move(step)
         if not whole:
             self._over(lane, self.now, self.now)
             return
@@ -491,8 +545,10 @@ class _Simulation:
         whole = filled = 0.0
         for product in step.products:
             _, k_first, k_last, out, accumulate, batch, *_ = product
-            wide = accumulate or out.buffer == "sum"
-            key = out.row_stop - out.row, out.col_stop - out.col, k_last - k_first, batch, wide
+            wide = out.buffer == "sum"
+            adds = accumulate and not wide
+            sizes = out.row_stop - out.row, out.col_stop - out.col, k_last - k_first
+            key = *sizes, batch, wide, adds
             found = self._seconds.get(key)
             if found is None:
                 found = self._seconds[key] = self._product(*key)
@@ -501,19 +557,25 @@ class _Simulation:
             filled += found[1] + between
         return whole, filled
 
-    def _product(self, m: int, n: int, k: int, batch: int, wide: bool) -> tuple[float, float]:
+    def _product(
+        self, m: int, n: int, k: int, batch: int, wide: bool, adds: bool
+    ) -> tuple[float, float]:
         if not (m and n and k):
             return 0.0, 0.0
-        itemsize = self.problem.itemsize
-        whole = self.gemm.seconds(m, n, k, batch=batch, itemsize=itemsize, wide=wide)
-        filled = self.gemm.dense(m, n, k, batch=batch, itemsize=itemsize, wide=wide)
-        return whole, filled
+        how: dict[str, Any] = {"batch": batch, "itemsize": self.problem.itemsize}
+        whole = self.gemm.seconds(m, n, k, **how, wide=wide, adds=adds)
+        return whole, self.gemm.dense(m, n, k, **how, wide=wide, adds=adds)
 
-    def _place(self, step: Step) -> tuple[float, float]:
-        """Read here, written there; sums are float32."""
-        assert step.transfer is not None
-        sizes = [4 if end.buffer == "sum" else self.problem.itemsize for end in step.transfer[:2]]
-        filled = step.transfer.src.elements * sum(sizes) / self.memory.bandwidth
+    def _move(self, step: Step) -> tuple[float, float]:
+        """Read here, written there; what lies in ``sum`` is float32."""
+        if step.reduction is not None:
+            regions = (*step.reduction.parts, step.reduction.out)
+        else:
+            assert step.transfer is not None
+            regions = step.transfer[:2]
+        itemsize = self.problem.itemsize
+        nbytes = sum(one.elements * (4 if one.buffer == "sum" else itemsize) for one in regions)
+        filled = nbytes / self.memory.bandwidth
         return (self.memory.latency + filled, filled) if filled else (0.0, 0.0)
 
     # Copies between ranks.
@@ -530,7 +592,7 @@ class _Simulation:
             self._rates[nbytes] = self.copies.rate(nbytes)
         lane.left, lane.alone = float(nbytes), self._rates[nbytes]
         lane.pace, lane.since = 0.0, self.now
-        if not self.mirrored:
+        if not self.mirror:
             lane.ends = src.rank, dst.rank
             one = src.rank * self.problem.world + dst.rank
             lane.ports = (
@@ -606,7 +668,7 @@ def _enqueued(plan: Plan, host: Host, begin: float) -> list[tuple[float, float]]
     """When the host has enqueued each step, and what the step posts.
 
     The lane ``sync`` comes last, as engines enqueue it. A collective is part of its call; a place
-    is as much work for the host as a product.
+    or a sum is as much work for the host as a product.
     """
     at = begin + host.wake + (host.collective_call if plan.collective else host.call)
     found = [(0.0, 0.0)] * len(plan.steps)
@@ -619,7 +681,7 @@ def _enqueued(plan: Plan, host: Host, begin: float) -> list[tuple[float, float]]
             there = at
             if step.op == "copy":
                 there = at = at + host.copy
-            elif step.op == "place":
+            elif step.op in ("place", "reduce"):
                 there = at = at + host.matmul
             elif step.op == "matmul":
                 there = at + host.matmul  # of the first product: the next come while that runs

@@ -60,12 +60,24 @@ def _counts(bar: Bar) -> bool:
 
 
 def work(plan: Plan, step: Step) -> tuple[float, float]:
-    """Floating-point operations of a step, and the bytes that it brings."""
+    """Floating-point operations of a step, and the bytes that it brings, or moves to sum them."""
     flops = sum(2.0 * p.batch * p.out.elements * (p.k_last - p.k_first) for p in step.products)
     moved = step.transfer.src.elements if step.transfer else 0
-    if step.op == "collective" and step.transfer:  # all shards but the rank's own
-        moved = step.transfer.dst.elements - moved
+    if step.reduction:  # all that is read and written
+        moved = sum(region.elements for region in (*step.reduction.parts, step.reduction.out))
+    if step.op == "collective":
+        moved = _received(plan)
     return flops, float(moved * plan.problem.itemsize)
+
+
+def _received(plan: Plan) -> int:
+    """Elements that a collective brings to a rank from all others."""
+    problem, rank = plan.problem, plan.rank
+    peers = [peer for peer in range(problem.world) if peer != rank]
+    rows = sum(problem.block(peer, rank) for peer in peers)
+    if problem.kind.returns:
+        rows += sum(problem.rows[peer] for peer in peers)
+    return rows * (problem.n if problem.kind.scatters else problem.k)
 
 
 def assemble(title: str, ranks: Sequence[Sequence[tuple[Step, float, float]]]) -> Timeline:

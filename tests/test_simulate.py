@@ -28,11 +28,11 @@ from ficco.machine import (
     Topology,
 )
 from ficco.machine.flat import flat
-from ficco.plan import Plan, Product, Region, Signal, Step, Transfer
-from ficco.problem import Problem
-from ficco.schedules import NAMED, Schedule, plan, plans
+from ficco.plan import Plan, Product, Reduction, Region, Signal, Step, Transfer
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, UNFILLED, predict, simulate
-from ficco.timeline import Bar, Timeline, dumps, loads
+from ficco.timeline import Bar, Timeline, dumps, loads, work
 
 GIVEN = Provenance("assumed")
 
@@ -170,7 +170,7 @@ def test_sums_are_read_and_written_in_float32() -> None:
     operands = (3 * 5 + 5 * 7) * 2
     for region, accumulate, each in (
         (out, False, 2),
-        (out, True, 8),
+        (out, True, 4),  # what it adds itself to is of the operands' dtype
         (out._replace(buffer="sum"), False, 8),
     ):
         step = Step("matmul", "compute0", "x", products=(Product(a, 0, 5, region, accumulate),))
@@ -190,6 +190,64 @@ def test_a_place_reads_and_writes_memory_and_sums_are_wider() -> None:
     narrow = problem_of(10, dtype="bfloat16")
     assert simulate([own_plan(step, problem=narrow)], machine).stop_s == 1 + 10 * (4 + 2) / 2
     assert simulate([own_plan(step)], machine).stop_s == 1 + 10 * (4 + 4) / 2
+
+
+def test_a_sum_reads_all_its_parts_and_takes_its_turn() -> None:
+    machine = replace(ONE, memory=Memory(1e9, 2.0, GIVEN, latency=1.0))
+    whole = (0, 10, 0, 1)
+    parts = Region("staging", 0, *whole), Region("staging", 0, *whole), Region("partial", 0, *whole)
+    reduction = Reduction(parts, (2, 4, 1), Region("out", 0, *whole))
+    add = Step("reduce", "reduce0", "sum", reduction=reduction)
+    narrow = problem_of(10, dtype="bfloat16")
+    alone = simulate([own_plan(add, problem=narrow)], machine)
+    assert bars_of(alone, 0, "reduce") == [(0, 1 + 4 * 10 * 2 / 2)]
+    # Beside a product on another lane it waits until that is over, and half its start is filled.
+    both = simulate([own_plan(multiply("compute0", 5), add, problem=narrow)], machine)
+    assert bars_of(both, 0, "matmul") == [(0, 10)]
+    assert bars_of(both, 0, "reduce") == [(0, 10 + 41)]
+    with pytest.raises(ValueError, match="'memory'"):
+        simulate([own_plan(add, problem=narrow)], replace(machine, memory=None))
+
+
+@pytest.mark.parametrize(
+    ("operator", "mine", "nbytes"),
+    [
+        ("all_gather_matmul", "collective", 25 * 3 * 4),
+        ("matmul_reduce_scatter", "reduce_scatter", 25 * 7 * 4),
+        ("matmul_all_reduce", "all_reduce", 25 * 7 * 4),
+    ],
+)
+def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather(
+    operator: str, mine: str, nbytes: int
+) -> None:
+    problem = Problem(operator, (25,) * 4, n=7, k=3, dtype="float32")
+    schedule = Schedule.parse("serial:collective")
+    fast = replace(flat(1e30, 1.0, 1.0, ranks=4), **{mine: Collective(((1.0, 8.0),), GIVEN)})
+    (bar,) = (b for b in simulate(plans(problem, schedule), fast).ranks[3] if b.kind != "matmul")
+    assert (bar.kind, bar.stop_s) == ("collective", pytest.approx(8.0 * nbytes))
+    if mine != "collective":  # three blocks are received, and twice as much to sum and return
+        twice = 2 if problem.kind.returns else 1
+        found = predict(problem, schedule, replace(fast, **{mine: None}))
+        assert found == pytest.approx(twice * 3 * nbytes)
+        only = replace(fast, collective=None)
+        assert predict(problem, schedule, only) == pytest.approx(8.0 * nbytes)
+        with pytest.raises(ValueError, match="'collective'"):
+            predict(problem, schedule, replace(only, **{mine: None}))
+
+
+def test_an_all_to_all_takes_as_long_as_the_rank_with_most_to_send_or_receive() -> None:
+    machine, schedule = flat(1e30, 1.0, 1.0, ranks=3), Schedule.parse("serial:collective")
+    # Rank 0 keeps 50 rows and sends 3; rank 2 receives 11.
+    table = [[50, 1, 2], [0, 0, 9], [4, 1, 0]]
+    for operator, width in (("all_to_all_matmul", 5), ("matmul_all_to_all", 2)):
+        problem = Problem.of_blocks(operator, table, n=2, k=5, dtype="float32")
+        assert predict(problem, schedule, machine) == pytest.approx(11 * width * 4)
+        made = plans(problem, schedule)
+        brought = [
+            sum(work(plan_, step)[1] for step in plan_.steps if step.op == "collective")
+            for plan_ in made
+        ]
+        assert brought == [4 * width * 4, 2 * width * 4, 11 * width * 4]
 
 
 def test_a_copy_holds_its_queue_for_the_gap_and_is_seen_after_the_latency() -> None:
@@ -452,6 +510,75 @@ def test_one_rank_stands_for_all(world: int, machine: Machine) -> None:
             whole = simulate(plans(problem, schedule), machine, mode).stop_s
             rel = 1e-2 if differs else 1e-9
             assert predict(problem, schedule, machine, mode) == pytest.approx(whole, rel=rel), name
+
+
+#: Names for operators whose product travels, beside those of all.
+SENDING = (
+    *EVERY,
+    "ring",
+    "ring:pieces=3,tail=2",
+    "shard-overlap:beta",
+    "growing:beta,compute=2",
+    "uniform-fused-1d:pieces=3,pull",
+    "uniform-fused-1d:pieces=2,tail=2,compute=2,copy=3",
+    "hetero-fused-1d:pieces=2,beta,tail=2",
+)
+
+
+def family(operator: str, world: int) -> Problem:
+    """An equal problem of any operator; the blocks of all-to-alls are smaller."""
+    if OPERATORS[operator].blocks:
+        return Problem.of_blocks(operator, [[300] * world] * world, 3000, 4096, "bfloat16")
+    return Problem(operator, (1000,) * world, 3000, 4096, "bfloat16")
+
+
+@pytest.mark.parametrize("machine", [TOY, MESH], ids=["switch", "mesh"])
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if name != "all_gather_matmul"])
+def test_one_rank_stands_for_all_in_the_whole_family(
+    operator: str, world: int, machine: Machine
+) -> None:
+    problem = family(operator, world)
+    for schedule in map(Schedule.parse, SENDING):
+        if refusal(problem, schedule):
+            continue
+        differs = schedule.grouping == "fused" and not schedule.uniform and world > 2
+        for mode in MODES:
+            whole = simulate(plans(problem, schedule), machine, mode).stop_s
+            # Products that fall in two at another place on every rank reach the peers at other
+            # times. On a switch all ranks are simulated then.
+            rel = 3e-2 if differs and machine is MESH else 1e-2 if differs else 1e-9
+            found = predict(problem, schedule, machine, mode)
+            assert found == pytest.approx(whole, rel=rel), (str(schedule), mode)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_no_operator_is_below_what_its_work_alone_takes(operator: str) -> None:
+    problem = family(operator, 4)
+    assert TOY.gemm and TOY.topology
+    least_work = problem.flops / (TOY.gemm.peak * TOY.gemm.efficiency)
+    width = problem.n if problem.kind.scatters else problem.k
+    nbytes = 3 * problem.block(0, 1) * width * 2 * (2 if problem.kind.returns else 1)
+    for schedule in map(Schedule.parse, SENDING):
+        if refusal(problem, schedule):
+            continue
+        queued, idle = (predict(problem, schedule, TOY, mode) for mode in MODES)
+        assert queued >= least_work and idle >= queued
+        if schedule.mover != "collective":
+            assert queued >= nbytes / TOY.topology.bandwidth
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_unequal_blocks_of_any_operator_are_all_simulated(operator: str) -> None:
+    if OPERATORS[operator].blocks:
+        table = [[500, 1, 200], [0, 0, 900], [40, 1, 0]]
+        problem = Problem.of_blocks(operator, table, 2000, 1024, "bfloat16")
+    else:
+        problem = Problem(operator, (3000, 0, 500), 2000, 1024, "bfloat16")
+    for name in SENDING:
+        if not refusal(problem, Schedule.parse(name)):
+            found = predict(problem, Schedule.parse(name), TOY)
+            assert found == seconds(problem, name, TOY) > 0, name
 
 
 def test_unequal_shards_are_all_simulated() -> None:

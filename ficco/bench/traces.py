@@ -38,10 +38,11 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
     found: list[Timeline] = []
     for schedule in schedules:
         with suppress(NotImplementedError):
-            a, b = operands.a_shard_SK, operands.b_KN
-            run_traced("all_gather_matmul", a, b, group, schedule)  # first use is slow
+            operator = operands.problem.operator
+            a, b = operands.a_LK, operands.b_KN
+            run_traced(operator, a, b, group, schedule)  # first use is slow
             _let_host_ahead(a.device, group)
-            _, plan, spans = run_traced("all_gather_matmul", a, b, group, schedule)
+            _, plan, spans = run_traced(operator, a, b, group, schedule)
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, (plan, spans), group=group)
             plans = [plan for plan, _ in everyone]
@@ -79,7 +80,8 @@ def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
     for plan in plans:
         for step in plan.steps:
             done["copy" if step.op == "collective" else step.op] += max(work(plan, step))
-    done["place"] *= 2  # read and written
+    done["place"] = 2 * done["place"] + done["reduce"]  # read and written
+    spent["place"] += spent["reduce"]
 
     def rate(kind: str) -> float:
         return done[kind] / spent[kind] if done[kind] and spent[kind] else UNSEEN

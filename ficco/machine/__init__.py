@@ -6,6 +6,7 @@
 from ficco.machine.files import digest, dumps, load, loads, save
 from ficco.machine.find import Fingerprint, configs, find, nearest, shipped, user_dir
 from ficco.machine.model import (
+    COLLECTIVES,
     Collective,
     Contention,
     Copies,
@@ -22,6 +23,7 @@ from ficco.machine.model import (
 )
 
 __all__ = [
+    "COLLECTIVES",
     "Collective",
     "Contention",
     "Copies",

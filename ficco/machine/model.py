@@ -76,6 +76,14 @@ Curve = tuple[tuple[float, float], ...]
 RateCurve = Annotated[Curve, Points("B", "B/s")]
 TimeCurve = Annotated[Curve, Points("B", "s")]
 
+#: The blocks of a machine that collectives have, by what libraries call them.
+COLLECTIVES = {
+    "all-gather": "collective",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "all-reduce": "all_reduce",
+}
+
 #: How ranks can be joined.
 KINDS = ("mesh", "switch")
 
@@ -160,13 +168,17 @@ class Copies:
 
 @dataclass(frozen=True)
 class Collective:
-    """The vendor's all-gather: (bytes that each rank contributes, seconds)."""
+    """A collective of the vendor's library: (bytes that a rank has for another, seconds).
+
+    All-gather: bytes of a shard. Reduce-scatter and all-reduce: of the part of the result that a
+    rank sums. All-to-all: of a block.
+    """
 
     curve: TimeCurve
     provenance: Provenance
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of an all-gather; beyond the curve at the rate of its end."""
+        """Seconds of the collective; beyond the curve at the rate of its end."""
         size, last = self.curve[-1]
         return interpolate(self.curve, nbytes) if nbytes <= size else last * nbytes / size
 
@@ -234,7 +246,7 @@ class Tuned:
     """The schedules that were measured fastest for one problem.
 
     Attributes:
-        operator, rows, n, k, dtype: of the Problem; its rows on every rank.
+        operator, rows, n, k, dtype, blocks: of the Problem; its rows on every rank.
         queued, idle: name of the schedule to take in a captured or host-ahead call, and in one
             whose GPU waits for the host.
         seconds: measured time of ``queued``, then of ``idle``.
@@ -251,6 +263,7 @@ class Tuned:
     seconds: tuple[Seconds, Seconds]
     serial: tuple[Seconds, Seconds]
     provenance: Provenance
+    blocks: tuple[tuple[Size, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -323,19 +336,36 @@ class Gemm:
         return hash((self.peak, self.efficiency, self.start, self.bandwidth, self.write))
 
     def seconds(
-        self, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2, wide: bool = False
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        batch: int = 1,
+        itemsize: int = 2,
+        wide: bool = False,
+        adds: bool = False,
     ) -> float:
         """Seconds of a product, or of a strided batch of such, on an otherwise idle rank.
 
         The batch shares its right operand. ``wide``: the result is float32 and is added to.
+        ``adds``: it is added to, and of the operands' dtype.
         """
-        return _times(self, m, n, k, batch, itemsize, wide)[0]
+        return _times(self, m, n, k, batch, itemsize, wide, adds)[0]
 
     def dense(
-        self, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2, wide: bool = False
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        batch: int = 1,
+        itemsize: int = 2,
+        wide: bool = False,
+        adds: bool = False,
     ) -> float:
         """What a product costs a rank that others keep busy: they fill its start and last wave."""
-        return _times(self, m, n, k, batch, itemsize, wide)[1]
+        return _times(self, m, n, k, batch, itemsize, wide, adds)[1]
 
     def heated(self, seconds: float) -> float:
         """Seconds that all products of a call take, of so many seconds one by one.
@@ -347,29 +377,39 @@ class Gemm:
 
 
 def tiles_seconds(
-    gemm: Gemm, rows: int, cols: int, parts: Any, terms: Any, itemsize: Any, wide: Any, rate: Any
+    gemm: Gemm,
+    rows: int,
+    cols: int,
+    parts: Any,
+    terms: Any,
+    itemsize: Any,
+    wide: Any,
+    rate: Any,
+    adds: bool = False,
 ) -> tuple[Any, Any]:
     """Seconds in which the processors work on parts, in whole waves and with the last one filled.
 
     ``parts``: tiles times the parts of k, of ``terms`` each; ``rate``: operations per second of all
     processors. Numbers, or arrays of them.
     """
-    result = rows * cols * result_bytes(itemsize, wide)
+    result = rows * cols * result_bytes(itemsize, wide, adds)
     each = gemm.prologue + terms * (gemm.step / 64 + 2.0 * rows * cols * gemm.units / rate)
     if gemm.write:
         each = each + result * gemm.units / gemm.write
     return -(-parts // gemm.units) * each, parts / gemm.units * each
 
 
-def result_bytes(itemsize: Any, wide: Any) -> Any:
-    """Bytes that an element of the result moves: wide ones are read, too, and float32."""
-    return itemsize + (8 - itemsize) * wide
+def result_bytes(itemsize: Any, wide: Any, adds: bool = False) -> Any:
+    """Bytes that an element of the result moves: what is added to is read, too; wide is float32."""
+    return itemsize + (8 - itemsize) * wide + itemsize * adds
 
 
-def memory_seconds(gemm: Gemm, m: Any, n: Any, k: Any, batch: Any, itemsize: Any, wide: Any) -> Any:
+def memory_seconds(
+    gemm: Gemm, m: Any, n: Any, k: Any, batch: Any, itemsize: Any, wide: Any, adds: bool = False
+) -> Any:
     """Seconds in which the operands are read and the result is written; numbers, or arrays."""
-    moved = (batch * m * k + k * n) * itemsize + batch * m * n * result_bytes(itemsize, wide)
-    return moved / gemm.bandwidth
+    result = batch * m * n * result_bytes(itemsize, wide, adds)
+    return ((batch * m * k + k * n) * itemsize + result) / gemm.bandwidth
 
 
 def join_seconds(gemm: Gemm, m: Any, n: Any, batch: Any, split: int) -> Any:
@@ -384,7 +424,7 @@ def both(busy: Any, memory: Any) -> Any:
 
 @lru_cache(maxsize=1 << 16)
 def _times(
-    gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool
+    gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool, adds: bool
 ) -> tuple[float, float]:
     """Seconds alone, and among others."""
     if not (m and n and k and batch):
@@ -400,12 +440,12 @@ def _times(
                 if split > 1 and parts > gemm.units:
                     break
                 busy, filled = tiles_seconds(
-                    gemm, rows, cols, parts, k / split, itemsize, wide, rate
+                    gemm, rows, cols, parts, k / split, itemsize, wide, rate, adds
                 )
                 joined = join_seconds(gemm, m, n, batch, split)
                 if busy + joined < best:
                     best, best_filled = busy + joined, filled + joined
-    memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide)
+    memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide, adds)
     return gemm.start + both(best, memory), both(best_filled, memory)
 
 
@@ -415,6 +455,8 @@ class Machine:
 
     Attributes:
         name: of the file, too.
+        collective: the vendor's all-gather; ``reduce_scatter``, ``all_to_all`` and ``all_reduce``
+            the other collectives, see :meth:`exchange`.
         accelerator: name of the device as its driver gives it; the fingerprint of a host is this
             and ``ranks``.
         also: further names of the device.
@@ -431,6 +473,9 @@ class Machine:
     copies: Copies | None = None
     kernel_copies: Copies | None = None
     collective: Collective | None = None
+    reduce_scatter: Collective | None = None
+    all_to_all: Collective | None = None
+    all_reduce: Collective | None = None
     gemm: Gemm | None = None
     memory: Memory | None = None
     contention: Contention | None = None
@@ -439,3 +484,30 @@ class Machine:
     tuned: tuple[Tuned, ...] = ()
     margin: Annotated[float, Quantity(least=0)] = 0.02
     source: str = field(default="", compare=False)
+
+    def exchange(self, collective: str, nbytes: float) -> float:
+        """Seconds of a collective in which a rank has so many bytes for another.
+
+        One without a block of its own takes as long as the all-gather that brings as many bytes to
+        every rank, and an all-reduce as a reduce-scatter and an all-gather.
+
+        Args:
+            collective: a key of :data:`COLLECTIVES`.
+            nbytes: as the curve of a :class:`Collective` counts them.
+
+        Raises:
+            ValueError: neither it nor the all-gather was measured.
+        """
+        if not nbytes:
+            return 0.0
+        own: Collective | None = getattr(self, COLLECTIVES[collective])
+        if own is not None:
+            return own.seconds(nbytes)
+        if self.collective is None:
+            raise ValueError(
+                f"machine {self.name}: required the block 'collective' or "
+                f"{COLLECTIVES[collective]!r}, got none"
+            )
+        if collective == "all-reduce":
+            return self.exchange("reduce-scatter", nbytes) + self.collective.seconds(nbytes)
+        return self.collective.seconds(nbytes)
