@@ -561,6 +561,21 @@ def test_block_stack_trains_as_unsharded(styles: str) -> None:
     assert all(result[0] == sharded for result in results), "ranks have different losses"
 
 
+def _experts(at: Rank, spare: float) -> tuple[list[float], list[float]]:
+    script = example("train_experts")
+    sizes = {"hidden": 8, "ffn": 12, "tokens": 24, "steps": 5, "dtype": torch.float64}
+    return script.run(script.Config(spare=spare, **sizes))
+
+
+@pytest.mark.parametrize("spare", [0.5, 1.5])
+def test_experts_train_as_unsharded(spare: float) -> None:
+    """With few tokens passed by and with many."""
+    sharded, unsharded = run(4, _experts, spare)[0]
+    assert len(sharded) == 5 and sharded[-1] < sharded[0]
+    # float64 sums in another order.
+    assert sharded == pytest.approx(unsharded, rel=1e-9)
+
+
 def test_block_stack_reports(tmp_path: Path) -> None:
     script = example("train_block_stack")
     script.report(tmp_path, [2.0, 1.0], [2.0, 1.5])
