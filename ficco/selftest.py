@@ -233,7 +233,7 @@ def _exact(
             at.iteration += 1
             operands.exact(at.iteration)
             product = ficco.all_gather_matmul(
-                operands.a_shard_SK, operands.b_KN, group=group, schedule=schedule
+                operands.a_LK, operands.b_KN, group=group, schedule=schedule
             )
             name = f"{schedule}, call {number + 1} of {count}"
             wrong.append((name, _wrong_per_shard(at, product, operands)))
@@ -425,7 +425,7 @@ def _graph(at: Rank, group: ProcessGroup) -> Found:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             product = ficco.all_gather_matmul(
-                operands.a_shard_SK, operands.b_KN, group=group, schedule=name
+                operands.a_LK, operands.b_KN, group=group, schedule=name
             )
         wrong = []
         for number in range(count):
@@ -455,7 +455,7 @@ def _timeout(at: Rank, group: ProcessGroup) -> Found:
         try:
             with ficco.options(timeout_s=limit, on_timeout="raise"):
                 ficco.all_gather_matmul(
-                    operands.a_shard_SK, operands.b_KN, group=group, schedule="growing"
+                    operands.a_LK, operands.b_KN, group=group, schedule="growing"
                 )
                 ficco.synchronize(group)
             problems.append(f"a call ended although rank {absent} made none")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ficco.bench.rows import lines
 from ficco.errors import ConfigError
 from ficco.machine import configs
-from ficco.problem import Problem
+from ficco.problem import OPERATORS, Problem
 
 #: Ranks of the paper's machine. Its scenarios are benched as one of so many ranks sees them,
 #: however many there are here.
@@ -24,18 +24,24 @@ MOST_UNSEEN = 1e13
 MEMORY_SHARE = 0.9
 
 
+#: The operator that is benched unless another is named.
+OPERATOR = "all_gather_matmul"
+
+
 @dataclass(frozen=True)
 class Case:
     """One shape.
 
     Attributes:
         name: how reports call it.
-        m: rows of the gathered A.
+        m: rows of the product; of an all-to-all those that one rank multiplies.
         n: columns of one rank's B.
-        k: columns of A.
+        k: columns of one rank's A.
         dtype: name of the dtype.
         label: where the shape comes from, in words.
         skip: why it is not measured; empty if it is.
+        operator: what is asked for.
+        halves: where memory ends, m is halved until it fits.
     """
 
     name: str
@@ -45,23 +51,61 @@ class Case:
     dtype: str = "bfloat16"
     label: str = ""
     skip: str = ""
+    operator: str = OPERATOR
+    halves: bool = False
+
+    def on(self, operator: str) -> Case:
+        """The same layer for another operator.
+
+        What scatters belongs to the row-parallel layer behind the column-parallel one: its n and k
+        are exchanged.
+        """
+        if operator == self.operator:
+            return self
+        n, k = self.n, self.k
+        if OPERATORS[operator].scatters != OPERATORS[self.operator].scatters:
+            n, k = k, n
+        name = f"{self.m}x{n}x{k}" if self.name == f"{self.m}x{self.n}x{self.k}" else self.name
+        return replace(self, name=name, n=n, k=k, operator=operator)
 
     def problem(self, world: int) -> Problem:
         """The Problem on so many ranks. Rows that do not divide go to the first ranks."""
         rows = tuple(self.m // world + (rank < self.m % world) for rank in range(world))
-        return Problem("all_gather_matmul", rows, self.n, self.k, self.dtype)
+        if not OPERATORS[self.operator].blocks:
+            return Problem(self.operator, rows, self.n, self.k, self.dtype)
+        table = [rows] * world  # as many rows for each peer
+        if not OPERATORS[self.operator].scatters:
+            table = list(zip(*table, strict=True))
+        return Problem.of_blocks(self.operator, table, self.n, self.k, self.dtype)
 
     def memory(self, world: int) -> int:
         """Bytes that measuring takes at most on one rank.
 
-        Counted are B; the gathered A four times, as the reference's, a collective's and in the
-        staging of two slots; the shard four times, as it is given, in symmetric memory, and
-        published in two slots; and the product three times, once more in float32 for sums.
+        Counted are B; A four times, as it is given, in symmetric memory, and published in two
+        slots; and the result three times. What is gathered counts four times, as the reference's, a
+        collective's and in the staging of two slots, and its product once in float32, for sums.
+        What is scattered counts six times: as the collective's and as a call's own, in the staging
+        of two slots, and published in two; and so does what the reference is made of, once.
         """
         problem = self.problem(world)
-        itemsize = problem.itemsize
-        a = 4 * problem.gathered_bytes + 4 * max(problem.rows) * self.k * itemsize
-        return a + self.k * self.n * itemsize + self.m * self.n * (3 * itemsize + 4)
+        left = max(map(problem.left_rows, range(world))) * problem.k
+        multiplied = max(map(problem.product_rows, range(world)))
+        result = max(map(problem.out_rows, range(world)))
+        elements = problem.k * problem.n + 4 * left + 3 * result * problem.n
+        if problem.kind.scatters:
+            elements += 6 * multiplied * problem.n + result * problem.k
+            return elements * problem.itemsize
+        elements += 4 * multiplied * problem.k
+        return elements * problem.itemsize + 4 * multiplied * problem.n
+
+    def fitted(self, world: int, free_bytes: int) -> Case:
+        """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
+        found, parts = self, 1
+        while self.halves and found.m >= 2 * world and found.memory(world) > _limit(free_bytes):
+            parts *= 2
+            label = f"{self.label}, m / {parts} for lack of memory"
+            found = replace(self, m=self.m // parts, label=label)
+        return found
 
     def skipped(self, world: int, free_bytes: int) -> str:
         """Why this shape is not measured with so much free memory; empty if it is."""
@@ -70,9 +114,13 @@ class Case:
         if self.m % world:
             return f"{self.m} rows do not divide by {world} ranks, as the collective needs"
         need = self.memory(world)
-        if need > MEMORY_SHARE * free_bytes:
+        if need > _limit(free_bytes):
             return f"needs {need / 2**30:.0f} GiB on a rank, {free_bytes / 2**30:.0f} are free"
         return ""
+
+
+def _limit(free_bytes: int) -> float:
+    return MEMORY_SHARE * free_bytes
 
 
 def measured() -> list[Case]:
@@ -124,8 +172,41 @@ def unseen(count: int = 32, seed: int = 17) -> list[Case]:
 
 
 def scenarios() -> list[Case]:
-    """Table I of the FiCCO paper, as one rank of eight sees it."""
-    return list(read(configs() / "scenarios.csv"))
+    """Table I of the FiCCO paper, as one rank of eight sees it.
+
+    Its all-to-alls stand for all-gathers of as many bytes, which are simulated and not measured.
+    """
+    return [
+        case
+        if case.operator == OPERATOR
+        else Case(
+            case.name,
+            PAPER_WORLD * case.m,
+            case.n,
+            case.k,
+            case.dtype,
+            case.label.partition(",")[0],
+            f"is of {case.operator}: set experts",
+        )
+        for case in read(configs() / "scenarios.csv")
+    ]
+
+
+def experts() -> list[Case]:
+    """The all-to-alls of that table: large experts, whose products take far longer than the rows
+    travel."""
+    found = read(configs() / "scenarios.csv")
+    return [replace(case, halves=True) for case in found if case.operator == "all_to_all_matmul"]
+
+
+def experts_gain() -> list[Case]:
+    """Experts whose products take about as long as their rows travel: an eighth of the hidden layer
+    of a large expert, or a small one."""
+    return [
+        Case(f"{m}x{n}x{k}", m, n, k, operator="all_to_all_matmul")
+        for m in (4096, 8192, 16384, 32768)
+        for n, k in ((1024, 7168), (2048, 4096), (4096, 7168))
+    ]
 
 
 SETS: dict[str, Callable[[], list[Case]]] = {
@@ -133,19 +214,29 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "small": small,
     "unseen": unseen,
     "scenarios": scenarios,
+    "experts": experts,
+    "experts-gain": experts_gain,
     "cpu": tiny,
 }
+
+
+def default_sets(operator: str, device: str) -> tuple[str, ...]:
+    """The sets that are benched unless one is named."""
+    if device == "cpu":
+        return ("cpu",)
+    return ("experts", "experts-gain") if OPERATORS[operator].blocks else ("measured",)
 
 
 def read(path: Path) -> Iterable[Case]:
     """Cases from a CSV file with the columns name, m, n and k.
 
-    Optional columns: ``dtype``; ``op``, an operator other than all_gather_matmul being listed as
-    waiting for it; ``parallelism`` and ``model``, which mark a scenario of the paper: its n is
-    that of all ranks together, and one rank of eight has an eighth.
+    Optional columns: ``dtype``; ``op``, the operator; ``parallelism`` and ``model``, which mark a
+    scenario of the paper: its n, or the m of an all-to-all, is that of all ranks together, and one
+    rank of eight has an eighth.
 
     Raises:
-        ConfigError: a column is missing, or a size is not a whole number above 0.
+        ConfigError: a column is missing, a size is not a whole number above 0, or there is no such
+            operator.
     """
     rows = lines(path, ("m", "n", "k"))
     if not rows:
@@ -156,17 +247,22 @@ def read(path: Path) -> Iterable[Case]:
 def _case(path: Path, line: int, row: dict[str, str]) -> Case:
     size = partial(_size, path, line, row)
     m, n, k = size("m"), size("n"), size("k")
-    op = row.get("op") or "all_gather_matmul"
-    label, skip = "", ""
+    operator = row.get("op") or OPERATOR
+    if operator not in OPERATORS:
+        wanted = f"required one of {', '.join(OPERATORS)}, got {operator!r}"
+        raise ConfigError(str(path), f"line {line}, column op", wanted)
+    label = ""
     if row.get("parallelism"):
         label = f"{row['parallelism']} {row.get('model') or ''}".strip()
-        if op == "all_gather_matmul":
+        label += f", one rank of {PAPER_WORLD}: "
+        if OPERATORS[operator].blocks:
+            m //= PAPER_WORLD
+            label += f"m / {PAPER_WORLD}"
+        else:
             n //= PAPER_WORLD
-            label += f", one rank of {PAPER_WORLD}: n / {PAPER_WORLD}"
-    if op != "all_gather_matmul":
-        skip = f"waits for {op}"
+            label += f"n / {PAPER_WORLD}"
     name = row.get("name") or f"{m}x{n}x{k}"
-    return Case(name, m, n, k, row.get("dtype") or "bfloat16", label, skip)
+    return Case(name, m, n, k, row.get("dtype") or "bfloat16", label, operator=operator)
 
 
 def _size(path: Path, line: int, row: dict[str, str], column: str) -> int:

@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ficco.bench import cases
+from ficco.problem import OPERATORS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ficco.bench.candidates import Candidate
+    from ficco.bench.cases import Case
     from ficco.bench.table import Row
 
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
@@ -27,8 +32,22 @@ OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``ficco bench`` to its parser."""
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--set", choices=list(cases.SETS), help="shapes (default: cpu or measured)")
-    what.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
+    what.add_argument(
+        "--operator",
+        nargs="+",
+        choices=list(OPERATORS),
+        help=f"operators, each on all shapes (default: {cases.OPERATOR}, or those of the set)",
+    )
+    what.add_argument(
+        "--set",
+        nargs="+",
+        choices=list(cases.SETS),
+        help="shapes; of operators that scatter n and k are exchanged (default: cpu, or measured; "
+        "of all-to-alls experts and experts-gain)",
+    )
+    what.add_argument(
+        "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k, and maybe op"
+    )
     what.add_argument(
         "--schedules",
         nargs="+",
@@ -63,7 +82,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     later.add_argument("--report", type=Path, metavar="CSV", help="write its report beside it")
     later.add_argument("--regret", type=Path, metavar="CSV", help="what auto loses, beside it")
     later.add_argument("--machine", help="that decides for --regret (default: this host's)")
-    later.add_argument("--readme", type=Path, metavar="CSV", help="put its table into a README")
+    later.add_argument(
+        "--readme", type=Path, nargs="+", metavar="CSV", help="put their tables into a README"
+    )
     later.add_argument("--readme-file", type=Path, default=Path("README.md"), metavar="FILE")
 
 
@@ -83,13 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name}: required a number above 0, got {getattr(arguments, name)}")
     if arguments.set and arguments.shapes:
         raise ValueError("--set and --shapes: required one of them, got both")
-    chosen = arguments.set or ("measured" if device == "cuda" else "cpu")
-    shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[chosen]()
-    what = arguments.shapes.stem if arguments.shapes else chosen
+    shapes, what = chosen(arguments, device)
+    candidates = choose(arguments.schedules, arguments.without)
+    _servable(candidates, shapes)
     name = arguments.name or _name(what, device, ranks)
     settings = Settings(
         cases=tuple(shapes),
-        candidates=choose(arguments.schedules, arguments.without),
+        candidates=candidates,
         modes=modes_of(device, arguments.mode),
         device=device,
         rounds=arguments.rounds,
@@ -122,6 +143,37 @@ def run(arguments: argparse.Namespace) -> int:
     for row in bad:
         print(f"{row.status}: {row.candidate} on {row.case}: {row.note}", file=sys.stderr)
     return 1 if bad else 0
+
+
+def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
+    """The shapes of the command line, and what they are called."""
+    wanted = arguments.operator
+    if arguments.shapes:
+        found = list(cases.read(arguments.shapes))
+        what = [arguments.shapes.stem]
+    elif arguments.set:
+        found = [case for name in arguments.set for case in cases.SETS[name]()]
+        what = list(arguments.set)
+    else:
+        wanted = wanted or [cases.OPERATOR]
+        pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
+        what = list(dict.fromkeys(name for _, name in pairs))
+        return [case.on(one) for one, name in pairs for case in cases.SETS[name]()], "-".join(what)
+    if wanted:
+        found = [case.on(operator) for operator in wanted for case in found]
+    return found, "-".join(what)
+
+
+def _servable(candidates: Sequence[Candidate], shapes: Sequence[Case]) -> None:
+    """Refuse a schedule that none of the operators can take."""
+    from ficco.bench.candidates import SCHEDULES, refused
+
+    operators = dict.fromkeys(case.operator for case in shapes)
+    for candidate in candidates:
+        if candidate.ours and candidate not in SCHEDULES:
+            reasons = [refused(candidate, operator) for operator in operators]
+            if reasons and all(reasons):
+                raise ValueError(f"--schedules: {reasons[0]}")
 
 
 def _print_summary(rows: list[Row]) -> None:
@@ -165,10 +217,12 @@ def _later(arguments: argparse.Namespace) -> int:
         from ficco.bench import table
         from ficco.bench.report import put_between, readme_table
 
-        rows, about = table.read(arguments.readme), table.read_description(arguments.readme)
         folder = arguments.readme_file.resolve().parent
-        link = os.path.relpath(arguments.readme.resolve().with_suffix(".md"), folder)
-        put_between(arguments.readme_file, "results", readme_table(rows, about, link))
+        parts = []
+        for csv in arguments.readme:
+            link = os.path.relpath(csv.resolve().with_suffix(".md"), folder)
+            parts.append(readme_table(table.read(csv), table.read_description(csv), link))
+        put_between(arguments.readme_file, "results", "\n\n".join(parts))
         print(f"wrote {arguments.readme_file}")
     return 0
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ficco.bench.candidates import Candidate, build, parse
+from ficco.bench.calls import build
+from ficco.bench.candidates import Candidate, parse
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import examples, table_i
 from ficco.bench.draw import draw, trace

@@ -1,65 +1,81 @@
-"""Operands: small integers with one right product, and random ones to time with.
+"""Operands of every operator: small integers with one right product, and random ones to time with.
 
-Legend: M rows of the gathered A, S rows of this rank's shard, K, N as in the product.
+Legend: L rows of this rank's left operand, O rows of its result, P rows that it multiplies; K, N as
+in the product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from ficco.problem import Problem
 
-#: Nonzero elements in a column of the exact B. With elements of A up to 3 in size no product
-#: leaves +-192, which bfloat16 holds exactly (up to 256), whatever k is.
+#: Nonzero elements in a column of the exact B; of all ranks together, where products are summed.
+#: With elements of A up to 3 in size no sum leaves +-192, which bfloat16 holds exactly (up to 256),
+#: whatever k is, and in whatever order is added.
 TERMS = 64
 LARGEST = 3
 
 #: Elements of B that are made at once: a bound on what making it takes, in 8-byte integers.
 ELEMENTS = 1 << 26
 
+#: Overwrites a tensor with numbers of a generator.
+Draw = Callable[[torch.Tensor, torch.Generator], object]
+
 
 @dataclass
 class Operands:
     """The operands of one rank, overwritten in place, so that captured calls see new ones.
 
-    ``a_full_MK`` is the gathered A, which each rank makes by itself: no communication that could
-    be wrong takes part in the reference. ``a_symmetric_SK`` is the shard once more, in memory that
-    peers can read; whoever needs it sets it.
+    ``whole_OK`` is what this rank's result is one product of: the gathered A; the blocks that all
+    ranks have for this one; or, where products are summed, the sum of all ranks' A, since all have
+    the same B. Each rank makes it by itself: no communication that could be wrong takes part in the
+    reference. ``a_symmetric_LK`` is the left operand once more, in memory that peers can read;
+    whoever needs it sets it.
     """
 
     problem: Problem
     rank: int
     device: torch.device
-    a_shard_SK: torch.Tensor = field(init=False)
-    a_full_MK: torch.Tensor = field(init=False)
+    a_LK: torch.Tensor = field(init=False)
+    whole_OK: torch.Tensor = field(init=False)
     b_KN: torch.Tensor = field(init=False)
-    a_symmetric_SK: torch.Tensor | None = None
+    a_symmetric_LK: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        problem = self.problem
-        dtype = getattr(torch, problem.dtype)
-        self.a_full_MK = torch.empty(problem.m, problem.k, dtype=dtype, device=self.device)
-        self.b_KN = torch.empty(problem.k, problem.n, dtype=dtype, device=self.device)
-        shape = (problem.rows[self.rank], problem.k)
-        self.a_shard_SK = torch.empty(shape, dtype=dtype, device=self.device)
+        problem, rank = self.problem, self.rank
+        self.a_LK = self.empty(problem.left_rows(rank), problem.k)
+        self.whole_OK = self.empty(problem.out_rows(rank), problem.k)
+        self.b_KN = self.empty(problem.k, problem.n)
+
+    def empty(self, rows: int, cols: int) -> torch.Tensor:
+        """A matrix like the operands, not initialised."""
+        return torch.empty(rows, cols, dtype=getattr(torch, self.problem.dtype), device=self.device)
+
+    @property
+    def multiplied_PK(self) -> torch.Tensor:
+        """What this rank multiplies: its own A, or what it gathers."""
+        return self.a_LK if self.problem.kind.scatters else self.whole_OK
 
     def exact(self, iteration: int) -> None:
-        """Small integers; A depends on iteration, rank and row, so that stale data shows.
+        """Small integers; A depends on iteration, rank, block and row, so that stale data shows.
 
         B depends on the sizes alone and is made anew only by :meth:`exact_b`.
         """
-        generator = torch.Generator(self.device)
-        for rank in range(self.problem.world):
-            generator.manual_seed(iteration * self.problem.world + rank)
-            self._shard(rank).random_(-LARGEST, LARGEST + 1, generator=generator)
-        self._own()
+
+        def draw(tensor: torch.Tensor, generator: torch.Generator) -> None:
+            tensor.random_(-LARGEST, LARGEST + 1, generator=generator)
+
+        self._fill(iteration, draw)
 
     def exact_b(self) -> None:
         """A sparse B of 1 and -1 whose columns take their terms from different rows."""
         k_count, n_count = self.b_KN.shape
-        stride = max(1, -(-k_count // TERMS))
+        terms = max(1, TERMS // self.problem.world) if self.problem.kind.sums else TERMS
+        stride = max(1, -(-k_count // terms))
         k = torch.arange(k_count, device=self.device)[:, None]
         width = max(1, ELEMENTS // max(k_count, 1))
         for first in range(0, n_count, width):
@@ -69,21 +85,57 @@ class Operands:
 
     def random(self, seed: int) -> None:
         """Normal data, as in training: GEMMs take longer on it than on small integers."""
+        self._fill(seed, lambda tensor, generator: tensor.normal_(generator=generator))
         generator = torch.Generator(self.device)
         generator.manual_seed(seed)
-        for tensor in (self.a_full_MK, self.b_KN):
-            tensor.normal_(generator=generator)
-        self.b_KN.mul_(max(self.problem.k, 1) ** -0.5)
-        self._own()
+        self.b_KN.normal_(generator=generator).mul_(max(self.problem.k, 1) ** -0.5)
 
     def reference(self) -> torch.Tensor:
-        """The product by the library, from the A that this rank made."""
-        return torch.mm(self.a_full_MK, self.b_KN)
+        """The result by the library, from what this rank made alone."""
+        return torch.mm(self.whole_OK, self.b_KN)
 
-    def _shard(self, rank: int) -> torch.Tensor:
-        return self.a_full_MK[self.problem.offsets[rank] : self.problem.offsets[rank + 1]]
+    def _fill(self, iteration: int, draw: Draw) -> None:
+        """Draw all blocks of A that this rank has, and those of which its result is made."""
+        generator = torch.Generator(self.device)
+        world = self.problem.world
 
-    def _own(self) -> None:
-        for shard in (self.a_shard_SK, self.a_symmetric_SK):
-            if shard is not None:
-                shard.copy_(self._shard(self.rank))
+        def draw_block(tensor: torch.Tensor, src: int, part: int) -> None:
+            generator.manual_seed((iteration * world + src) * world + part)
+            draw(tensor, generator)
+
+        for part, first, rows in self._own():
+            draw_block(self.a_LK[first : first + rows], self.rank, part)
+        for src, part, first, rows in self._arriving():
+            there = self.whole_OK[first : first + rows]
+            if src and self.problem.kind.sums:
+                block = torch.empty_like(there)
+                draw_block(block, src, part)
+                there += block
+            else:
+                draw_block(there, src, part)
+        if self.a_symmetric_LK is not None:
+            self.a_symmetric_LK.copy_(self.a_LK)
+
+    def _own(self) -> Iterator[tuple[int, int, int]]:
+        """The blocks of this rank's A: whom each is for, its first row and its rows."""
+        problem, rank = self.problem, self.rank
+        for dst in range(problem.world) if self._in_blocks else (0,):
+            yield dst, problem.leaves(rank, dst), problem.block(rank, dst)
+
+    def _arriving(self) -> Iterator[tuple[int, int, int, int]]:
+        """The blocks that this rank's result is made of: whose each is, whom it is for, its first
+        row in the whole and its rows."""
+        problem, rank = self.problem, self.rank
+        for src in range(problem.world):
+            if problem.kind.returns:
+                for dst in range(problem.world):
+                    yield src, dst, problem.offsets[dst], problem.rows[dst]
+            else:
+                part = rank if self._in_blocks else 0
+                first = 0 if problem.kind.sums else problem.lands(src, rank)
+                yield src, part, first, problem.block(src, rank)
+
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether a rank's A has a block for each rank; else all of it is for all."""
+        return self.problem.kind.scatters or self.problem.kind.blocks

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from ficco.bench.stats import NONE, ROLES, geomean, worst
-from ficco.bench.table import Row
+from ficco.bench.table import Row, operators
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ class Line:
 
 def lines(rows: Iterable[Row], mode: str) -> list[Line]:
     """A Line per shape that was measured in a mode, in the order of the rows."""
-    shapes: dict[str, dict[str, Row]] = {}
+    shapes: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         if row.mode == mode and row.ok:
-            shapes.setdefault(row.case, {})[row.candidate] = row
+            shapes.setdefault((row.operator, row.case), {})[row.candidate] = row
     return [_line(found) for found in shapes.values()]
 
 
@@ -106,14 +107,17 @@ def mean_and_worst(found: Iterable[Row | None], figure: str) -> tuple[float, flo
 
 
 def summary(rows: Sequence[Row]) -> Iterator[Table]:
-    """For a terminal: what the best schedule reaches on each shape, a table per mode."""
+    """For a terminal: what the best schedule reaches on each shape, a table per operator and
+    mode."""
     from rich.markup import escape
     from rich.table import Table
 
     figures = (("share", "of ideal"), ("speedup", "x serial"), ("vs_pytorch", "x PyTorch"))
-    for mode in modes(rows):
-        there = lines(rows, mode)
-        table = Table(title=f"best schedule per shape, {mode}", title_justify="left")
+    for operator, mode in product(operators(rows), modes(rows)):
+        there = lines([row for row in rows if row.operator == operator], mode)
+        if not there:
+            continue
+        table = Table(title=f"{operator}: best schedule per shape, {mode}", title_justify="left")
         for heading in ("shape", "ms", *(heading for _, heading in figures), "schedule"):
             table.add_column(
                 heading, justify="left" if heading in ("shape", "schedule") else "right"

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ficco.bench.candidates import Candidate, Runner
+from ficco.bench.calls import Runner
+from ficco.bench.candidates import Candidate
 from ficco.bench.stats import NONE
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ MODES = ("queued", "idle", "graph")
 
 #: Calls in a row of which the host's time is taken.
 HOST_CALLS = 5
+
+#: A call that takes so many seconds needs few calls to warm up, and hides its host whatever that
+#: takes.
+LONG_S = 0.05
+
+#: Calls to warm up of any candidate: one on each slot.
+LEAST_WARM = 2
 
 #: How long the GPU sleeps: so many times what the host took before, and so many seconds more, in
 #: which the collective that lines the ranks up is enqueued.
@@ -268,9 +276,7 @@ def rounds(
     with no_collection():
         for item in items:
             with item.runner.context():
-                hosts = [clock.time(item)[1] for _ in range(clock.warm_calls)]
-                item.sleep_s = SLEEP_LEAST_S + SLEEP_FACTOR * hosts[-1]
-                item.host_s = clock.host(item)
+                _warm(item, clock, gate)
         began = time.monotonic()
         done = 0
         while done < most:
@@ -285,6 +291,18 @@ def rounds(
             if gate.decide(late):
                 break
     return done
+
+
+def _warm(item: Item, clock: HostClock | DeviceClock, gate: Gate) -> None:
+    """Call until nothing is slow for being new, and see what the host takes."""
+    for number in range(clock.warm_calls):
+        seconds, host = clock.time(item)
+        long = bool(gate.decide(seconds > LONG_S))
+        if long and number + 1 >= LEAST_WARM:
+            break
+    item.sleep_s = SLEEP_LEAST_S + SLEEP_FACTOR * host
+    if not long:
+        item.host_s = clock.host(item)
 
 
 def peak_bytes(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.bench.lines import Line, lines, mean_and_worst, modes
-from ficco.bench.table import Row
+from ficco.bench.table import Row, operators
 
 Pick = Callable[[Line], Row | None]
 
@@ -38,7 +38,19 @@ MEANS: tuple[tuple[str, Pick, str], ...] = (
 
 
 def draw(rows: Sequence[Row], stem: Path, title: str) -> list[Path]:
-    """Draw all pictures to files that begin with ``stem``; returns them."""
+    """Draw all pictures to files that begin with ``stem``, those of several operators one by one;
+    returns them."""
+    there = operators(rows)
+    if len(there) > 1:
+        return [
+            path
+            for operator in there
+            for path in draw(
+                [row for row in rows if row.operator == operator],
+                stem.with_name(f"{stem.name}_{operator}"),
+                f"{title}, {operator}",
+            )
+        ]
     found = [mode for mode in modes(rows) if lines(rows, mode)]
     if not found:
         return []

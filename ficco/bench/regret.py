@@ -67,19 +67,18 @@ def regrets(rows: Iterable[Row], machine: Machine) -> Iterator[tuple[str, Regret
     Raises:
         ValueError: the machine says nothing of so many ranks.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if row.ok and row.mode in ("queued", "idle"):
-            groups.setdefault((row.case, row.mode), []).append(row)
-    for (_, mode), found in groups.items():
+            groups.setdefault((row.operator, row.case, row.mode), []).append(row)
+    for (_, _, mode), found in groups.items():
         yield mode, _regret(found, mode, machine)
 
 
 def _regret(rows: Sequence[Row], mode: str, machine: Machine) -> Regret | None:
     row = rows[0]
     asked = Where(machine, row.world, "idle" if machine.accelerator == "cpu" else "eager")
-    shards = tuple(row.m // row.world + (r < row.m % row.world) for r in range(row.world))
-    problem = Problem("all_gather_matmul", shards, row.n, row.k, row.dtype)
+    problem = row.problem
     times = {r.candidate: r.ms for r in rows if r.kind == "ficco" and _plain(r.candidate)}
     others = [r.ms for r in rows if r.kind in OTHERS] + [times.get("serial", float("inf"))]
     movers = tuple({Schedule.parse(name).mover: None for name in times})

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ficco.bench.bounds import moved_bytes
+from ficco.bench.cases import OPERATOR
 from ficco.bench.lines import Line, lines, mean_and_worst, modes, number
-from ficco.bench.table import Row, left_out
+from ficco.bench.stats import ROLES
+from ficco.bench.table import ERROR_ROWS, Row, left_out, operators
 from ficco.errors import ConfigError
+from ficco.problem import OPERATORS
 
 MODE_WORDS = {
     "queued": "the host runs ahead of the GPU, as in a training step",
@@ -21,14 +25,27 @@ MODE_WORDS = {
 
 def report(rows: Sequence[Row], about: dict[str, Any], name: str, pictures: Sequence[Path]) -> str:
     """A bench as Markdown."""
-    parts = [f"# {name}", _about(about), HOW]
+    summed = any(OPERATORS[operator].sums for operator in operators(rows))
+    parts = [f"# {name}", _about(about), HOW + SUMS * summed]
     parts += [f"![{path.stem}]({path.name})" for path in pictures]
-    for mode in modes(rows):
-        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", _bounds(rows, mode)]
-    parts += ["## Host cost and memory", _costs(rows)]
+    several = len(operators(rows)) > 1
+    for operator, mine in by_operator(rows):
+        for mode in modes(mine):
+            heading = f"{operator}, {mode}" if several else mode.capitalize()
+            parts += [f"## {heading}: {MODE_WORDS[mode]}", _bounds(mine, mode)]
+        costs = "## Host cost and memory" + f" of {operator}" * several
+        parts += [costs, _costs(mine)]
+        if accuracy := _accuracy(mine):
+            parts += ["## Accuracy" + f" of {operator}" * several, accuracy]
     if missing := left_out(rows):
         parts += ["## Not measured", "\n".join(f"- {text}" for text in missing)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def by_operator(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each operator."""
+    for operator in operators(rows):
+        yield operator, [row for row in rows if row.operator == operator]
 
 
 HOW = (
@@ -39,6 +56,11 @@ HOW = (
     "and the copy engines alone. serial = the better of that collective and the copy engines, with "
     "the GEMM behind. overlap = overlap efficiency as in Flux (arXiv:2406.06858, equation 2). "
     "Every result was compared exactly before it was timed."
+)
+
+SUMS = (
+    " Where products are summed over ranks, the memory traffic of the sum is not in the ideal: "
+    "copies are those of the blocks alone, of an all-reduce there and back."
 )
 
 
@@ -96,12 +118,22 @@ def _bounds(rows: Sequence[Row], mode: str) -> str:
         body.append(
             (f"**{name}**", *blank, *(number(value) for value in means), "", *means_of_auto)
         )
-    return f"Milliseconds; (m, n of one rank, k). {HINDSIGHT}\n\n" + markdown(heads, body)
+    sizes = _sizes(there[0].shape.operator)
+    return f"Milliseconds; ({sizes}). {HINDSIGHT}\n\n" + markdown(heads, body)
 
 
 #: Figures of what ``auto`` takes, behind its milliseconds.
 AUTO_FIGURES = ("speedup", "vs_pytorch")
 AUTO_HEADS = ("ms", "x serial", "x PyTorch")
+
+
+def _sizes(operator: str) -> str:
+    """What the three sizes of a shape are."""
+    kind = OPERATORS[operator]
+    if kind.blocks:
+        return "rows per rank, n, k"
+    return "m, n, k per rank" if kind.scatters else "m, n per rank, k"
+
 
 HINDSIGHT = (
     "The schedule is the fastest that was measured, which is known in hindsight; `auto` is what a "
@@ -136,17 +168,18 @@ def _costs(rows: Sequence[Row]) -> str:
         extra = [
             row.extra_bytes / gathered
             for row in own
-            if not math.isnan(row.extra_bytes) and (gathered := _gathered_bytes(row))
+            if not math.isnan(row.extra_bytes) and (gathered := moved_bytes(row.problem))
         ]
         if extra or any(host):
             cells = [f"{median(values):.0f}" if values else "" for values in host]
             body.append((name, *cells, f"{max(extra):.2f}" if extra else ""))
-    heads = ("candidate", *(f"host us, {mode}" for mode in measured), "memory / gathered A")
+    moved = "product" if OPERATORS[rows[0].operator].scatters else "gathered A"
+    heads = ("candidate", *(f"host us, {mode}" for mode in measured), f"memory / {moved}")
     text = (
         "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
         "the shapes. "
         "Memory beside operands and result, on the rank that takes most, over the bytes of the "
-        "gathered A; largest of the shapes. ficco holds two slots, so that a call need not wait "
+        f"{moved}; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
     )
     return f"{text}\n\n{markdown(heads, body)}"
@@ -156,30 +189,70 @@ def _known(row: Row, mode: str, figure: str) -> bool:
     return row.ok and row.mode == mode and not math.isnan(getattr(row, figure))
 
 
-def _gathered_bytes(row: Row) -> int:
-    from ficco.problem import ITEMSIZE
+def _accuracy(rows: Sequence[Row]) -> str:
+    """Errors of sums on random data: ficco's beside those of serial."""
+    body, ratios = [], []
+    for case in dict.fromkeys(row.case for row in rows):
+        found = {row.candidate: row for row in rows if row.case == case and row.error == row.error}
+        serial = found.get(ROLES.serials[0])
+        ours = [row for row in found.values() if row.kind == "ficco"]
+        if not serial or not ours:
+            continue
+        least, most = (pick(ours, key=lambda row: row.error) for pick in (min, max))
+        fused = found.get(ROLES.pytorch[0])
+        ratios.append(most.error / serial.error)
+        body.append(
+            (
+                _shape(serial),
+                _error(serial),
+                _error(fused),
+                _error(least),
+                _error(most),
+                f"`{most.candidate}`",
+                f"{ratios[-1]:.3f}",
+            )
+        )
+    if not body:
+        return ""
+    heads = ("", "serial", "PyTorch", "ficco, least", "ficco, largest", "of", "largest / serial")
+    text = (
+        "Random operands, as they are timed. Root mean square of the difference from products and "
+        f"sums in float64, over that of these, in {ERROR_ROWS} rows of each rank, on the rank "
+        "where it is largest. serial is the GEMM with the vendor's collective behind. "
+    )
+    larger = sum(ratio > 1 for ratio in ratios)
+    verdict = (
+        f"ficco's largest error is no larger than serial's on {len(ratios) - larger} of "
+        f"{len(ratios)} shapes; at most it is {max(ratios):.3f} times serial's."
+    )
+    return f"{text}{verdict}\n\n{markdown(heads, body)}"
 
-    return row.m * row.k * ITEMSIZE[row.dtype]
+
+def _error(row: Row | None) -> str:
+    return "" if row is None else f"{row.error:.3e}"
 
 
 def readme_table(rows: Sequence[Row], about: dict[str, Any], link: str) -> str:
-    """The tables of the README: what each shape reaches, a table for each mode."""
+    """The tables of the README: what each shape reaches, a table for each operator and mode."""
     measured = [mode for mode in modes(rows) if mode != "graph"]
     where = f"{about.get('ranks', '?')} ranks on {about.get('device', 'an unnamed machine')}"
     date = str(about.get("date", "")).split(" ")[0]
     words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in measured)
-    return "\n\n".join(
-        [
-            f"{where}, {date}; [all figures and how they were measured]({link}).",
-            f"{words}. {HINDSIGHT}",
-            *(_readme_mode(lines(rows, mode), mode) for mode in measured),
-        ]
-    )
+    parts = [
+        f"{where}, {date}; [all figures and how they were measured]({link}).",
+        f"{words}. {HINDSIGHT}",
+    ]
+    for operator, mine in by_operator(rows):
+        if operator != OPERATOR:
+            parts.append(f"`{operator}`:")
+        parts += [_readme_mode(found, mode) for mode in measured if (found := lines(mine, mode))]
+    return "\n\n".join(parts)
 
 
 def _readme_mode(there: Sequence[Line], mode: str) -> str:
     with_auto = any(line.auto for line in there)
-    heads = [f"{mode}: m, n per rank, k", "schedule", "ms", "of ideal", "x serial", "x PyTorch"]
+    sizes = _sizes(there[0].shape.operator)
+    heads = [f"{mode}: {sizes}", "schedule", "ms", "of ideal", "x serial", "x PyTorch"]
     heads += [f"`auto`: {AUTO_HEADS[0]}", *AUTO_HEADS[1:]] * with_auto
     body = [
         (

@@ -22,6 +22,10 @@ TYPES: dict[str, Callable[[str], Any]] = {
 }
 
 
+#: Marks a field that came later than some files.
+LATER = "later"
+
+
 def columns(kind: type[Any]) -> tuple[str, ...]:
     """The header of a file of such rows."""
     return tuple(field.name for field in fields(kind))
@@ -47,15 +51,17 @@ def _cell(value: Any) -> Any:
 
 
 def read(path: Path, kind: type[T]) -> list[T]:
-    """The rows of a CSV file.
+    """The rows of a CSV file. An older one lacks the columns of :data:`LATER` fields, which then
+    have their defaults.
 
     Raises:
         ConfigError: the file cannot be read, or is not of this form.
     """
-    found = lines(path, columns(kind))
+    there = fields(kind)  # type: ignore[arg-type]
+    found = lines(path, [one.name for one in there if not one.metadata.get(LATER)])
     try:
         return [
-            kind(**{f.name: TYPES[str(f.type)](line[f.name]) for f in fields(kind)})  # type: ignore
+            kind(**{f.name: TYPES[str(f.type)](line[f.name]) for f in there if f.name in line})
             for line in found
         ]
     except (TypeError, ValueError) as error:  # a line that is too short has None

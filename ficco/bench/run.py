@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench import table
-from ficco.bench.candidates import Candidate
+from ficco.bench.accuracy import Accuracy
+from ficco.bench.bounds import moved_bytes
+from ficco.bench.calls import taken
+from ficco.bench.candidates import Candidate, of_operator
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
@@ -24,10 +27,7 @@ from ficco.bench.stats import NONE, slowest, summarise
 from ficco.bench.table import Row
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier
-from ficco.heuristics import decide
-from ficco.options import current
 from ficco.timeline import dumps
-from ficco.workspace import workspace_of
 
 Tick = Callable[[str], None]
 
@@ -37,7 +37,7 @@ class Settings:
     """What is benched, and how.
 
     Attributes:
-        cases, candidates, modes: what.
+        cases, candidates, modes: what; of the candidates, each operator those that it has.
         device: ``"cpu"`` or ``"cuda"``.
         rounds: most rounds of a shape.
         seconds: time for everything, shared among the shapes.
@@ -106,15 +106,21 @@ class _Bench:
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[Row]:
         """Measure one of so many shapes in its share of the seconds that are left."""
         began = time.monotonic()
-        why = case.skipped(self.world, self.verifier.free_bytes())
+        free_bytes = self.verifier.free_bytes()
+        case = case.fitted(self.world, free_bytes)
+        why = case.skipped(self.world, free_bytes)
         if self.gate.decide(left < self.preparing):
             why = why or f"out of time ({self.settings.seconds:.0f} s)"
         if why:
             return [self._row(case, "", Candidate("", ""), "skipped", why)]
         operands = Operands(case.problem(self.world), self.rank, self.device)
-        with self._progress(f"[{number + 1}/{len(self.settings.cases)}] {case.name}") as tick:
-            checked = self._verify(operands, tick)
+        candidates = of_operator(self.settings.candidates, case.operator)
+        title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"
+        with self._progress(title, len(candidates)) as tick:
+            checked = self._verify(candidates, operands, tick)
             operands.random(self.settings.seed)
+            if case.problem(self.world).kind.sums:
+                self._errors(checked, operands)
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
             items = list(self._items(checked))
@@ -135,9 +141,10 @@ class _Bench:
         self.verifier.close()
         return rows
 
-    def _verify(self, operands: Operands, tick: Tick) -> list[Checked]:
+    def _verify(
+        self, candidates: Sequence[Candidate], operands: Operands, tick: Tick
+    ) -> list[Checked]:
         """Every candidate, proven right or with the reason why not."""
-        candidates = self.settings.candidates
         operands.exact_b()
         checked = []
         for candidate in candidates:
@@ -149,10 +156,19 @@ class _Bench:
             self._capture(checked, operands, tick)
         return checked
 
+    def _errors(self, checked: list[Checked], operands: Operands) -> None:
+        """What is left of exactness on random operands."""
+        accuracy = Accuracy(operands, self.group)
+        for one in checked:
+            if one.runner is not None and one.runner.proof is None and not one.alone:
+                with one.runner.context():
+                    mine = accuracy.error(one.runner.run())
+                one.error = max(self.verifier.gather(mine))
+
     def _capture(self, checked: list[Checked], operands: Operands, tick: Tick) -> None:
         there = [one for one in checked if one.runner is not None]
         # A graph owns the memory of its calls.
-        need = sum(one.candidate.ours for one in there) * operands.problem.gathered_bytes
+        need = sum(one.candidate.ours for one in there) * moved_bytes(operands.problem)
         free = self.verifier.free_bytes()
         pool = torch.cuda.graph_pool_handle()
         for one in there:
@@ -187,8 +203,9 @@ class _Bench:
                 row = self._row(
                     case, mode, one.candidate, "ok", self._chosen(case, one, mode), done
                 )
-                figures = {"host_us": host.get((mode, name), NONE), "extra_bytes": one.extra_bytes}
-                rows.append(replace(row, **vars(summary), **figures))
+                figures = {**vars(summary), "host_us": host.get((mode, name), NONE)}
+                figures |= {"extra_bytes": one.extra_bytes, "error": one.error}
+                rows.append(replace(row, **figures))
             for one in checked:
                 if one.candidate.name not in summaries:
                     left_out = (one.status, one.note)
@@ -202,10 +219,7 @@ class _Bench:
         if one.candidate.schedule != "auto":
             return ""
         kind = "idle" if not self.on_gpu else "queued" if mode == "graph" else "eager"
-        known = workspace_of(self.group, self.device).known(current().machine)
-        made = decide(
-            case.problem(self.world), machine=known.machine, mode=kind, search=current().search
-        )
+        made = taken(case.problem(self.world), self.group, self.device, kind)
         return f"is {made.schedule} ({made.source})"
 
     def _row(
@@ -218,6 +232,7 @@ class _Bench:
         rounds: int = 0,
     ) -> Row:
         return Row(
+            operator=case.operator,
             case=case.name,
             label=case.label,
             m=case.m,
@@ -244,10 +259,10 @@ class _Bench:
             Path(f"{stem}_timelines.json").write_text(dumps(found))
 
     @contextmanager
-    def _progress(self, title: str) -> Iterator[Tick]:
-        """A bar over the steps of one shape."""
+    def _progress(self, title: str, candidates: int) -> Iterator[Tick]:
+        """A bar over the steps of one shape with so many candidates."""
         graphs = "graph" in self.settings.modes
-        total = len(self.settings.candidates) * (1 + graphs) + self.settings.rounds
+        total = candidates * (1 + graphs) + self.settings.rounds
         steps = count(1)
         with bar(self.console, title, total) as show:
             yield lambda what: show(next(steps), what)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.candidates import Candidate, Runner, all_gather
+from ficco.bench.calls import Runner, all_gather
+from ficco.bench.candidates import Candidate
 from ficco.bench.measure import DeviceClock, Gate, HostClock, Item, rounds
 from ficco.bench.stats import Times, slowest
 

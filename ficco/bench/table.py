@@ -6,19 +6,25 @@ import json
 import math
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco import doctor
-from ficco.bench.rows import append, columns
+from ficco.bench.cases import OPERATOR, Case
+from ficco.bench.rows import LATER, append, columns
 from ficco.bench.rows import read as read_rows
 from ficco.bench.stats import NONE, ROLES
 from ficco.errors import ConfigError
+from ficco.problem import Problem
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+#: Rows of each rank's part of a result whose errors are looked at.
+ERROR_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,9 @@ class Row:
     """One candidate on one shape in one mode. A figure that does not exist is NaN, empty in CSV.
 
     Attributes:
-        case, label, m, n, k, dtype: the shape; n is that of one rank.
+        operator: what was asked for.
+        case, label, m, n, k, dtype: the shape; n and k are those of one rank, and so is m of an
+            all-to-all.
         world: number of ranks.
         mode: ``queued``, ``idle`` or ``graph``; empty for a shape that was not measured.
         candidate, kind: what was timed; kind as in :mod:`ficco.bench.candidates`.
@@ -41,8 +49,11 @@ class Row:
         host_us: microseconds that the host takes to enqueue one of several calls in a row, on
             the slowest rank.
         extra_bytes: most memory beside operands and result, on the rank that takes most.
+        error: of operators that sum: error of random sums against float64, as a share of their root
+            mean square, on the rank where it is largest.
     """
 
+    operator: str = field(default=OPERATOR, kw_only=True, metadata={LATER: True})
     case: str
     label: str
     m: int
@@ -66,10 +77,17 @@ class Row:
     vs_queued: float = NONE
     host_us: float = NONE
     extra_bytes: float = NONE
+    error: float = field(default=NONE, metadata={LATER: True})
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def problem(self) -> Problem:
+        """What was asked."""
+        sizes = (self.m, self.n, self.k, self.dtype)
+        return Case(self.case, *sizes, operator=self.operator).problem(self.world)
 
 
 COLUMNS = columns(Row)
@@ -143,7 +161,8 @@ def show(rows: Sequence[Row]) -> Iterator[Table | str]:
     from rich.table import Table
 
     first = rows[0]
-    shape = f"{first.case}: m={first.m} n={first.n} k={first.k} {first.dtype}, {first.world} ranks"
+    sizes = f"m={first.m} n={first.n} k={first.k} {first.dtype}"
+    shape = f"{of_operator(first)}{first.case}: {sizes}, {first.world} ranks"
     title = f"{shape}; {first.label}" if first.label else shape
     modes = list(dict.fromkeys(row.mode for row in rows if row.ok))
     if not modes:
@@ -176,13 +195,24 @@ def show(rows: Sequence[Row]) -> Iterator[Table | str]:
         yield f"  {escape(text)}"
 
 
+def of_operator(row: Row) -> str:
+    """The operator as a prefix; nothing for the one that needs no mention."""
+    return "" if row.operator == OPERATOR else f"{row.operator} "
+
+
+def operators(rows: Iterable[Row]) -> list[str]:
+    """The operators of rows, in their order."""
+    return list(dict.fromkeys(row.operator for row in rows))
+
+
 def left_out(rows: Iterable[Row]) -> list[str]:
     """What was not measured, on which shapes, and why."""
     why: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if not row.ok:
             what = row.candidate or "the shape"
-            why.setdefault((what, f"{row.status}: {row.note}"), {})[row.case] = None
+            where = f"{of_operator(row)}{row.case}"
+            why.setdefault((what, f"{row.status}: {row.note}"), {})[where] = None
     return [f"{what} on {', '.join(cases)}: {note}" for (what, note), cases in why.items()]
 
 

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.candidates import Candidate, Runner, build, unavailable
+from ficco.bench.calls import Runner, build, expected, unavailable
+from ficco.bench.candidates import Candidate
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import Gate, capture, peak_bytes, pytorch_workspace_bytes
 from ficco.errors import FiccoError
+from ficco.problem import Problem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,6 +34,7 @@ class Checked:
         runner: it, ready to be called; None if it is not to be timed.
         status, note: as in a :class:`ficco.bench.table.Row`.
         extra_bytes: most memory beside operands and result, on the rank that takes most.
+        error: as in a Row.
         replay: it, captured in a graph.
         graph_status, graph_note: why there is no replay.
     """
@@ -41,9 +44,15 @@ class Checked:
     status: str = "ok"
     note: str = ""
     extra_bytes: float = math.nan
+    error: float = math.nan
     replay: Callable[[], None] | None = None
     graph_status: str = "skipped"
     graph_note: str = ""
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is a part of the operator alone."""
+        return self.runner is not None and self.runner.expected != "result"
 
 
 @dataclass
@@ -85,13 +94,13 @@ class Verifier:
         self.gate.wait()
 
     def renew(self, operands: Operands, symmetric: bool) -> None:
-        """Begin anew with ficco's memory, and with a shard in it if one is wanted."""
-        operands.a_symmetric_SK = None
+        """Begin anew with ficco's memory, and with an operand in it if one is wanted."""
+        operands.a_symmetric_LK = None
         self.close()
         if symmetric:
-            shard = operands.a_shard_SK
-            operands.a_symmetric_SK = ficco.empty(
-                shard.shape, dtype=shard.dtype, group=self.group, device=self.device
+            a = operands.a_LK
+            operands.a_symmetric_LK = ficco.empty(
+                a.shape, dtype=a.dtype, group=self.group, device=self.device
             )
 
     def eager(self, candidate: Candidate, operands: Operands) -> Checked:
@@ -155,9 +164,7 @@ class Verifier:
         self.iteration += 1
         operands.exact(self.iteration)
         result, peak = peak_bytes(call, self.device)
-        gathered = runner.expected == "gathered"
-        expected = operands.a_full_MK if gathered else operands.reference()
-        return torch.equal(result, expected), peak
+        return torch.equal(result, expected(runner, operands)), peak
 
     def _wrong(self, right: bool) -> str:
         ranks = [rank for rank, equal in enumerate(self.gather(right)) if not equal]
@@ -167,7 +174,7 @@ class Verifier:
         if candidate.ours:
             return ficco.memory(self.group)
         if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.group):
-            return operands.a_shard_SK.untyped_storage().nbytes()  # it asks for one shard
+            return fused_bytes(operands.problem)
         return 0
 
     def _together(self, action: Callable[[], Any]) -> tuple[Any, str]:
@@ -184,3 +191,12 @@ class Verifier:
             why = f"{type(error).__name__}: {lines[0]}"
         failed = [text for text in self.gather(why) if text]
         return (None, failed[0]) if failed else (value, "")
+
+
+def fused_bytes(problem: Problem) -> int:
+    """Symmetric memory that PyTorch's fused operator asks for: a shard, or two blocks of the
+    product."""
+    rows = max(problem.rows)
+    if problem.kind.scatters:
+        return 2 * rows * problem.n * problem.itemsize
+    return rows * problem.k * problem.itemsize

@@ -467,7 +467,7 @@ def thresholds(site: Site) -> Thresholds:
         operands.random(0)
 
         def call(name: str, o: Operands = operands) -> Callable[[], Any]:
-            return lambda: ficco.all_gather_matmul(o.a_shard_SK, o.b_KN, group=group, schedule=name)
+            return lambda: ficco.all_gather_matmul(o.a_LK, o.b_KN, group=group, schedule=name)
 
         calls = {name: call(name) for name in ROWS}
         found = site.time("thresholds", calls, share=1 / len(site.effort.rule))

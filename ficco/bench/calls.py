@@ -1,0 +1,318 @@
+"""How each candidate is called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.bench.bounds import movements
+from ficco.bench.candidates import Candidate
+from ficco.bench.inputs import Operands
+from ficco.heuristics import Decision, decide
+from ficco.options import current
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plans
+from ficco.schedules.groups import cut
+from ficco.workspace import workspace_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Rows of the gathered A for which PyTorch takes its native path: more than the first, up to the
+#: second (torch/distributed/_symmetric_memory, PyTorch 2.11).
+NATIVE_ROWS = (2048, 4096)
+NATIVE_SWITCH = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
+
+#: PyTorch's fused operator, where it has one.
+FUSED = {
+    "all_gather_matmul": "fused_all_gather_matmul",
+    "matmul_reduce_scatter": "fused_matmul_reduce_scatter",
+}
+
+#: The collectives from and into one tensor; newer releases of PyTorch renamed them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass
+class Runner:
+    """One candidate, ready to be called again and again.
+
+    Attributes:
+        run: one call; returns its result.
+        expected: what the result must equal: ``"result"``, the operator's; ``"whole"``, what that
+            is a product of; ``"product"``, what this rank multiplies.
+        proof: the call whose result is compared, where that is not the timed one.
+        context: what the calls run inside of; entered outside of the timed part.
+    """
+
+    run: Call
+    expected: str = "result"
+    proof: Call | None = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def unavailable(candidate: Candidate, operands: Operands) -> str:
+    """Why a candidate does not exist for this shape on this device; empty if it does."""
+    if candidate.kind in ("pytorch", "pytorch-native"):
+        if operands.device.type != "cuda":
+            return "PyTorch has it on GPUs only"
+        from torch.distributed import _symmetric_memory  # noqa: F401 (it registers the op)
+
+        if not hasattr(torch.ops.symm_mem, FUSED[operands.problem.operator]):
+            return "this PyTorch does not have it"
+    if candidate.kind == "pytorch-native":
+        m, world = operands.problem.m, operands.problem.world
+        low, high = NATIVE_ROWS
+        if not low < m <= high or m % world**2:
+            return f"applies for {low} < m <= {high}"
+    return ""
+
+
+def build(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """A candidate on these operands."""
+    return BUILDERS[candidate.kind](candidate, operands, group)
+
+
+def expected(runner: Runner, operands: Operands) -> torch.Tensor:
+    """What a runner's result must equal, from what this rank made alone."""
+    if runner.expected == "whole":
+        return operands.whole_OK
+    if runner.expected == "product":
+        return torch.mm(operands.multiplied_PK, operands.b_KN)
+    return operands.reference()
+
+
+def call(
+    problem: Problem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: ProcessGroup,
+    schedule: str,
+    **more: Any,
+) -> Any:
+    """A call of the operator that a problem is of."""
+    if not problem.equal and not problem.kind.returns:
+        more["rows"] = problem.blocks or problem.rows
+    operator = getattr(ficco, problem.operator)
+    return operator(a, b, group=group, schedule=schedule, **more)
+
+
+def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
+    """What ``auto`` stands for in a call of this group, or in one of a mode."""
+    mode = mode or ("idle" if device.type == "cpu" else "eager")
+    known = workspace_of(group, device).known(current().machine)
+    return decide(problem, machine=known.machine, mode=mode, search=current().search)
+
+
+def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The operator's exchange by the vendor's collective: of A, or of a product."""
+    problem, rank = operands.problem, operands.rank
+    peers = range(problem.world)
+
+    def gathered(a: torch.Tensor) -> torch.Tensor:
+        found = a.new_empty(problem.m, a.shape[1])
+        all_gather(found, a, group=group)
+        return found
+
+    def scattered(product: torch.Tensor) -> torch.Tensor:
+        found = product.new_empty(problem.rows[rank], product.shape[1])
+        reduce_scatter(found, product, group=group)
+        return found
+
+    sent = [problem.block(rank, peer) for peer in peers]
+    received = [problem.block(peer, rank) for peer in peers]
+
+    def exchanged(rows: torch.Tensor) -> torch.Tensor:
+        found = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(found, rows, received, sent, group=group)
+        return found
+
+    def reduced(product: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(product, group=group)
+        return product
+
+    return {
+        "all-gather": gathered,
+        "reduce-scatter": scattered,
+        "all-to-all": exchanged,
+        "all-reduce": reduced,
+    }[problem.kind.collective]
+
+
+def _gemm(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    return Runner(lambda: torch.mm(operands.multiplied_PK, operands.b_KN), "product")
+
+
+def _collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    move = exchange(operands, group)
+    kind = operands.problem.kind
+    if not kind.scatters:
+        return Runner(lambda: move(operands.a_LK), "whole")
+    product = operands.empty(operands.problem.product_rows(operands.rank), operands.problem.n)
+    product.normal_()
+
+    @contextmanager
+    def fresh() -> Iterator[None]:
+        """What is summed in place would grow from call to call."""
+        product.normal_()
+        yield
+
+    return Runner(
+        lambda: move(product),
+        proof=lambda: move(torch.mm(operands.a_LK, operands.b_KN)),
+        context=fresh if kind.returns else nullcontext,
+    )
+
+
+def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """The copies of a schedule alone: calls with a B of no columns, whose products are empty."""
+    problem, rank, schedule = operands.problem, operands.rank, candidate.schedule
+    moved: list[tuple[Problem, torch.Tensor, torch.Tensor]] = []
+    for one in movements(problem):
+        rows = operands.empty(one.left_rows(rank), one.k).normal_()
+        a = rows if problem.kind.scatters else operands.a_LK
+        moved.append((one, a, operands.empty(one.k, 0)))
+
+    def run() -> torch.Tensor:
+        for one, a, b in moved:
+            found: torch.Tensor = call(one, a, b, group, schedule)
+        return found
+
+    def gathered() -> torch.Tensor:
+        found: torch.Tensor = call(*moved[0], group, schedule, return_gathered=True)[1]
+        return found
+
+    if problem.operator == "all_gather_matmul":
+        return Runner(run, "whole", proof=gathered)
+    # The same copies with products, which show whether rows arrive.
+    return Runner(run, proof=_ficco(candidate, operands, group).run)
+
+
+def _serial_collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    move = exchange(operands, group)
+    if operands.problem.kind.scatters:
+        return Runner(lambda: move(torch.mm(operands.a_LK, operands.b_KN)))
+    return Runner(lambda: torch.mm(move(operands.a_LK), operands.b_KN))
+
+
+def _pieces(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """FiCCO-rccl of the paper (section VI-E): W pieces per shard by the vendor's collective.
+
+    The pieces of a step come from all ranks, as an all-gather delivers them (uniform-fused-1d).
+    The collective runs on its own stream, and each product waits for its own piece.
+    """
+    problem = operands.problem
+    world, k, n = problem.world, problem.k, problem.n
+    rows = problem.rows[0]
+    cuts = cut(rows, world)
+
+    def run() -> torch.Tensor:
+        shard, b = operands.a_LK, operands.b_KN
+        staging = torch.empty_like(operands.whole_OK)
+        out = shard.new_empty((problem.m, n))
+        by_shard = out.view(world, rows, n)
+        arriving = []
+        for first, last in cuts:
+            piece = staging[first * world : last * world]
+            work = all_gather(piece, shard[first:last], group=group, async_op=True)
+            arriving.append((work, piece.view(world, last - first, k)))
+        for (work, piece), (first, last) in zip(arriving, cuts, strict=True):
+            work.wait()
+            torch.bmm(piece, b.expand(world, k, n), out=by_shard[:, first:last])
+        return out
+
+    return Runner(run)
+
+
+def _pytorch(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    from torch.distributed import _symmetric_memory
+
+    enable = _symmetric_memory.enable_symm_mem_for_group
+    if not hasattr(enable, "__deprecated__"):  # older releases must be told
+        enable(group.group_name)
+    op = getattr(torch.ops.symm_mem, FUSED[operands.problem.operator])
+    if operands.problem.kind.scatters:
+        return Runner(lambda: op(operands.a_LK, operands.b_KN, "sum", 0, group.group_name))
+
+    def run() -> torch.Tensor:
+        a, b = operands.a_LK, operands.b_KN
+        return op(a, [b], 0, group.group_name, return_A=False)[1][0]
+
+    return Runner(run)
+
+
+def _pytorch_native(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    return Runner(_pytorch(candidate, operands, group).run, context=_native)
+
+
+@contextmanager
+def _native() -> Any:
+    """PyTorch's native path, chosen by a variable that it reads in every call."""
+    before = os.environ.get(NATIVE_SWITCH)
+    os.environ[NATIVE_SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NATIVE_SWITCH]
+        else:
+            os.environ[NATIVE_SWITCH] = before
+
+
+def _ficco(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+    name = "a_symmetric_LK" if candidate.symmetric else "a_LK"
+
+    def run() -> torch.Tensor:
+        a = getattr(operands, name)
+        found: torch.Tensor = call(operands.problem, a, operands.b_KN, group, candidate.schedule)
+        return found
+
+    if not candidate.stages:
+        return Runner(run)
+    cap = capped_bytes(candidate, operands, group)
+    return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
+
+
+def capped_bytes(candidate: Candidate, operands: Operands, group: ProcessGroup) -> int:
+    """Symmetric memory for so many steps of a schedule, signals included."""
+    schedule, problem = Schedule.parse(candidate.schedule), operands.problem
+    whole = plans(problem, schedule)
+    step = step_bytes(whole[0])
+    engine = workspace_of(group, operands.device).engine
+    words = engine.slot_bytes(whole[0].words, (0, 0))
+    return words + whole[0].room[1] + candidate.stages * step
+
+
+def step_bytes(plan: Plan) -> int:
+    """Bytes of staging that the largest step of a plan reads."""
+    most = 0
+    for step in plan.steps:
+        read = [p.batch * p.a.elements for p in step.products if p.a.buffer == "staging"]
+        if step.reduction is not None:
+            parts = step.reduction.parts
+            read += [part.elements for part in parts if part.buffer == "staging"]
+        most = max(most, sum(read))
+    return most * plan.problem.itemsize
+
+
+BUILDERS: dict[str, Callable[[Candidate, Operands, Any], Runner]] = {
+    "gemm": _gemm,
+    "collective": _collective,
+    "copies": _copies,
+    "serial-collective": _serial_collective,
+    "pieces": _pieces,
+    "pytorch": _pytorch,
+    "pytorch-native": _pytorch_native,
+    "ficco": _ficco,
+}
