@@ -21,6 +21,7 @@ from typing import Any
 
 import hip_ranks
 import pytest
+import test_operators as operators
 import torch.distributed as dist
 from cases import (
     A_LAYOUTS,
@@ -35,16 +36,20 @@ from cases import (
 )
 from hip_ranks import SERIES, calls, clean, double, run
 from ranks import Died, Failure, Rank, caught
-from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, named
+from test_all_gather_matmul import KINDS, KNOBS, UGLY, named
 
 import ficco
-from ficco.ops.call import gather_trace
+from ficco.ops.call import run_traced
+from ficco.schedules import NAMED
 from ficco.workspace import workspaces
 
 ROOT = Path(__file__).parent.parent
+#: The names that a gather takes.
+NAMES = [name for name in NAMED if name != "ring"]
 #: Every knob that moves bytes by copies.
 COPIED = tuple(knobs for knobs in KNOBS if "kernel" not in knobs)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+OPERATORS = operators.SUMS + operators.BLOCKS
 #: Codes of the library.
 OUT_OF_MEMORY, LAUNCH_FAILURE = 2, 719
 
@@ -110,6 +115,57 @@ def test_layouts() -> None:
     run(3, _exact, cases, series="10")
 
 
+# The other operators.
+
+
+def _operators(at: Rank, cases: list[operators.Case], jitter: int) -> int:
+    with clean():
+        exact(at, equal(at.world, 4, 4, 4), 0)
+        double().double_jitter(jitter)
+        operators.all_exact(at, cases)
+        ficco.synchronize()
+        double().double_jitter(0)
+    return len(cases)
+
+
+def _cases(operator: str, world: int, seed: str) -> list[operators.Case]:
+    """All schedules of an operator that copies serve, on rows, sizes and dtypes drawn for each."""
+    chance = random.Random(f"{operator} {world} {seed}")
+    return [
+        operators.Case(
+            operator,
+            operators.rows_for(operator, world, chance.choice(("equal", "ragged", "few"))),
+            chance.choice((8, 24)),
+            chance.choice((1, 8, 40)),
+            chance.choice(DTYPES),
+            schedule,
+            chance.random() < 0.5,
+        )
+        for schedule in operators.schedules_of(operator)
+        if "kernel" not in schedule
+    ]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_operators(operator: str, world: int) -> None:
+    cases = _cases(operator, world, "")
+    assert run(world, _operators, cases, 0, series="10") == [len(cases)] * world
+
+
+def test_operators_jittered() -> None:
+    cases = [case for operator in OPERATORS for case in _cases(operator, 3, "late")[::4]]
+    random.Random(3).shuffle(cases)
+    run(3, _operators, cases, 200)
+
+
+def test_operators_without_2d_copies() -> None:
+    cases = [
+        case for one in OPERATORS for case in _cases(one, 3, "packed") if "2d" in case.schedule
+    ]
+    run(3, _operators, cases[::3], 0, settings={"2D": 0})
+
+
 def _jittered(at: Rank, series: str, count: int, together: int) -> int:
     """Calls of any kind while every operation of every queue is late by chance.
 
@@ -153,7 +209,7 @@ def _traced(at: Rank) -> None:
     with clean():
         made = make(at, case, 1)
         options = (made.a, made.b, None, case.schedule, None)
-        out, plan, spans = gather_trace("all_gather_matmul", *options)
+        out, plan, spans = run_traced("all_gather_matmul", *options)
         verify(case, [out], made)
         assert [span.step for span in spans] == list(range(len(plan.steps)))
         assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
@@ -165,6 +221,116 @@ def _traced(at: Rank) -> None:
 
 def test_times_of_steps() -> None:
     run(3, _traced, series="10")
+
+
+# Graphs.
+
+#: Modes of a capture.
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+GRAPHED = (
+    "serial",
+    "growing",
+    "shrinking:pull",
+    "shard-overlap:copy=2,compute=2",
+    "hetero-fused-1d:pieces=4",
+    "uniform-unfused-1d:pull,copy=2",
+    "hetero-fused-2d:pieces=4",
+    "uniform-unfused-2d:compute=2",
+)
+
+
+def _get(result: Any) -> Any:
+    """The value of a call of the binding."""
+    assert not result[0], result
+    return result[1] if len(result) > 1 else None
+
+
+class Graphed:
+    """Calls captured in a graph, with operands that change between replays."""
+
+    def __init__(self, at: Rank, cases: list[Case], mode: int) -> None:
+        from hip import hip
+
+        self.at, self.cases, self.hip = at, cases, hip
+        self.made = [make(at, case, 0) for case in cases]
+        self.stream = engine().work.stream("caller", False)
+        _get(hip.hipStreamBeginCapture(self.stream, hip.hipStreamCaptureMode(mode)))
+        self.results = [
+            call(case, made.a, made.b) for case, made in zip(cases, self.made, strict=True)
+        ]
+        graph = _get(hip.hipStreamEndCapture(self.stream))
+        self.graph = _get(hip.hipGraphInstantiateWithFlags(graph, 0))
+        _get(hip.hipGraphDestroy(graph))
+
+    def exact(self, iteration: int) -> None:
+        """One replay, checked in every element."""
+        wanted = [make(self.at, case, iteration) for case in self.cases]
+        for mine, new in zip(self.made, wanted, strict=True):
+            mine.a.copy_(new.a)
+            mine.b.copy_(new.b)
+        _get(self.hip.hipGraphLaunch(self.graph, self.stream))
+        while (error := self.hip.hipStreamQuery(self.stream)[0]) and error.value == 600:
+            time.sleep(1e-4)
+        assert not error
+        for case, results, new in zip(self.cases, self.results, wanted, strict=True):
+            verify(case, results, new, f"rank {self.at.rank}, replay {iteration}:")
+
+    def destroy(self) -> None:
+        _get(self.hip.hipGraphExecDestroy(self.graph))
+
+
+def _replays(at: Rank, schedules: list[str], mode: int, count: int) -> None:
+    """Replays of two graphs between eager calls of the same problem and others."""
+    choice = random.Random(mode)
+    with clean():
+        exact(at, equal(3, 4, 4, 4), 0)
+        double().double_jitter(100)
+        for schedule in schedules:
+            case = equal(3, 12, 16, 8, dtype="bfloat16", schedule=schedule, gathered=True)
+            other = Case((5, 0, 7), 9, 3, schedule="hetero-fused-1d:pieces=3")
+            bigger = equal(3, 40, 24, 8, schedule=schedule)
+            graphs = [
+                Graphed(at, [case], mode),
+                Graphed(at, [case.on(rows=(3, 7, 2)), other, bigger, case], mode),
+            ]
+            for iteration in range(count):
+                which = choice.choice((case, other, bigger, *graphs))
+                if isinstance(which, Case):
+                    exact(at, which, iteration)
+                else:
+                    which.exact(iteration)
+            for graph in graphs:
+                graph.destroy()
+        double().double_jitter(0)
+
+
+@pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+def test_replays(mode: int) -> None:
+    run(3, _replays, list(GRAPHED[mode::3]), mode, 24, series=SERIES[mode % 2])
+
+
+@pytest.mark.parametrize("columns", [0, 1], ids=["packed columns", "4-byte copies"])
+def test_replays_by_other_ways(columns: int) -> None:
+    settings = {"PEER_WRITE": 0} if columns else {"2D": 0}
+    schedules = ["hetero-fused-2d:pieces=2", "growing:pull"]
+    run(3, _replays, schedules, GLOBAL, 12, series="10", settings=settings)
+
+
+def _captured_growth(at: Rank) -> None:
+    """The first call of all is captured; graphs keep their memory while eager calls grow."""
+    with clean():
+        exact(at, equal(2, 4, 4, 4), 0)
+        graph = Graphed(at, [equal(2, 8, 8, 8, schedule="growing")], GLOBAL)
+        for rows in (16, 64, 256):
+            graph.exact(rows)
+            exact(at, equal(2, rows, 8, 8, schedule="growing"), rows)
+            exact(at, equal(2, rows, 8, 8, schedule="growing"), rows + 1)
+        graph.exact(1000)
+        graph.destroy()
+
+
+def test_captures_keep_their_memory() -> None:
+    run(2, _captured_growth)
 
 
 # Ways of signals and of copies, by what a machine allows and what is asked for.
@@ -256,6 +422,24 @@ def test_columns_without_2d_copies() -> None:
     run(3, _by, {}, expected, "hipMemcpyDtoDAsync", "", settings={"2D": 0})
 
 
+def _events(at: Rank, used: str) -> int:
+    """Writes of a pull schedule, with small values of its own for the count."""
+    with clean():
+        exact(at, equal(3, 24, 40, 16, schedule="shard-overlap:pull,pieces=3"), 0)
+        before = calls("hipStreamWriteValue32")
+        exact(at, equal(3, 24, 40, 16, schedule="shard-overlap:pull,pieces=3"), 1)
+        assert f"ends told by {used}" in engine().capabilities().copy
+        return calls("hipStreamWriteValue32") - before
+
+
+def test_ways_of_events() -> None:
+    """One write more for each of the copies that a product waits for: 3 pieces of 2 peers."""
+    plain = run(3, _events, "an event right behind the copy")
+    env = {"FICCO_HIP_EVENTS": "write"}
+    written = run(3, _events, "an event behind a stream write", env=env)
+    assert [more - less for more, less in zip(written, plain, strict=True)] == [6] * 3
+
+
 def test_copy_kernel() -> None:
     run(3, _by_kernels, {}, {}, "hipModuleLaunchKernel", "kernel", series="10")
 
@@ -301,6 +485,8 @@ FAILING = (
     ("hipMemcpyDtoDAsync", 2),
     ("hipLaunchHostFunc", 1),
     ("hipLaunchHostFunc", 2),
+    ("hipStreamGetCaptureInfo", 1),
+    ("hipThreadExchangeStreamCaptureMode", 1),
 )
 #: Calls that are tried: there is another way. What fails then is the whole call's way round it.
 TRIED = (
@@ -579,8 +765,46 @@ def _violations(at: Rank) -> dict[str, tuple[str, str]]:
     while hip.hipStreamQuery(stream)[0]:
         time.sleep(1e-3)
     try_it("call from a host function", inside[0])
+
+    modes = hip.hipStreamCaptureMode
+    outside = get(hip.hipEventCreateWithFlags(2))
+    side = get(hip.hipStreamCreateWithPriority(1, 0))
+    get(hip.hipEventRecord(outside, side))
+    get(hip.hipStreamBeginCapture(stream, modes.hipStreamCaptureModeRelaxed))
+    try_it("capture begun twice", hip.hipStreamBeginCapture(stream, modes(2)))
+    try_it("event from outside", hip.hipStreamWaitEvent(stream, outside, 0))
+    try_it("free in a capture", hip.hipFree(device))
+    get(hip.hipEventRecord(event, stream))
+    try_it("query of a captured event", hip.hipEventQuery(event))
+    get(hip.hipStreamWaitEvent(side, event, 0))
+    get(hip.hipMemsetAsync(device, 0, 8, side))
+    try_it("capture ended elsewhere", hip.hipStreamEndCapture(side))
+    try_it("side stream not joined", hip.hipStreamEndCapture(stream))
+    try_it("event of a capture that is over", hip.hipStreamWaitEvent(stream, event, 0))
+    get(hip.hipStreamBeginCapture(stream, modes.hipStreamCaptureModeGlobal))
+    try_it("allocation in a capture", hip.hipMalloc(64))
+    assert hip.hipStreamEndCapture(stream)[0].name == "hipErrorStreamCaptureInvalidated"
+    get(hip.hipStreamBeginCapture(stream, modes.hipStreamCaptureModeRelaxed))
+    get(hip.hipEventRecord(event, stream))
+    get(hip.hipStreamBeginCapture(side, modes.hipStreamCaptureModeRelaxed))
+    try_it("two captures in one", hip.hipStreamWaitEvent(side, event, 0))
+    for one in (stream, side):
+        get(hip.hipGraphDestroy(get(hip.hipStreamEndCapture(one))))
+    get(hip.hipStreamBeginCapture(stream, modes.hipStreamCaptureModeRelaxed))
+    get(hip.hipMemsetAsync(device, 0, 8, stream))
+    graph = get(hip.hipStreamEndCapture(stream))
+    try_it("launch of what is not ready", hip.hipGraphLaunch(graph, stream))
+    ready = get(hip.hipGraphInstantiateWithFlags(graph, 0))
     for address in (device, word, int(fine)):
         get(hip.hipFree(address))
+    try_it("replay on freed memory", hip.hipGraphLaunch(ready, stream))
+    get(hip.hipGraphDestroy(graph))
+    get(hip.hipGraphExecDestroy(ready))
+    try_it("graph that is gone", hip.hipGraphLaunch(ready, stream))
+    get(hip.hipEventDestroy(outside))
+    while hip.hipStreamQuery(side)[0]:
+        time.sleep(1e-3)
+    get(hip.hipStreamDestroy(side))
     get(hip.hipHostFree(host))
     get(hip.hipEventDestroy(event))
     try_it("destroyed event", hip.hipEventRecord(event, stream))
@@ -593,7 +817,7 @@ def _violations(at: Rank) -> dict[str, tuple[str, str]]:
 def test_double_is_strict(series: str) -> None:
     found = run(1, _violations, series=series)[0]
     assert all(code.startswith("hipError") and said for code, said in found.values())
-    assert len(found) == 28
+    assert len(found) == 40
     assert found["copy before peer access"][0] == "hipErrorPeerAccessNotEnabled"
     assert found["wait on fine-grained memory"][0] == "hipErrorInvalidValue"
     assert found["destroyed stream"][0] == "hipErrorInvalidHandle"

@@ -45,9 +45,10 @@ from ficco.dma.hip_work import CallbackWork, TorchWork, Work
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError, ConfigError
-from ficco.hip_kernels import Kernels, can_compile
-from ficco.plan import Product, Region, Signal, Transfer
+from ficco.hip_kernels import MAX_PARTS, Kernels, can_compile
+from ficco.plan import SHARED_BUFFERS, Product, Reduction, Region, Signal, Transfer
 from ficco.schedules import Schedule
+from ficco.warn import warn_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 WORD = 4
 #: Sizes of symmetric memory are multiples of these bytes, of the second if they are larger.
 PAGE, LARGE = 4096, 1 << 21
-#: Slots that one engine can watch.
-MAX_WATCHED = 1024
+#: Slots that one engine can watch: three for eager calls, three for every graph.
+MAX_WATCHED = 4096
 #: Seconds that closing waits for peers to let go of this rank's memory, and for streams.
 CLOSE_S = 2.0
 #: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
@@ -67,6 +68,8 @@ COPY_VARIABLE = "FICCO_HIP_COPY"
 MEMORY_VARIABLE = "FICCO_HIP_MEMORY"
 #: Which of :data:`WAYS` signals go, in place of the first that this machine allows.
 WAY_VARIABLE = "FICCO_HIP_SIGNALS"
+#: Which of :data:`EVENTS` is taken, in place of the one for this kind of device.
+EVENT_VARIABLE = "FICCO_HIP_EVENTS"
 
 #: Where signal words lie and what waits for them, the best first. The API promises the first, but
 #: not that processes can share such memory. AMD's runtime waits on any memory by default.
@@ -74,6 +77,13 @@ WAYS = {
     "signal": "hipStreamWaitValue32 on signal memory",
     "uncached": "hipStreamWaitValue32 on uncached memory, which the API does not promise",
     "kernel": "a kernel of ficco's that polls uncached memory",
+}
+
+#: How the end of a copy is told to other lanes of the same rank. On NVIDIA's GPUs an event right
+#: behind a copy is not seen before the copies behind it are over, too; behind a write it is.
+EVENTS = {
+    "plain": "an event right behind the copy",
+    "write": "an event behind a stream write behind the copy",
 }
 
 
@@ -110,36 +120,45 @@ class _Watch:
         self.end = [(self.begun + WORD, 1), (self.begun, 0)]
         self._view = (ctypes.c_uint32 * 2).from_address(self.begun)
 
-    def read(self) -> tuple[int, bool]:
+    def running(self) -> int:
+        return int(self._view[0])
+
+    def ended(self) -> bool:
+        """Whether a call has ended since this was last asked."""
         ended = bool(self._view[1])
         if ended:
             self._view[1] = 0
-        return int(self._view[0]), ended
+        return ended
 
 
 class _SlotState:
     """What the engine keeps with a slot."""
 
-    def __init__(self, watch: _Watch, words: Words | None, event: _MakeEvent) -> None:
-        self.watch, self.words = watch, words
+    def __init__(self, watch: _Watch, index: int, words: Words | None, event: _MakeEvent) -> None:
+        self.watch, self.index, self.words = watch, index, words
         self.over = event()  # the caller's stream is through with the latest call
         self.retired = event()  # and the slot has been handed on
         self.used = False
+        self.packs: dict[str, tuple[int, int]] = {}  # by lane: address and size
 
 
 class _Lanes(dict[str, Any]):
     """Streams of a call's lanes, each made when first asked for."""
 
-    def __init__(self, caller: Any, work: Work, event: _MakeEvent) -> None:
+    def __init__(self, caller: Any, work: Work, event: _MakeEvent, captured: bool) -> None:
         super().__init__(compute0=caller)
         self.work, self._event = work, event
+        # A stream that is being captured is closed to eager calls of other threads.
+        self._prefix = "captured " if captured else ""
         self.fork = event()
         self.joins: dict[str, hip.Event] = {}
 
     def __missing__(self, lane: str) -> Any:
-        self.joins[lane] = self._event()
-        # Urgent: hardware queues of their own, no place behind a long GEMM.
-        found = self[lane] = self.work.stream(lane, urgent=not lane.startswith("compute"))
+        with hip.uncaptured():
+            self.joins[lane] = self._event()
+            # Urgent: hardware queues of their own, no place behind a long GEMM.
+            urgent = not lane.startswith("compute")
+            found = self[lane] = self.work.stream(self._prefix + lane, urgent)
         return found
 
 
@@ -191,15 +210,17 @@ class HipEngine(Engine):
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._copy_name = _choice(COPY_VARIABLE, hip.COPIES) or "dtod"
         self._copy = hip.COPIES[self._copy_name]
-        self._serial = self._watches = 0
+        self._serial = 0
+        self._watches = list(range(MAX_WATCHED))  # those that no slot has
         self._memories: list[HipMemory] = []  # all that is not freed
         self._graveyard: list[HipMemory] = []  # to be freed once nobody uses it
-        self._lanes: dict[int, _Lanes] = {}  # by the caller's stream
-        self._packs: dict[str, tuple[int, int]] = {}  # by lane: address and size
+        self._lanes: dict[tuple[int, bool], _Lanes] = {}  # by the caller's stream
         self._spent: list[int] = []  # allocations that are freed at the end
         self._host: list[int] = []
         self._events: weakref.WeakSet[hip.Event] = weakref.WeakSet()
         self._binding: HipBinding | None = None
+        self._read_into = 0, 0  # pinned memory for words: address and how many
+        self._flush = (_choice(EVENT_VARIABLE, EVENTS) or self.work.events) == "write"
         self._write, self._wait = _write, _wait
         hip.use(self.index)
         self.side = self.work.stream("side", urgent=True)
@@ -310,8 +331,9 @@ class HipEngine(Engine):
     @cached_property
     def _kernels(self) -> Kernels:
         hip.use(self.index)
-        self._binding = HipBinding(self.work.target(), self.index)
-        return Kernels(self._binding)
+        with hip.uncaptured():
+            self._binding = HipBinding(self.work.target(), self.index)
+            return Kernels(self._binding)
 
     def _wait_by_kernel(self, words: _Values, stream: Any) -> None:
         # Past its end the watchdog has let it go on, or the process is gone.
@@ -340,18 +362,24 @@ class HipEngine(Engine):
 
     def symmetric(self, nbytes: int) -> HipMemory:
         hip.use(self.index)
-        self._sweep()
+        if not self.capturing():  # in which nothing may be freed
+            self._sweep()
         self._serial += 1
         # Handles of more than 2 MiB were refused where they were no multiple of it (ROCm 4).
         nbytes = max(_align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
-        made = MEMORIES[self.memory](self, nbytes, self._serial)
-        self._memories.append(made)
-        made.map()
+        with hip.uncaptured():
+            made = MEMORIES[self.memory](self, nbytes, self._serial)
+            self._memories.append(made)
+            made.map()
         return made
 
     def free(self, memory: Symmetric) -> None:
         assert isinstance(memory, HipMemory)
         self._graveyard.append(memory)
+
+    def discard(self, slot: Slot) -> None:
+        super().discard(slot)
+        self._watches.append(slot.state.index)
 
     def _sweep(self) -> None:
         """Free what is no longer used, here or by peers."""
@@ -368,13 +396,14 @@ class HipEngine(Engine):
     def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
         assert isinstance(memory, HipMemory)
         hip.use(self.index)
-        made = memory.words = Words(self, self.way, words, self._serial)
-        if self._writes_reach is None:
-            # A word that rests at 0 and that no call is using yet.
-            peer = (self.rank + 1) % self.world
-            self._writes_reach = self.way == "kernel" or hip.writes_reach(
-                self.side, made.address(peer, 0)
-            )
+        with hip.uncaptured():
+            made = memory.words = Words(self, self.way, words, self._serial)
+            if self._writes_reach is None:
+                # A word that rests at 0 and that no call is using yet.
+                peer = (self.rank + 1) % self.world
+                self._writes_reach = self.way == "kernel" or hip.writes_reach(
+                    self.side, made.address(peer, 0)
+                )
         offsets = 0, _align(room[0])
         return Slot(memory, words, room, offsets, captured, state=self._slot_state(made))
 
@@ -383,10 +412,11 @@ class HipEngine(Engine):
         return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state(None))
 
     def _slot_state(self, words: Words | None) -> _SlotState:
-        if self._watches == MAX_WATCHED:
-            raise NotImplementedError(f"more than {MAX_WATCHED} slots on one group")
-        self._watches += 1
-        return _SlotState(_Watch(self._watched, self._watches - 1), words, self._new_event)
+        if not self._watches:
+            raise NotImplementedError(f"more than {MAX_WATCHED // 3} graphs capture ficco calls")
+        index = self._watches.pop()
+        with hip.uncaptured():
+            return _SlotState(_Watch(self._watched, index), index, words, self._new_event)
 
     def retire(self, slot: Slot) -> None:
         while slot.state.used and not slot.state.retired.over():
@@ -400,7 +430,8 @@ class HipEngine(Engine):
         slot = program.slot
         assert slot is not None
         words: Words = slot.state.words
-        return [(words.address(one.waiter, one.word), _wanted(one)) for one in signals]
+        with hip.uncaptured():  # a peer's word is mapped when it is first asked for
+            return [(words.address(one.waiter, one.word), _wanted(one)) for one in signals]
 
     def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
@@ -433,7 +464,15 @@ class HipEngine(Engine):
         if not any(step in later.after for later in steps if later.lane != "sync"):
             return None  # the sync lane begins when all others are over
         lane, event = steps[step].lane, self._event(program, step)
-        return lambda call: event.record(call.state[lane])
+        if steps[step].op != "copy" or not self._flush:
+            return lambda call: event.record(call.state[lane])
+        nobodys = self._constants + 2 * WORD
+
+        def op(call: Call) -> None:
+            hip.write_32(call.state[lane], nobodys, 0)
+            event.record(call.state[lane])
+
+        return op
 
     def join(self, program: Program, step: int, earlier: int) -> Op | None:
         lane = program.plan.steps[step].lane
@@ -459,7 +498,7 @@ class HipEngine(Engine):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         by_kernel = self._kernels if mover == "kernel" else None
         lane = program.plan.steps[step].lane
-        src, dst = transfer
+        src, dst, _ = transfer
         itemsize = program.plan.problem.itemsize
         width, height = src.cols * itemsize, src.rows
         base, dst_pitch = self._address(program, dst)
@@ -468,12 +507,16 @@ class HipEngine(Engine):
             dst_pitch = width
             to = base + (dst.col * room + dst.row * dst.cols) * itemsize
         to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
-        own = src.buffer == "a" and src.rank == self.rank
+        own = src.rank == self.rank and src.buffer not in SHARED_BUFFERS
         fixed = None if own else self._address(program, src)
         view = src if src.rank == self.rank else None
 
         def op(call: Call) -> None:
-            base, pitch = fixed or (call.a.data_ptr(), call.a.stride(0) * itemsize)
+            if fixed is not None:
+                base, pitch = fixed
+            else:
+                whole = self._tensor(program, call, src.buffer)
+                base, pitch = whole.data_ptr(), whole.stride(0) * itemsize
             at = base + src.row * pitch + src.col * itemsize
             stream = call.state[lane]
             if by_kernel is not None:
@@ -499,7 +542,7 @@ class HipEngine(Engine):
             return None
         plan = program.plan
         cols, schedule = plan.staging[1], Schedule.parse(plan.schedule)
-        if schedule.dims == 1:
+        if schedule.dims == 1 or plan.problem.kind.scatters:
             return None
         if schedule.pull or schedule.tail > 1 or plan.stages:
             return None  # not all rows are cut alike, or the owner does not send: row by row
@@ -509,11 +552,14 @@ class HipEngine(Engine):
         """Bring columns together in front of a copy of the same lane; where they will lie."""
         itemsize = program.plan.problem.itemsize
         nbytes = region.elements * itemsize
-        address, room = self._packs.get(lane, (0, 0))
+        assert program.slot is not None
+        packs = program.slot.state.packs
+        address, room = packs.get(lane, (0, 0))
         if room < nbytes:
-            address = hip.malloc(nbytes)
+            with hip.uncaptured():
+                address = hip.malloc(nbytes)
             self._spent.append(address)  # the smaller one may still be in use
-            self._packs[lane] = address, nbytes
+            packs[lane] = address, nbytes
         dtype = getattr(torch, program.plan.problem.dtype)
         flat, _ = self.work.tensor(address, nbytes)
         packed = flat.view(dtype).view(region.rows, region.cols)
@@ -527,20 +573,18 @@ class HipEngine(Engine):
     def _address(self, program: Program, region: Region) -> tuple[int, int]:
         """Address and row pitch in bytes of a symmetric buffer of any rank."""
         plan, slot = program.plan, program.slot
-        row = plan.problem.k * plan.problem.itemsize
+        pitch = plan.shape(region.buffer, region.rank)[1] * plan.problem.itemsize
         if region.buffer == "a":
             assert program.source is not None
             memory, offset = program.source
         else:
             assert slot is not None and slot.memory is not None
             memory, offset = slot.memory, slot.offsets[region.buffer == "publish"]
-        if region.buffer == "staging":
-            row = plan.staging[1] * plan.problem.itemsize
         assert isinstance(memory, HipMemory)
-        return memory.addresses[region.rank] + offset, row
+        return memory.addresses[region.rank] + offset, pitch
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst = transfer
+        src, dst, _ = transfer
 
         def op(call: Call) -> None:
             self._view(program, call, dst).copy_(self._view(program, call, src))
@@ -555,17 +599,15 @@ class HipEngine(Engine):
             if name not in program.state:
                 plan, slot = program.plan, program.slot
                 assert slot is not None and slot.memory is not None
-                problem = plan.problem
-                shape = plan.staging
-                if name == "publish":
-                    shape = (problem.rows[self.rank], problem.k)
+                problem, shape = plan.problem, plan.shape(name)
                 start = slot.offsets[name == "publish"]
                 nbytes = shape[0] * shape[1] * problem.itemsize
-                flat = slot.memory.tensor[start : start + nbytes]
-                program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
+                with torch.inference_mode(False):  # calls of other modes use it, too
+                    flat = slot.memory.tensor[start : start + nbytes]
+                    program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
             found: torch.Tensor = program.state[name]
             return found
-        tensor = {"a": call.a, "out": call.out, "sum": call.sums, "gathered": call.gathered}[name]
+        tensor: torch.Tensor | None = getattr(call, "sums" if name == "sum" else name)
         assert tensor is not None
         return tensor
 
@@ -595,7 +637,8 @@ class HipEngine(Engine):
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         def op(call: Call) -> None:
             for product in products:
-                b = call.b[product.k_first : product.k_last]
+                columns = slice(product.out.col, product.out.col_stop)
+                b = call.b[product.k_first : product.k_last, columns]
                 if product.batch > 1:
                     a = self._batch(program, call, product.a, product.batch, product.a_stride)
                     out = self._batch(program, call, product.out, product.batch, product.out_stride)
@@ -606,6 +649,41 @@ class HipEngine(Engine):
                 multiply(a, b, out, product.accumulate)
 
         return self._on_lane(program, step, op)
+
+    def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
+        lane, dtype = program.plan.steps[step].lane, program.plan.problem.dtype
+        # float64 is served on a double alone, and keeps its own precision.
+        wide = torch.float64 if dtype == "float64" else torch.float32
+
+        def by_kernel(call: Call) -> None:
+            parts = [self._view(program, call, part) for part in reduction.parts]
+            out = self._view(program, call, reduction.out)
+            self._kernels.reduce(out, parts, call.state[lane])
+
+        def by_torch(call: Call) -> None:
+            total = self._view(program, call, reduction.parts[0]).to(wide, copy=True)
+            for part in reduction.parts[1:]:
+                total += self._view(program, call, part)
+            self._view(program, call, reduction.out).copy_(total)
+
+        if self._sums_by_kernel and len(reduction.parts) <= MAX_PARTS:
+            return by_kernel
+        return self._on_lane(program, step, by_torch)
+
+    @cached_property
+    def _sums_by_kernel(self) -> bool:
+        """Whether ficco's kernel adds parts up; a double has none, nor a machine without a
+        compiler."""
+        if self.device.type == "cpu":
+            return False
+        try:
+            return self._kernels is not None
+        except BackendError as error:
+            warn_once(f"PyTorch's operations are used in place of ficco's kernels: {error}")
+            return False
+
+    def collective(self, program: Program, step: int) -> Op:
+        return self._on_lane(program, step, super().collective(program, step))
 
     def _on_lane(self, program: Program, step: int, op: Op) -> Op:
         """Lets PyTorch do something when the turn of the step's lane comes."""
@@ -619,46 +697,54 @@ class HipEngine(Engine):
             with torch.cuda.device(self.device):
                 return self.execute(program, call)
         hip.use(self.index)
-        caller = self.work.caller()
-        lanes = self._lanes.get(caller)
+        slot = program.slot
+        key = self.work.caller(), bool(slot and slot.captured)
+        lanes = self._lanes.get(key)
         if lanes is None:
-            lanes = self._lanes[caller] = _Lanes(hip.stream(caller), self.work, self._new_event)
+            with hip.uncaptured():
+                lanes = _Lanes(hip.stream(key[0]), self.work, self._new_event, key[1])
+            self._lanes[key] = lanes
         call.state = lanes
         run = program.state.get("run") or self._run(program)
-        stream, slot = lanes["compute0"], program.slot
-        self.work.begin(call)
-        if slot is not None:
-            state = slot.state
-            if state.used and slot.words:
-                # The words are at rest again, which a call on this stream does not know by itself.
-                state.retired.hold(stream)
-            state.used = True
-        self._enqueue(run, call)
-        if slot is not None:
-            self._tell(program, run, call)
+        stream = lanes["compute0"]
+        self.work.begin(call, key[1] or (slot is None and bool(self.work.capturing())))
+        if slot is None:
+            lanes.fork.record(stream)
+            self._enqueue(run, call)
+        else:
+            self._call(program, slot, run, call)
         self.work.end(call, stream, self.interrupt)
 
-    def _tell(self, program: Program, run: _Run, call: Call) -> None:
-        """What peers and the watchdog are told is no business of the caller's stream."""
-        slot, lanes = program.slot, call.state
-        assert slot is not None
-        state, sync = slot.state, lanes["sync"]
+    def _call(self, program: Program, slot: Slot, run: _Run, call: Call) -> None:
+        """Enqueue a call on its slot. What peers and the watchdog are told is no business of the
+        caller's stream."""
+        lanes, state = call.state, slot.state
+        stream, sync = lanes["compute0"], lanes["sync"]
+        if state.used and slot.words:
+            # The words are at rest again, which a call on this stream does not know by itself.
+            state.retired.hold(stream)
+        state.used = True
+        lanes.fork.record(stream)
         lanes.fork.hold(sync)
+        # Before anything can be stuck.
         self._write([(state.watch.begun, slot.number(program))], sync)
         try:
-            state.over.record(lanes["compute0"])
+            self._enqueue(run, call)
+            state.over.record(stream)
             state.over.hold(sync)
             for op in run.tail:
                 op(call)
         finally:
             self._write(state.watch.end, sync)  # else the watchdog would wait for it for ever
         state.retired.record(sync)
+        if slot.captured:
+            state.retired.hold(stream)  # a capture ends with all its streams joined
 
     def _enqueue(self, run: _Run, call: Call) -> None:
-        """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
+        """Enqueue the body of a program; the lanes begin with ``fork`` and end with the caller's
+        stream."""
         lanes = call.state
         stream = lanes["compute0"]
-        lanes.fork.record(stream)
         for op in run.body:
             op(call)
         for lane in run.lanes:
@@ -698,11 +784,7 @@ class HipEngine(Engine):
         ]
 
     def capturing(self) -> int:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "the hip engine does not serve captured calls yet; call ficco outside of the graph"
-            )
-        return 0
+        return self.work.capturing()
 
     def synchronize(self) -> None:
         hip.use(self.index)
@@ -712,18 +794,23 @@ class HipEngine(Engine):
         self.work.settle()
 
     def idle(self, slots: Sequence[Slot]) -> bool:
-        return all(slot.state.retired.over() for slot in slots)
+        hip.use(self.index)
+        with hip.uncaptured():
+            return not any(
+                slot.state.watch.running() or not (slot.captured or slot.state.retired.over())
+                for slot in slots
+            )
 
     # Watching.
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
-        found: tuple[int, bool] = slot.state.watch.read()
-        return found
+        watch: _Watch = slot.state.watch
+        return watch.running(), watch.ended()
 
     def missing(self, slot: Slot, program: Program) -> Missing | None:
         steps = program.plan.steps
         if slot.memory is None:
-            return Missing(next(i for i, step in enumerate(steps) if step.op == "gather"))
+            return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
         try:
             words = self._read(slot)
         except BackendError:
@@ -743,32 +830,38 @@ class HipEngine(Engine):
     def _read(self, slot: Slot) -> list[int]:
         """The words of a slot of this rank, from any thread; empty if that takes too long."""
         hip.use(self.index)
-        target = hip.malloc_host(slot.words * WORD)
-        for index in range(slot.words):
-            address = slot.state.words.address(self.rank, index)
-            hip.copy_to_host(target + index * WORD, address, WORD, self._rescue)
-        if not hip.drain(self._rescue, 2.0):
-            self._host.append(target)  # still in use
-            return []
-        found = list((ctypes.c_uint32 * slot.words).from_address(target))
-        hip.free_host(target)
-        return found
+        with hip.uncaptured():
+            target, room = self._read_into
+            if room < slot.words:
+                # Kept until the end: to free memory waits for streams, and some are stuck.
+                target = hip.malloc_host(slot.words * WORD)
+                self._host.append(target)
+                self._read_into = target, slot.words
+            for index in range(slot.words):
+                address = slot.state.words.address(self.rank, index)
+                hip.copy_to_host(target + index * WORD, address, WORD, self._rescue)
+            if not hip.drain(self._rescue, 2.0):
+                self._read_into = 0, 0  # still in use
+                return []
+        return list((ctypes.c_uint32 * slot.words).from_address(target))
 
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
         """Write, again and again, what every wait wants, until no call is running."""
         end = time.monotonic() + seconds
-        if any(slot.memory is None and slot.state.watch.read()[0] for slot in slots):
+        watches = [slot.state.watch for slot in slots]
+        if any(slot.memory is None and slot.state.watch.running() for slot in slots):
             threading.Thread(target=self._abort_collective, daemon=True).start()
         hip.use(self.index)
-        while any(slot.state.watch.read()[0] for slot in slots):
-            if time.monotonic() > end:
-                return False
-            try:
-                self._satisfy()
-            except BackendError:
-                if self._dead():
-                    return True
-            time.sleep(0.01)
+        with hip.uncaptured():
+            while any(watch.running() for watch in watches):
+                if time.monotonic() > end:
+                    return False
+                try:
+                    self._satisfy()
+                except BackendError:
+                    if self._dead():
+                        return True
+                time.sleep(0.01)
         return True
 
     def _dead(self) -> bool:
@@ -812,6 +905,7 @@ class HipEngine(Engine):
             "nocu": "hipMemcpyAsync without compute units",
         }[self._copy_name]
         source = "PyTorch's" if self.memory == "torch" else "its own"
+        events = EVENTS["write" if self._flush else "plain"]
         rectangles = "hipMemcpy2DAsync" if self._rectangles else "packing, for want of a 2D copy"
         return Capabilities(
             engine="hip",
@@ -819,11 +913,11 @@ class HipEngine(Engine):
             wait=WAYS[self.way]
             + (f", by {by} (GPU_STREAMOPS_CP_WAIT)" if self.way != "kernel" else "")
             + "; relies on a peer's word arriving behind the copy in front of it",
-            copy=f"{copy} in memory of {source}, columns by {rectangles}; "
+            copy=f"{copy} in memory of {source}, columns by {rectangles}, ends told by {events}; "
             f"HIP {hip.runtime_version()}",
             movers=("dma", "kernel") if can_compile(self.work.target().vendor) else ("dma",),
             accumulate="float32 sums of m x n by " + accumulation(),
-            capture=False,
+            capture=True,
         )
 
     def close(self) -> None:
@@ -856,7 +950,6 @@ class HipEngine(Engine):
         if self._binding is not None:
             attempt(self._binding.close)
         self._lanes.clear()
-        self._packs.clear()
         for event in list(self._events):
             attempt(event.destroy)
         for stream in self.work.take():

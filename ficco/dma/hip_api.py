@@ -15,6 +15,7 @@ import ctypes
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 from ficco.errors import BackendError
@@ -33,6 +34,8 @@ _LAZY_PEER_ACCESS = int(hip.hipIpcMemLazyEnablePeerAccess)
 _NO_TIMING = int(hip.hipEventDisableTiming)
 _NON_BLOCKING = int(hip.hipStreamNonBlocking)
 _COHERENT = int(hip.hipHostMallocCoherent)
+_RELAXED = int(hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed)
+_CAPTURING = hip.hipStreamCaptureStatus.hipStreamCaptureStatusActive
 _KIND = hip.hipMemcpyKind
 
 #: Bytes of one signal: hipMallocSignalMemory comes by exactly so many.
@@ -81,7 +84,7 @@ def _checked(call: str) -> Callable[..., Any]:
             raise _unavailable(call, error) from error
         if result[0]:
             raise _failed(call, result[0])
-        return result[1] if len(result) == 2 else None
+        return result[1] if len(result) == 2 else result[1:] or None
 
     checked.__name__ = call
     return checked
@@ -129,6 +132,7 @@ _record = _checked("hipEventRecord")
 _wait_event = _checked("hipStreamWaitEvent")
 _destroy_event = _checked("hipEventDestroy")
 _elapsed = _checked("hipEventElapsedTime")
+_capture_info = _checked("hipStreamGetCaptureInfo")
 _memset = _checked("hipMemsetAsync")
 _call = _checked("hipLaunchHostFunc")
 _write_32 = _checked("hipStreamWriteValue32")
@@ -169,10 +173,15 @@ def start() -> int:
     return int(_get_device_count())
 
 
+def _loaded() -> set[str]:
+    """Paths of the copies of the library in this process."""
+    with open("/proc/self/maps") as maps:
+        return set(re.findall(r"\S*/libamdhip64\.so\S*", maps.read()))
+
+
 def _only_library() -> None:
     """Refuse two copies of the library: streams of one are none of the other's."""
-    with open("/proc/self/maps") as maps:
-        found = set(re.findall(r"\S*/libamdhip64\.so\S*", maps.read()))
+    found = _loaded()
     if len(found) > 1:
         raise BackendError(
             "dlopen libamdhip64.so",
@@ -329,6 +338,40 @@ class Event:
     def __del__(self) -> None:
         if getattr(self, "_event", None) is not None:
             hip.hipEventDestroy(self._event)
+
+
+# Graphs.
+
+
+@cache
+def _exchange_mode() -> Any:
+    """What both bindings get wrong: they pass a mode that was never set."""
+    found = ctypes.CDLL(_loaded().pop()).hipThreadExchangeStreamCaptureMode
+    found.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    return found
+
+
+class uncaptured:
+    """Within this block the thread may allocate, and ask what is over, although a graph is being
+    captured."""
+
+    def __enter__(self) -> None:
+        self._mode = ctypes.c_int(_RELAXED)
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        error = _exchange_mode()(self._mode)
+        if error:
+            raise _failed("hipThreadExchangeStreamCaptureMode", hip.hipError_t(error))
+
+
+def capture_id(stream: Any) -> int:
+    """Number of the capture that a stream is in, 0 if none."""
+    status, number = _capture_info(stream)
+    return int(number) if status == _CAPTURING else 0
 
 
 # What streams do.

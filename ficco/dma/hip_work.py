@@ -7,6 +7,7 @@ GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from abc import ABC, abstractmethod
@@ -27,9 +28,11 @@ class Work(ABC):
     Attributes:
         device: the number of the device.
         streams: those that were made, by name.
+        events: how an event is recorded behind a copy, see :data:`ficco.dma.hip.EVENTS`.
     """
 
     device: int
+    events: str = "plain"
 
     def __init__(self) -> None:
         self.streams: dict[str, Any] = {}
@@ -55,8 +58,12 @@ class Work(ABC):
         """Memory as bytes, and an object that lives as long as a tensor looks into it."""
 
     @abstractmethod
-    def begin(self, call: Call) -> None:
-        """Take a call's operands into care."""
+    def capturing(self) -> int:
+        """A number that tells graph captures of the caller's stream apart, 0 outside of one."""
+
+    @abstractmethod
+    def begin(self, call: Call, captured: bool) -> None:
+        """Take a call's operands into care; those of a captured one for good."""
 
     @abstractmethod
     def end(self, call: Call, stream: Any, interrupt: Callable[[], None]) -> None:
@@ -71,6 +78,11 @@ class Work(ABC):
         """Forget all streams; those that have to be destroyed."""
 
 
+#: Streams of engines that are closed, by device and priority: PyTorch keeps a workspace of its
+#: products for every stream that it has seen, and so they are used again.
+_spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+
+
 class TorchWork(Work):
     """Tensors on a GPU."""
 
@@ -78,16 +90,30 @@ class TorchWork(Work):
         super().__init__()
         self.device = device.index
         self._device = device
-        self._torch: dict[int, torch.cuda.Stream] = {}
+        # Streams as PyTorch takes them, and whether they are urgent, by the binding's object.
+        self._torch: dict[int, tuple[torch.cuda.Stream, bool]] = {}
+        if not torch.version.hip:
+            self.events = "write"
 
     def caller(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        return int(torch._C._cuda_getCurrentRawStream(self.device))
+
+    def capturing(self) -> int:
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
+        return hip.capture_id(hip.stream(self.caller()))
 
     def stream(self, name: str, urgent: bool) -> Any:
         if name not in self.streams:
-            made = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-            self.streams[name] = hip.stream(made.cuda_stream)
-            self._torch[id(self.streams[name])] = made
+            # Not one of PyTorch's own, which it hands out again and again.
+            key = self.device, -1 if urgent else 0
+            if spare := _spare.get(key):
+                made = spare.pop()
+            else:
+                handle = hip.make_stream(urgent).as_c_void_p().value
+                made = torch.cuda.ExternalStream(handle, self._device)
+            self.streams[name] = found = hip.stream(made.cuda_stream)
+            self._torch[id(found)] = made, urgent
         return self.streams[name]
 
     def run(self, stream: Any, op: Op, call: Call) -> None:
@@ -95,8 +121,12 @@ class TorchWork(Work):
         if lane is None:  # the caller's own
             op(call)
             return
-        with torch.cuda.stream(lane):
+        before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(lane[0])
+        try:
             op(call)
+        finally:
+            torch.cuda.set_stream(before)
 
     def target(self) -> Target:
         properties = torch.cuda.get_device_properties(self._device)
@@ -106,9 +136,10 @@ class TorchWork(Work):
 
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
         keeper = _Bytes(address, nbytes)
-        return torch.as_tensor(keeper, device=self._device), keeper
+        with torch.inference_mode(False):  # calls of other modes use it, too
+            return torch.as_tensor(keeper, device=self._device), keeper
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Call, captured: bool) -> None:
         pass  # PyTorch's allocator follows the caller's stream, which all lanes end with
 
     def end(self, call: Call, stream: Any, interrupt: Callable[[], None]) -> None:
@@ -118,6 +149,10 @@ class TorchWork(Work):
         torch.cuda.synchronize(self._device)
 
     def take(self) -> list[Any]:
+        for made, urgent in self._torch.values():
+            with contextlib.suppress(RuntimeError):  # of a device that has failed
+                if made.query():  # else it is stuck
+                    _spare.setdefault((self.device, -1 if urgent else 0), []).append(made)
         self.streams.clear()
         self._torch.clear()
         return []
@@ -153,6 +188,7 @@ class CallbackWork(Work):
         self._adopt, self._release = adopt
         self.waits, self.error = True, None
         self._calls: list[Call] = []  # under way
+        self._captured: dict[int, Call] = {}  # in graphs
         self._waiting: dict[int, tuple[Op, Call]] = {}
         self._tickets = count(1)
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._serve)
@@ -160,6 +196,10 @@ class CallbackWork(Work):
 
     def caller(self) -> int:
         return int(self.stream("caller", False).as_c_void_p().value)
+
+    def capturing(self) -> int:
+        hip.use(self.device)
+        return hip.capture_id(self.stream("caller", False))
 
     def stream(self, name: str, urgent: bool) -> Any:
         if name not in self.streams:
@@ -172,7 +212,9 @@ class CallbackWork(Work):
         hip.call(stream, self._address, ticket)
 
     def _serve(self, ticket: int) -> None:
-        op, call = self._waiting.pop(ticket)
+        op, call = self._waiting[ticket]
+        if id(call) not in self._captured:  # a replay serves it again
+            del self._waiting[ticket]
         try:
             # Grad and inference mode belong to a thread.
             with torch.inference_mode():
@@ -187,15 +229,17 @@ class CallbackWork(Work):
         keeper = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(keeper, dtype=torch.uint8), keeper
 
-    def begin(self, call: Call) -> None:
-        storage = call.a.untyped_storage()
-        if storage.nbytes():
+    def begin(self, call: Call, captured: bool) -> None:
+        for storage in _storages(call):
             self._adopt(storage.data_ptr(), storage.nbytes())
-        self._calls.append(call)
+        if captured:
+            self._captured[id(call)] = call
+        else:
+            self._calls.append(call)
 
     def end(self, call: Call, stream: Any, interrupt: Callable[[], None]) -> None:
         """Results have to be there when a call returns, unless :attr:`waits` says otherwise."""
-        if not self.waits:
+        if not self.waits or id(call) in self._captured:
             return
         over = hip.Event()
         try:
@@ -213,14 +257,22 @@ class CallbackWork(Work):
 
     def _forget(self, call: Call) -> None:
         """Give the operands back; raises what went wrong in an operation."""
-        storage = call.a.untyped_storage()
-        if storage.nbytes():
+        for storage in _storages(call):
             self._release(storage.data_ptr())
         if self.error is not None:
             error, self.error = self.error, None
             raise error
 
     def take(self) -> list[Any]:
+        while self._captured:
+            self._forget(self._captured.popitem()[1])
         found = list(self.streams.values())
         self.streams.clear()
         return found
+
+
+def _storages(call: Call) -> list[torch.UntypedStorage]:
+    """Memory of a call that copies read."""
+    tensors = (call.a, call.partial, call.out)
+    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return [storage for storage in found if storage.nbytes()]

@@ -67,6 +67,13 @@ enum Code {
   PeerAccessNotEnabled = 705,
   LaunchFailure = 719,
   NotSupported = 801,
+  CaptureUnsupported = 900,
+  CaptureInvalidated = 901,
+  CaptureMerge = 902,
+  CaptureUnmatched = 903,
+  CaptureUnjoined = 904,
+  CaptureIsolation = 905,
+  CapturedEvent = 907,
   Unknown = 999,
 };
 
@@ -88,6 +95,16 @@ const std::map<int, std::pair<const char*, const char*>> NAMES = {
     {PeerAccessNotEnabled, {"hipErrorPeerAccessNotEnabled", "peer access has not been enabled"}},
     {LaunchFailure, {"hipErrorLaunchFailure", "unspecified launch failure"}},
     {NotSupported, {"hipErrorNotSupported", "operation not supported"}},
+    {CaptureUnsupported,
+     {"hipErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"}},
+    {CaptureInvalidated,
+     {"hipErrorStreamCaptureInvalidated", "operation failed due to a previous error in capture"}},
+    {CaptureMerge, {"hipErrorStreamCaptureMerge", "a merge of two captures"}},
+    {CaptureUnmatched, {"hipErrorStreamCaptureUnmatched", "capture was not begun on this stream"}},
+    {CaptureUnjoined, {"hipErrorStreamCaptureUnjoined", "a capture with unjoined streams"}},
+    {CaptureIsolation,
+     {"hipErrorStreamCaptureIsolation", "a dependency on work outside of the capture"}},
+    {CapturedEvent, {"hipErrorCapturedEvent", "the event was last recorded in a capture"}},
     {Unknown, {"hipErrorUnknown", "unknown error"}},
 };
 
@@ -352,10 +369,15 @@ struct Marker {
   std::chrono::steady_clock::time_point when;
 };
 
+struct Capture;
+
 struct Event {
   int device;
   unsigned flags;
   std::shared_ptr<Marker> marker;
+  // Where it was recorded in a capture: behind so many nodes of a lane.
+  std::shared_ptr<Capture> capture;
+  size_t lane = 0, count = 0;
 };
 
 struct Stream;
@@ -367,12 +389,86 @@ struct Work {
   Uses uses;
 };
 
+// What streams are given during a capture, by stream. A node runs behind those before it on its lane
+// and, if `after` is set, behind so many nodes of another lane.
+struct Node {
+  Work work;
+  bool after = false;
+  size_t lane = 0, count = 0;
+};
+
+struct Capture {
+  uint64_t id;
+  int mode;
+  std::thread::id thread;
+  Stream* origin;
+  bool invalid = false, ended = false;
+  std::vector<Stream*> streams;
+  std::vector<std::vector<Node>> lanes;
+};
+
+std::atomic<uint64_t> captures{0};
+std::mutex capturing;  // guards all captures; taken before `table`
+std::vector<std::shared_ptr<Capture>>& open_captures() {
+  static auto* found = new std::vector<std::shared_ptr<Capture>>;
+  return *found;
+}
+thread_local int capture_mode = 0;  // 2 is relaxed
+
+// The capture that a call which is unsafe during captures would break, if there is one.
+std::shared_ptr<Capture> forbidding() {
+  std::lock_guard<std::mutex> lock(capturing);
+  if (capture_mode == 2) return nullptr;
+  for (auto& capture : open_captures())
+    if ((capture->mode == 0 && capture_mode == 0) ||
+        (capture->mode < 2 && capture->thread == std::this_thread::get_id()))
+      return capture;
+  return nullptr;
+}
+
+#define UNSAFE(name)                                                                       \
+  do {                                                                                     \
+    if (auto capture = forbidding()) {                                                     \
+      capture->invalid = true;                                                             \
+      return violation(CaptureUnsupported, "%s during a capture, in a mode that forbids it", name); \
+    }                                                                                      \
+  } while (0)
+
+void late() {
+  thread_local std::mt19937 random(getpid() * 31 + reinterpret_cast<uintptr_t>(&random) % 1000);
+  if (long most = settings().jitter_us)
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
+}
+
+// Wait, with more and more patience, until something is true or nothing works any more.
+void poll(const std::function<bool()>& ready, const std::function<bool()>& ending) {
+  for (int round = 0; !sticky && !ready(); round++) {
+    if (round < 200)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (round % 64 == 63 && ending()) return;
+  }
+}
+
+void perform(Work& work, const std::function<bool()>& ending) {
+  late();
+  if (work.ready) poll(work.ready, ending);
+  if (ending()) return;
+  for (auto& memory : work.uses)
+    if (memory->mapped && lost.count(memory->pid)) sticky = LaunchFailure;
+  if (!sticky) work.run();
+  for (auto& memory : work.uses) memory->pending--;
+}
+
 struct Stream {
   int device;
   std::mutex lock;
   std::condition_variable wake;
   std::deque<Work> work;
   bool busy = false, ending = false;
+  std::shared_ptr<Capture> capture;  // that it is in, guarded by `capturing`
+  size_t lane = 0;
   std::thread thread;
 
   explicit Stream(int device_) : device(device_) {
@@ -381,7 +477,10 @@ struct Stream {
 
   void serve() {
     current_device = device;
-    std::mt19937 random(getpid() * 31 + device + reinterpret_cast<uintptr_t>(this) % 1000);
+    auto over = [this] {
+      std::lock_guard<std::mutex> held(lock);
+      return ending;
+    };
     while (true) {
       Work next;
       {
@@ -392,33 +491,35 @@ struct Stream {
         work.pop_front();
         busy = true;
       }
-      if (long most = settings().jitter_us)
-        std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
-      for (int round = 0; next.ready && !sticky && !next.ready(); round++) {
-        if (round < 200)
-          std::this_thread::yield();
-        else
-          std::this_thread::sleep_for(std::chrono::microseconds(20));
-        if (round % 64 == 63) {
-          std::lock_guard<std::mutex> held(lock);
-          if (ending) return;
-        }
-      }
-      for (auto& memory : next.uses)
-        if (memory->mapped && lost.count(memory->pid)) sticky = LaunchFailure;
-      if (!sticky) next.run();
-      for (auto& memory : next.uses) memory->pending--;
+      perform(next, over);
+      if (over()) return;
       next = Work{};
       std::lock_guard<std::mutex> held(lock);
       busy = false;
     }
   }
 
+  // Take work, or note it in the capture that the stream is in.
   void add(Work next) {
+    {
+      std::lock_guard<std::mutex> held(capturing);
+      if (capture) {
+        capture->lanes[lane].push_back({std::move(next)});
+        return;
+      }
+    }
     for (auto& memory : next.uses) memory->pending++;
     std::lock_guard<std::mutex> held(lock);
     work.push_back(std::move(next));
     wake.notify_one();
+  }
+
+  // `capturing` is held.
+  void join(std::shared_ptr<Capture> into) {
+    lane = into->lanes.size();
+    into->streams.push_back(this);
+    into->lanes.emplace_back();
+    capture = std::move(into);
   }
 
   bool idle() {
@@ -426,6 +527,33 @@ struct Stream {
     return !busy && work.empty();
   }
 };
+
+// Graphs, and graphs that can be launched, by their addresses.
+struct Graph {
+  std::shared_ptr<Capture> capture;
+  bool executable;
+};
+std::map<void*, std::unique_ptr<Graph>>& graphs() {
+  static auto* found = new std::map<void*, std::unique_ptr<Graph>>;
+  return *found;
+}
+
+// Carry a graph out: a thread for each lane, whose nodes wait for nodes of others.
+void replay(Capture& capture, int device) {
+  std::vector<std::atomic<size_t>> done(capture.lanes.size());
+  std::vector<std::thread> threads;
+  auto never = [] { return false; };
+  for (size_t lane = 0; lane < capture.lanes.size(); lane++)
+    threads.emplace_back([&, lane] {
+      current_device = device;
+      for (auto& node : capture.lanes[lane]) {
+        if (node.after) poll([&] { return done[node.lane] >= node.count; }, never);
+        perform(node.work, never);
+        done[lane]++;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
 
 std::map<void*, std::shared_ptr<Stream>>& streams() {
   static auto* found = new std::map<void*, std::shared_ptr<Stream>>;
@@ -479,6 +607,11 @@ std::shared_ptr<Memory> reach(Stream& stream, const void* pointer, size_t nbytes
     }
   }
   return memory;
+}
+
+std::shared_ptr<Capture> capture_of(Stream& stream) {
+  std::lock_guard<std::mutex> lock(capturing);
+  return stream.capture;
 }
 
 int copy(const char* call, void* target, size_t target_pitch, const void* source,
@@ -568,6 +701,7 @@ int leaks() {
   for (size_t i = 0; i < streams().size(); i++) found += "leak: a stream\n";
   for (size_t i = 0; i < events().size(); i++) found += "leak: an event\n";
   for (size_t i = 0; i < modules().size(); i++) found += "leak: a module\n";
+  for (size_t i = 0; i < graphs().size(); i++) found += "leak: a graph\n";
   fputs(found.c_str(), stderr);
   fflush(stderr);
   std::lock_guard<std::mutex> talking(saying);
@@ -797,10 +931,12 @@ API int hipDeviceEnablePeerAccess(int peer, unsigned flags) {
 
 API int hipMalloc(void** pointer, size_t nbytes) {
   ENTER("hipMalloc");
+  UNSAFE("hipMalloc");
   return allocate(pointer, nbytes, Device);
 }
 API int hipExtMallocWithFlags(void** pointer, size_t nbytes, unsigned flags) {
   ENTER("hipExtMallocWithFlags");
+  UNSAFE("hipExtMallocWithFlags");
   if (flags == 2 && nbytes != 8)
     return violation(InvalidValue, "signal memory of %zu bytes; it comes by 8", nbytes);
   if (flags > 3) return InvalidValue;
@@ -808,14 +944,25 @@ API int hipExtMallocWithFlags(void** pointer, size_t nbytes, unsigned flags) {
 }
 API int hipHostMalloc(void** pointer, size_t nbytes, unsigned) {
   ENTER("hipHostMalloc");
+  UNSAFE("hipHostMalloc");
   return allocate(pointer, nbytes, Host);
+}
+// During a capture nothing may be freed, in no mode: graphs may use it.
+static bool in_capture() {
+  std::lock_guard<std::mutex> lock(capturing);
+  for (auto& capture : open_captures())
+    if (capture->thread == std::this_thread::get_id()) return true;
+  return false;
 }
 API int hipFree(void* pointer) {
   ENTER("hipFree");
+  if (in_capture()) return violation(CaptureUnsupported, "hipFree during a capture");
+  UNSAFE("hipFree");
   return release(pointer, false, "hipFree");
 }
 API int hipHostFree(void* pointer) {
   ENTER("hipHostFree");
+  UNSAFE("hipHostFree");
   return release(pointer, true, "hipHostFree");
 }
 API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
@@ -836,6 +983,7 @@ API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
 }
 API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle given, unsigned flags) {
   ENTER("hipIpcOpenMemHandle");
+  UNSAFE("hipIpcOpenMemHandle");
   Handle handle;
   memcpy(&handle, &given, sizeof handle);
   *pointer = nullptr;
@@ -885,6 +1033,7 @@ API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle given, unsigned flags) 
 }
 API int hipIpcCloseMemHandle(void* pointer) {
   ENTER("hipIpcCloseMemHandle");
+  UNSAFE("hipIpcCloseMemHandle");
   std::lock_guard<std::mutex> lock(table);
   auto found = memories().find(static_cast<char*>(pointer));
   if (found == memories().end() || !found->second->mapped)
@@ -902,6 +1051,7 @@ API int hipIpcCloseMemHandle(void* pointer) {
 
 API int hipStreamCreateWithPriority(void** target, unsigned flags, int priority) {
   ENTER("hipStreamCreateWithPriority");
+  UNSAFE("hipStreamCreateWithPriority");
   if (flags > 1 || priority < -1 || priority > 1) return InvalidValue;
   auto made = std::make_shared<Stream>(current_device);
   std::lock_guard<std::mutex> lock(table);
@@ -911,6 +1061,7 @@ API int hipStreamCreateWithPriority(void** target, unsigned flags, int priority)
 }
 API int hipStreamDestroy(void* handle) {
   ENTER("hipStreamDestroy");
+  UNSAFE("hipStreamDestroy");
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard<std::mutex> lock(table);
@@ -932,14 +1083,19 @@ API int hipStreamDestroy(void* handle) {
 }
 API int hipStreamQuery(void* handle) {
   ENTER("hipStreamQuery");
+  UNSAFE("hipStreamQuery");
   int code = 0;
   auto stream = queue(handle, "hipStreamQuery", code);
   if (!stream) return code;
+  if (auto capture = capture_of(*stream)) {
+    capture->invalid = true;
+    return violation(CaptureUnsupported, "hipStreamQuery of a stream that is being captured");
+  }
   return latch(stream->idle() ? Success : NotReady);
 }
 API int hipEventCreateWithFlags(void** target, unsigned flags) {
   ENTER("hipEventCreateWithFlags");
-  auto made = std::make_shared<Event>(Event{current_device, flags, nullptr});
+  auto made = std::make_shared<Event>(Event{current_device, flags, nullptr, nullptr});
   std::lock_guard<std::mutex> lock(table);
   events()[made.get()] = made;
   *target = made.get();
@@ -972,8 +1128,15 @@ API int hipEventRecord(void* handle, void* on) {
                      "%d", event->device, stream->device);
   auto marker = std::make_shared<Marker>();
   {
+    std::lock_guard<std::mutex> held(capturing);
     std::lock_guard<std::mutex> lock(table);
     event->marker = marker;
+    event->capture = stream->capture;
+    if (stream->capture) {
+      event->lane = stream->lane;
+      event->count = stream->capture->lanes[stream->lane].size();
+      return Success;
+    }
   }
   auto run = [=] {
     marker->when = std::chrono::steady_clock::now();
@@ -989,19 +1152,39 @@ API int hipStreamWaitEvent(void* on, void* handle, unsigned) {
   if (!event) return code;
   auto stream = queue(on, "hipStreamWaitEvent", code);
   if (!stream) return code;
-  std::lock_guard<std::mutex> lock(table);
-  auto marker = event->marker;
+  std::shared_ptr<Marker> marker;
+  {
+    std::lock_guard<std::mutex> held(capturing);
+    std::lock_guard<std::mutex> lock(table);
+    marker = event->marker;
+    auto& capture = event->capture;
+    if (capture && capture->ended)
+      return violation(CapturedEvent, "hipStreamWaitEvent for an event of a capture that is over");
+    if (capture && stream->capture && stream->capture != capture)
+      return violation(CaptureMerge, "hipStreamWaitEvent in one capture for another");
+    if (stream->capture && marker && !capture)
+      return violation(CaptureIsolation, "hipStreamWaitEvent in a capture for an event outside");
+    if (capture) {
+      if (!stream->capture) stream->join(capture);
+      Node node{{[] {}, nullptr, {}}, true, event->lane, event->count};
+      capture->lanes[stream->lane].push_back(std::move(node));
+      return Success;
+    }
+  }
   if (marker)
     stream->add({[] {}, [=] { return marker->over.load(); }, {}});
   return Success;
 }
 API int hipEventQuery(void* handle) {
   ENTER("hipEventQuery");
+  UNSAFE("hipEventQuery");
   int code = 0;
   auto event = event_of(handle, "hipEventQuery", code);
   if (!event) return code;
   std::lock_guard<std::mutex> lock(table);
   if (sticky) return sticky;
+  if (event->capture)
+    return violation(CapturedEvent, "hipEventQuery of an event that was recorded in a capture");
   return latch(!event->marker || event->marker->over ? Success : NotReady);
 }
 API int hipEventElapsedTime(float* ms, void* start, void* stop) {
@@ -1097,10 +1280,153 @@ API int hipLaunchHostFunc(void* handle, void (*function)(void*), void* argument)
   return Success;
 }
 
+// Graphs.
+
+API int hipThreadExchangeStreamCaptureMode(int* mode) {
+  ENTER("hipThreadExchangeStreamCaptureMode");
+  if (*mode < 0 || *mode > 2)
+    return violation(InvalidValue, "hipThreadExchangeStreamCaptureMode with mode %d", *mode);
+  std::swap(*mode, capture_mode);
+  return Success;
+}
+API int hipStreamBeginCapture(void* handle, int mode) {
+  ENTER("hipStreamBeginCapture");
+  int code = 0;
+  auto stream = queue(handle, "hipStreamBeginCapture", code);
+  if (!stream) return code;
+  std::lock_guard<std::mutex> lock(capturing);
+  if (stream->capture || mode < 0 || mode > 2)
+    return violation(InvalidValue, "hipStreamBeginCapture on a stream in a capture, or mode %d",
+                     mode);
+  auto made = std::make_shared<Capture>();
+  made->id = ++captures;
+  made->mode = mode;
+  made->thread = std::this_thread::get_id();
+  made->origin = stream.get();
+  open_captures().push_back(made);
+  stream->join(made);
+  return Success;
+}
+API int hipStreamIsCapturing(void* handle, int* status) {
+  ENTER("hipStreamIsCapturing");
+  int code = 0;
+  auto stream = queue(handle, "hipStreamIsCapturing", code);
+  if (!stream) return code;
+  auto capture = capture_of(*stream);
+  *status = capture ? 1 + capture->invalid : 0;
+  return Success;
+}
+API int hipStreamGetCaptureInfo(void* handle, int* status, unsigned long long* id) {
+  ENTER("hipStreamGetCaptureInfo");
+  int code = 0;
+  auto stream = queue(handle, "hipStreamGetCaptureInfo", code);
+  if (!stream) return code;
+  auto capture = capture_of(*stream);
+  *status = capture ? 1 + capture->invalid : 0;
+  if (id) *id = capture ? capture->id : 0;
+  return Success;
+}
+API int hipStreamEndCapture(void* handle, void** graph) {
+  ENTER("hipStreamEndCapture");
+  int code = 0;
+  *graph = nullptr;
+  auto stream = queue(handle, "hipStreamEndCapture", code);
+  if (!stream) return code;
+  std::lock_guard<std::mutex> lock(capturing);
+  auto capture = stream->capture;
+  if (!capture || capture->origin != stream.get())
+    return violation(CaptureUnmatched, "hipStreamEndCapture where no capture began");
+  auto& open = open_captures();
+  open.erase(std::find(open.begin(), open.end(), capture));
+  capture->ended = true;
+  for (auto* one : capture->streams) one->capture = nullptr;
+  if (capture->invalid) return latch(CaptureInvalidated);
+  // What the origin's end waits for, lane by lane; anything else is not joined.
+  std::vector<size_t> joined(capture->lanes.size(), 0), seen(joined);
+  joined[0] = capture->lanes[0].size();
+  for (bool more = true; more;) {
+    more = false;
+    for (size_t lane = 0; lane < joined.size(); lane++)
+      for (; seen[lane] < joined[lane]; seen[lane]++) {
+        auto& node = capture->lanes[lane][seen[lane]];
+        if (node.after && joined[node.lane] < node.count) joined[node.lane] = node.count;
+        more = true;
+      }
+  }
+  for (size_t lane = 0; lane < joined.size(); lane++)
+    if (joined[lane] < capture->lanes[lane].size())
+      return violation(CaptureUnjoined, "hipStreamEndCapture with a stream that was not joined");
+  std::lock_guard<std::mutex> held(table);
+  auto made = std::make_unique<Graph>(Graph{capture, false});
+  *graph = made.get();
+  graphs()[*graph] = std::move(made);
+  return Success;
+}
+static Graph* graph_of(void* handle, bool executable, const char* call, int& code) {
+  std::lock_guard<std::mutex> lock(table);
+  auto found = graphs().find(handle);
+  if (found != graphs().end() && found->second->executable == executable)
+    return found->second.get();
+  code = violation(InvalidHandle, "%s of %p, which is no such graph", call, handle);
+  return nullptr;
+}
+API int hipGraphInstantiateWithFlags(void** target, void* handle, unsigned long long flags) {
+  ENTER("hipGraphInstantiateWithFlags");
+  UNSAFE("hipGraphInstantiateWithFlags");
+  int code = 0;
+  auto* graph = graph_of(handle, false, "hipGraphInstantiateWithFlags", code);
+  if (!graph) return code;
+  if (flags) return latch(InvalidValue);
+  std::lock_guard<std::mutex> lock(table);
+  auto made = std::make_unique<Graph>(Graph{graph->capture, true});
+  *target = made.get();
+  graphs()[*target] = std::move(made);
+  return Success;
+}
+API int hipGraphLaunch(void* handle, void* on) {
+  ENTER("hipGraphLaunch");
+  int code = 0;
+  auto* graph = graph_of(handle, true, "hipGraphLaunch", code);
+  if (!graph) return code;
+  auto stream = queue(on, "hipGraphLaunch", code);
+  if (!stream) return code;
+  auto capture = graph->capture;
+  for (auto& lane : capture->lanes)
+    for (auto& node : lane)
+      for (auto& memory : node.work.uses) {
+        std::lock_guard<std::mutex> lock(table);
+        auto found = memories().find(memory->start);
+        if (found == memories().end() || found->second != memory)
+          return violation(InvalidValue, "hipGraphLaunch: %s memory that it uses is gone",
+                           KINDS[memory->kind]);
+        memory->pending++;
+      }
+  int device = stream->device;
+  stream->add({[=] { replay(*capture, device); }, nullptr, {}});
+  return Success;
+}
+API int hipGraphDestroy(void* handle) {
+  ENTER("hipGraphDestroy");
+  int code = 0;
+  if (!graph_of(handle, false, "hipGraphDestroy", code)) return code;
+  std::lock_guard<std::mutex> lock(table);
+  graphs().erase(handle);
+  return Success;
+}
+API int hipGraphExecDestroy(void* handle) {
+  ENTER("hipGraphExecDestroy");
+  int code = 0;
+  if (!graph_of(handle, true, "hipGraphExecDestroy", code)) return code;
+  std::lock_guard<std::mutex> lock(table);
+  graphs().erase(handle);
+  return Success;
+}
+
 // Kernels.
 
 API int hipModuleLoadData(void** module, const void* image) {
   ENTER("hipModuleLoadData");
+  UNSAFE("hipModuleLoadData");
   if (!image) return InvalidValue;
   std::lock_guard<std::mutex> lock(table);
   *module = new char;
@@ -1119,6 +1445,7 @@ API int hipModuleGetFunction(void** function, void* module, const char* name) {
 }
 API int hipModuleUnload(void* module) {
   ENTER("hipModuleUnload");
+  UNSAFE("hipModuleUnload");
   std::lock_guard<std::mutex> lock(table);
   if (!modules().erase(module))
     return violation(InvalidHandle, "hipModuleUnload of %p, which is no module", module);
