@@ -38,7 +38,7 @@ STYLES = {"ficco": ficco.nn, "torch": torch.distributed.tensor.parallel}
 class Config:
     """Sizes of the model and of the training."""
 
-    layers: int = 4
+    layers: int = 2
     hidden: int = 128
     heads: int = 8
     kv_heads: int = 4
