@@ -1,4 +1,4 @@
-"""Every schedule once, proven exact, timed, and drawn."""
+"""Every schedule and every operator once, proven exact, timed, and drawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ficco.bench.calls import build
-from ficco.bench.candidates import Candidate, parse
-from ficco.bench.cases import scenarios
+from ficco.bench.calls import build, taken
+from ficco.bench.candidates import Candidate, of_operator, parse
+from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.decisions import examples, table_i
 from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
 from ficco.bench.stats import slowest
 from ficco.bench.traces import trace_all
 from ficco.machine import find
-from ficco.problem import Problem
+from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ KNOBS = (
     "hetero-fused-1d:kernel",
     "uniform-fused-2d:pull,compute=2",
 )
+
+#: What everything is compared with.
+TORCH = Candidate("torch.distributed, then matmul", "serial-collective")
+
+#: What is said of a product.
+WORDS = {True: "exact", False: "[bold red]wrong[/]", None: "not served"}
 
 #: Calls of each schedule, each with inputs of its own.
 CALLS = 5
@@ -86,6 +93,16 @@ class Result:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Served:
+    """One operator as a call with nothing else set does it, beside torch's own composition."""
+
+    operator: str
+    schedule: str
+    result: Result
+    torchs: Result
+
+
 def demo(settings: Settings) -> int:
     """Run the demo on this rank; the exit code."""
     from rich.console import Console
@@ -96,13 +113,11 @@ def demo(settings: Settings) -> int:
     device = torch.device(settings.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    rows, n, k, dtype = SIZES[device.type]
-    problem = Problem("all_gather_matmul", (rows,) * group.size(), n, k, dtype)
-    operands = Operands(problem, group.rank(), device)
-    operands.exact_b()
+    operands = _operands(OPERATOR, group, device)
+    problem = operands.problem
     candidates = [
-        Candidate("torch.distributed, then matmul", "serial-collective"),
-        *(parse(name) for name in (*NAMED, *KNOBS)),
+        TORCH,
+        *of_operator([parse(name) for name in (*NAMED, *KNOBS)], OPERATOR),
     ]
     console = Console(quiet=not first, width=None if sys.stdout.isatty() else 100)
     console.print(f"{problem} on {device.type}")
@@ -110,19 +125,24 @@ def demo(settings: Settings) -> int:
     show = Progress(console=Console(stderr=True, quiet=not first), transient=True)
     results: list[Result] = []
     with show:
-        task = show.add_task("calls", total=len(candidates) + 1)
+        task = show.add_task("calls", total=len(candidates) + len(OPERATORS) + 1)
         for number, candidate in enumerate(candidates):
             show.update(task, description=candidate.name)
             results.append(_calls(candidate, operands, group, number * CALLS))
             show.advance(task)
+        served = []
+        for operator in OPERATORS:
+            show.update(task, description=operator)
+            served.append(_operator(operator, group, device))
+            show.advance(task)
         show.update(task, description="timelines")
-        served = [
+        drawn = [
             one.schedule
             for one, result in zip(candidates, results, strict=True)
             if one.ours and result.exact is not None
         ]
         with _slow_copies(device):
-            timelines = trace_all(served, operands, group)
+            timelines = trace_all(drawn, operands, group)
         if first:
             out.mkdir(parents=True, exist_ok=True)
             limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s"
@@ -133,10 +153,11 @@ def demo(settings: Settings) -> int:
         return 0
     _write(out / "demo.csv", results)
     _print(console, results)
+    _print_operators(console, served)
     console.print(f"timelines, planned beside measured: {picture}", soft_wrap=True, highlight=False)
     console.print(f"trace for https://ui.perfetto.dev: {traced}", soft_wrap=True, highlight=False)
     _decisions(console)
-    text, code = verdict(results, group.size())
+    text, code = verdict(results, group.size(), served)
     print(text, flush=True)
     return code
 
@@ -154,13 +175,31 @@ def _decisions(console: Console) -> None:
     console.print(table_i(machine, scenarios()), highlight=False)
 
 
-def verdict(results: list[Result], world: int) -> tuple[str, int]:
+def verdict(results: list[Result], world: int, served: Sequence[Served] = ()) -> tuple[str, int]:
     """The last line, and the exit code. The first result is not a schedule's."""
     wrong = [result.name for result in results if result.exact is False]
+    wrong += [one.operator for one in served if not one.result.exact]
     if wrong:
         return f"demo failed: wrong results of {', '.join(wrong)}", 1
     count = sum(result.exact is True for result in results[1:])
     return f"demo ok: {count} schedules exact on {world} ranks", 0
+
+
+def _operands(operator: str, group: ProcessGroup, device: torch.device) -> Operands:
+    rows, n, k, dtype = SIZES[device.type]
+    case = Case("", rows * group.size(), n, k, dtype).on(operator)
+    operands = Operands(case.problem(group.size()), group.rank(), device)
+    operands.exact_b()
+    return operands
+
+
+def _operator(operator: str, group: ProcessGroup, device: torch.device) -> Served:
+    """An operator by what ``auto`` takes, and by torch's collective."""
+    operands = _operands(operator, group, device)
+    torchs = _calls(TORCH, operands, group, 0)
+    result = _calls(parse("auto"), operands, group, CALLS)
+    schedule = str(taken(operands.problem, group, device).schedule)
+    return Served(operator, schedule, result, torchs)
 
 
 def _calls(candidate: Candidate, operands: Operands, group: ProcessGroup, seed: int) -> Result:
@@ -211,13 +250,29 @@ def _print(console: Console, results: list[Result]) -> None:
     from rich.table import Table
 
     torchs = results[0].ms
-    table = Table()
+    table = Table(title="all_gather_matmul by every schedule", title_justify="left")
     table.add_column("schedule", overflow="fold")
     for heading in ("ms", "x torch"):  # times as fast as torch's own composition, the first row
         table.add_column(heading, justify="right")
     table.add_column("product")
     for one in results:
-        word = {True: "exact", False: "[bold red]wrong[/]", None: "not served"}[one.exact]
+        word = WORDS[one.exact]
         figures = ("", "") if one.exact is None else (f"{one.ms:.2f}", f"{torchs / one.ms:.2f}")
         table.add_row(one.name, *figures, word)
+    console.print(table)
+
+
+def _print_operators(console: Console, served: Sequence[Served]) -> None:
+    from rich.table import Table
+
+    table = Table(title="Every operator by schedule='auto'", title_justify="left")
+    table.add_column("operator")
+    table.add_column("took", overflow="fold")
+    for heading in ("ms", "x torch"):
+        table.add_column(heading, justify="right")
+    table.add_column("result")
+    for one in served:
+        ms, torchs = one.result.ms, one.torchs.ms
+        figures = (f"{ms:.2f}", f"{torchs / ms:.2f}")
+        table.add_row(one.operator, one.schedule, *figures, WORDS[one.result.exact])
     console.print(table)

@@ -9,7 +9,9 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from ficco.bench.cases import Case
+from ficco.heuristics import problem_of
 from ficco.heuristics.candidates import suited
+from ficco.heuristics.losses import bounds as parts_alone
 from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, refusal
@@ -61,29 +63,32 @@ def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
     return [*with_collective, *named]
 
 
+def problem_of_case(case: Case, world: int, operator: str) -> Problem:
+    """A shape as the sizes of an operator; n and k are what they are called."""
+    return problem_of(operator, case.m, case.n, case.k, case.dtype, world)
+
+
 def simulate_case(
-    case: Case, machine: Machine, world: int, mode: str, schedules: Sequence[Schedule] | None = None
+    case: Case,
+    machine: Machine,
+    world: int,
+    mode: str,
+    schedules: Sequence[Schedule] | None = None,
+    operator: str = "all_gather_matmul",
 ) -> list[Row]:
     """The bounds of a shape, then every schedule.
 
     As in measured reports, ideal is the longer of one whole GEMM and the faster of the vendor's
     collective and the copies alone, and serial the better of the two with the GEMM behind.
     """
-    problem = case.problem(world)
-    bare = Problem(problem.operator, problem.rows, 0, problem.k, problem.dtype)
-    alone = Problem(problem.operator, (problem.m,), problem.n, problem.k, problem.dtype)
+    problem = problem_of_case(case, world, operator)
     by_copies = suited(NAMED["serial"], problem, machine)
-    bounds = {
-        "gemm": predict(alone, NAMED["serial"], machine, mode),
-        "copies": predict(bare, suited(NAMED["shard-overlap"], problem, machine), machine, mode),
-    }
+    bounds = parts_alone(problem, machine, predict, mode)
     serials = [predict(problem, by_copies, machine, mode)]
     if machine.collective:
-        collective = Schedule.parse("serial:collective")
-        bounds["collective"] = predict(bare, collective, machine, mode)
-        serials.append(predict(problem, collective, machine, mode))
-    moved = min(bounds["copies"], bounds.get("collective", float("inf")))
-    bounds["ideal"] = max(bounds["gemm"], moved)
+        serials.append(predict(problem, Schedule.parse("serial:collective"), machine, mode))
+    moved = [bounds[name] for name in ("copies", "collective") if name in bounds]
+    bounds["ideal"] = max(bounds["gemm"], min(moved, default=0.0))
     found = {name: bounds[name] for name in BOUNDS if name in bounds}
     for schedule in schedules or default_schedules(problem, machine):
         found[str(schedule)] = predict(problem, schedule, machine, mode)
