@@ -31,13 +31,17 @@ import torch.distributed as dist
 
 import ficco
 from ficco import doctor
+from ficco.bench.calls import call
+from ficco.bench.candidates import of_operator, parse
+from ficco.bench.cases import OPERATOR as GATHER
+from ficco.bench.cases import Case
 from ficco.bench.inputs import Operands
 from ficco.dma.choose import engine_name
 from ficco.dma.engine import Engine
 from ficco.errors import BackendError, RankMismatch, SignalTimeout
 from ficco.launch import RankFailed, check_ranks, launch, under_torchrun
 from ficco.options import current
-from ficco.problem import Problem
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED
 from ficco.workspace import workspace_of
 
@@ -191,52 +195,86 @@ class Rank:
         return workspace_of(group, self.device).engine
 
 
-def _operands(at: Rank, shape: tuple[int, int, int]) -> Operands:
+def _operands(at: Rank, shape: tuple[int, int, int], operator: str = GATHER) -> Operands:
+    """Operands with so many rows per rank, or per pair of ranks."""
     rows, k, n = shape
-    problem = Problem("all_gather_matmul", (rows,) * at.world, n, k, at.settings.dtype)
+    case = Case("", rows * at.world, n, k, at.settings.dtype, operator=operator)
+    made = Operands(case.problem(at.world), at.rank, at.device)
+    made.exact_b()
+    return made
+
+
+def _uneven(at: Rank, operator: str) -> Operands:
+    """Operands of which some ranks, or pairs of ranks, have no rows."""
+    rows, k, n = _odd(at.settings.small)
+    ranks = range(at.world)
+    table = [[rows * ((i + 2 * j) % 3) for j in ranks] for i in ranks]
+    sizes = (n, k, at.settings.dtype)
+    if OPERATORS[operator].blocks:
+        problem = Problem.of_blocks(operator, table, *sizes)
+    elif OPERATORS[operator].returns:  # which says by itself who sums what
+        problem = Case("", sum(table[0]) + 1, *sizes, operator=operator).problem(at.world)
+    else:
+        problem = Problem(operator, tuple(table[0]), *sizes)
     made = Operands(problem, at.rank, at.device)
     made.exact_b()
     return made
 
 
-def _wrong_per_shard(at: Rank, found: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Wrong elements in the rows of each rank, on the device."""
-    return (found != operands.reference()).view(at.world, -1).sum(1)
+def _wrong_rows(found: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """Wrong elements in the rows that each rank gave or has summed, on the device."""
+    problem, rank = operands.problem, operands.rank
+    wrong = (found != operands.reference()).sum(1)
+    kind = problem.kind
+    if kind.sums and not kind.returns:
+        return wrong.sum()[None]
+    of = [
+        problem.rows[peer] if kind.sums else problem.block(peer, rank)
+        for peer in range(problem.world)
+    ]
+    return torch.stack([part.sum() for part in wrong.split(of)])
 
 
 def _problems(wrong: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Sentences about calls whose products were wrong. Reads the device."""
+    """Sentences about calls whose results were wrong. Reads the device."""
     counts = [(name, many.tolist()) for name, many in wrong]
     lines = [
-        f"{name}: {sum(many)} wrong elements, in the rows of ranks "
-        f"{[rank for rank, count in enumerate(many) if count]}"
-        for name, many in counts
-        if any(many)
+        f"{name}: {sum(many)} wrong elements{_whose(many)}" for name, many in counts if any(many)
     ]
     if len(lines) > NAMED_CALLS:
         lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(wrong)} calls"]
     return lines
 
 
+def _whose(wrong: Sequence[int]) -> str:
+    """Whose rows are wrong, where they are of several ranks."""
+    ranks = [rank for rank, count in enumerate(wrong) if count]
+    return f", in the rows of ranks {ranks}" if len(wrong) > 1 else ""
+
+
 def _exact(
     at: Rank, group: ProcessGroup, schedules: Sequence[str], shape: tuple[int, int, int], count: int
 ) -> list[str]:
+    """Calls of the all-gather with changing integers, and what was wrong with them."""
+    return _exact_on(at, group, schedules, _operands(at, shape), count)
+
+
+def _exact_on(
+    at: Rank, group: ProcessGroup, schedules: Sequence[str], operands: Operands, count: int
+) -> list[str]:
     """Calls with changing integers one behind the other, and what was wrong with them.
 
-    The shard is overwritten as soon as its call is enqueued, and nothing waits in between: stale
-    data, and data read too late, change the product.
+    The left operand is overwritten as soon as its call is enqueued, and nothing waits in between:
+    stale data, and data read too late, change the result.
     """
-    operands = _operands(at, shape)
     wrong = []
     for schedule in schedules:
         for number in range(count):
             at.iteration += 1
             operands.exact(at.iteration)
-            product = ficco.all_gather_matmul(
-                operands.a_LK, operands.b_KN, group=group, schedule=schedule
-            )
+            found = call(operands.problem, operands.a_LK, operands.b_KN, group, schedule)
             name = f"{schedule}, call {number + 1} of {count}"
-            wrong.append((name, _wrong_per_shard(at, product, operands)))
+            wrong.append((name, _wrong_rows(found, operands)))
     ficco.synchronize(group)
     return _problems(wrong)
 
@@ -366,6 +404,40 @@ def _schedule(at: Rank, group: ProcessGroup, name: str) -> Found:
     return _in_turn(at, group, names, ", push and pull, whole and in pieces")
 
 
+#: Schedules of each operator in its check: every named one, and knobs of each kind.
+VARIED = (
+    *(
+        *NAMED,
+        "serial:collective",
+        "shard-overlap:pull",
+        "growing:tail=2",
+        "shrinking:pieces=2,pull",
+    ),
+    *("hetero-fused-1d:pieces=3,copy=2,compute=2", "hetero-fused-2d:pieces=3,pull"),
+    *("shard-overlap:beta", "hetero-fused-1d:pieces=3,beta", "ring:pieces=3"),
+)
+
+
+def _operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
+    settings = at.settings
+    names = [one.schedule for one in of_operator(map(parse, VARIED), operator)]
+    few, problems, calls = min(settings.repeat, 2), [], 0
+    rows, k, n = settings.large
+    if OPERATORS[operator].scatters:  # what travels is wide
+        n, k = k, n
+    large = (max(rows // at.world, 1), k, n)
+    for operands, some, count in (
+        (_operands(at, settings.small, operator), names, settings.repeat),
+        (_operands(at, large, operator), names, few),
+        (_operands(at, large, operator), ORDERED, max(2, settings.iterations // 8)),
+        (_uneven(at, operator), names, few),
+    ):
+        problems += _exact_on(at, group, some, operands, count)
+        calls += count * len(some)
+    at.conclude(problems)
+    return Found(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
+
+
 def _collective(at: Rank, group: ProcessGroup) -> Found:
     return _in_turn(at, group, ["serial:collective"], f" by {dist.get_backend(group)}")
 
@@ -432,7 +504,7 @@ def _graph(at: Rank, group: ProcessGroup) -> Found:
             at.iteration += 1
             operands.exact(at.iteration)
             graph.replay()
-            wrong.append((f"{name}, replay {number}", _wrong_per_shard(at, product, operands)))
+            wrong.append((f"{name}, replay {number}", _wrong_rows(product, operands)))
         ficco.synchronize(group)
         problems += _problems(wrong)
         at.settle()
@@ -643,6 +715,16 @@ CHECKS = (
         for name in NAMED
     ),
     Check("schedule serial:collective", _collective, "schedule='serial'"),
+    *(
+        Check(
+            f"operator {name}",
+            partial(_operator, operator=name),
+            "PyTorch's own collective and product",
+            limits=2,
+        )
+        for name in OPERATORS
+        if name != GATHER
+    ),
     Check("copies by kernel", _mover, "the mover dma: leave the knob kernel out"),
     Check("kernels", _kernels, "PyTorch's operations"),
     Check("graphs", _graph, "calls outside of graphs"),
