@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from ficco.dma.choose import ENGINES
@@ -35,6 +38,13 @@ class Options:
             problem seen for the first time.
         log_problems: a file to which rank 0 appends every problem that it sees for the first time,
             for ``ficco tune --from-log``; it goes before the variable ``FICCO_LOG_PROBLEMS``.
+        save_gathered: what an operator gathers is kept for the gradient of its ``b``, W times the
+            memory of the shard. Otherwise the backward gathers it again, beside other work.
+        all_reduce_gradients: what the gradients that reach ``matmul_all_reduce`` stand for.
+            ``"sum"``: each rank's is that of its own copy of the result, and what was done with all
+            copies counts, so that the backward adds them up over the ranks. ``"equal"``: all ranks
+            do the same with their copies and it counts once, as Megatron-LM takes it; the gradients
+            are then equal on all ranks and the backward needs no peer. The same on all ranks.
     """
 
     timeout_s: float = 60.0
@@ -46,6 +56,8 @@ class Options:
     machine: str | None = None
     search: bool = False
     log_problems: str | None = None
+    save_gathered: bool = False
+    all_reduce_gradients: str = "sum"
 
     def __post_init__(self) -> None:
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
@@ -55,6 +67,7 @@ class Options:
             ("on_timeout", ("abort", "raise")),
             ("signals", ("auto", "write", "copy")),
             ("engine", (None, *ENGINES)),
+            ("all_reduce_gradients", ("sum", "equal")),
         ):
             if getattr(self, name) not in values:
                 raise ValueError(
@@ -70,18 +83,49 @@ class Options:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"{name}: required {wanted} or None, got {value!r}")
-        for name in ("replay", "search"):
+        for name in ("replay", "search", "save_gathered"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: required True or False, got {getattr(self, name)!r}")
 
 
+class _Seen(threading.local):
+    """The block's options as text, where a compiler can look: it cannot read context variables."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+
 _process = Options()
+_process_text = ""
 _block: ContextVar[Options | None] = ContextVar("ficco_options", default=None)
+_seen = _Seen()
 
 
 def current() -> Options:
     """The options in force here."""
     return _block.get() or _process
+
+
+def current_text() -> str:
+    """The options in force here as text, see :func:`from_text`.
+
+    ``torch.compile`` traces this and guards what it reads, so that other options compile anew.
+    """
+    text = _seen.text
+    return _process_text if text is None else text
+
+
+def to_text(options: Options) -> str:
+    """Options as text: those that differ from the defaults."""
+    changed = {f.name: getattr(options, f.name) for f in fields(Options)}
+    changed = {name: changed[name] for name in changed if changed[name] != getattr(Options, name)}
+    return json.dumps(changed) if changed else ""
+
+
+@cache
+def from_text(text: str) -> Options:
+    """The options that a text stands for."""
+    return Options(**json.loads(text or "{}"))
 
 
 @contextmanager
@@ -94,17 +138,27 @@ def options(**changes: Any) -> Iterator[Options]:
     Raises:
         ValueError: an unknown name or a value that is not allowed.
     """
-    token = _block.set(_changed(current(), changes))
+    with carried(_changed(current(), changes)) as changed:
+        yield changed
+
+
+@contextmanager
+def carried(options: Options) -> Iterator[Options]:
+    """A block under the given options: a backward runs under those of its forward."""
+    token, text = _block.set(options), _seen.text
+    _seen.text = to_text(options)
     try:
-        yield current()
+        yield options
     finally:
         _block.reset(token)
+        _seen.text = text
 
 
 def set_options(**changes: Any) -> None:
     """Change options for the whole process; :func:`options` blocks go before them."""
-    global _process
+    global _process, _process_text
     _process = _changed(_process, changes)
+    _process_text = to_text(_process)
 
 
 def _changed(options: Options, changes: dict[str, Any]) -> Options:

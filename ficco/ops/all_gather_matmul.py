@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from ficco.ops.call import run
+from ficco.ops.operate import operate
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "all_gather_matmul"
 
@@ -21,7 +22,7 @@ def all_gather_matmul(
     a_shard: torch.Tensor,
     b: torch.Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
     return_gathered: Literal[False] = False,
@@ -33,7 +34,7 @@ def all_gather_matmul(
     a_shard: torch.Tensor,
     b: torch.Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
     return_gathered: Literal[True],
@@ -44,7 +45,7 @@ def all_gather_matmul(
     a_shard: torch.Tensor,
     b: torch.Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
     return_gathered: bool = False,
@@ -78,7 +79,7 @@ def all_gather_matmul(
     Raises:
         ValueError: an argument is wrong; the text says what is required, what was given, and what
             to do.
-        NotImplementedError: fp8 and sparse operands, operands that need a gradient.
+        NotImplementedError: fp8 and sparse operands.
         RankMismatch: ranks disagree on the problem, the schedule or the options.
         SignalTimeout: a peer died, is stuck or did not call. On a GPU see ``options(on_timeout)``.
         BackendError: a call of the vendor's library failed.
@@ -87,5 +88,5 @@ def all_gather_matmul(
 
         y = ficco.all_gather_matmul(x_shard, linear.weight.t())
     """
-    out, gathered = run(NAME, a_shard, b, group, schedule, rows, return_gathered)
+    out, gathered = operate(NAME, a_shard, b, group, schedule, rows, return_gathered)
     return out if gathered is None else (out, gathered)

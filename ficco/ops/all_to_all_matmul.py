@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ficco.ops.call import run
+from ficco.ops.operate import operate
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "all_to_all_matmul"
 
@@ -20,7 +21,7 @@ def all_to_all_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
@@ -55,4 +56,4 @@ def all_to_all_matmul(
 
         y = ficco.all_to_all_matmul(tokens, expert.weight.t())
     """
-    return run(NAME, a, b, group, schedule, rows)[0]
+    return operate(NAME, a, b, group, schedule, rows)[0]

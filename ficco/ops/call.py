@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
 from ficco.errors import ConfigError
@@ -175,7 +176,6 @@ def _bound(
         options.machine,
         options.search,
         source and (source[0].serial, source[1]),
-        torch.is_grad_enabled() and (a.requires_grad or b.requires_grad),
     )
     bound = workspace.programs.get(key)
     if bound is not None:
@@ -251,8 +251,9 @@ def _plan(
     return plan(problem, schedule, rank, max(0, cap - words - whole.room[1])), True
 
 
-def process_group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group of a call, WORLD by default; ``ValueError`` if this rank is in none."""
+def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """The group of a call, WORLD by default, that of a mesh of one dimension; ``ValueError`` if
+    this rank is in none."""
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
@@ -260,6 +261,14 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup:
                 "torch.distributed.init_process_group or pass group="
             )
         group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: required a mesh of one dimension, got one of {group.ndim}, "
+                f"{group.mesh_dim_names}; pass the dimension that the operands are sharded over, "
+                "as mesh['tp']"
+            )
+        group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"group: required a torch.distributed ProcessGroup that this rank is in, got {group!r}"
@@ -352,17 +361,14 @@ def _problem(
         raise NotImplementedError(
             f"dtype {a.dtype} is not served on {a.device.type}; use one of {', '.join(served)}"
         )
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        raise NotImplementedError(
-            f"{operator} has no backward yet; call it under torch.no_grad() or detach its operands"
-        )
     sizes = b.shape[1], a.shape[1], dtype
     held, rank, world = a.shape[0], group.rank(), group.size()
     if OPERATORS[operator].blocks:
         table = _blocks(rows, held, rank, world)
-        return replace(Problem.of_blocks(operator, table, *sizes), symmetric=symmetric)
-    found = _rows(OPERATORS[operator], rows, held, rank, world)
-    return Problem(operator, found, *sizes, return_gathered, symmetric)
+        found = Problem.of_blocks(operator, table, *sizes)
+        return replace(found, symmetric=symmetric, return_gathered=return_gathered)
+    each = _rows(OPERATORS[operator], rows, held, rank, world)
+    return Problem(operator, each, *sizes, return_gathered, symmetric)
 
 
 def _rows(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:

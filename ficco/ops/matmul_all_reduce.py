@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ficco.ops.call import run
+from ficco.ops.operate import operate
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "matmul_all_reduce"
 
@@ -19,7 +20,7 @@ def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
     """Multiply a shard of k, and sum the products of all ranks while they travel.
@@ -50,4 +51,4 @@ def matmul_all_reduce(
 
         y = ficco.matmul_all_reduce(x, linear.weight.t())
     """
-    return run(NAME, a, b, group, schedule)[0]
+    return operate(NAME, a, b, group, schedule, None)[0]

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ficco.ops.call import run
+from ficco.ops.operate import operate
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "matmul_all_to_all"
 
@@ -20,7 +21,7 @@ def matmul_all_to_all(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
@@ -53,4 +54,4 @@ def matmul_all_to_all(
 
         tokens = ficco.matmul_all_to_all(hidden, expert.weight.t())
     """
-    return run(NAME, a, b, group, schedule, rows)[0]
+    return operate(NAME, a, b, group, schedule, rows)[0]

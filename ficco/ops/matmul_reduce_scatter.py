@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ficco.ops.call import run
+from ficco.ops.operate import operate
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "matmul_reduce_scatter"
 
@@ -20,7 +21,7 @@ def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -66,4 +67,4 @@ def matmul_reduce_scatter(
 
         y_shard = ficco.matmul_reduce_scatter(x, linear.weight.t())
     """
-    return run(NAME, a, b, group, schedule, rows)[0]
+    return operate(NAME, a, b, group, schedule, rows)[0]

@@ -1,0 +1,334 @@
+"""The backward of every operator: the dual of another one, overlapped like it.
+
+Gradients are those of the sum over all ranks of <result, gradient of the result>: what reaches a
+rank's result is the gradient of whatever all ranks together do with it. With dY the gradient of a
+rank's result, and dA, dB those of its operands:
+
+=======================  =================================================  ========================
+operator                 dA                                                 dB
+=======================  =================================================  ========================
+all_gather_matmul        matmul_reduce_scatter(dY, b.t())                   gathered(A).t() @ dY
+all_to_all_matmul        matmul_all_to_all(dY, b.t()), rows transposed      exchanged(A).t() @ dY
+matmul_reduce_scatter    all_gather_matmul(dY, b.t())                       A.t() @ gathered(dY)
+matmul_all_to_all        all_to_all_matmul(dY, b.t()), rows transposed      A.t() @ exchanged(dY)
+matmul_all_reduce        all_gather_matmul(s, b.t()), s = rows of sum(dY)   A.t() @ gathered(s)
+=======================  =================================================  ========================
+
+What overlaps with what:
+
+- the lower three gather what they multiply. dY arrives once, under the product for dA, and stays
+  for dB, which is one product of the library.
+- the upper two need A from the peers once more. By default it is gathered again, as Megatron-LM
+  does under sequence parallelism: on a GPU its copies are enqueued first, on a stream of their own,
+  and run beside the product for dA and what that sends. The product for dB, one of the library,
+  follows. With ``options(save_gathered=True)`` the forward keeps it: m k elements from forward to
+  backward in place of the m k / W of the shard, and no copies in the backward.
+- ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, in the order of the ranks,
+  before the gathering product starts. ``options(all_reduce_gradients="equal")`` needs no peer.
+
+Only gradients that are needed are computed, and only tensors that they need are kept. Backwards are
+calls like any other: all ranks make the same ones in the same order, so the same operands need
+gradients on every rank, and the same results are used. Otherwise the ranks get ``RankMismatch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ficco.ops.call import Result, run
+from ficco.options import carried, current
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Operators that multiply what they gather: dB needs it again.
+GATHERS = frozenset({"all_gather_matmul", "all_to_all_matmul"})
+
+#: The operator that brings the product for dA where it belongs.
+DUAL = {
+    "all_gather_matmul": "matmul_reduce_scatter",
+    "all_to_all_matmul": "matmul_all_to_all",
+    "matmul_reduce_scatter": "all_gather_matmul",
+    "matmul_all_to_all": "all_to_all_matmul",
+    "matmul_all_reduce": "all_gather_matmul",
+}
+
+Rows = Sequence[Any]  # W ints, or a W x W table of them
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
+
+
+class Asked(NamedTuple):
+    """One call of an operator, without its operands."""
+
+    operator: str
+    group: ProcessGroup
+    schedule: str | Schedule
+    rows: Rows | None
+
+
+class Kept(NamedTuple):
+    """What a backward has of its forward.
+
+    Attributes:
+        a, b: the operands, ``a`` as a matrix, None where no gradient needs them.
+        gathered: what the forward gathered, if it was kept.
+        columns: b lies column by column in memory, and so its gradient should.
+    """
+
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    gathered: torch.Tensor | None
+    columns: bool
+
+
+def backward(
+    asked: Asked,
+    grad: torch.Tensor | None,
+    grad_gathered: torch.Tensor | None,
+    kept: Kept,
+    wanted: tuple[bool, bool],
+) -> Gradients:
+    """dA as a matrix and dB; None for what is not wanted or is zero.
+
+    Args:
+        grad: gradient of the product; None for zero.
+        grad_gathered: gradient of the gathered A that the caller got; None for zero.
+        wanted: whether dA and dB are wanted.
+    """
+    if asked.operator == "matmul_all_reduce":
+        return _of_all_reduce(asked, grad, kept, wanted)
+    if asked.operator in GATHERS:
+        return _of_gathering(asked, grad, grad_gathered, kept, wanted)
+    return _of_scattering(asked, grad, kept, wanted)
+
+
+def _of_gathering(
+    asked: Asked,
+    grad: torch.Tensor | None,
+    grad_gathered: torch.Tensor | None,
+    kept: Kept,
+    wanted: tuple[bool, bool],
+) -> Gradients:
+    grad_a = grad_b = None
+    if grad is not None:
+        again = None
+        if wanted[1] and kept.gathered is None:
+            assert kept.a is not None
+            again = _Again(asked, kept.a, beside=wanted[0])
+        if wanted[0]:
+            assert kept.b is not None
+            grad_a, _ = _dual(asked, grad, kept.b, False)
+        if wanted[1]:
+            gathered = again.result() if again else kept.gathered
+            assert gathered is not None
+            grad_b = weight_gradient(gathered, grad, kept.columns)
+    if grad_gathered is not None and wanted[0]:
+        returned = _returned(asked, grad_gathered)
+        grad_a = returned if grad_a is None else grad_a.add_(returned)
+    return grad_a, grad_b
+
+
+def _returned(asked: Asked, grad_gathered: torch.Tensor) -> torch.Tensor:
+    """What a gradient of gathered rows is to those that they came from."""
+    if asked.operator == "all_to_all_matmul":
+        return _gathered(asked._replace(rows=_back(asked)), grad_gathered)
+    # All ranks were given the same rows: what each of them did with them adds up.
+    world = asked.group.size()
+    rows = asked.rows or (grad_gathered.shape[0] // world,) * world
+    return _summed_rows(asked, grad_gathered, rows)
+
+
+def _of_scattering(
+    asked: Asked, grad: torch.Tensor | None, kept: Kept, wanted: tuple[bool, bool]
+) -> Gradients:
+    if grad is None:
+        return None, None
+    grad_a = grad_b = None
+    if wanted[0]:
+        assert kept.b is not None
+        grad_a, gathered = _dual(asked, grad, kept.b, wanted[1])
+    else:
+        gathered = _gathered(asked._replace(operator=DUAL[asked.operator], rows=_back(asked)), grad)
+    if wanted[1]:
+        assert kept.a is not None and gathered is not None
+        grad_b = weight_gradient(kept.a, gathered, kept.columns)
+    return grad_a, grad_b
+
+
+def _of_all_reduce(
+    asked: Asked, grad: torch.Tensor | None, kept: Kept, wanted: tuple[bool, bool]
+) -> Gradients:
+    if grad is None:
+        return None, None
+    grad_a = grad_b = None
+    total: torch.Tensor | None = grad
+    if current().all_reduce_gradients == "sum":
+        world, m = asked.group.size(), grad.shape[0]
+        rows = tuple(m // world + (rank < m % world) for rank in range(world))
+        mine = _summed_rows(asked, grad, rows)
+        asked = asked._replace(rows=rows)
+        if wanted[0]:
+            assert kept.b is not None
+            grad_a, total = _dual(asked, mine, kept.b, wanted[1])
+        else:
+            total = _gathered(asked._replace(operator="all_gather_matmul"), mine)
+    elif wanted[0]:
+        assert kept.b is not None
+        grad_a = _product(grad, kept.b.t())
+    if wanted[1]:
+        assert kept.a is not None and total is not None
+        grad_b = weight_gradient(kept.a, total, kept.columns)
+    return grad_a, grad_b
+
+
+def weight_gradient(a: torch.Tensor, grad: torch.Tensor, columns: bool) -> torch.Tensor:
+    """``a.t() @ grad``, [k, n], in memory column by column if asked: autograd copies a gradient
+    that does not lie as its parameter does."""
+    return _product(grad.t(), a).t() if columns else _product(a.t(), grad)
+
+
+def by_columns(b: torch.Tensor) -> bool:
+    """Whether a matrix is the transposed view of a plain one, as ``weight.t()`` is."""
+    return not b.is_contiguous() and b.t().is_contiguous()
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    out = left.new_empty((left.shape[0], right.shape[1]))
+    return torch.mm(left, right, out=out)  # with out=, autocast leaves the dtype alone
+
+
+def _back(asked: Asked) -> Rows | None:
+    """Rows of the call that sends everything back to where it came from."""
+    if asked.rows is None or asked.operator not in ("all_to_all_matmul", "matmul_all_to_all"):
+        return asked.rows
+    return tuple(zip(*asked.rows, strict=True))
+
+
+@cache
+def _schedule(schedule: str | Schedule) -> str | Schedule:
+    """The schedule of a backward: that of the forward, unless it is one for sums alone, since no
+    dual of a sum is one."""
+    if schedule == "auto":
+        return schedule
+    parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    return "auto" if parsed.beta else schedule
+
+
+def _dual(asked: Asked, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
+    return run(
+        DUAL[asked.operator],
+        grad,
+        b.t(),
+        asked.group,
+        _schedule(asked.schedule),
+        _back(asked),
+        return_gathered,
+    )
+
+
+def _gathered(asked: Asked, a: torch.Tensor) -> torch.Tensor:
+    """What an operator gathers of A, without a product: that with a matrix of no columns."""
+    nothing = a.new_empty((a.shape[1], 0))
+    schedule = _schedule(asked.schedule)
+    _, gathered = run(asked.operator, a, nothing, asked.group, schedule, asked.rows, True)
+    assert gathered is not None
+    return gathered
+
+
+def _summed_rows(asked: Asked, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' x: in float32, in the order of the ranks, rounded
+    once."""
+    world, rank = asked.group.size(), asked.group.rank()
+    table = (tuple(rows),) * world
+    blocks = _gathered(asked._replace(operator="all_to_all_matmul", rows=table), x)
+    wide = torch.float32 if x.itemsize < 4 else x.dtype
+    return blocks.view(world, rows[rank], x.shape[1]).sum(0, dtype=wide).to(x.dtype)
+
+
+class _Again:
+    """A gathered once more, on a GPU beside what the caller's stream does in the meantime."""
+
+    def __init__(self, asked: Asked, a: torch.Tensor, beside: bool) -> None:
+        self.caller: torch.cuda.Stream | None = None
+        if not (beside and a.is_cuda):
+            self.gathered = _gathered(asked, a)
+            return
+        self.caller = torch.cuda.current_stream(a.device)
+        self.side = _side_stream(self.caller)
+        self.side.wait_stream(self.caller)
+        with torch.cuda.stream(self.side):
+            self.gathered = _gathered(asked, a)
+
+    def result(self) -> torch.Tensor:
+        if self.caller is not None:
+            self.caller.wait_stream(self.side)
+            self.gathered.record_stream(self.caller)
+        return self.gathered
+
+
+_side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+
+def _side_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
+    """A stream beside the caller's, always the same one, so that graphs of calls can be reused."""
+    if caller not in _side_streams:
+        _side_streams[caller] = torch.cuda.Stream(caller.device)
+    return _side_streams[caller]
+
+
+# With autograd.
+
+
+def keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None) -> None:
+    """Save of a forward what its backward needs, and nothing else."""
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.columns, ctx.shape = by_columns(b), a.shape
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        a if needs_b and gathered is None else None,
+        b if needs_a else None,
+        gathered if needs_b else None,
+    )
+
+
+class Differentiable(torch.autograd.Function):
+    """A call whose operands need gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, asked: Asked, return_gathered: bool
+    ) -> Any:
+        ctx.asked, ctx.options = asked, current()
+        saves = ctx.options.save_gathered and asked.operator in GATHERS and ctx.needs_input_grad[1]
+        operator, group, schedule, rows = asked
+        out, gathered = run(operator, a, b, group, schedule, rows, return_gathered or saves)
+        keep(ctx, a, b, gathered if saves else None)
+        return (out, gathered) if return_gathered else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        a, b, gathered = ctx.saved_tensors
+        kept = Kept(matrix(a), b, gathered, ctx.columns)
+        with carried(ctx.options):
+            grad_a, grad_b = backward(
+                ctx.asked,
+                None if grad is None else grad.contiguous(),
+                None if grad_gathered is None else grad_gathered.contiguous(),
+                kept,
+                ctx.needs_input_grad[:2],
+            )
+        return None if grad_a is None else grad_a.view(ctx.shape), grad_b, None, None
+
+
+def matrix(a: torch.Tensor | None) -> torch.Tensor | None:
+    """A with its leading dimensions flattened."""
+    return a if a is None or a.dim() == 2 else a.flatten(0, -2)

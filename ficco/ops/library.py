@@ -1,0 +1,258 @@
+"""The operators of ``torch.library``: what ``torch.compile`` and ``torch.export`` see of a call.
+
+For each operator there are, in the namespace ``ficco``:
+
+- ``<name>``: the product;
+- ``<name>_gathered``: the product and the gathered A, for the operators that gather A;
+- ``<name>_backward``: those gradients that are needed, in the order A, B, by
+  :mod:`ficco.ops.gradients`; one operator, so that what overlaps in it stays together.
+
+A group goes by its name, as in PyTorch's functional collectives; ``rows`` is a flat list, also that
+of an all-to-all's table; a schedule is its name. A forward runs under the options in force when it
+runs. ``options`` is what its backward runs under, see :func:`ficco.options.current_text`; default:
+those in force at the call. Eager calls do not come here, see :mod:`ficco.ops.operate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import distributed_c10d
+
+from ficco.ops.call import Result, run
+from ficco.ops.gradients import DUAL, GATHERS, Asked, Kept, backward, keep, matrix
+from ficco.options import carried, current, from_text, to_text
+from ficco.problem import ITEMSIZE, OPERATORS
+
+_CALL = 'str group, str schedule="auto", SymInt[]? rows=None, str options=""'
+_FORWARD = f"(Tensor a, Tensor b, {_CALL}) -> "
+_BACKWARD = (
+    "(Tensor? grad, Tensor? grad_gathered, Tensor? a, Tensor? b, Tensor? gathered, "
+    f"SymInt[] shape, bool columns, bool needs_a, bool needs_b, {_CALL}) -> Tensor[]"
+)
+
+Rows = Sequence[int] | None
+
+
+class Registered(NamedTuple):
+    """The operators of the library that belong to one of ficco's."""
+
+    product: Any
+    gathered: Any
+    backward: Any
+
+
+def call(
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: str,
+    schedule: str,
+    rows: Any,
+    options: str,
+    return_gathered: bool,
+) -> Result:
+    """A call through the library's operator; can be traced."""
+    flat = None if rows is None else _flat(rows)
+    ops = OPS[operator]
+    saves = '"save_gathered": true' in options and torch.is_grad_enabled() and b.requires_grad
+    if ops.gathered and (return_gathered or saves):
+        out, gathered = ops.gathered(a, b, group, schedule, flat, options)
+        return out, gathered if return_gathered else None
+    return ops.product(a, b, group, schedule, flat, options), None
+
+
+def _flat(rows: Any) -> list[int]:
+    """Rows, or a table of them, as one list."""
+    return [number for row in rows for number in (row if isinstance(row, (list, tuple)) else [row])]
+
+
+def _asked(operator: str, group: str, schedule: str, rows: Rows) -> Asked:
+    found = distributed_c10d._resolve_process_group(group)
+    world = found.size()
+    if rows is None:
+        return Asked(operator, found, schedule, None)
+    if OPERATORS[operator].blocks and len(rows) == world * world:
+        table = tuple(tuple(rows[i : i + world]) for i in range(0, world * world, world))
+        return Asked(operator, found, schedule, table)
+    return Asked(operator, found, schedule, tuple(rows))  # checked by the call path
+
+
+def _forward(
+    operator: str,
+    return_gathered: bool,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: str,
+    schedule: str = "auto",
+    rows: Rows = None,
+    options: str = "",
+) -> Any:
+    asked = _asked(operator, group, schedule, rows)
+    result = run(operator, a, b, asked.group, schedule, asked.rows, return_gathered)
+    return result if return_gathered else result[0]
+
+
+def _fake_forward(
+    operator: str,
+    return_gathered: bool,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: str,
+    schedule: str = "auto",
+    rows: Rows = None,
+    options: str = "",
+) -> Any:
+    _check(a, b)
+    asked = _asked(operator, group, schedule, rows)
+    m, (k, n) = prod(a.shape[:-1]), b.shape
+    out = a.new_empty((_rows_of_result(asked, m), n))
+    return (out, a.new_empty((out.shape[0], k))) if return_gathered else out
+
+
+def _rows_of_result(asked: Asked, m: int) -> int:
+    """Rows of the product that a call returns on this rank; m rows of A go in."""
+    world, rank, rows = asked.group.size(), asked.group.rank(), asked.rows
+    if asked.operator == "all_gather_matmul":
+        return m * world if rows is None else sum(rows)
+    if asked.operator == "matmul_reduce_scatter":
+        return m // world if rows is None else rows[rank]
+    return m if rows is None else sum(row[rank] for row in rows)
+
+
+def _check(a: torch.Tensor, b: torch.Tensor) -> None:
+    """What can be refused while a call is traced; the call itself checks the rest."""
+    if a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
+        raise ValueError(
+            f"required a [..., k] and b [k, n], got shapes {list(a.shape)} and {list(b.shape)}; "
+            "pass an nn.Linear weight as weight.t()"
+        )
+    if a.dtype != b.dtype:
+        raise ValueError(f"required one dtype, got a {a.dtype} and b {b.dtype}; convert one")
+    if str(a.dtype).removeprefix("torch.") not in ITEMSIZE:
+        raise NotImplementedError(
+            f"dtype {a.dtype} is not served; use one of {', '.join(ITEMSIZE)}"
+        )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, b, ctx.group, ctx.schedule, ctx.rows, text = inputs
+    ctx.text = text or to_text(current())
+    saves = isinstance(output, tuple) and from_text(ctx.text).save_gathered
+    keep(ctx, a, b, output[1] if saves else None)
+
+
+def _autograd(
+    operator: str, ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, ...]:
+    a, b, gathered = ctx.saved_tensors
+    needs_a = ctx.needs_input_grad[0] and not (grad is None and grad_gathered is None)
+    needs_b = ctx.needs_input_grad[1] and grad is not None
+    found: list[torch.Tensor] = []
+    if needs_a or needs_b:
+        found = OPS[operator].backward(
+            grad,
+            grad_gathered,
+            a,
+            b,
+            gathered,
+            ctx.shape,
+            ctx.columns,
+            needs_a,
+            needs_b,
+            ctx.group,
+            ctx.schedule,
+            ctx.rows,
+            ctx.text,
+        )
+    rest = iter(found)
+    return next(rest) if needs_a else None, next(rest) if needs_b else None, *[None] * 4
+
+
+def _backward(
+    operator: str,
+    grad: torch.Tensor | None,
+    grad_gathered: torch.Tensor | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    gathered: torch.Tensor | None,
+    shape: Sequence[int],
+    columns: bool,
+    needs_a: bool,
+    needs_b: bool,
+    group: str,
+    schedule: str = "auto",
+    rows: Rows = None,
+    options: str = "",
+) -> list[torch.Tensor]:
+    asked = _asked(operator, group, schedule, rows)
+    kept = Kept(matrix(a), b, gathered, columns)
+    with carried(from_text(options)):
+        grad_a, grad_b = backward(asked, grad, grad_gathered, kept, (needs_a, needs_b))
+    found = (None if grad_a is None else grad_a.view(shape), grad_b)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _fake_backward(
+    operator: str,
+    grad: torch.Tensor | None,
+    grad_gathered: torch.Tensor | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    gathered: torch.Tensor | None,
+    shape: Sequence[int],
+    columns: bool,
+    needs_a: bool,
+    needs_b: bool,
+    group: str,
+    schedule: str = "auto",
+    rows: Rows = None,
+    options: str = "",
+) -> list[torch.Tensor]:
+    like = grad if grad is not None else grad_gathered
+    assert like is not None
+    found = [like.new_empty(tuple(shape))] if needs_a else []
+    if needs_b:
+        k, n = shape[-1], like.shape[1]
+        found.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
+    return found
+
+
+def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    torch.library.define(f"ficco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"ficco::{name}", "CompositeExplicitAutograd", real)
+    torch.library.register_fake(f"ficco::{name}", fake)
+    return getattr(torch.ops.ficco, name).default
+
+
+def _operator(operator: str) -> Registered:
+    """Define and register the operators of the library for one of ficco's."""
+    found = []
+    for gathered in (False, True) if operator in GATHERS else (False,):
+        name = f"{operator}_gathered" if gathered else operator
+        op = _register(
+            name,
+            _FORWARD + ("(Tensor, Tensor)" if gathered else "Tensor"),
+            partial(_forward, operator, gathered),
+            partial(_fake_forward, operator, gathered),
+        )
+        torch.library.register_autograd(
+            f"ficco::{name}",
+            partial(_autograd, operator),
+            setup_context=_setup_context,
+        )
+        found.append(op)
+    back = _register(
+        f"{operator}_backward",
+        _BACKWARD,
+        partial(_backward, operator),
+        partial(_fake_backward, operator),
+    )
+    return Registered(found[0], found[1] if len(found) > 1 else None, back)
+
+
+OPS = {operator: _operator(operator) for operator in DUAL}

@@ -1,0 +1,68 @@
+"""The way of a call from a public function: straight to the call path, unless more is asked.
+
+An eager call that needs no gradient pays for a few looks at its operands. One that needs gradients
+goes through an ``autograd.Function``, one that is traced through an operator of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ficco.ops import library
+from ficco.ops.call import Result, process_group, run
+from ficco.ops.gradients import Asked, Differentiable
+from ficco.options import current_text
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: Tensors that hold data of their own; others (fake ones, wrappers) say what an operator is.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def operate(
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: ProcessGroup | DeviceMesh | None,
+    schedule: str | Schedule,
+    rows: Sequence[Any] | None,
+    return_gathered: bool = False,
+) -> Result:
+    """One call of an operator: the product, and the gathered A or None."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
+    kind = a.device.type
+    if torch.is_autocast_enabled(kind):
+        a, b = _cast(a, kind), _cast(b, kind)
+    if torch.compiler.is_compiling() or not (type(a) in _PLAIN and type(b) in _PLAIN):
+        name = process_group(group).group_name
+        text = schedule if isinstance(schedule, str) else _name(schedule)
+        return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        asked = Asked(operator, process_group(group), schedule, rows)
+        found = Differentiable.apply(a, b, asked, return_gathered)
+        return found if return_gathered else (found, None)
+    return run(operator, a, b, group, schedule, rows, return_gathered)
+
+
+def _cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
+    """An operand as ``torch.mm`` would take it under autocast; gradients are cast back."""
+    if operand.device.type != kind or not operand.is_floating_point():
+        return operand
+    if operand.dtype == torch.float64:
+        return operand
+    return operand.to(torch.get_autocast_dtype(kind))
+
+
+def _name(schedule: Schedule) -> str:
+    return str(schedule)
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler here and now.
+_name._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,444 @@
+"""The operators under ``torch.compile``, and as operators of ``torch.library``."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Failure, Rank, caught, run
+from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ficco
+from ficco.ops.gradients import by_columns
+from ficco.ops.library import OPS
+from ficco.schedules import Schedule
+
+
+def flat(rows: Any) -> list[int]:
+    return [size for row in rows for size in (row if isinstance(row, tuple) else (row,))]
+
+
+def called(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> torch.Tensor:
+    return getattr(ficco, case.operator)(a, b, group=group, **case.arguments())
+
+
+# torch.library.
+
+
+def _opcheck(at: Rank, cases: list[Case], options: dict[str, Any]) -> None:
+    """PyTorch's own checks of an operator: schema, fake results (strides, too), autograd, AOT."""
+    name = dist.group.WORLD.group_name
+    for case in cases:
+        a, b = operands(case, make(case, at.world), at)
+        if case.transposed:
+            b = b.detach().t().contiguous().requires_grad_(b.requires_grad).t()
+        rows = None if case.equal else flat(case.rows)
+        ops = OPS[case.operator]
+        with ficco.options(**options):
+            for op in [ops.product, *([ops.gathered] if ops.gathered else [])]:
+                torch.library.opcheck(op, (a, b, name, "auto", rows))
+
+
+def _opcheck_backward(at: Rank, cases: list[Case]) -> None:
+    name = dist.group.WORLD.group_name
+    for case in cases:
+        made = make(case, at.world)
+        a, b = (x.detach() for x in operands(case, made, at))
+        grad = made.g[at.rank].to(a)
+        rows = None if case.equal else flat(case.rows)
+        for needs_a, needs_b in ((True, True), (True, False), (False, True)):
+            args = (
+                *(grad, None, a if needs_b else None, b if needs_a else None, None),
+                *(list(a.shape), case.transposed, needs_a, needs_b, name, "auto", rows),
+            )
+            torch.library.opcheck(OPS[case.operator].backward, args)
+
+
+def cases_of(operator: str, world: int) -> list[Case]:
+    plain = case_of(operator, world, 4, 6, 8)
+    return [
+        plain,
+        plain.on(rows=uneven(operator, world), transposed=True, dtype="bfloat16", needs="b"),
+        plain.on(leading=True, needs="a"),
+    ]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(operator: str) -> None:
+    run(2, _opcheck, cases_of(operator, 2), {})
+    if operator in GATHERING:
+        run(2, _opcheck, cases_of(operator, 2), {"save_gathered": True})
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck_of_the_backward(operator: str) -> None:
+    run(2, _opcheck_backward, cases_of(operator, 2))
+
+
+def _strides(at: Rank, case: Case) -> None:
+    """What the public function gives for fake operands lies as what it gives for real ones."""
+    a, b = operands(case, make(case, at.world), at)
+    real = called(case, a, b)
+    grads = torch.autograd.grad(real.sum(), (a, b))
+    with FakeTensorMode() as mode:
+        fake_a, fake_b = (mode.from_tensor(x).requires_grad_() for x in (a, b))
+        fake = called(case, fake_a, fake_b)
+        fakes = torch.autograd.grad(fake.sum(), (fake_a, fake_b))
+    for one, other in zip((real, *grads), (fake, *fakes), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_fake_operands(operator: str) -> None:
+    for case in (cases_of(operator, 2)[0], case_of(operator, 2, 4, 6, 8, leading=True)):
+        run(2, _strides, case)
+
+
+# torch.compile.
+
+
+def _compiled(at: Rank, cases: list[Case], backend: str, options: dict[str, Any]) -> None:
+    """Forward and backward, equal to the eager call's in every element."""
+    for case in cases:
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, backend=backend)
+        def layer(x: torch.Tensor, w: torch.Tensor, case: Case = case) -> torch.Tensor:
+            b = w.t() if case.transposed else w
+            return called(case, x * 2, b) + 1
+
+        made = make(case, at.world)
+        a, b = operands(case, made, at)
+        leaf = b.detach().t().contiguous() if case.transposed else b.detach()
+        leaf.requires_grad_("b" in case.needs)
+        with ficco.options(**options):
+            y = layer(a, leaf)
+        same(y, 2 * made.y[at.rank] + 1, "product")
+        if case.needs:
+            y.backward(made.g[at.rank].to(y))
+        if "a" in case.needs:
+            same(a.grad, 2 * made.grad_a[at.rank].view(a.shape), "a")
+        if "b" in case.needs:
+            want = 2 * made.grad_b[at.rank]
+            same(leaf.grad, want.t() if case.transposed else want, "b")
+            assert leaf.grad.is_contiguous()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compiled(operator: str) -> None:
+    plain = case_of(operator, 2, 4, 6, 8)
+    cases = [*cases_of(operator, 2), plain.on(needs=""), plain.on(transposed=True)]
+    run(2, _compiled, cases, "aot_eager", {})
+    if operator in GATHERING:
+        run(2, _compiled, cases, "aot_eager", {"save_gathered": True})
+
+
+def _mlp(at: Rank) -> None:
+    up = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    down = Case("matmul_reduce_scatter", up.rows, 8, 6)
+    one, two = make(up, at.world), make(down, at.world)
+
+    def mlp(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return called(down, torch.relu(called(up, x, b)), c)
+
+    found = []
+    for function in (mlp, torch.compile(mlp, fullgraph=True)):
+        (a, b), (_, c) = operands(up, one, at), operands(down, two, at)
+        y = function(a, b, c)
+        y.sum().backward()
+        found.append((y.detach(), a.grad, b.grad, c.grad))
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="the default backend needs a compiler")
+def test_compiled_by_the_default_backend() -> None:
+    run(2, _mlp, timeout=150)
+
+
+def _dynamic(at: Rank, operator: str) -> int:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = torch.compile(
+        lambda x, w: getattr(ficco, operator)(x, w), fullgraph=True, backend=counter
+    )
+    for iteration, rows in enumerate((2, 3, 5, 7, 11)):
+        case = case_of(operator, at.world, rows, 6, 8)
+        made = make(case, at.world, iteration)
+        a, b = operands(case, made, at)
+        torch._dynamo.maybe_mark_dynamic(a, 0)
+        y = layer(a, b)
+        y.backward(made.g[at.rank].to(y))
+        assert torch.equal(y.double(), made.y[at.rank])
+        assert torch.equal(a.grad.double(), made.grad_a[at.rank])
+        assert torch.equal(b.grad.double(), made.grad_b[at.rank])
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rows_may_change_without_compiling_again(operator: str) -> None:
+    assert run(2, _dynamic, operator) == [1, 1]
+
+
+def _dynamic_rows(at: Rank) -> int:
+    """Rows that the program computes from its operands."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        rows = [x.shape[0] - at.rank + rank for rank in range(at.world)]
+        return ficco.all_gather_matmul(x, w, rows=rows)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for size in (3, 4, 6):
+        case = Case("all_gather_matmul", tuple(size + rank for rank in range(at.world)), 6, 8)
+        made = make(case, at.world)
+        a, b = operands(case, made, at)
+        torch._dynamo.maybe_mark_dynamic(a, 0)
+        y = compiled(a, b)
+        y.backward(made.g[at.rank].to(y))
+        assert torch.equal(y.double(), made.y[at.rank])
+        assert torch.equal(a.grad.double(), made.grad_a[at.rank])
+    return counter.frame_count
+
+
+def test_rows_computed_from_a_dynamic_shape() -> None:
+    assert run(2, _dynamic_rows) == [1, 1]
+
+
+def _arguments(at: Rank) -> None:
+    """Groups, meshes and schedules, as globals of a layer and as its arguments."""
+    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    made = make(case, at.world)
+    a, b = operands(case, made, at)
+    mesh = init_device_mesh("cpu", (1, at.world), mesh_dim_names=("dp", "tp"))
+    world = dist.group.WORLD
+    named, parsed = "hetero-fused-1d:pieces=2", Schedule.parse("uniform-fused-1d:pull")
+    layers: list[Callable[[], Callable[..., torch.Tensor]]] = [
+        lambda: lambda x, w: ficco.all_gather_matmul(x, w),
+        lambda: lambda x, w: ficco.all_gather_matmul(x, w, group=world),
+        lambda: lambda x, w: ficco.all_gather_matmul(x, w, group=mesh["tp"]),
+        lambda: lambda x, w: ficco.all_gather_matmul(x, w, schedule=named),
+        lambda: lambda x, w: ficco.all_gather_matmul(x, w, schedule=parsed),
+    ]
+    for make_layer in layers:
+        torch._dynamo.reset()
+        compiled = torch.compile(make_layer(), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(a, b).double(), made.y[at.rank])
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=keep)
+    def layer(x: torch.Tensor, w: torch.Tensor, group: Any, schedule: Any) -> torch.Tensor:
+        return ficco.all_gather_matmul(x, w, group=group, schedule=schedule)
+
+    for group, schedule in ((world, named), (mesh["tp"], parsed), (world, named), (None, "auto")):
+        assert torch.equal(layer(a, b, group, schedule).double(), made.y[at.rank])
+    text = [str(graph.code) for graph in graphs]
+    assert len(text) == 3, text
+    assert named in text[0] and str(parsed) in text[1] and "'auto'" in text[2]
+    torch._dynamo.reset()
+    found = caught(
+        lambda: torch.compile(
+            lambda x, w: ficco.all_gather_matmul(x, w, group=mesh), fullgraph=True, backend="eager"
+        )(a, b)
+    )
+    assert isinstance(found, Failure) and "required a mesh of one dimension" in found.text
+    ficco.close(mesh["tp"].get_group())
+
+
+def test_groups_and_schedules_of_compiled_calls() -> None:
+    run(2, _arguments)
+
+
+def _gathered(at: Rank) -> None:
+    torch._dynamo.reset()
+    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    made = make(case, at.world)
+    found = []
+    for compile in (False, True):
+
+        def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y, gathered = ficco.all_gather_matmul(x, w, return_gathered=True)
+            return y.sum() + (3 * gathered).sum()
+
+        a, b = operands(case, made, at)
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compile else layer
+        total = run(a, b)
+        total.backward()
+        found.append((total.detach(), a.grad, b.grad))
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_compiled_with_the_gathered_a() -> None:
+    run(2, _gathered)
+
+
+def _autocast(at: Rank, operator: str) -> None:
+    case = case_of(operator, at.world, 4, 6, 8)
+    made = make(case, at.world)
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return called(case, x, w)
+
+    for outside in (False, True):
+        torch._dynamo.reset()
+        a, b = operands(case, made, at)
+        inner = (lambda x, w: called(case, x, w)) if outside else layer
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            y = torch.compile(inner, fullgraph=True, backend="aot_eager")(a, b)
+        assert y.dtype == torch.bfloat16
+        y.backward(made.g[at.rank].to(y))
+        assert a.grad.dtype == b.grad.dtype == torch.float32
+        same(a.grad, made.grad_a[at.rank], "a")
+        same(b.grad, made.grad_b[at.rank], "b")
+
+
+def test_compiled_under_autocast() -> None:
+    for operator in OPERATORS:
+        run(2, _autocast, operator)
+
+
+def _options(at: Rank) -> int:
+    """Options of a compiled call hold for its backward; other options compile anew."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    made = make(case, at.world)
+    layer = torch.compile(lambda x, w: called(case, x, w), fullgraph=True, backend=counter)
+
+    def calls(**inside: Any) -> list[Any]:
+        a, b = operands(case, made, at)
+        with ficco.options(**inside):
+            y = layer(a, b)
+        seen: list[Any] = []
+        with noted(seen), ficco.options(timeout_s=19.0):
+            y.backward(made.g[at.rank].to(y))
+        same(a.grad, made.grad_a[at.rank], "a")
+        return [
+            (operator, options.timeout_s, options.save_gathered) for operator, _, options in seen
+        ]
+
+    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
+    assert calls() == [(gather, 60.0, False), (scatter, 60.0, False)]
+    assert calls(timeout_s=33.0) == [(gather, 33.0, False), (scatter, 33.0, False)]
+    assert calls(save_gathered=True) == [(scatter, 60.0, True)]
+    assert calls() == [(gather, 60.0, False), (scatter, 60.0, False)]
+    ficco.set_options(timeout_s=44.0)
+    try:
+        assert calls() == [(gather, 44.0, False), (scatter, 44.0, False)]
+        assert calls(timeout_s=60.0) == [(gather, 60.0, False), (scatter, 60.0, False)]
+    finally:
+        ficco.set_options(timeout_s=60.0)
+    return counter.frame_count
+
+
+def test_options_of_a_compiled_forward_are_those_of_its_backward() -> None:
+    assert run(2, _options) == [4, 4]
+
+
+def _refused(at: Rank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    torch._dynamo.reset()
+    layer = torch.compile(
+        lambda x, w: ficco.all_gather_matmul(x, w), fullgraph=True, backend="eager"
+    )
+    return caught(lambda: layer(a, b))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "text"),
+    [
+        (torch.ones(4, 6).int(), torch.ones(6, 8).int(), "int32 is not served; use one of"),
+        (torch.ones(4, 6), torch.ones(7, 8), "weight as weight.t()"),
+        (torch.ones(6), torch.ones(6, 8), "required a [..., k] and b [k, n]"),
+        (torch.ones(4, 6), torch.ones(6, 8).double(), "required one dtype"),
+    ],
+)
+def test_wrong_operands_are_refused_while_compiling(
+    a: torch.Tensor, b: torch.Tensor, text: str
+) -> None:
+    for found in run(2, _refused, a, b):
+        assert isinstance(found, Failure) and text in found.text, found.text
+
+
+def _traced(at: Rank) -> str:
+    case = case_of("matmul_all_reduce", at.world, 4, 6, 8)
+    a, b = (x.detach() for x in operands(case, make(case, at.world), at))
+    return make_fx(lambda x, w: called(case, x, w), tracing_mode="fake")(a, b).code
+
+
+def test_make_fx_sees_one_operator() -> None:
+    for code in run(2, _traced):
+        assert "torch.ops.ficco.matmul_all_reduce.default(" in code
+
+
+# What it costs.
+
+
+def _cost(at: Rank) -> float:
+    """Microseconds that the public function adds to a call, where no gradient is needed."""
+    from ficco.ops import operate
+
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    real, operate.run = operate.run, lambda *args: (a, None)  # type: ignore[assignment]
+    try:
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(100):
+                ficco.matmul_all_reduce(a, b)
+            times.append((time.perf_counter() - start) / 100)
+    finally:
+        operate.run = real
+    return min(times) * 1e6
+
+
+def test_an_eager_call_without_gradients_pays_little() -> None:
+    """1.5 us on the machine where it was written; 30 are allowed with a gradient."""
+    assert min(run(2, _cost)) < 10
+
+
+def _direct(at: Rank) -> list[str]:
+    """Operators that the dispatcher sees of an eager call without gradients."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for operator in OPERATORS:
+        case = case_of(operator, at.world, 4, 6, 8, needs="")
+        a, b = operands(case, make(case, at.world), at)
+        with Watch():
+            called(case, a, b)
+    return [name for name in seen if name.startswith("ficco")]
+
+
+def test_eager_calls_do_not_pass_the_dispatcher() -> None:
+    assert run(2, _direct) == [[], []]
+
+
+def test_layout_of_a_transposed_view() -> None:
+    weight = torch.ones(3, 4)
+    assert by_columns(weight.t()) and not by_columns(weight)
+    assert not by_columns(torch.ones(3, 8)[:, ::2])
