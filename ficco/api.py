@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ficco.errors import FiccoError
-from ficco.heuristics import Decision, decide, where
+from ficco.heuristics import Decision, decide, problem_of, where
 from ficco.machine import Fingerprint, Machine
 from ficco.ops.call import process_group
-from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.workspace import workspace_of, workspaces
 
@@ -57,6 +56,7 @@ def explain(
     k: int,
     dtype: torch.dtype | str = "bfloat16",
     world: int,
+    rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
     schedule: str | Schedule = "auto",
     captured: bool = False,
     machine: str | PathLike[str] | Machine | None = None,
@@ -68,9 +68,11 @@ def explain(
     compared: seconds, share of the ideal, decomposition and contention loss, memory.
 
     Args:
-        operator: ``"all_gather_matmul"``.
-        m: rows of the gathered A; n, k: columns and rows of the local b.
+        operator: name of the operator, such as ``"matmul_reduce_scatter"``.
+        m: rows that a rank multiplies (all-gather: those of the gathered A; all-to-all: of the rank
+            with most); n, k: columns and rows of the local b.
         world: number of ranks.
+        rows: as the operator takes it; None for as equal ones as there are.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.
         search: look beyond the named schedules.
@@ -79,14 +81,10 @@ def explain(
         ValueError: an argument is wrong.
         ConfigError: there is no such machine, or its file is damaged.
     """
-    if operator != "all_gather_matmul":
-        raise ValueError(f"operator: required all_gather_matmul, got {operator!r}")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     asked = where(machine, world, Fingerprint(here, world), captured=captured)
-    if m < 0:
-        raise ValueError(f"m: required at least 0, got {m}")
-    rows = tuple(m // world + (rank < m % world) for rank in range(world))
-    problem = Problem(operator, rows, n, k, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    problem = problem_of(operator, m, n, k, name, world, rows)
     return decide(problem, schedule, machine=asked.machine, mode=asked.mode, search=search)
 
 

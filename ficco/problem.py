@@ -102,7 +102,7 @@ class Problem:
             return ()
         return tuple(map(sum, blocks if self.kind.scatters else zip(*blocks, strict=True)))
 
-    @property
+    @cached_property
     def kind(self) -> Operator:
         """What its operator does."""
         return OPERATORS[self.operator]

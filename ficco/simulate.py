@@ -11,8 +11,8 @@ What is modelled, and how:
   and fills part of it: of what ``Gemm.dense`` is less than that, see ``UNFILLED``. Copies within
   the rank are served likewise, at the rate of its memory. A card that multiplies for long gets
   slower (``Gemm.heated``).
-- *Sums* of what arrives read all their parts and write the result, at the rate of the rank's memory,
-  and take their turn as products do.
+- *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
+  memory, and take their turn as products do.
 - *Collectives* take as long as a curve says (``Machine.exchange``), and nothing runs beside them.
 - *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
   multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
@@ -105,7 +105,7 @@ def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = 
     """
     with paused():
         if not _alike(problem, schedule) or _collide(problem, schedule, machine, mode):
-            found = [_Simulation(plans(problem, schedule), machine, mode)]
+            found = [_Simulation(_plans(problem, schedule), machine, mode)]
         else:
             mirror = _Mirror(_turns(problem, schedule))
             found = [
@@ -128,6 +128,12 @@ def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = 
 def _plan(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     """The plan of a rank; the same call is often predicted in one mode, then in the other."""
     return plan(problem, schedule, rank)
+
+
+@lru_cache(maxsize=4)
+def _plans(problem: Problem, schedule: Schedule) -> list[Plan]:
+    """The plans of all ranks, likewise."""
+    return plans(problem, schedule)
 
 
 def _alike(problem: Problem, schedule: Schedule) -> bool:

@@ -254,7 +254,9 @@ def test_explain_takes_a_machine_by_name_or_path(tmp_path: Path) -> None:
 
 def test_explain_refuses_what_no_call_can_be() -> None:
     sizes = {"m": 2048, "n": 1024, "k": 4096, "world": 4}
-    with pytest.raises(ValueError, match="required all_gather_matmul"):
+    with pytest.raises(
+        ValueError, match="operator: required one of all_gather_matmul, .*, got 'matmul'"
+    ):
         ficco.explain("matmul", **sizes)
     with pytest.raises(ValueError, match="world >= 1"):
         ficco.explain("all_gather_matmul", **{**sizes, "world": 0})

@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ficco.cli.site import picture, site
+from ficco.cli.site import GATHERS, add_operator, picture, problem, site
 
 #: Seconds that ``--measure`` takes, beside starting the ranks and proving every candidate right.
 MEASURE_S = 20.0
 
 #: Options about one problem.
-ASKED = ("m", "n", "k", "world", "captured", "search", "measure", "seconds", "json", "draw")
+ASKED = ("m", "n", "k", "rows", "world", "captured", "search", "measure", "seconds", "json", "draw")
 
 #: The file with the problems of ``--rule-table``, where it is filled in.
 TABLE = "rule-table"
@@ -26,7 +26,8 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     text = "say which schedule a call would take, why, and what is predicted of the others"
     parser = commands.add_parser("explain", help=text, description=text)
-    parser.add_argument("--m", type=int, help="rows of the gathered A")
+    add_operator(parser)
+    parser.add_argument("--m", type=int, help="rows that a rank multiplies")
     parser.add_argument("--n", type=int, help="columns of one rank's B")
     parser.add_argument("--k", type=int, help="columns of A")
     parser.add_argument(
@@ -56,19 +57,14 @@ def _explain(arguments: argparse.Namespace) -> int:
     _refuse(arguments)
     if arguments.rule_table:
         return _rule_table(arguments)
-    import ficco
+    from ficco.heuristics import decide
 
     asked = site(arguments.machine, arguments.world, captured=arguments.captured)
-    decision = ficco.explain(
-        "all_gather_matmul",
-        m=arguments.m,
-        n=arguments.n,
-        k=arguments.k,
-        dtype=arguments.dtype,
-        world=asked.world,
-        schedule=arguments.schedule,
-        captured=arguments.captured,
+    decision = decide(
+        problem(arguments, asked.world),
+        arguments.schedule,
         machine=asked.machine,
+        mode=asked.mode,
         search=arguments.search,
     )
     measured = _measure(arguments, decision) if arguments.measure else {}
@@ -90,6 +86,9 @@ def _refuse(arguments: argparse.Namespace) -> None:
         ValueError: which one, and what it needs.
     """
     given = [name for name in ASKED if getattr(arguments, name) not in (None, False)]
+    if arguments.operator != GATHERS:
+        if arguments.rule_table:
+            raise ValueError(f"--rule-table: required --operator {GATHERS}, as in Table I")
     if arguments.rule_table and given:
         raise ValueError(f"--rule-table: required without --{given[0]}, since it takes Table I")
     if arguments.into is not None and not arguments.rule_table:
@@ -112,11 +111,11 @@ def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str
     from ficco.bench.run import Settings, bench
     from ficco.launch import default_device, launch
 
-    problem, device = decision.problem, default_device()
+    asked, device = decision.problem, default_device()
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
         settings = Settings(
-            cases=(Case("explained", problem.m, problem.n, problem.k, problem.dtype),),
+            cases=(Case("explained", asked.m, asked.n, asked.k, asked.dtype),),
             candidates=tuple(map(parse, names)),
             modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
             device=device,
@@ -125,7 +124,7 @@ def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str
             csv=Path(folder) / "explained.csv",
             quiet=True,
         )
-        rows = launch(bench, problem.world, settings, device=device)
+        rows = launch(bench, asked.world, settings, device=device)
     found: dict[str, dict[str, float]] = {}
     for row in rows or ():
         if row.ok:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.cli.simulate import write
-from ficco.cli.site import MACHINE, picture, site
+from ficco.cli.site import MACHINE, add_operator, picture, problem, site
 
 
 def add(commands: Any) -> None:
@@ -16,11 +16,11 @@ def add(commands: Any) -> None:
     text = "print or draw what a schedule does for given sizes; needs no GPU"
     parser = commands.add_parser("plan", help=text, description=text)
     parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
-    parser.add_argument("--m", type=int, required=True, help="rows of the gathered A")
+    add_operator(parser)
+    parser.add_argument("--m", type=int, required=True, help="rows that a rank multiplies")
     parser.add_argument("--n", type=int, required=True, help="columns of one rank's B")
     parser.add_argument("--k", type=int, required=True, help="columns of A")
     parser.add_argument("--world", type=int, required=True, help="number of ranks")
-    parser.add_argument("--rows", help="rows of every rank's shard, where unequal: 3,4,5")
     parser.add_argument("--rank", type=int, default=0, help="the rank to print (default: 0)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -41,14 +41,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ficco.plan import check, render
     from ficco.schedules import plans
 
-    problem = _problem(arguments)
-    if not 0 <= arguments.rank < problem.world:
-        raise ValueError(f"--rank: required 0 to {problem.world - 1}, got {arguments.rank}")
+    asked_of = _problem(arguments)
+    if not 0 <= arguments.rank < asked_of.world:
+        raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
     picture(arguments.draw)
-    asked = site(arguments.machine, problem.world, default=MACHINE)
+    asked = site(arguments.machine, asked_of.world, default=MACHINE)
     drawn = asked.simulated if arguments.draw or arguments.trace else None
-    decision = decide(problem, arguments.schedule, machine=asked.machine, mode=asked.mode)
-    made = plans(problem, decision.schedule, arguments.workspace_bytes)
+    decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
+    made = plans(asked_of, decision.schedule, arguments.workspace_bytes)
     check(made)
     one = made[arguments.rank]
     if arguments.json:
@@ -56,43 +56,28 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print(render(one))
         print(_plan_text(one, decision))
-        if why := too_large(problem, one.rank, one.extra_bytes, asked.machine):
+        if why := too_large(asked_of, one.rank, one.extra_bytes, asked.machine):
             print(why)
     if drawn is not None:
         from ficco.simulate import simulate
 
         mode = "idle" if asked.mode == "idle" else "queued"
-        note = f"{problem}, simulated on {drawn.name}, {mode}"
+        note = f"{asked_of}, simulated on {drawn.name}, {mode}"
         write([simulate(made, drawn, mode)], arguments, note)
     return 0
 
 
 def _problem(arguments: argparse.Namespace) -> Any:
-    from ficco.problem import Problem
-
     world = arguments.world
     if world < 1:
         raise ValueError(f"--world: required at least 1, got {world}")
-    if arguments.rows:
-        rows = tuple(_whole("--rows", text) for text in arguments.rows.split(","))
-        if len(rows) != world or sum(rows) != arguments.m:
-            raise ValueError(
-                f"--rows: required {world} numbers with the sum {arguments.m}, got {arguments.rows}"
-            )
-    elif arguments.m % world:
+    found = problem(arguments, world)
+    if not arguments.rows and arguments.m % world and not found.kind.returns:
         raise ValueError(
             f"--m: required a multiple of --world {world}, got {arguments.m}; "
             "give the rows of every rank with --rows"
         )
-    else:
-        rows = (arguments.m // world,) * world
-    return Problem("all_gather_matmul", rows, arguments.n, arguments.k, arguments.dtype)
-
-
-def _whole(option: str, text: str) -> int:
-    if not text.strip().isdigit():
-        raise ValueError(f"{option}: required whole numbers, got {text!r}")
-    return int(text)
+    return found
 
 
 def _plan_text(plan: Any, decision: Any) -> str:
@@ -131,6 +116,11 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                     {**p._asdict(), "a": p.a._asdict(), "out": p.out._asdict()}
                     for p in step.products
                 ],
+                "reduction": step.reduction
+                and {
+                    "parts": [part._asdict() for part in step.reduction.parts],
+                    "out": step.reduction.out._asdict(),
+                },
                 "mover": step.mover if step.op == "copy" else None,
             }
             for step in plan.steps

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco.cli.site import MACHINE, picture, site
+from ficco.cli.site import GATHERS, MACHINE, add_operator, picture, site
 
 if TYPE_CHECKING:
     from ficco.bench.cases import Case
@@ -29,10 +29,11 @@ def add(commands: Any) -> None:
     what = parser.add_argument_group("what")
     what.add_argument("--set", help="shapes that ship with ficco (default: measured)")
     what.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
-    what.add_argument("--m", type=int, help="one shape: rows of the gathered A,")
+    what.add_argument("--m", type=int, help="one shape: rows that a rank multiplies,")
     what.add_argument("--n", type=int, help="columns of one rank's B,")
     what.add_argument("--k", type=int, help="columns of A")
     what.add_argument("--dtype", default="bfloat16", help="of that shape")
+    add_operator(what, rows=False)
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
     where.add_argument("--world", type=int, help="ranks (default: the machine's)")
@@ -96,12 +97,14 @@ def _simulate(arguments: argparse.Namespace) -> int:
         )
     if arguments.report and arguments.set != "scenarios":
         raise ValueError("--report: required --set scenarios, which is what the paper is about")
+    if arguments.report and arguments.operator != GATHERS:
+        raise ValueError(f"--report: required --operator {GATHERS}, as in the paper")
     if arguments.report and schedules:
         raise ValueError("--report: required no schedules, since it compares the paper's")
     machine = asked.simulated
     rows: list[Row] = []
     for case in cases:
-        rows += simulated.simulate_case(case, machine, world, mode, schedules)
+        rows += simulated.simulate_case(case, machine, world, mode, schedules, arguments.operator)
     if arguments.json:
         print(json.dumps([vars(row) for row in rows]))
     else:
@@ -147,7 +150,7 @@ def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode
     from ficco.simulate import simulate
     from ficco.timeline import dumps
 
-    problem = case.problem(machine.ranks)
+    problem = simulated.problem_of_case(case, machine.ranks, arguments.operator)
     schedules = [Schedule.parse(name) for name in arguments.schedules]
     timelines = [
         simulate(plans(problem, schedule), machine, mode, f"{schedule}: simulated")

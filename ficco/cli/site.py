@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ficco.heuristics import Where
+    from ficco.problem import Problem
+
+#: The operator that is asked about unless another is named.
+GATHERS = "all_gather_matmul"
 
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
@@ -31,6 +35,53 @@ def site(
         return where(machine, world, here() if default is None else default, captured=captured)
     except ValueError as error:
         raise ValueError(f"--{str(error).removeprefix('--')}") from None
+
+
+def add_operator(parser: Any, *, rows: bool = True) -> None:
+    """Add the options that say which operator is asked about, and how its rows are spread."""
+    from ficco.problem import OPERATORS
+
+    parser.add_argument(
+        "--operator",
+        default=GATHERS,
+        metavar="NAME",
+        help=f"one of {', '.join(OPERATORS)} (default: {GATHERS})",
+    )
+    if rows:
+        parser.add_argument(
+            "--rows",
+            help="rows of every rank, where unequal: 3,4,5; of an all-to-all from each rank to "
+            "each: 3,4;5,6",
+        )
+
+
+def problem(arguments: Any, world: int) -> Problem:
+    """The Problem that options ask about.
+
+    Raises:
+        ValueError: an option is wrong, or they do not fit together.
+    """
+    from ficco.heuristics import problem_of
+
+    operator, rows = arguments.operator, None
+    if arguments.rows:
+        table = [
+            [_whole("--rows", size) for size in line.split(",")]
+            for line in arguments.rows.split(";")
+        ]
+        rows = table if len(table) > 1 else table[0]
+    try:
+        return problem_of(
+            operator, arguments.m, arguments.n, arguments.k, arguments.dtype, world, rows
+        )
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
+
+
+def _whole(option: str, text: str) -> int:
+    if not text.strip().isdigit():
+        raise ValueError(f"{option}: required whole numbers, got {text!r}")
+    return int(text)
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:

@@ -58,6 +58,51 @@ MESH = (
 )
 
 
+#: On a switch, where the product travels: the block that stays is multiplied last.
+SENDING_SWITCH = (
+    "growing",
+    "shrinking",
+    "shard-overlap",
+    "growing:compute=2",
+    "shard-overlap:compute=2",
+    "shrinking:tail=2,compute=2",
+    "growing:tail=4",
+    "shard-overlap:tail=4",
+    "shard-overlap:tail=4,compute=2",
+    "hetero-unfused-1d:pieces=2,order=peer,compute=2",
+    "hetero-fused-1d:pieces=2",
+    "hetero-fused-2d:pieces=4",
+    "uniform-fused-1d:pieces=4",
+    "uniform-fused-2d:pieces=4",
+    "uniform-fused-2d",
+)
+
+#: Further ones for operators that sum: a block that goes from rank to rank, or the own product
+#: added to the sum of all others.
+SUMMING = ("ring", "ring:pieces=4,compute=2", "shard-overlap:beta", "growing:beta,compute=2")
+
+#: On a mesh, where the product travels. A ring would use one link of each rank.
+SENDING_MESH = (
+    "shard-overlap",
+    "hetero-fused-1d:pieces=2",
+    "hetero-fused-1d:pieces=2,tail=4",
+    "hetero-fused-1d:pieces=4",
+    "hetero-fused-1d:pieces=4,tail=2,compute=2",
+    "hetero-fused-1d",
+    "hetero-fused-2d:pieces=4",
+    "hetero-unfused-1d:pieces=2",
+    "hetero-unfused-1d:pieces=2,compute=2",
+    "uniform-fused-1d:pieces=2",
+    "uniform-fused-1d:pieces=4",
+    "uniform-fused-1d",
+    "uniform-fused-1d:pieces=4,compute=2",
+    "uniform-fused-2d:pieces=4",
+    "uniform-fused-2d",
+)
+
+#: The same for operators that sum.
+SUMMING_MESH = ("hetero-fused-1d:pieces=4,beta",)
+
 #: Where a copy kernel moves the bytes: few and small copies.
 BY_KERNEL = ("shard-overlap:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel")
 
@@ -68,7 +113,7 @@ def candidates(
     """The schedules to compare, the serial ones first; of equals the earlier one is taken.
 
     Args:
-        problem: what is asked.
+        problem: what is asked; its operator says in which direction pieces go.
         machine: its topology says which ones; without one, those of a switch.
         movers: who moves bytes here. Copy kernels are compared where they were measured.
     """
@@ -82,8 +127,7 @@ def candidates(
 def _candidates(
     problem: Problem, machine: Machine | None, movers: tuple[str, ...]
 ) -> Iterator[Schedule]:
-    mesh = on_mesh(machine)
-    for name in (*SERIALS, *(MESH if mesh else SWITCH)):
+    for name in (*SERIALS, *_overlapped(problem, on_mesh(machine))):
         schedule = Schedule.parse(name)
         if not serves(schedule, machine):
             continue
@@ -91,6 +135,16 @@ def _candidates(
     if "kernel" in movers and machine is not None and machine.kernel_copies is not None:
         for name in BY_KERNEL:
             yield suited(Schedule.parse(name), problem, machine)
+
+
+def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
+    """Names for an operator, the simplest first."""
+    if not problem.kind.scatters:
+        return MESH if mesh else SWITCH
+    names = SENDING_MESH if mesh else SENDING_SWITCH
+    if not problem.kind.sums:
+        return names
+    return names + (SUMMING_MESH if mesh else SUMMING)
 
 
 def on_mesh(machine: Machine | None) -> bool:

@@ -9,7 +9,8 @@ from ficco.problem import Problem
 
 def held_bytes(problem: Problem, rank: int, extra_bytes: int) -> int:
     """Operands and product of a rank, and what its schedule holds beside them in one slot."""
-    elements = problem.rows[rank] * problem.k + problem.k * problem.n + problem.m * problem.n
+    left, out = problem.left_rows(rank), problem.out_rows(rank)
+    elements = left * problem.k + problem.k * problem.n + out * problem.n
     return elements * problem.itemsize + extra_bytes
 
 

@@ -35,9 +35,9 @@ from ficco.heuristics.model import (
 from ficco.heuristics.rule import rule
 from ficco.heuristics.saved import Saved
 from ficco.heuristics.search import search as look_further
-from ficco.machine import Machine
+from ficco.machine import COLLECTIVES, Machine, tuned_key
 from ficco.problem import Problem
-from ficco.schedules import Schedule, plan
+from ficco.schedules import Schedule, plan, refusal
 from ficco.simulate import predict as simulated
 from ficco.warn import warn_once
 
@@ -214,9 +214,9 @@ def _tuned(
 
     An eager call takes what was best where the GPU waits for its host.
     """
-    asked = (problem.operator, problem.rows, problem.n, problem.k, problem.dtype)
+    asked = tuned_key(problem)
     for entry in machine.tuned:
-        if (entry.operator, entry.rows, entry.n, entry.k, entry.dtype) != asked:
+        if tuned_key(entry) != asked:
             continue
         which = 0 if mode == "queued" else 1
         name = (entry.queued, entry.idle)[which]
@@ -225,6 +225,8 @@ def _tuned(
             schedule = Schedule.parse(name)
             if schedule.mover not in (*movers, "collective"):
                 raise ValueError(f"nothing here moves bytes by {schedule.mover!r}")
+            if why := refusal(problem, schedule):
+                raise ValueError(why)
         except ValueError as error:
             warn_once(
                 f"machine {machine.name}: the tuned entry of {problem} is passed over: {error}; "
@@ -257,8 +259,8 @@ def _modelled(
 def described(machine: Machine, world: int) -> Machine | None:
     """The machine as a group of so many ranks sees it; None where its figures say nothing of it.
 
-    Copies, links and products are those of a rank. The vendor's collective takes as long as one of
-    the machine's own ranks that receives as many bytes. Ranks on CPUs share their cores, so that
+    Copies, links and products are those of a rank. The vendor's collectives take as long as those
+    of the machine's own ranks that receive as many bytes. Ranks on CPUs share their cores, so that
     figures hold for their own number alone.
     """
     if machine.ranks == world:
@@ -267,8 +269,9 @@ def described(machine: Machine, world: int) -> Machine | None:
         return None
     name = f"{machine.name} (as {world} rank{'s' * (world > 1)})"
     changes: dict[str, Any] = {"ranks": world, "name": name}
-    if machine.collective is not None and world > 1:
-        share = (machine.ranks - 1) / (world - 1)
-        curve = tuple((size * share, seconds) for size, seconds in machine.collective.curve)
-        changes["collective"] = replace(machine.collective, curve=curve)
+    share = (machine.ranks - 1) / max(world - 1, 1)
+    for block in COLLECTIVES.values() if world > 1 else ():
+        if (found := getattr(machine, block)) is not None:
+            curve = tuple((size * share, seconds) for size, seconds in found.curve)
+            changes[block] = replace(found, curve=curve)
     return replace(machine, **changes)

@@ -8,7 +8,9 @@ not slow each other down. All are predicted from a machine's figures; 1.0 is no 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from math import inf
 
 from ficco.heuristics.candidates import on_mesh, suited
 from ficco.heuristics.model import Predict
@@ -45,7 +47,8 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
     """DIL of the products of one rank: its parts one after the other, over the whole product."""
     problem, gemm = made.problem, machine.gemm
     assert gemm is not None
-    whole = gemm.seconds(problem.m, problem.n, problem.k, itemsize=problem.itemsize)
+    rows = problem.product_rows(made.rank)
+    whole = gemm.seconds(rows, problem.n, problem.k, itemsize=problem.itemsize)
     products = [product for step in made.steps for product in step.products]
     parts = sum(
         gemm.seconds(
@@ -55,6 +58,7 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
             batch=p.batch,
             itemsize=problem.itemsize,
             wide=p.out.buffer == "sum",
+            adds=p.accumulate and p.out.buffer != "sum",
         )
         for p in products
     )
@@ -62,23 +66,25 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
 
 
 def copy_loss(made: Plan, machine: Machine) -> float:
-    """DIL of what one rank sends: its pieces one after the other, over whole shards.
+    """DIL of what one rank sends: its pieces one after the other, over whole shards or blocks.
 
     On a mesh every peer has a link of its own, so that the slowest peer counts.
     """
     moved = [step for step in made.steps if step.op == "copy" and step.transfer is not None]
     if not moved:
         return 1.0
-    spent: dict[int, float] = {}
-    sizes: dict[int, int] = {}
+    spent: dict[int, float] = defaultdict(float)
+    whole: dict[int, float] = defaultdict(float)
+    sizes: dict[tuple[int, int], int] = defaultdict(int)  # of what goes together to or from a peer
     for step in moved:
         assert step.transfer is not None
-        pulls = step.transfer.src.rank != made.rank
-        peer = step.transfer.src.rank if pulls else step.transfer.dst.rank
-        nbytes = step.transfer.src.elements * made.problem.itemsize
-        spent[peer] = spent.get(peer, 0.0) + copy_seconds(nbytes, _copies(step.mover, machine))
-        sizes[peer] = sizes.get(peer, 0) + nbytes
-    whole = {peer: copy_seconds(size, _copies("dma", machine)) for peer, size in sizes.items()}
+        src, dst, terms = step.transfer
+        peer = dst.rank if src.rank == made.rank else src.rank
+        nbytes = src.elements * made.problem.itemsize
+        spent[peer] += copy_seconds(nbytes, _copies(step.mover, machine))
+        sizes[peer, terms] += nbytes
+    for (peer, _), size in sizes.items():
+        whole[peer] += copy_seconds(size, _copies("dma", machine))
     together = max if on_mesh(machine) else sum
     return float(together(spent.values()) / together(whole.values()))
 
@@ -110,12 +116,22 @@ def uncontended(machine: Machine) -> Machine:
 def ideal(problem: Problem, machine: Machine, predict: Predict) -> float:
     """Seconds that no schedule should beat, queued: the longer of one whole product and the faster
     way to communicate (the vendor's collective, the copy engines), each alone."""
-    serial = Schedule.parse("serial")
-    product = predict(replace(problem, rows=(problem.m,)), serial, machine, "queued")
-    if problem.world == 1:
-        return product
-    bare = replace(problem, n=0)
-    ways = [suited(Schedule.parse("shard-overlap"), problem, machine)]
+    found = bounds(problem, machine, predict, "queued")
+    return max(found.pop("gemm"), min(found.values(), default=0.0))
+
+
+def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> dict[str, float]:
+    """Seconds of the parts of a call, each alone: one whole product, ``"gemm"``; what travels by
+    the copy engines, ``"copies"``, and by the vendor's collective, ``"collective"``, where that is
+    known. What is summed or brought to its place behind the copies does not count."""
+    alone = Problem("all_gather_matmul", (problem.m,), problem.n, problem.k, problem.dtype)
+    found = {"gemm": predict(alone, Schedule.parse("serial"), machine, mode)}
+    bare = replace(problem, k=0) if problem.kind.scatters else replace(problem, n=0)
+    free = machine
+    if machine.memory is not None and problem.kind.scatters:
+        free = replace(machine, memory=replace(machine.memory, bandwidth=inf, latency=0.0))
+    by_copies = suited(Schedule.parse("shard-overlap"), problem, machine)
+    found["copies"] = predict(bare, by_copies, free, mode)
     if machine.collective is not None:
-        ways.append(Schedule.parse("serial:collective"))
-    return max(product, min(predict(bare, way, machine, "queued") for way in ways))
+        found["collective"] = predict(bare, Schedule.parse("serial:collective"), machine, mode)
+    return found

@@ -30,12 +30,26 @@ NOT_MEASURED = 1.0
 
 
 def rule(problem: Problem, thresholds: Thresholds) -> tuple[str, str]:
-    """The name of the schedule that the rule takes, and the reason in words."""
-    m, k, flops = problem.m, problem.k, problem.flops
-    if m <= k:
-        return COLUMNS, f"m={m} is not above k={k}, so that columns lose less than rows when cut"
+    """The name of the schedule that the rule takes, and the reason in words.
+
+    The paper's rule is of what gathers: A [m, k] travels. Where the product [m, n] does, it is read
+    of the transposed problem, whose n and k are exchanged and which gathers as many bytes for as
+    many operations; as the gradient of the one is the other.
+    """
+    name, width = ("n", problem.n) if problem.kind.scatters else ("k", problem.k)
+    taken, reason = _rule(problem.m, name, width, problem.flops, thresholds)
+    if problem.kind.scatters:
+        reason += ", by the paper's rule for the gather that this is the transpose of"
+    return taken, reason
+
+
+def _rule(m: int, name: str, width: int, flops: int, thresholds: Thresholds) -> tuple[str, str]:
+    if m <= width:
+        return COLUMNS, (
+            f"m={m} is not above {name}={width}, so that columns lose less than rows when cut"
+        )
     low, high = thresholds.low, thresholds.high
-    count = f"m={m} is above k={k}, and {flops:.2g} operations of a rank are"
+    count = f"m={m} is above {name}={width}, and {flops:.2g} operations of a rank are"
     if flops < low:
         return ROWS[0], f"{count} below the threshold {low:.2g}"
     if flops > high:

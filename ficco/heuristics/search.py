@@ -2,8 +2,9 @@
 
 The search starts at the best candidates and changes one thing at a time, as long as the prediction
 falls: uneven pieces, a finely cut end, sizes that end on whole waves of the GEMM, one or two
-compute lanes, groups that grow. It counts predictions instead of seconds, so that every rank and
-every process finds the same.
+compute lanes, groups that grow; where products travel, pieces of columns, and own products that add
+themselves to sums. It counts predictions instead of seconds, so that every rank and every process
+finds the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ficco.heuristics.candidates import serves, suited
 from ficco.heuristics.model import MODES, Predict, Prediction
 from ficco.machine import Machine
 from ficco.problem import Problem
-from ficco.schedules import Schedule
+from ficco.schedules import Schedule, refusal
 
 #: Predictions of a search, each in all its modes; what they take is a part of 200 ms.
 BUDGET = 32
@@ -97,10 +98,13 @@ def _neighbours(schedule: Schedule, problem: Problem, machine: Machine) -> Itera
         lambda: (replace(schedule, pieces=sizes) for sizes in _sizes(schedule, problem, machine)),
         lambda: _groupings(schedule),
     ]
+    if problem.kind.scatters:
+        changes.append(lambda: _of_products(schedule))
     for change in changes:
         for other in change():
-            if other != schedule and serves(other, machine):
-                yield suited(other, problem, machine)
+            if other == schedule or refusal(problem, other) or not serves(other, machine):
+                continue
+            yield suited(other, problem, machine)
 
 
 def _near(values: Sequence[int], value: int) -> list[int]:
@@ -112,6 +116,15 @@ def _groupings(schedule: Schedule) -> Iterator[Schedule]:
     if not schedule.uniform and schedule.dims == 1:
         for grouping in ("unfused", "growing", "shrinking", "fused"):
             yield replace(schedule, grouping=grouping)
+
+
+def _of_products(schedule: Schedule) -> Iterator[Schedule]:
+    """What there is for products that travel: pieces of columns, whose products do not add up, and
+    own products that add themselves to the sum of the others."""
+    if schedule.grouping in ("fused", "unfused"):
+        yield replace(schedule, dims=3 - schedule.dims)
+    if not schedule.uniform and schedule.grouping != "ring":
+        yield replace(schedule, beta=not schedule.beta)
 
 
 def _sizes(
@@ -128,7 +141,8 @@ def waves(schedule: Schedule, problem: Problem, machine: Machine) -> list[tuple[
     Of the first pieces of 1 to 15 sixteenths of a shard, the two with which the products of both
     pieces take least time; of equals, those whose first piece is nearest to three quarters.
     """
-    gemm, rows = machine.gemm, max(problem.rows)
+    ranks = range(problem.world)
+    gemm, rows = machine.gemm, max(problem.block(i, j) for i in ranks for j in ranks)
     if gemm is None or rows < PARTS:
         return []
     together = problem.world - 1 if schedule.grouping == "fused" else 1

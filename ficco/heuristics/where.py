@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
+from ficco.problem import OPERATORS, Problem
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,59 @@ class Where:
                 f"--ranks {self.world}` measures another"
             )
         return found
+
+
+def problem_of(
+    operator: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    world: int,
+    rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> Problem:
+    """The Problem of a call on so many ranks.
+
+    Args:
+        operator: name of the public operator.
+        m: rows that a rank multiplies; where they differ, those of the rank with most.
+        n, k, dtype: as :class:`Problem` has them.
+        world: number of ranks.
+        rows: as the operators take it: rows of each rank, or the table of an all-to-all; None for
+            as equal ones as there are.
+
+    Raises:
+        ValueError: an argument is wrong, or they do not fit together.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"operator: required one of {', '.join(OPERATORS)}, got {operator!r}")
+    if m < 0:
+        raise ValueError(f"m: required at least 0, got {m}")
+    kind, ranks = OPERATORS[operator], range(world)
+    if rows is None:
+        each, rest = divmod(m, world)
+        if not kind.blocks:
+            return Problem(operator, tuple(each + (i < rest) for i in ranks), n, k, dtype)
+        equal = [[each + ((i + j) % world < rest) for j in ranks] for i in ranks]
+        return Problem.of_blocks(operator, equal, n, k, dtype)
+    found = [list(one) if isinstance(one, Sequence) else one for one in rows]
+    what = f"rows: required {'a table of ' if kind.blocks else ''}{world} "
+    wanted = f"{what}x {world} numbers" if kind.blocks else f"{what}numbers"
+    if kind.returns:
+        raise ValueError(f"rows: required none for {operator}, whose result is the same everywhere")
+    if kind.blocks:
+        whole = all(isinstance(one, list) and len(one) == world for one in found)
+        if not whole or len(found) != world:
+            raise ValueError(f"{wanted}, got {rows}")
+        problem = Problem.of_blocks(operator, found, n, k, dtype)  # type: ignore[arg-type]
+    else:
+        if len(found) != world or any(isinstance(one, list) for one in found):
+            raise ValueError(f"{wanted}, got {rows}")
+        problem = Problem(operator, tuple(found), n, k, dtype)  # type: ignore[arg-type]
+    if problem.m != m:
+        most = "the largest sum" if kind.blocks else "the sum"
+        raise ValueError(f"rows: required {most} {m}, which is m, got {problem.m}")
+    return problem
 
 
 _KNOWN = "with --machine or FICCO_MACHINE"

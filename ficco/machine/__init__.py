@@ -20,6 +20,7 @@ from ficco.machine.model import (
     Topology,
     Tuned,
     interpolate,
+    tuned_key,
 )
 
 __all__ = [
@@ -47,5 +48,6 @@ __all__ = [
     "nearest",
     "save",
     "shipped",
+    "tuned_key",
     "user_dir",
 ]

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import exp, inf, log
 from typing import Annotated, Any
 
-from ficco.problem import ITEMSIZE
+from ficco.problem import ITEMSIZE, Problem
 
 
 @dataclass(frozen=True)
@@ -264,6 +264,11 @@ class Tuned:
     serial: tuple[Seconds, Seconds]
     provenance: Provenance
     blocks: tuple[tuple[Size, ...], ...] = ()
+
+
+def tuned_key(one: Tuned | Problem) -> tuple[object, ...]:
+    """What an entry is looked up by."""
+    return one.operator, tuple(one.rows), one.n, one.k, one.dtype, tuple(one.blocks)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
-from ficco.schedules.groups import Departures, Unit
+from ficco.schedules.groups import Departures, Unit, peers_in_order
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
@@ -27,6 +27,8 @@ class ScatterWorld:
         self._sent = [self._senders(rank) for rank in range(self.world)]
         #: Words per pair of ranks: for what arrives, for sums that return, for what was fetched.
         arriving = [len(units) for sent in self._sent for units in sent.values()]
+        if self.ring:  # where blocks have fewer pieces than others, some words are left out
+            arriving = [departures.groups for departures in self.departures]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
         self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
         needed = self.room(False)[0]
@@ -219,7 +221,9 @@ class Scatter:
         return self.schedule.pull and bool(self.world.sent(self.me, peer))
 
     def _done(self, poster: int, waiter: int) -> Signal:
-        return self.world.word("done", poster, waiter, 0, None)
+        first = self.problem.lands(waiter, poster)
+        rows = {"first": first, "last": first + self.problem.block(waiter, poster)}
+        return self.world.word("done", poster, waiter, 0, None)._replace(**rows)
 
     # Products and copies.
 
@@ -246,7 +250,7 @@ class Scatter:
             found.append(Product(a, 0, problem.k, out, bool(terms), terms=terms))
             if self.schedule.pull and unit.peer != self.me:
                 posts.append(self.world.word("valid", self.me, unit.peer, unit.ordinal, unit))
-        if posts and not any(step.lane == lane for step in self.steps):
+        if posts and not any(step.lane == lane and step.posts for step in self.steps):
             after = (*after, *self.acquired)
         return self._add(
             Step(
@@ -421,8 +425,13 @@ class Scatter:
             there = self.problem.leaves(self.me, self.me)
             source = self.mine.region(self.made, self.me, there, unit)
             self._place(source, self._result(unit), 1 << self.me, after=(self.made_by[unit],))
-        coming = [(unit.group, peer, unit) for peer in self.peers for unit in self._coming(peer)]
-        for _, peer, unit in sorted(coming):
+        order = (
+            list(self.lane_of)
+            if self.schedule.pull
+            else peers_in_order(self.me, self.problem.world)
+        )
+        coming = [(unit, peer) for peer in order for unit in self._coming(peer)]
+        for unit, peer in sorted(coming, key=lambda one: one[0].group):
             waits, after = self._arrival(peer, unit)
             source = self.world.landing(peer, self.me, unit)
             row = self.problem.lands(peer, self.me)
