@@ -11,7 +11,9 @@ is a claim, and vector clocks over the lanes prove the claims for every interlea
 2. whatever is read was written before, by the step that should have, and is not overwritten while
    it may still be read; a rank reaches no memory of a peer that is not symmetric;
 3. every element of the product is written once, by products whose rows of A and of b belong
-   together and that cover all of k once; partial sums add up in a dtype that does not round them;
+   together and that cover all of k once; partial sums add up in a dtype that does not round them.
+   Where products of ranks are summed, all who touch a sum say whose products are in it, no product
+   is in it twice, and in the end all are;
 4. calls compose: a rank touches the shared memory of a peer only after that peer has handed over
    its slot, and all who touch it do so before the peer hands the slot on. The call before and the
    call behind, whatever they are, obey the same rule, so that no pair of calls needs a proof of
@@ -20,6 +22,12 @@ is a claim, and vector clocks over the lanes prove the claims for every interlea
 The proof takes two things for granted of whoever runs a plan: its steps start after all steps of
 the rank's previous call on the same slot, and what the caller enqueues behind the call starts
 after all its steps.
+
+Rows are known by two numbers. Where they leave (``a``, ``publish``, ``partial``) it is that of the
+buffer; where they land (all others) it is that of the row among those which the rank gets, as in
+:meth:`Problem.lands`. A step that takes rows from the ones to the others takes them from one block,
+and goes from the one number to the other. Blocks that are summed have one number everywhere, that
+of the row of the product.
 
 Steps are numbered through, rank by rank. Regions, accesses and uses of signals are columns of
 numbers, one array for each field: 64 ranks with 64 pieces make a million of them.
@@ -37,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ficco.plan.collector import paused
-from ficco.plan.model import SHARED_BUFFERS, Plan, Product, Region, Signal, Step
+from ficco.plan.model import SHARED_BUFFERS, Plan, Product, Reduction, Region, Signal, Step
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -46,14 +54,13 @@ Bools = npt.NDArray[np.bool_]
 Who = Callable[[int], str]
 
 #: Buffers as the columns number them.
-BUFFERS = ("a", "publish", "staging", "sum", "out", "gathered")
-A, PUBLISH, STAGING, SUM, OUT, GATHERED = range(len(BUFFERS))
-SHARDS = (A, PUBLISH)  # hold the rows of one rank, from row 0
+BUFFERS = ("a", "publish", "partial", "staging", "sum", "out", "gathered")
+A, PUBLISH, PARTIAL, STAGING, SUM, OUT, GATHERED = range(len(BUFFERS))
+LEAVING = (A, PUBLISH, PARTIAL)  # hold rows in the order of Problem.leaves
 SHARED = tuple(map(BUFFERS.index, sorted(SHARED_BUFFERS)))
-RESULTS = (SUM, OUT, GATHERED)  # their elements are written once, or added to in order
 
-#: From which buffer to which a step may move.
-FLOWS = (
+#: From which buffer to which a step may move: A on its way to the product, or the product.
+GATHER_FLOWS = (
     (A, PUBLISH),
     (A, STAGING),
     (A, GATHERED),
@@ -62,14 +69,24 @@ FLOWS = (
     (STAGING, GATHERED),
     (SUM, OUT),
 )
+SCATTER_FLOWS = (
+    (PARTIAL, STAGING),
+    (PUBLISH, STAGING),
+    (STAGING, STAGING),
+    (OUT, STAGING),
+    (PARTIAL, OUT),
+    (PUBLISH, OUT),
+    (STAGING, OUT),
+)
 
-#: What a step holds: whether a transfer, whether products.
+#: What a step holds: whether a transfer, whether products, whether a reduction.
 HOLDS = {
-    "copy": (True, False),
-    "place": (True, False),
-    "gather": (True, False),
-    "matmul": (False, True),
-    "sync": (False, False),
+    "copy": (True, False, False),
+    "place": (True, False, False),
+    "collective": (True, False, False),
+    "matmul": (False, True, False),
+    "reduce": (False, False, True),
+    "sync": (False, False, False),
 }
 
 
@@ -121,10 +138,12 @@ class _Accesses(NamedTuple):
     """What steps read and write.
 
     Attributes:
-        row_shift, col_shift: the place in the gathered A, or in the product, of what is there, less
-            its place in the buffer.
+        row_shift, col_shift: the place of what is there among what leaves or lands, less its place
+            in the buffer.
         k_first, k_last: rows of b that a product adds up; -1 where none writes.
-        adds: 1 where a product adds to what is there.
+        adds: 1 where a product adds the next part of k to what is there.
+        terms: whose products are summed in what is read or left there, numbered.
+        joins: the same of what a write of another sum adds itself to; -1 where it does not.
     """
 
     step: Ints
@@ -139,6 +158,8 @@ class _Accesses(NamedTuple):
     k_first: Ints
     k_last: Ints
     adds: Ints
+    terms: Ints
+    joins: Ints
 
 
 class _Claim(NamedTuple):
@@ -170,9 +191,11 @@ class _Proof:
             lane_of += [number[step.lane] for step in plan.steps]
         self.lane = np.array(lane_of, np.int64)
         self.claims: list[_Claim] = []
+        self.numbers = {0: 0}  # of the sets of ranks whose products are summed somewhere
 
     def run(self) -> None:
         self._whole()
+        self._blocks()
         self._shapes()
         self._words()
         self._execute()
@@ -231,29 +254,52 @@ class _Proof:
                 raise PlanError(f"rank {rank} holds a plan of something else")
             if plan.staging[1] != first.staging[1]:
                 raise PlanError(f"rank {rank} has another row pitch of staging than rank 0")
-            need = plan.staging[0] * plan.staging[1], plan.publish * problem.rows[rank] * problem.k
-            for elements, room in zip(need, plan.room, strict=True):
-                if elements * problem.itemsize > room:
+            for buffer, room in zip(("staging", "publish"), plan.room, strict=True):
+                rows, cols = self._shape(buffer, plan)
+                if rows * cols * problem.itemsize > room:
                     raise PlanError(f"rank {rank}: staging or publish is larger than its room")
         for rank, lane in self.lanes:
-            if not re.fullmatch(r"(compute|copy)\d+|sync", lane):
+            if not re.fullmatch(r"(compute|copy|reduce)\d+|sync", lane):
                 raise PlanError(f"rank {rank}: there is no lane {lane!r}")
+
+    def _blocks(self) -> None:
+        """Where the blocks of all pairs of ranks leave and land, as ``[source, target]``."""
+        problem, ranks = self.problem, range(self.world)
+
+        def table(number: Callable[[int, int], int]) -> Ints:
+            return np.array([[number(src, dst) for dst in ranks] for src in ranks], np.int64)
+
+        if problem.kind.sums:  # each rank has the whole product
+            self.leaves = self.lands = np.zeros((self.world, self.world), np.int64)
+            self.block = self.leaves + problem.m
+        else:
+            self.leaves, self.lands = table(problem.leaves), table(problem.lands)
+            self.block = table(problem.block)
+        #: By buffer and rank, the first of the rows that land there; of staging, each step says.
+        self.begins = np.zeros((len(BUFFERS), self.world), np.int64)
+        if problem.kind.sums and not problem.kind.returns:
+            self.begins[OUT] = problem.offsets[:-1]
 
     def _shapes(self) -> None:
         """A step holds what its operation says, and that alone."""
 
-        shapes = [(s.op, s.mover, s.transfer is not None, bool(s.products)) for s in self.steps]
+        shapes = [
+            (s.op, s.mover, s.transfer is not None, bool(s.products), s.reduction is not None)
+            for s in self.steps
+        ]
         right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
         for wrong in set(shapes) - right:
             step = shapes.index(wrong)
             raise PlanError(f"{self.name(step)} does not hold what its operation says")
-        self.collective = any(op == "gather" for op, *_ in set(shapes))
+        self.collective = [i for i, (op, *_) in enumerate(shapes) if op == "collective"]
         if self.collective:
-            self._collectives()
+            self._alike()
 
-    def _collectives(self) -> None:
+    def _alike(self) -> None:
         """All ranks take part in the same collectives, and in nothing else that could wait."""
-        whole = [[(s.label, s.lane) for s in plan.steps if s.op == "gather"] for plan in self.plans]
+        whole = [
+            [(s.label, s.lane) for s in plan.steps if s.op == "collective"] for plan in self.plans
+        ]
         for rank, found in enumerate(whole):
             if found != whole[0]:
                 raise PlanError(f"rank {rank} takes part in other collectives than rank 0")
@@ -376,12 +422,11 @@ class _Proof:
 
     def _accesses(self) -> None:
         """All reads, and behind them all writes."""
-        moved_from, moved_to = self._transfers()
+        found = (self._transfers(), self._products(), self._reductions(), self._collectives())
         # What a product adds to is not read by itself: its write says that it adds.
-        multiplied, made = self._products()
-        parts = (moved_from, multiplied, moved_to, made)
-        self.access = _Accesses(*map(np.concatenate, zip(*parts, strict=True)))
-        self.reads = len(moved_from.step) + len(multiplied.step)
+        reads, writes = zip(*found, strict=True)
+        self.access = _Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
+        self.reads = sum(len(part.step) for part in reads)
         shapes = [[self._shape(name, plan) for plan in self.plans] for name in BUFFERS]
         access = self.access
         rows, cols = np.array(shapes)[access.buffer, access.rank].T
@@ -390,17 +435,8 @@ class _Proof:
         self.demand(inside, self.by_access(np.arange(len(inside))), "leaves the buffer")
 
     def _shape(self, name: str, plan: Plan) -> tuple[int, int]:
-        problem, own = self.problem, self.problem.rows[plan.rank]
-        if name == "gathered":
-            wanted = problem.return_gathered or self.collective
-            return (problem.m if wanted else 0), problem.k
-        return {
-            "a": (own, problem.k),
-            "publish": (own if plan.publish else 0, problem.k),
-            "staging": plan.staging,
-            "sum": (problem.m if plan.sums else 0, problem.n),
-            "out": (problem.m, problem.n),
-        }[name]
+        there = {"publish": plan.publish, "sum": plan.sums, "gathered": plan.gathers}
+        return plan.shape(name) if there.get(name, True) else (0, 0)
 
     def _regions(self, regions: list[Region], step: Ints) -> _Regions:
         numbers = {name: number for number, name in enumerate(BUFFERS)}
@@ -411,44 +447,63 @@ class _Proof:
         self.demand(known, self.by_step(step), "names no rank")
         return found
 
+    def _terms(self, terms: Iterable[int]) -> Ints:
+        """Sets of ranks, numbered: 64 bits hold no more than 63 ranks."""
+        numbers = self.numbers
+        return _ints(numbers.setdefault(mask, len(numbers)) for mask in terms)
+
+    def _of_block(self, regions: _Regions, src: Ints, dst: Ints, needs: Bools, who: Who) -> Ints:
+        """Rows that leave: how far from there they land. They lie in the block of two ranks."""
+        first = self.leaves[src, dst]
+        inside = (first <= regions.row) & (regions.row_stop <= first + self.block[src, dst])
+        self.demand(inside | ~needs, who, "takes rows of another block")
+        return np.where(needs, self.lands[src, dst] - first, 0)
+
     def _transfers(self) -> tuple[_Accesses, _Accesses]:
-        moved = [step.transfer for step in self.steps if step.transfer]
-        step = np.flatnonzero([step.transfer is not None for step in self.steps])
+        moving = [s.transfer is not None and s.op != "collective" for s in self.steps]
+        step = np.flatnonzero(moving)
+        steps = [self.steps[number] for number in step.tolist()]
+        moved = [s.transfer for s in steps if s.transfer]
         who, me = self.by_step(step), self.rank[step]
         src = self._regions([transfer.src for transfer in moved], step)
         dst = self._regions([transfer.dst for transfer in moved], step)
-        op = np.array([list(HOLDS).index(s.op) for s in self.steps if s.transfer], np.int64)
-        copy, gather = (op == list(HOLDS).index(name) for name in ("copy", "gather"))
+        terms = self._terms(transfer.terms for transfer in moved)
+        scatters = self.problem.kind.scatters
+        self.demand(
+            (terms > 0) == scatters, who, "does not say whose products it moves, or says so of A"
+        )
+        copy = np.array([s.op == "copy" for s in steps], np.bool_)
         ends = (src.rank == me).astype(int) + (dst.rank == me)
         self.demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
         for region in (src, dst):
             reached = np.isin(region.buffer, SHARED) | (region.rank == me)
             reached |= (region.buffer == A) & self.problem.symmetric
             self.demand(reached, who, "reaches memory of a peer that is not symmetric")
-        flows = [source * len(BUFFERS) + target for source, target in FLOWS]
-        flow = np.isin(src.buffer * len(BUFFERS) + dst.buffer, flows)
+        flows = SCATTER_FLOWS if scatters else GATHER_FLOWS
+        allowed = [source * len(BUFFERS) + target for source, target in flows]
+        flow = np.isin(src.buffer * len(BUFFERS) + dst.buffer, allowed)
         self.demand(flow, who, "moves between the wrong buffers")
-        # A collective moves all shards, of which it names its own, to where they belong.
-        rows = np.array(self.problem.rows)[me]
-        whole = (src.rows == rows) & (dst.rows == self.problem.m) & (dst.buffer == GATHERED)
-        whole &= (src.buffer == A) & (src.cols == self.problem.k) & (dst.cols == self.problem.k)
-        self.demand(whole | ~gather, who, "gathers something else than all shards")
         sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
-        self.demand(sizes | gather, who, "moves between regions of different sizes")
-        # A shard begins `offset` rows down the gathered A. All else lies where it belongs, or is
-        # brought there by this step.
-        shard = np.isin(src.buffer, SHARDS)
-        offset = np.array(self.problem.offsets)[src.rank]
-        down, across = dst.row - src.row, dst.col - src.col
-        there = np.where(shard & ~gather, offset - down, 0), np.where(shard, -across, 0)
-        home = ~np.isin(dst.buffer, RESULTS) | ((there[0] == 0) & (there[1] == 0))
+        self.demand(sizes, who, "moves between regions of different sizes")
+        # What lies in staging is what its target, or the signal behind the copy, takes it for.
+        # The read finds out whether that is so.
+        lands = np.isin(src.buffer, LEAVING) & ~np.isin(dst.buffer, LEAVING)
+        way = self._of_block(src, src.rank, dst.rank, lands, who)
+        down, across = src.row - dst.row, src.col - dst.col
+        begins, staged = self.begins[dst.buffer, dst.rank], src.buffer == STAGING
+        here = np.where(staged, begins - down, self.begins[src.buffer, src.rank])
+        here_across = np.where(staged & (dst.buffer != STAGING), -across, 0)
+        on = np.flatnonzero(staged & (dst.buffer == STAGING))
+        posts = [steps[number].posts for number in on.tolist()]
+        here[on] = _ints(found[0].first if found else 0 for found in posts) - src.row[on]
+        there, there_across = here + down + way, here_across + across
+        home = (dst.buffer == STAGING) | (there == begins) & (there_across == 0)
         self.demand(home, who, "puts rows where others belong")
-        self._gates(step[copy], (dst.row + there[0])[copy], (dst.row_stop + there[0])[copy])
-        here = np.where(shard, offset, down), np.where(shard, 0, across)
+        self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
         none, zero = np.full(len(step), -1), np.zeros(len(step), np.int64)
         return (
-            _Accesses(step, *src, *here, none, none, zero),
-            _Accesses(step, *dst, *there, none, none, zero),
+            _Accesses(step, *src, here, here_across, none, none, zero, terms, none),
+            _Accesses(step, *dst, there, there_across, none, none, zero, terms, none),
         )
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
@@ -473,27 +528,128 @@ class _Proof:
         )
         fits = (a.cols == k_last - k_first) & (a.rows == out.rows) & (batch > 0)
         self.demand(fits, who, "multiplies regions that do not fit")
-        whole = (out.col == 0) & (out.col_stop == problem.n) & (a.rank == me) & (out.rank == me)
-        self.demand(whole, who, "multiplies at a peer or in part of the columns")
-        buffers = np.isin(a.buffer, (A, STAGING, GATHERED)) & np.isin(out.buffer, (SUM, OUT))
+        self.demand((a.rank == me) & (out.rank == me), who, "multiplies at a peer")
+        if problem.kind.scatters:
+            whole = (k_first == 0) & (k_last == problem.k)
+            self.demand(whole, who, "multiplies part of k")
+            targets = np.where(adds > 0, _among(out.buffer, STAGING, OUT), out.buffer != STAGING)
+            buffers = (a.buffer == A) & targets & _among(out.buffer, STAGING, OUT, PARTIAL, PUBLISH)
+        else:
+            whole = (out.col == 0) & (out.col_stop == problem.n)
+            self.demand(whole, who, "multiplies in part of the columns")
+            buffers = _among(a.buffer, A, STAGING, GATHERED) & _among(out.buffer, SUM, OUT)
+            exact = (adds == 0) | (out.buffer == SUM) | (not problem.rounds)
+            self.demand(exact, who, "adds to what has been rounded")
         self.demand(buffers, who, "multiplies in the wrong buffers")
-        exact = (adds == 0) | (out.buffer == SUM) | (not problem.rounds)
-        self.demand(exact, who, "adds to what has been rounded")
+        adds, joins, terms = self._joined(made, adds, me, who)
         # One access for each product of a batch.
         each = np.repeat(np.arange(len(made)), batch)
         turn = np.arange(len(each)) - np.repeat(np.cumsum(batch) - batch, batch)
         a = a.at(each).down(turn * _column(made, "a_stride")[each])
         out = out.at(each).down(turn * _column(made, "out_stride")[each])
         k_first, k_last, adds, step = k_first[each], k_last[each], adds[each], step[each]
-        down, across = out.row - a.row, k_first - a.col
-        own = (down == np.array(problem.offsets)[a.rank]) & (across == 0)
-        why = "multiplies its own rows into a peer's"
-        self.demand(own | (a.buffer != A), self.by_step(step), why)
+        who, mine, kept = self.by_step(step), a.buffer == A, ~np.isin(out.buffer, LEAVING)
+        way = self._of_block(a, a.rank, out.rank, mine & kept, who)
+        begins, across = self.begins[out.buffer, out.rank], k_first - a.col
+        there = np.where(mine, a.row - out.row + way, begins)
+        home = (there == begins) | (out.buffer == STAGING)
+        self.demand(home & ((across == 0) | ~mine), who, "multiplies its own rows into a peer's")
+        here = np.where(mine, 0, out.row + begins - a.row)
         none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
         return (
-            _Accesses(step, *a, down, across, none, none, zero),
-            _Accesses(step, *out, zero, zero, k_first, k_last, adds),
+            _Accesses(step, *a, here, across, none, none, zero, zero, none),
+            _Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
         )
+
+    def _joined(self, made: list[Product], adds: Ints, me: Ints, who: Who) -> tuple[Ints, ...]:
+        """Which products add a part of k, which sums others add to, and what all leave."""
+        found = [product.terms for product in made]
+        if not self.problem.kind.scatters:
+            self.demand(self._terms(found) == 0, who, "names terms of A")
+            return adds, np.full(len(made), -1), np.zeros(len(made), np.int64)
+        own = [1 << rank for rank in me.tolist()]
+        said = np.array([mask > 0 for mask in found], np.bool_) == (adds > 0)
+        self.demand(said, who, "does not say whose products it adds itself to")
+        pairs = list(zip(found, own, strict=True))
+        new = np.array([not mask & mine for mask, mine in pairs], np.bool_)
+        self.demand(new, who, "adds itself to a sum that it is in")
+        joins = np.where(adds > 0, self._terms(found), -1)
+        return np.zeros_like(adds), joins, self._terms(mask | mine for mask, mine in pairs)
+
+    def _reductions(self) -> tuple[_Accesses, _Accesses]:
+        step = np.flatnonzero([s.reduction is not None for s in self.steps])
+        made = [s.reduction for s in self.steps if s.reduction]
+        who, me = self.by_step(step), self.rank[step]
+        parts = _ints(len(reduction.parts) for reduction in made)
+        named = _ints(len(reduction.terms) for reduction in made)
+        some = (parts > 0) & (parts == named) & self.problem.kind.sums
+        self.demand(some, who, "does not say whose products it sums")
+        left = self._terms(map(self._summed, made, step.tolist()))
+        out = self._regions([reduction.out for reduction in made], step)
+        each = np.repeat(np.arange(len(made)), parts)
+        part_step = step[each]
+        part = self._regions([p for reduction in made for p in reduction.parts], part_step)
+        who, here = self.by_step(part_step), out.at(each)
+        local = (part.rank == me[each]) & (here.rank == me[each])
+        local &= _among(part.buffer, PARTIAL, PUBLISH, STAGING) & (here.buffer == OUT)
+        self.demand(local, who, "sums in the wrong buffers")
+        sizes = (part.rows == here.rows) & (part.cols == here.cols)
+        self.demand(sizes, who, "sums regions of different sizes")
+        begins = self.begins[out.buffer, out.rank]
+        down, across = here.row + begins[each] - part.row, here.col - part.col
+        home = (part.buffer == STAGING) | (down == 0) & (across == 0)
+        self.demand(home, who, "sums rows that do not belong together")
+        terms = self._terms(mask for reduction in made for mask in reduction.terms)
+        none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
+        reads = _Accesses(part_step, *part, down, across, none, none, zero, terms, none)
+        none, zero = none[: len(made)], zero[: len(made)]
+        return reads, _Accesses(step, *out, begins, zero, none, none, zero, left, none)
+
+    def _summed(self, reduction: Reduction, step: int) -> int:
+        """What a reduction leaves: a sum in the order of the ranks, each of them in it once."""
+        union = 0
+        for mask in reduction.terms:
+            if mask & union:
+                raise PlanError(f"{self.name(step)} sums the product of a rank twice")
+            if mask & -mask < union:
+                raise PlanError(f"{self.name(step)} does not sum in the order of the ranks")
+            union |= mask
+        return union
+
+    def _collectives(self) -> tuple[_Accesses, _Accesses]:
+        """What a collective does on each rank: it moves all that there is to where it belongs."""
+        reads: list[tuple[int, ...]] = []
+        writes: list[tuple[int, ...]] = []
+        kind, everyone = self.problem.kind, (1 << self.world) - 1
+        for number in self.collective:
+            rank, transfer = int(self.rank[number]), self.steps[number].transfer
+            ends = ("a", "gathered")
+            if kind.scatters:
+                ends = ("out" if kind.returns else "partial", "out")
+            src, dst = (
+                Region(end, rank, 0, rows, 0, cols)
+                for end in ends
+                for rows, cols in [self._shape(end, self.plans[rank])]
+            )
+            if transfer != (src, dst, 0):
+                raise PlanError(f"{self.name(number)} moves something else than the whole")
+            mine, all_terms = (
+                int(self._terms([mask if kind.scatters else 0])[0])
+                for mask in (1 << rank, everyone)
+            )
+            source, target = BUFFERS.index(src.buffer), BUFFERS.index(dst.buffer)
+            reads.append((number, source, *src[1:], 0, 0, -1, -1, 0, mine, -1))
+            rest = int(self.begins[target, rank]), 0, -1, -1, 0
+            if kind.scatters and kind.blocks:
+                for peer, term in enumerate(self._terms(1 << p for p in range(self.world))):
+                    row = int(self.lands[peer, rank])
+                    row_stop = row + int(self.block[peer, rank])
+                    part = dst._replace(row=row, row_stop=row_stop)
+                    writes.append((number, target, *part[1:], *rest, int(term), -1))
+            else:
+                joins = mine if kind.returns else -1
+                writes.append((number, target, *dst[1:], *rest, all_terms, joins))
+        return _accesses(reads), _accesses(writes)
 
     # 4. Composition with the calls before and behind.
 
@@ -564,9 +720,9 @@ class _Proof:
         late = (before[~write] < 0) & (behind[~write] >= 0)
         self.demand(~late, who, "may read before it is written")
         self.demand(before[~write] >= 0, who, "reads what nobody has written")
-        same = access.row_shift[old] == access.row_shift[new]
-        same &= access.col_shift[old] == access.col_shift[new]
-        self.demand(same, who, "reads another piece than it should")
+        self.demand(self._same_piece(old, new), who, "reads another piece than it should")
+        same = access.terms[old] == access.terms[new]
+        self.demand(same, who, "finds the products of other ranks than it says")
         done = (access.buffer[new] != SUM) | (access.k_last[old] == k)
         self.demand(done, who, "rounds before the last term")
         self.claim(access.step[old], access.step[new], who, "may read before it is written")
@@ -574,16 +730,21 @@ class _Proof:
         # What a write finds.
         old, new = each[before[write]], each[write]
         who, again = self.by_access(new), before[write] >= 0
-        adds, k_first = access.adds[new] > 0, access.k_first[new]
-        self.demand(again | ~adds, who, "adds to what nobody has written")
-        free = ~np.isin(access.buffer[new], RESULTS)
-        self.demand(~again | adds | free, who, "is written twice")
+        adds, joins, k_first = access.adds[new] > 0, access.joins[new], access.k_first[new]
+        more = adds | (joins >= 0)
+        self.demand(again | ~more, who, "adds to what nobody has written")
+        self.demand(~again | more | (access.buffer[new] == STAGING), who, "is written twice")
+        self.demand(~more | self._same_piece(old, new), who, "adds to another piece than it should")
+        same = (joins < 0) | (joins == access.terms[old])
+        self.demand(same, who, "adds itself to the products of other ranks than it says")
         once = ~again | ~adds | (k_first >= access.k_last[old])
         self.demand(once, who, "adds the same part of k twice")
         begin = np.where(adds, access.k_last[old], 0)
         self.demand((k_first < 0) | (k_first == begin), who, "leaves out part of k")
         done = (k_first < 0) | (behind[write] >= 0) | (access.k_last[new] == k)
         self.demand(done, who, "does not cover all of k")
+        last = (behind[write] < 0) & (access.buffer[new] == OUT)
+        self._result(new[last])
         old, new = old[again], new[again]
         why = "may be overwritten by an unordered step"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
@@ -593,6 +754,27 @@ class _Proof:
         old, new = each[left], each[behind[left]]
         why = "overwrites what may still be read"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
+
+    def _same_piece(self, one: Ints, two: Ints) -> Bools:
+        """Whether accesses to the same place take what is there for the same."""
+        rows, cols = self.access.row_shift, self.access.col_shift
+        same: Bools = (rows[one] == rows[two]) & (cols[one] == cols[two])
+        return same
+
+    def _result(self, last: Ints) -> None:
+        """What is written last to a result is the product of the right ranks."""
+        kind, terms = self.problem.kind, self.access.terms[last]
+        if kind.sums:
+            whole = terms == self.numbers.get((1 << self.world) - 1, -1)
+            self.demand(whole, self.by_access(last), "leaves out the product of a rank")
+        elif kind.scatters:
+            ranks = {1 << rank: rank for rank in range(self.world)}
+            of = np.array([ranks.get(mask, -1) for mask in self.numbers])[terms]
+            rank = self.access.rank[last]
+            first = self.lands[of, rank]
+            right = (of >= 0) & (first <= self.access.row[last])
+            right &= self.access.row_stop[last] <= first + self.block[of, rank]
+            self.demand(right, self.by_access(last), "is the product of another rank")
 
     def _cells(self) -> tuple[Ints, Ints, Ints]:
         """Each access once for every rectangle it holds, by rectangle and in order of execution.
@@ -720,6 +902,15 @@ def _cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     index[order] = np.cumsum(new) - 1
     first, last = index[: len(home)], index[len(home) :]
     return ends[order][new], first, last - first
+
+
+def _accesses(rows: list[tuple[int, ...]]) -> _Accesses:
+    return _Accesses(*np.array(rows, np.int64).reshape(-1, len(_Accesses._fields)).T)
+
+
+def _among(buffer: Ints, *wanted: int) -> Bools:
+    found: Bools = np.isin(buffer, wanted)
+    return found
 
 
 def _ints(values: Iterable[int]) -> Ints:
