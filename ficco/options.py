@@ -115,6 +115,7 @@ def current_text() -> str:
     return _process_text if text is None else text
 
 
+@cache
 def to_text(options: Options) -> str:
     """Options as text: those that differ from the defaults."""
     changed = {f.name: getattr(options, f.name) for f in fields(Options)}

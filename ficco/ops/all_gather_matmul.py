@@ -70,8 +70,13 @@ def all_gather_matmul(
     add partial products up in float32 and round once. Every rank of the group makes the same calls
     in the same order; n must be equal, too.
 
+    Gradients are those of the sum over all ranks of <result, its gradient>. That of ``a_shard`` is
+    a :func:`ficco.matmul_reduce_scatter`; beside it A is gathered again for that of ``b``, or kept
+    since the forward with ``options(save_gathered=True)``. The same operands need gradients on
+    every rank. Forward and backward can be compiled by ``torch.compile`` and cast by autocast.
+
     Args:
-        group: the ranks that take part; default WORLD.
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4,pull"``, or a Schedule.
         rows: rows of every rank's shard, where they are not equal; the same on every rank.
         return_gathered: also return the gathered A, a tensor of its own.

@@ -42,8 +42,11 @@ def all_to_all_matmul(
     What an expert-parallel layer does with its tokens. Pieces travel and are multiplied as in
     :func:`ficco.all_gather_matmul` (FiCCO, Table I, g13 to g16).
 
+    Gradients as in :func:`ficco.all_gather_matmul`; that of ``a`` is a
+    :func:`ficco.matmul_all_to_all` with the table transposed.
+
     Args:
-        group: the ranks that take part; default WORLD.
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
         rows: where blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i
             to rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, the result as

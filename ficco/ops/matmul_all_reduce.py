@@ -40,8 +40,13 @@ def matmul_all_reduce(
     A reduce-scatter, see :func:`ficco.matmul_reduce_scatter`, whose sums are sent on to all ranks
     piece by piece as they are made.
 
+    Gradients are those of the sum over all ranks of <result, its gradient>: the ranks' gradients of
+    the result are summed over the ranks, since each rank's product is in the results of all. Ranks
+    that all do the same with the result, and count it once, say so with
+    ``options(all_reduce_gradients="equal")``; then nothing travels.
+
     Args:
-        group: the ranks that take part; default WORLD.
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
 
     Raises:

@@ -42,8 +42,12 @@ def matmul_all_to_all(
     What brings the tokens of an expert-parallel layer back. Blocks of the product travel on the
     copy engines as they are made; the rank's own is multiplied last, while the last copies travel.
 
+    Gradients are those of the sum over all ranks of <result, its gradient>: an
+    :func:`ficco.all_to_all_matmul` of the result's gradient with the table transposed, whose
+    exchanged rows serve ``b``, too.
+
     Args:
-        group: the ranks that take part; default WORLD.
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
         rows: as for :func:`ficco.all_to_all_matmul`.
 

@@ -55,8 +55,11 @@ def matmul_reduce_scatter(
                   the ring: every rank's GEMM adds to what it received, and rounds
     ============  ==================================================================
 
+    Gradients are those of the sum over all ranks of <result, its gradient>: an
+    :func:`ficco.all_gather_matmul` of the result's gradient, whose gathered rows serve ``b``, too.
+
     Args:
-        group: the ranks that take part; default WORLD.
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
         rows: rows of the result on every rank, where they are not equal; the same on every rank.
 

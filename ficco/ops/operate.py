@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 #: Tensors that hold data of their own; others (fake ones, wrappers) say what an operator is.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
+#: Types of devices that are served; autocast refuses to be asked about some others.
+_AUTOCAST = frozenset({"cpu", "cuda"})
+
 
 def operate(
     operator: str,
@@ -38,7 +41,7 @@ def operate(
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
     kind = a.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         a, b = _cast(a, kind), _cast(b, kind)
     if torch.compiler.is_compiling() or not (type(a) in _PLAIN and type(b) in _PLAIN):
         name = process_group(group).group_name
