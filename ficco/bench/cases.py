@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ficco.bench.rows import lines
 from ficco.errors import ConfigError
+from ficco.heuristics import problem_of
 from ficco.machine import configs
 from ficco.problem import OPERATORS, Problem
 
@@ -70,13 +71,7 @@ class Case:
 
     def problem(self, world: int) -> Problem:
         """The Problem on so many ranks. Rows that do not divide go to the first ranks."""
-        rows = tuple(self.m // world + (rank < self.m % world) for rank in range(world))
-        if not OPERATORS[self.operator].blocks:
-            return Problem(self.operator, rows, self.n, self.k, self.dtype)
-        table = [rows] * world  # as many rows for each peer
-        if not OPERATORS[self.operator].scatters:
-            table = list(zip(*table, strict=True))
-        return Problem.of_blocks(self.operator, table, self.n, self.k, self.dtype)
+        return problem_of(self.operator, self.m, self.n, self.k, self.dtype, world)
 
     def memory(self, world: int) -> int:
         """Bytes that measuring takes at most on one rank.

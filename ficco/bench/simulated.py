@@ -9,7 +9,6 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from ficco.bench.cases import Case
-from ficco.heuristics import problem_of
 from ficco.heuristics.candidates import suited
 from ficco.heuristics.losses import bounds as parts_alone
 from ficco.machine import Machine
@@ -63,25 +62,15 @@ def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
     return [*with_collective, *named]
 
 
-def problem_of_case(case: Case, world: int, operator: str) -> Problem:
-    """A shape as the sizes of an operator; n and k are what they are called."""
-    return problem_of(operator, case.m, case.n, case.k, case.dtype, world)
-
-
 def simulate_case(
-    case: Case,
-    machine: Machine,
-    world: int,
-    mode: str,
-    schedules: Sequence[Schedule] | None = None,
-    operator: str = "all_gather_matmul",
+    case: Case, machine: Machine, world: int, mode: str, schedules: Sequence[Schedule] | None = None
 ) -> list[Row]:
     """The bounds of a shape, then every schedule.
 
     As in measured reports, ideal is the longer of one whole GEMM and the faster of the vendor's
     collective and the copies alone, and serial the better of the two with the GEMM behind.
     """
-    problem = problem_of_case(case, world, operator)
+    problem = case.problem(world)
     by_copies = suited(NAMED["serial"], problem, machine)
     bounds = parts_alone(problem, machine, predict, mode)
     serials = [predict(problem, by_copies, machine, mode)]

@@ -93,6 +93,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--rule-table: required without --{given[0]}, since it takes Table I")
     if arguments.into is not None and not arguments.rule_table:
         raise ValueError(f"--into: required with --rule-table, got {arguments.into} without it")
+    if arguments.rows and arguments.measure:
+        raise ValueError("--measure: required without --rows; it times equal ranks alone")
     if arguments.seconds is not None and not arguments.measure:
         raise ValueError(f"--seconds: required with --measure, got {arguments.seconds:g} alone")
     if arguments.seconds is not None and not arguments.seconds > 0:
@@ -112,10 +114,11 @@ def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str
     from ficco.launch import default_device, launch
 
     asked, device = decision.problem, default_device()
+    case = Case("explained", asked.m, asked.n, asked.k, asked.dtype, operator=asked.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
         settings = Settings(
-            cases=(Case("explained", asked.m, asked.n, asked.k, asked.dtype),),
+            cases=(case,),
             candidates=tuple(map(parse, names)),
             modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
             device=device,

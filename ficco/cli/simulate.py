@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco.cli.site import GATHERS, MACHINE, add_operator, picture, site
+from ficco.cli.site import GATHERS, MACHINE, picture, site
 
 if TYPE_CHECKING:
     from ficco.bench.cases import Case
@@ -33,7 +33,11 @@ def add(commands: Any) -> None:
     what.add_argument("--n", type=int, help="columns of one rank's B,")
     what.add_argument("--k", type=int, help="columns of A")
     what.add_argument("--dtype", default="bfloat16", help="of that shape")
-    add_operator(what, rows=False)
+    what.add_argument(
+        "--operator",
+        help=f"an operator, such as matmul_reduce_scatter (default: {GATHERS}, or those of the "
+        "set); of one that scatters, n and k of the sets and of --shapes are exchanged",
+    )
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
     where.add_argument("--world", type=int, help="ranks (default: the machine's)")
@@ -73,6 +77,7 @@ def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: st
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from ficco.bench import simulated
+    from ficco.problem import OPERATORS
     from ficco.schedules import NAMED, Schedule
     from ficco.simulate import MODES
 
@@ -87,6 +92,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
             f"schedules: required one of {', '.join(NAMED)}, got 'auto', which stands for one of "
             "them; `ficco explain` says for which"
         )
+    if arguments.operator not in (None, *OPERATORS):
+        raise ValueError(
+            f"--operator: required one of {', '.join(OPERATORS)}, got {arguments.operator!r}"
+        )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
     cases = _cases(arguments)
     drawn = arguments.draw or arguments.trace or arguments.timelines
@@ -97,14 +106,14 @@ def _simulate(arguments: argparse.Namespace) -> int:
         )
     if arguments.report and arguments.set != "scenarios":
         raise ValueError("--report: required --set scenarios, which is what the paper is about")
-    if arguments.report and arguments.operator != GATHERS:
+    if arguments.report and arguments.operator not in (None, GATHERS):
         raise ValueError(f"--report: required --operator {GATHERS}, as in the paper")
     if arguments.report and schedules:
         raise ValueError("--report: required no schedules, since it compares the paper's")
     machine = asked.simulated
     rows: list[Row] = []
     for case in cases:
-        rows += simulated.simulate_case(case, machine, world, mode, schedules, arguments.operator)
+        rows += simulated.simulate_case(case, machine, world, mode, schedules)
     if arguments.json:
         print(json.dumps([vars(row) for row in rows]))
     else:
@@ -135,13 +144,12 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
                 raise ValueError(f"--{name}: required a size of at least 0, got {size}")
         name = "x".join(map(str, sizes))
         m, n, k = sizes
-        return [cases.Case(name, m, n, k, arguments.dtype)]
-    if arguments.shapes:
-        return list(cases.read(arguments.shapes))
+        return [cases.Case(name, m, n, k, arguments.dtype, operator=arguments.operator or GATHERS)]
     name = arguments.set or "measured"
-    if name not in cases.SETS:
+    if not arguments.shapes and name not in cases.SETS:
         raise ValueError(f"--set: required one of {', '.join(cases.SETS)}, got {name!r}")
-    return list(cases.SETS[name]())
+    found = list(cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]())
+    return [case.on(arguments.operator) for case in found] if arguments.operator else found
 
 
 def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode: str) -> None:
@@ -150,7 +158,7 @@ def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode
     from ficco.simulate import simulate
     from ficco.timeline import dumps
 
-    problem = simulated.problem_of_case(case, machine.ranks, arguments.operator)
+    problem = case.problem(machine.ranks)
     schedules = [Schedule.parse(name) for name in arguments.schedules]
     timelines = [
         simulate(plans(problem, schedule), machine, mode, f"{schedule}: simulated")

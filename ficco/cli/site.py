@@ -37,7 +37,7 @@ def site(
         raise ValueError(f"--{str(error).removeprefix('--')}") from None
 
 
-def add_operator(parser: Any, *, rows: bool = True) -> None:
+def add_operator(parser: Any) -> None:
     """Add the options that say which operator is asked about, and how its rows are spread."""
     from ficco.problem import OPERATORS
 
@@ -47,12 +47,11 @@ def add_operator(parser: Any, *, rows: bool = True) -> None:
         metavar="NAME",
         help=f"one of {', '.join(OPERATORS)} (default: {GATHERS})",
     )
-    if rows:
-        parser.add_argument(
-            "--rows",
-            help="rows of every rank, where unequal: 3,4,5; of an all-to-all from each rank to "
-            "each: 3,4;5,6",
-        )
+    parser.add_argument(
+        "--rows",
+        help="rows of every rank, where unequal: 3,4,5; of an all-to-all from each rank to each: "
+        "3,4;5,6",
+    )
 
 
 def problem(arguments: Any, world: int) -> Problem:

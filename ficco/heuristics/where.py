@@ -72,11 +72,13 @@ def problem_of(
         raise ValueError(f"m: required at least 0, got {m}")
     kind, ranks = OPERATORS[operator], range(world)
     if rows is None:
-        each, rest = divmod(m, world)
+        equal = tuple(m // world + (rank < m % world) for rank in ranks)
         if not kind.blocks:
-            return Problem(operator, tuple(each + (i < rest) for i in ranks), n, k, dtype)
-        equal = [[each + ((i + j) % world < rest) for j in ranks] for i in ranks]
-        return Problem.of_blocks(operator, equal, n, k, dtype)
+            return Problem(operator, equal, n, k, dtype)
+        table = [equal] * world  # as many rows for each peer
+        if not kind.scatters:
+            table = list(zip(*table, strict=True))
+        return Problem.of_blocks(operator, table, n, k, dtype)
     found = [list(one) if isinstance(one, Sequence) else one for one in rows]
     what = f"rows: required {'a table of ' if kind.blocks else ''}{world} "
     wanted = f"{what}x {world} numbers" if kind.blocks else f"{what}numbers"
