@@ -9,7 +9,6 @@ activations that is a small copy, for a result it is a view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ficco.ops.all_gather_matmul import all_gather_matmul
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from ficco.options import current, options
+from ficco.options import carried, current, options
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -107,11 +106,11 @@ def reduced_linear(
 ) -> torch.Tensor:
     """Linear layer summed over ranks, whose result every rank has: [..., k] -> [..., n].
 
-    All ranks go on with the same result and hand back the same gradient of it, which is therefore
-    not summed: the convention of DTensor and of Megatron, not that of
-    :func:`ficco.matmul_all_reduce`.
+    All ranks go on with the same result and hand back the same gradient of it, so that backward
+    needs no peer: ``options(all_reduce_gradients="equal")``, as in DTensor and in Megatron.
     """
-    y = _Reduced.apply(*_autocast(x.flatten(0, -2), weight), group, schedule)
+    with options(all_reduce_gradients="equal"):
+        y = matmul_all_reduce(x.flatten(0, -2), weight.t(), group=group, schedule=schedule)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -225,30 +224,8 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-class _Reduced(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n] summed over ranks; the dual of :class:`_Copied`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: ProcessGroup,
-        schedule: str | Schedule,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        to_x, to_weight = ctx.needs_input_grad[:2]
-        return grad @ weight if to_x else None, grad.t() @ x if to_weight else None, None, None
-
-
 class _Copied(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n]; the gradient of x is summed over ranks."""
+    """[m, k] x [n, k] -> [m, n]; the gradient of x is summed over ranks, beside its product."""
 
     @staticmethod
     def forward(
@@ -265,7 +242,6 @@ class _Copied(torch.autograd.Function):
         to_x, to_weight = ctx.needs_input_grad[:2]
         of_x = None
         if to_x:
-            # The engine's threads do not know the block of options around the forward.
-            with options(**asdict(ctx.options)):
+            with carried(ctx.options):
                 of_x = matmul_all_reduce(grad, weight, group=ctx.group)
         return of_x, grad.t() @ x if to_weight else None, None
