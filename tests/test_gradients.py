@@ -1,7 +1,8 @@
 """Gradients of the operators: those of the sum over all ranks of <y_r, g_r>.
 
 Every rank knows the operands of all ranks, so that it can compute the same sum alone, in float64,
-and let PyTorch differentiate that.
+and let PyTorch differentiate that. ``test_gradients_gpu.py`` runs the tests that ask for ``device``
+on GPUs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ OPERATORS = (
     "matmul_all_reduce",
 )
 GATHERING = OPERATORS[:2]
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return "cpu"
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ def uneven(operator: str, world: int) -> Any:
     return (4, 0, 3, 5)[:world]
 
 
-def cases_of(operator: str, world: int) -> list[Case]:
+def cases_of(operator: str, world: int, device: str) -> list[Case]:
     plain = case_of(operator, world, 4, 6, 8)
     if operator == "matmul_all_reduce":  # rows that no number of ranks divides
         plain = plain.on(rows=(4,) * (world - 1) + (3,))
@@ -209,7 +215,7 @@ def cases_of(operator: str, world: int) -> list[Case]:
         plain,
         plain.on(dtype="bfloat16", transposed=True),
         plain.on(dtype="float16", leading=True),
-        plain.on(dtype="float64", rows=uneven(operator, world)),
+        plain.on(dtype="float64" if device == "cpu" else "float32", rows=uneven(operator, world)),
         plain.on(dtype="bfloat16", rows=uneven(operator, world), k=5, n=7, transposed=True),
         plain.on(k=1, n=1),
         plain.on(n=0),
@@ -225,16 +231,39 @@ def cases_of(operator: str, world: int) -> list[Case]:
 
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_exact(operator: str, world: int) -> None:
-    cases = cases_of(operator, world)
-    assert run(world, all_exact, cases) == [len(cases)] * world
+def test_gradients_are_exact(operator: str, world: int, device: str) -> None:
+    cases = cases_of(operator, world, device)
+    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+
+
+#: Schedules of every kind; the last two are for sums, which no dual of a sum is.
+SCHEDULES = (
+    "serial",
+    "serial:collective",
+    "growing:tail=2",
+    "hetero-fused-1d:pieces=4,pull",
+    "uniform-unfused-1d:copy=2",
+    "hetero-fused-2d:pieces=3",
+    "ring",
+    "hetero-fused-1d:pieces=2,beta",
+)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gradients_under_named_schedules(operator: str, device: str) -> None:
+    sums = operator in ("matmul_reduce_scatter", "matmul_all_reduce")
+    cases = [
+        case.on(schedule=name, dtype="bfloat16")
+        for name in (SCHEDULES if sums else SCHEDULES[:-2])
+        for case in cases_of(operator, 3, device)[:4]
+    ]
+    assert run(3, all_exact, cases, device=device) == [len(cases)] * 3
 
 
 @pytest.mark.parametrize("operator", GATHERING)
-def test_exact_with_what_was_gathered_kept(operator: str) -> None:
-    cases = cases_of(operator, 3)
-
-    assert run(3, _exact_kept, cases) == [len(cases)] * 3
+def test_gradients_with_what_was_gathered_kept(operator: str, device: str) -> None:
+    cases = cases_of(operator, 3, device)
+    assert run(3, _exact_kept, cases, device=device) == [len(cases)] * 3
 
 
 def _exact_kept(at: Rank, cases: Sequence[Case]) -> int:
@@ -303,20 +332,21 @@ def _random_error(at: Rank, case: Case) -> tuple[float, float]:
         return [a[at.rank].grad, b[at.rank].grad]
 
     want, total = grads(torch.clone), grads(torch.abs)
-    a, b = (x[at.rank].to(kind).requires_grad_() for x in (all_a, all_b))
-    product(case, a, b).backward(all_g[at.rank].to(kind))
+    a, b = (x[at.rank].to(at.device, kind).requires_grad_() for x in (all_a, all_b))
+    product(case, a, b).backward(all_g[at.rank].to(at.device, kind))
     unit = 2.0**-24 * 200  # fewer than 200 terms
     narrow = torch.finfo(kind).eps if kind.itemsize < 4 else 0.0
     errors = []
-    for found, exact_, size in zip((a.grad, b.grad), want, total, strict=True):
+    for found, exact_, size in zip((a.grad.cpu(), b.grad.cpu()), want, total, strict=True):
         errors.append(((found.double() - exact_).abs() / ((unit + narrow) * size)).max().item())
     return errors[0], errors[1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_random_data(operator: str, dtype: str) -> None:
-    for errors in run(3, _random_error, case_of(operator, 3, 4, 33, 17, dtype=dtype)):
+def test_gradients_of_random_data(operator: str, dtype: str, device: str) -> None:
+    case = case_of(operator, 3, 4, 33, 17, dtype=dtype)
+    for errors in run(3, _random_error, case, device=device):
         assert max(errors) <= 1, errors
 
 
@@ -424,9 +454,9 @@ def _gathered_is_used(at: Rank, rows: tuple[int, ...], save: bool) -> None:
         a, b = operands(case, made, at)
         with ficco.options(save_gathered=save):
             y, gathered = ficco.all_gather_matmul(a, b, return_gathered=True, rows=rows)
-        results, grads = [gathered], [others[at.rank].float()]
+        results, grads = [gathered], [others[at.rank].to(gathered)]
         if used == "both":
-            results, grads = [y, *results], [made.g[at.rank].float(), *grads]
+            results, grads = [y, *results], [made.g[at.rank].to(y), *grads]
         torch.autograd.backward(results, grads)
         same(a.grad, extra + (made.grad_a[at.rank] if used == "both" else 0), f"{used}: a")
         if used == "both":
@@ -436,9 +466,9 @@ def _gathered_is_used(at: Rank, rows: tuple[int, ...], save: bool) -> None:
 
 
 @pytest.mark.parametrize("save", [False, True])
-def test_gradient_through_the_gathered_a(save: bool) -> None:
-    run(2, _gathered_is_used, (4, 4), save)
-    run(3, _gathered_is_used, (4, 0, 3), save)
+def test_gradient_through_the_gathered_a(save: bool, device: str) -> None:
+    run(2, _gathered_is_used, (4, 4), save, device=device)
+    run(3, _gathered_is_used, (4, 0, 3), save, device=device)
 
 
 def _equal_gradients(at: Rank, case: Case) -> list[str]:
@@ -473,14 +503,14 @@ def _odd_gradients(at: Rank, operator: str) -> None:
         alike = [torch.ones(x.shape) for x in y] if g.stride() == (0, 0) else made.g
         sum((y[rank] * alike[rank]).sum() for rank in range(at.world)).backward()
         a, b = operands(case, made, at)
-        product(case, a, b).backward(g)
+        product(case, a, b).backward(g.to(at.device))
         same(a.grad, all_a[at.rank].grad, "a")
         same(b.grad, all_b[at.rank].grad, "b")
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_gradients_in_any_layout(operator: str) -> None:
-    run(2, _odd_gradients, operator)
+def test_gradients_in_any_layout(operator: str, device: str) -> None:
+    run(2, _odd_gradients, operator, device=device)
 
 
 def _no_second_derivative(at: Rank, operator: str) -> Any:
@@ -536,9 +566,9 @@ def _options_in_backward(at: Rank, operator: str, other_thread: bool) -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_options_of_the_forward_are_those_of_the_backward(operator: str) -> None:
-    run(2, _options_in_backward, operator, False)
-    run(2, _options_in_backward, operator, True)
+def test_options_of_the_forward_are_those_of_the_backward(operator: str, device: str) -> None:
+    run(2, _options_in_backward, operator, False, device=device)
+    run(2, _options_in_backward, operator, True, device=device)
 
 
 # Ranks that disagree.
@@ -584,8 +614,8 @@ def _checkpointed(at: Rank) -> None:
     assert all(grad.abs().sum() > 0 for grad in grads[0])
 
 
-def test_operators_in_a_checkpointed_block() -> None:
-    run(3, _checkpointed)
+def test_operators_in_a_checkpointed_block(device: str) -> None:
+    run(3, _checkpointed, device=device)
 
 
 class _CallsInBackward(torch.autograd.Function):
@@ -619,9 +649,9 @@ def _inside(at: Rank, outer: str, inner: str) -> None:
 
 
 @pytest.mark.parametrize("outer", OPERATORS)
-def test_a_call_inside_a_backward(outer: str) -> None:
+def test_a_call_inside_a_backward(outer: str, device: str) -> None:
     for inner in OPERATORS:
-        run(2, _inside, outer, inner)
+        run(2, _inside, outer, inner, device=device)
 
 
 def _mesh(at: Rank) -> None:
@@ -643,21 +673,21 @@ def _mesh(at: Rank) -> None:
         sum((y[r] * made[i][1].g[r]).sum() for r in range(width)).backward()
         want.append(torch.cat([b[rank].grad.flatten(), c[rank].grad.flatten()]))
     for group in (tp, tp.get_group()):
-        a = made[replica][0].a[rank].float().requires_grad_()
-        b, c = (made[0][i].b[rank].float().requires_grad_() for i in (0, 1))
+        leaves = (made[replica][0].a, made[0][0].b, made[0][1].b)
+        a, b, c = (some[rank].to(at.device, torch.float32).requires_grad_() for some in leaves)
         y = product(down, product(up, a, b, group), c, group)
-        y.backward(made[replica][1].g[rank].float())
+        y.backward(made[replica][1].g[rank].to(y))
         found = torch.cat([b.grad.flatten(), c.grad.flatten()])
         dist.all_reduce(found, group=dp.get_group())
-        assert torch.equal(found.double(), want[0] + want[1])
+        assert torch.equal(found.cpu().double(), want[0] + want[1])
     both = caught(lambda: product(up, a, b, mesh))
     assert isinstance(both, Failure) and both.type == "ValueError", both
     assert "mesh['tp']" in both.text and "got one of 2" in both.text
     ficco.close(tp.get_group())
 
 
-def test_tensor_parallel_inside_data_parallel() -> None:
-    run(4, _mesh)
+def test_tensor_parallel_inside_data_parallel(device: str) -> None:
+    run(4, _mesh, device=device)
 
 
 def _groups_in_threads(at: Rank, count: int) -> None:
@@ -688,6 +718,36 @@ def _groups_in_threads(at: Rank, count: int) -> None:
 
 def test_backwards_of_two_groups_at_once() -> None:
     run(2, _groups_in_threads, 15)
+
+
+def _threads_in_turn(at: Rank, count: int) -> None:
+    """Threads that share a group take turns, in the same order on all ranks."""
+    turn, ready = [0], threading.Condition()
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for iteration in range(index, count, 2):
+                with ready:
+                    assert ready.wait_for(lambda it=iteration: turn[0] >= it, 30)
+                    operator = OPERATORS[iteration % len(OPERATORS)]
+                    exact(at, case_of(operator, at.world, 2 + index, 5, 6), iteration)
+                    turn[0] += 1
+                    ready.notify_all()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def test_threads_that_take_turns_on_a_group() -> None:
+    run(3, _threads_in_turn, 20)
 
 
 def _jitter(at: Rank) -> None:
@@ -729,12 +789,14 @@ def _autocast(at: Rank, operator: str) -> None:
         with torch.autocast(kind, enabled=False), torch.no_grad():
             if dtype_b == torch.float32:
                 assert product(case, a, b).dtype == torch.float32
+    if kind != "cpu":
+        return
     wide = case.on(dtype="float64")
     with torch.autocast(kind, dtype=torch.bfloat16):
         assert product(wide, *operands(wide, made, at)).dtype == torch.float64
 
 
 @ranks(2, 3)
-def test_autocast(world: int) -> None:
+def test_gradients_under_autocast(world: int, device: str) -> None:
     for operator in OPERATORS:
-        run(world, _autocast, operator)
+        run(world, _autocast, operator, device=device)
