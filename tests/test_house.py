@@ -38,7 +38,7 @@ LAYERS = (
     ("workspace",),
     ("runtime",),
     ("ops",),
-    ("api",),
+    ("api", "passes"),
     ("nn",),
     ("ficco",),
     ("launch", "doctor"),

@@ -1,0 +1,154 @@
+"""The pass in torch.compile: as a backend, or as a pass of the Inductor's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from ficco.passes.report import Report
+from ficco.passes.rewrite import replace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Inductor's setting that takes the pass. It runs on forward and backward graphs, one by one,
+#: before any pass of Inductor's own that looks for collectives.
+HOOK = "post_grad_custom_pre_pass"
+
+
+class Backend:
+    """A backend of torch.compile that runs the pass; see :func:`backend`."""
+
+    def __init__(self, inner: str | Callable[..., Any], group: Any, schedule: str) -> None:
+        self.inner = inner
+        self.group = group
+        self.schedule = schedule
+        self.report = Report()
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if self.inner == "inductor":
+            return self._inductor(module, inputs, **kwargs)
+        return self._aot(module, inputs)
+
+    def _replace(self, graph: GraphModule | Graph) -> None:
+        self.report.add(replace(graph, group=self.group, schedule=self.schedule))
+
+    def _inductor(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        _hook()
+        own = _pass_class()(self._replace, getattr(config, HOOK))
+        options = kwargs.pop("options", None) or {}
+        return compile_fx(module, inputs, config_patches={**options, HOOK: own}, **kwargs)
+
+    def _aot(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
+        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compile(graph: GraphModule, examples: Sequence[Any]) -> Any:
+            self._replace(graph)
+            if callable(self.inner):
+                return make_boxed_func(self.inner(graph, examples))
+            return make_boxed_func(graph.forward)
+
+        made = aot_autograd(
+            fw_compiler=compile,
+            bw_compiler=compile,
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        return made(module, inputs)
+
+
+def backend(
+    inner: str | Callable[..., Any] = "inductor",
+    *,
+    group: ProcessGroup | str | None = None,
+    schedule: str = "auto",
+) -> Backend:
+    """A backend for torch.compile that puts ficco's operators into forward and backward.
+
+    Its ``report`` grows with every graph that is compiled, of all ranks' programs this rank's.
+
+    Args:
+        inner: what compiles the graphs then: ``"inductor"``, ``"aot_eager"`` to run them as they
+            are, or a function of a GraphModule of ATen operations and example inputs that returns
+            a callable.
+        group, schedule: as in :func:`replace`.
+
+    Raises:
+        ValueError: ``inner`` is none of these.
+
+    Example::
+
+        passes = ficco.passes.backend()
+        step = torch.compile(model, backend=passes)
+        step(x).sum().backward()
+        print(passes.report)
+    """
+    if not callable(inner) and inner not in ("inductor", "aot_eager"):
+        raise ValueError(
+            f"inner: required 'inductor', 'aot_eager' or a function, got {inner!r}; other "
+            "backends take replace() as a function on their own graphs"
+        )
+    return Backend(inner, group, schedule)
+
+
+def inductor_pass(
+    *, group: ProcessGroup | str | None = None, schedule: str = "auto"
+) -> Callable[[Graph], None]:
+    """The pass for ``torch._inductor.config.post_grad_custom_pre_pass``, with a ``report``.
+
+    Graphs that went through it are not cached by Inductor: one that came from the cache would not
+    be reported.
+
+    Raises:
+        NotImplementedError: this PyTorch has no such setting.
+    """
+    _hook()
+    report = Report()
+
+    def run(graph: Graph) -> None:
+        report.add(replace(graph, group=group, schedule=schedule))
+
+    found = _pass_class()(run, None)
+    found.report = report
+    return found
+
+
+def _hook() -> None:
+    """NotImplementedError if this version's Inductor does not take passes."""
+    from torch._inductor import config
+
+    try:
+        getattr(config, HOOK)
+        _pass_class()
+    except (AttributeError, ImportError) as error:
+        raise NotImplementedError(
+            f"PyTorch {torch.__version__}: Inductor does not take the pass ({error}); compile with "
+            "ficco.passes.backend('aot_eager'), or use a PyTorch from 2.11 to 2.13"
+        ) from error
+
+
+def _pass_class() -> Any:
+    """The class is made late: importing Inductor takes a second."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __init__(self, run: Callable[[Graph], None], first: Any) -> None:
+            self.run = run
+            self.first = [] if first is None else first
+            self.report: Report | None = None
+
+        def __call__(self, graph: Graph) -> None:
+            for other in self.first if isinstance(self.first, list | tuple) else [self.first]:
+                other(graph)
+            self.run(graph)
+
+        def uuid(self) -> None:
+            """No identity: what is cached cannot be reported."""
+
+    return Pass

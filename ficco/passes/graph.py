@@ -1,0 +1,422 @@
+"""What the nodes of a graph of ATen operations say: collectives, products, views, writes."""
+
+from __future__ import annotations
+
+import operator
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import FloorDiv
+
+from ficco.passes.layout import Order, Size, permuted, regrouped
+
+aten = torch.ops.aten
+
+#: Functional collectives by the name of their overload packet, in words. In these graphs a
+#: collective is followed by a wait_tensor, and the group is given by its name.
+COLLECTIVES = {
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
+}
+#: Forms of them that are reported and not replaced, and why.
+OTHER_FORMS = {
+    "all_gather_into_tensor_coalesced": "several tensors are gathered in one collective",
+    "reduce_scatter_tensor_coalesced": "several tensors are reduced in one collective",
+    "all_reduce_coalesced": "several tensors are reduced in one collective",
+    "all_gather_into_tensor_out": "the collective writes into a tensor that it is given",
+    "reduce_scatter_tensor_out": "the collective writes into a tensor that it is given",
+    "all_reduce_": "the collective works in place",
+    "all_reduce_coalesced_": "the collective works in place",
+    "broadcast": "no operator of ficco multiplies what is broadcast",
+    "broadcast_": "no operator of ficco multiplies what is broadcast",
+}
+
+_SAME_ORDER = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+_CONVERSIONS = {
+    aten._to_copy.default,
+    aten.to.dtype,
+    torch.ops.prims.convert_element_type.default,
+}
+_SPLITS = {
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+}
+
+
+def same(one: Size, other: Size) -> bool:
+    """Whether two sizes are equal for every size that the graph is made for; adds no guard."""
+    return bool(statically_known_true(one == other)) or _same_divided(one, other)
+
+
+def _same_divided(one: Size, other: Size) -> bool:
+    """As :func:`same`, where sizes are divided that are known to be divisible."""
+    symbolic = next((size for size in (one, other) if isinstance(size, torch.SymInt)), None)
+    if symbolic is None:
+        return False
+    shapes = symbolic.node.shape_env
+    rest = (one - other).node.expr
+    for divided in rest.atoms(FloorDiv):
+        whole, by = divided.args
+        more, part = whole.as_coeff_Add()  # (x + by - 1) // by rounds up
+        if not (by.is_Integer and 0 <= more < by and part.free_symbols):
+            continue
+        size = shapes.create_symintnode(part, hint=None)
+        if statically_known_true(size % int(by) == 0):
+            rest = rest.subs(divided, part / by)
+    return bool(rest.expand() == 0)
+
+
+def value(node: Any) -> FakeTensor | None:
+    """The fake tensor that a node was traced with."""
+    found = node.meta.get("val") if isinstance(node, Node) else None
+    return found if isinstance(found, FakeTensor) else None
+
+
+def tensor_of(node: Any) -> FakeTensor:
+    """The fake tensor of a node that is known to have one."""
+    found = value(node)
+    assert found is not None, node
+    return found
+
+
+def known(given: Any) -> Any:
+    """A number that an operation was given, which may be computed by a node."""
+    return given.meta.get("val") if isinstance(given, Node) else given
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an operation by name, defaults filled in."""
+    named = {}
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if i < len(node.args):
+            named[argument.name] = node.args[i]
+        elif argument.name in node.kwargs:
+            named[argument.name] = node.kwargs[argument.name]
+        else:
+            named[argument.name] = argument.default_value
+    return named
+
+
+def is_op(node: Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+def collective(node: Node) -> str | None:
+    """The name of a functional collective's overload packet."""
+    if not is_op(node) or node.target.namespace not in ("_c10d_functional", "c10d_functional"):
+        return None
+    name = str(node.target._schema.name).partition("::")[2]
+    return name if name in COLLECTIVES or name in OTHER_FORMS else None
+
+
+def is_wait(node: Node) -> bool:
+    return is_op(node) and str(node.target._schema.name).endswith("c10d_functional::wait_tensor")
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node asks for a size alone."""
+    return is_op(node) and node.target == aten.sym_size.int
+
+
+# Products.
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of a matrix, which may have leading dimensions, with a plain matrix."""
+
+    node: Node
+    a: Node
+    b: Node
+    transposed: bool  #: b is given as [n, k]
+    bias: Node | None = None
+
+    @property
+    def columns(self) -> Size:
+        return tensor_of(self.b).shape[0 if self.transposed else 1]
+
+
+def product(node: Any) -> Product | str:
+    """The product that a node is, or why it is none that ficco has an operator for."""
+    if not isinstance(node, Node) or not is_op(node):
+        return f"{_called(node)} is no product"
+    target = node.target
+    if target in (aten.mm.default, aten.matmul.default):
+        given = arguments(node)
+        a, b = given.get("self"), given.get("mat2", given.get("other"))
+        found = Product(node, a, b, False)
+    elif target == aten.addmm.default:
+        given = arguments(node)
+        if given["beta"] != 1 or given["alpha"] != 1:
+            return "addmm with beta or alpha other than 1"
+        found = Product(node, given["mat1"], given["mat2"], False, given["self"])
+    elif target == aten.linear.default:
+        given = arguments(node)
+        found = Product(node, given["input"], given["weight"], True, given["bias"])
+    elif target in (aten.bmm.default, aten.baddbmm.default):
+        return "bmm multiplies a batch of matrices"
+    elif "scaled_mm" in target._schema.name:
+        return "scaled products (fp8) are not served"
+    else:
+        return f"{_called(node)} is no product"
+    a, b = value(found.a), value(found.b)
+    if a is None or b is None or a.dim() < 2 or b.dim() != 2:
+        return f"{_called(node)} of operands that are no matrices"
+    return found
+
+
+def _called(node: Any) -> str:
+    if not isinstance(node, Node):
+        return repr(node)
+    if node.op in ("output", "placeholder"):
+        return {"output": "the output", "placeholder": "an input"}[node.op] + " of the graph"
+    return str(node.target) if is_op(node) else f"{node.op} {node.name}"
+
+
+# Steps that rearrange rows.
+
+
+@dataclass(frozen=True)
+class Step:
+    """Nodes that turn one tensor into another that holds the same numbers.
+
+    ``nodes`` are several where a tensor is cut up and joined again; the last is the result.
+    """
+
+    source: Node
+    nodes: tuple[Node, ...]
+    perm: tuple[int, ...] | None = None
+    pieces: tuple[int, int, int] | None = None  #: cut dimension, joined dimension, number
+    converts: torch.dtype | None = None
+
+    @property
+    def result(self) -> Node:
+        return self.nodes[-1]
+
+    def forward(self, order: Order) -> Order:
+        """The order behind the step."""
+        shape = tensor_of(self.source).shape
+        if self.perm is not None:
+            return permuted(order, shape, self.perm, same)
+        if self.pieces is not None:
+            return regrouped(order, shape, *self.pieces, same)
+        return order
+
+    def backward(self, order: Order) -> Order:
+        """The order before the step that gave this one behind it."""
+        shape = tensor_of(self.result).shape
+        if self.perm is not None:
+            inverse = [self.perm.index(i) for i in range(len(self.perm))]
+            return permuted(order, shape, inverse, same)
+        if self.pieces is not None:
+            cut, join, number = self.pieces
+            return regrouped(order, shape, join, cut, number, same)
+        return order
+
+
+def step_to(node: Any) -> Step | None:
+    """The step whose result a node is."""
+    if not isinstance(node, Node) or not is_op(node) or value(node) is None:
+        return None
+    if node.target == aten.cat.default:
+        return _pieces(node)
+    source = node.args[0] if node.args else None
+    before, after = value(source), value(node)
+    if before is None:
+        return None
+    nodes, dims = (node,), before.dim()
+    if node.target in _CONVERSIONS:
+        # Nothing but the dtype may change.
+        if before.device == after.device and before.shape == after.shape:
+            return Step(source, nodes, converts=after.dtype)
+    elif node.target in _SAME_ORDER or (is_wait(node) and not collective(source)):
+        return Step(source, nodes)
+    elif node.target == aten.copy.default:
+        given = arguments(node)
+        source = given["src"]
+        before = value(source)
+        if before is not None and (before.dtype, before.shape) == (after.dtype, after.shape):
+            return Step(source, nodes)
+    elif node.target == aten.t.default:
+        return Step(source, nodes, perm=tuple(reversed(range(dims))))
+    elif node.target == aten.permute.default:
+        return Step(source, nodes, perm=tuple(i % dims for i in node.args[1]))
+    elif node.target == aten.transpose.int:
+        perm = list(range(dims))
+        i, j = (d % dims for d in node.args[1:3])
+        perm[i], perm[j] = j, i
+        return Step(source, nodes, perm=tuple(perm))
+    return None
+
+
+def _pieces(cat: Node) -> Step | None:
+    """A cat of all pieces of one tensor in their order."""
+    given = arguments(cat)
+    parts = given["tensors"]
+    found = [_piece(part) for part in parts]
+    if not found or any(piece is None for piece in found):
+        return None
+    source, cut, _, _ = found[0]
+    shape, length = tensor_of(source).shape, tensor_of(parts[0]).shape[cut]
+    for i, (part, piece) in enumerate(zip(parts, found, strict=True)):
+        whole = same(tensor_of(part).shape[cut], length)
+        if piece[:2] != (source, cut) or not whole or not same(piece[2](length), i * length):
+            return None
+    if not same(len(parts) * length, shape[cut]):
+        return None
+    between = dict.fromkeys(node for piece in found for node in piece[3])
+    pieces = (cut, given["dim"] % len(shape), len(parts))
+    return Step(source, (*between, cat), pieces=pieces)
+
+
+def _piece(node: Any) -> tuple[Node, int, Callable[[Size], Size], tuple[Node, ...]] | None:
+    """Of one of several equal pieces: source, dimension, start if all have a length, nodes."""
+    if not isinstance(node, Node) or node.op != "call_function" or value(node) is None:
+        return None
+    if node.target == operator.getitem:
+        cut, number = node.args
+        if not isinstance(cut, Node) or cut.target not in _SPLITS or value(cut.args[0]) is None:
+            return None
+        dim = arguments(cut)["dim"] % tensor_of(cut.args[0]).dim()
+        return cut.args[0], dim, lambda length: number * length, (cut, node)
+    if node.target == aten.slice.Tensor:
+        given = arguments(node)
+        if value(given["self"]) is None or known(given["step"]) != 1:
+            return None
+        start = known(given["start"]) or 0
+        dim = given["dim"] % tensor_of(given["self"]).dim()
+        return given["self"], dim, lambda length: start, (node,)
+    return None
+
+
+def steps_from(node: Node) -> Iterator[tuple[Node, Step | None]]:
+    """The users of a node, each with the step that it begins, if it begins one."""
+    for user in node.users:
+        if is_size(user):
+            continue
+        ends = [user]
+        if user.target in _SPLITS:
+            ends = [cat for item in user.users for cat in item.users][:1]
+        elif user.target == aten.slice.Tensor:
+            ends = list(user.users)[:1]
+        step = step_to(ends[0]) if ends else None
+        if step is None or step.source is not node or user not in step.nodes:
+            yield user, None
+        else:
+            yield user, step
+
+
+def source_of(node: Node) -> Node:
+    """The node that made what steps turned into this one."""
+    while (step := step_to(node)) is not None:
+        node = step.source
+    return node
+
+
+def inner_users(step: Step) -> list[Node]:
+    """Users of what lies inside a step, apart from the step itself."""
+    return [
+        user
+        for node in step.nodes[:-1]
+        for user in node.users
+        if user not in step.nodes and not is_size(user)
+    ]
+
+
+# Writes.
+
+
+def written(node: Node) -> list[Node]:
+    """The tensors that a node may write to. One that is not known writes to all it is given."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    if is_op(node):
+        return [
+            found
+            for argument in node.target._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for found in _nodes(arguments(node)[argument.name])
+        ]
+    if node.op == "call_function":
+        functional = "functional" in getattr(node.target, "__name__", "")
+        module = getattr(node.target, "__module__", "") or ""
+        plain = isinstance(node.target, types.BuiltinFunctionType) and module == "_operator"
+        if functional or plain or "sym_" in getattr(node.target, "__name__", ""):
+            return []
+    return [found for found in node.all_input_nodes if value(found) is not None]
+
+
+def _nodes(given: Any) -> list[Node]:
+    if isinstance(given, Node):
+        return [given]
+    if isinstance(given, list | tuple):
+        return [node for part in given for node in _nodes(part)]
+    return []
+
+
+def storage(node: Node) -> Node:
+    """The node whose memory a view shares."""
+    while True:
+        if is_op(node) and node.args and isinstance(node.args[0], Node):
+            returns = node.target._schema.returns
+            if returns and returns[0].alias_info is not None or node.target in _SAME_ORDER:
+                node = node.args[0]
+                continue
+        elif node.op == "call_function" and node.target == operator.getitem:
+            if isinstance(node.args[0], Node):
+                node = node.args[0]
+                continue
+        return node
+
+
+def write_between(first: Node, last: Node, tensors: Sequence[Node]) -> Node | None:
+    """A node behind ``first`` and before ``last`` that may write to one of the tensors."""
+    held = {storage(node) for node in tensors}
+    node = first.next
+    while node is not last and node.op != "root":
+        if any(storage(target) in held for target in written(node)):
+            return node
+        node = node.next
+    return None
+
+
+# Where a node comes from.
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)')
+
+
+def origin(*nodes: Node | None) -> str:
+    """The user's line of code that nodes come from, outside of PyTorch where there is one."""
+    for node in nodes:
+        trace = (node.meta.get("stack_trace") or "") if node is not None else ""
+        lines = trace.splitlines()
+        frames = [(i, found) for i, text in enumerate(lines) if (found := _FRAME.search(text))]
+        own = [at for at in frames if "/torch/" not in at[1]["file"]]
+        if own:
+            i, found = own[-1]
+            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
+            return f"{Path(found['file']).name}:{found['line']} {code}".strip()
+    return ""

@@ -1,0 +1,442 @@
+"""Finds what can be replaced in a graph, and says of the rest why not. Changes nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.fx import Node
+
+from ficco.passes.graph import (
+    OTHER_FORMS,
+    Product,
+    Step,
+    arguments,
+    aten,
+    collective,
+    inner_users,
+    is_op,
+    is_size,
+    is_wait,
+    known,
+    product,
+    same,
+    source_of,
+    step_to,
+    steps_from,
+    storage,
+    tensor_of,
+    value,
+    write_between,
+    written,
+)
+from ficco.passes.layout import Order, Size, Unclear, canonical, original, rows_of
+from ficco.problem import ITEMSIZE
+
+#: The operator for a collective before a product, and behind one.
+BEFORE = {
+    "all_gather_into_tensor": "all_gather_matmul",
+    "all_to_all_single": "all_to_all_matmul",
+}
+BEHIND = {
+    "reduce_scatter_tensor": "matmul_reduce_scatter",
+    "all_to_all_single": "matmul_all_to_all",
+    "all_reduce": "matmul_all_reduce",
+}
+
+
+class Leave(Exception):
+    """A collective stays as it is; the text says why, ``product`` with which product."""
+
+    def __init__(self, reason: str, product: Node | None = None) -> None:
+        super().__init__(reason)
+        self.product = product
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, as its node says."""
+
+    node: Node
+    name: str
+    group: str
+    world: int
+    results: tuple[Node, ...]  #: the node itself and what waits for it
+
+    @property
+    def tensor(self) -> Node:
+        return self.node.args[0]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Before:
+    """A collective whose result is multiplied.
+
+    ``rows`` is the order in which the product holds the gathered rows. The operator runs before
+    ``place``; ``hoisted`` are nodes that b needs and that move there with it; ``chain`` are views
+    of what was gathered, which move behind it. ``converts`` is the step that converts what was
+    gathered, and converts the shard instead.
+    """
+
+    operator: str
+    call: Call
+    product: Product
+    rows: Order
+    place: Node
+    hoisted: tuple[Node, ...]
+    chain: tuple[Node, ...]
+    others: tuple[Node, ...]
+    converts: Step | None
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A product whose result goes into a collective.
+
+    ``rows`` is the order in which the product holds the rows of the collective's operand.
+    ``copies`` write the result over the product, which nobody else reads.
+    """
+
+    operator: str
+    call: Call
+    product: Product
+    rows: Order
+    chain: tuple[Node, ...]
+    copies: tuple[Node, ...]
+    average: bool
+
+
+def call_of(node: Node, group: str | None) -> Call:
+    """The collective that a node is, if it is one that can be looked into."""
+    name = collective(node)
+    assert name is not None
+    if name in OTHER_FORMS:
+        raise Leave(OTHER_FORMS[name])
+    given = arguments(node)
+    if not isinstance(given["group_name"], str):
+        raise Leave("the group is an object that the graph computes, not a name")
+    if group is not None and given["group_name"] != group:
+        raise Leave("it belongs to another group than the one that was asked for")
+    world = world_of(node)
+    if not world:
+        raise Leave(f"there is no process group of the name {given['group_name']!r}")
+    if world == 1:
+        raise Leave("one rank: nothing travels")
+    waits = [user for user in node.users if is_wait(user)]
+    for user in node.users:
+        if user not in waits and user.op != "output" and not is_size(user):
+            raise Leave(f"{user.name} uses the result before it is waited for")
+    if not waits:
+        raise Leave("nothing in this graph waits for the result")
+    tensor, result = value(given.get("input")), value(node)
+    if tensor is None or result is None:
+        raise Leave("the graph was traced without fake tensors: no shapes are known")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise Leave(f"{tensor.device.type} tensors are not served")
+    if any(same(size, 0) for size in tensor.shape):
+        raise Leave("a tensor without elements")
+    return Call(node, name, given["group_name"], world, (node, *waits))
+
+
+def world_of(node: Node) -> int:
+    """Ranks of a collective's group; 0 if they are not known."""
+    given = arguments(node)
+    if isinstance(given.get("group_size"), int):
+        return int(given["group_size"])
+    try:
+        return dist.distributed_c10d._get_group_size_by_name(given["group_name"])
+    except Exception:
+        return 0
+
+
+# A collective before a product.
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A user of what was gathered, at the end of a chain of views."""
+
+    user: Node
+    tensor: Node
+    order: Order | None  #: None where the rows could not be followed
+    steps: tuple[Step, ...]
+
+
+def before(call: Call) -> Before:
+    """The product that a collective feeds."""
+    name = BEFORE[call.name]
+    leaves = [leaf for wait in call.results[1:] for leaf in _leaves(wait, _gathered(call), ())]
+    position = {node: i for i, node in enumerate(call.node.graph.nodes)}
+    leaves.sort(key=lambda leaf: position[leaf.user])
+    held = {storage(result) for result in call.results} | {leaf.tensor for leaf in leaves}
+    for leaf in leaves:
+        if any(target in held or storage(target) in held for target in written(leaf.user)):
+            raise Leave(f"{leaf.user.name} may write to the result")
+    refused: list[Leave] = []
+    found = []
+    for leaf in leaves:
+        try:
+            found.append(_candidate(call, leaf))
+        except (Leave, Unclear) as error:
+            whom = leaf.user if isinstance(product(leaf.user), Product) else None
+            refused.append(Leave(str(error), whom))
+    if not found:
+        whom = next((one for one in refused if one.product), refused[0] if refused else None)
+        raise whom or Leave("nothing uses the result")
+    found.sort(key=lambda one: _width(one[0]), reverse=True)
+    for chosen, rows, converts in found:
+        users = [*(leaf.user for leaf in leaves), *call.node.users]
+        others = tuple(
+            u for u in users if u is not chosen.node and u not in call.results and not is_size(u)
+        )
+        if others and name == "all_to_all_matmul":
+            refused.append(Leave(f"{others[0].name} uses what was exchanged, too", chosen.node))
+            continue
+        place = leaves[0].user
+        try:
+            hoisted = _hoisted(call, chosen, place, position)
+        except Leave as error:
+            refused.append(error)
+            continue
+        write = write_between(call.node, place, [call.tensor])
+        if write is not None:
+            raise Leave(f"{write.name} may write to the operand before the product", chosen.node)
+        chain = {node for leaf in leaves for step in leaf.steps for node in step.nodes}
+        return Before(
+            name,
+            call,
+            chosen,
+            rows,
+            place,
+            hoisted,
+            tuple(sorted(chain, key=position.__getitem__)),
+            others,
+            converts,
+        )
+    raise refused[-1]
+
+
+def _gathered(call: Call) -> Order:
+    """The labels of what was gathered, rank by rank."""
+    result, tensor = value(call.node), value(call.tensor)
+    shape = list(tensor.shape)
+    if call.name == "all_to_all_single":
+        shape[0] = _block(call)
+    if not same(result.shape[0], call.world * shape[0]):
+        raise Leave("the rows are not the same number on every rank")
+    return original((call.world, *shape), same)
+
+
+def _block(call: Call) -> Size:
+    """Rows of each block of an all-to-all, which must be equal."""
+    given = arguments(call.node)
+    blocks = [known(n) for n in (*given["input_split_sizes"], *given["output_split_sizes"])]
+    if len(blocks) != 2 * call.world or not all(same(blocks[0], n) for n in blocks):
+        raise Leave("uneven blocks: the graph of one rank does not know what the others exchange")
+    if not same(tensor_of(call.tensor).shape[0], call.world * blocks[0]):
+        raise Leave("the blocks do not make up the rows of the operand")
+    return blocks[0]
+
+
+def _leaves(node: Node, order: Order | None, steps: tuple[Step, ...]) -> Iterator[Leaf]:
+    seen = set()
+    for user, step in steps_from(node):
+        if step is None:
+            yield Leaf(user, node, order, steps)
+            continue
+        for other in inner_users(step):
+            yield Leaf(other, node, None, steps)
+        if step.result in seen:
+            continue
+        seen.add(step.result)
+        try:
+            after = None if order is None else step.forward(order)
+        except Unclear:
+            after = None
+        yield from _leaves(step.result, after, (*steps, step))
+
+
+def _candidate(call: Call, leaf: Leaf) -> tuple[Product, Order, Step | None]:
+    """The product at a leaf, the order of its rows and the conversion on the way to it."""
+    found = product(leaf.user)
+    if isinstance(found, str):
+        raise Leave(found)
+    if leaf.tensor in (found.b, found.bias):
+        raise Leave("what was gathered is the right operand of the product")
+    if leaf.order is None:
+        raise Leave("the rows cannot be followed through a view")
+    rows = rows_of(leaf.order, tensor_of(leaf.tensor).shape, same)
+    if rows is None:
+        raise Leave("the product sums over the rows that were gathered, or over columns that were")
+    if not rows or canonical(rows)[0].key[0] != 0:
+        raise Leave("the product sums over the ranks")
+    converts = [step for step in leaf.steps if step.converts is not None]
+    if len(converts) > 1:
+        raise Leave("the tensor is converted twice on the way to the product")
+    if converts:
+        way = leaf.steps[: leaf.steps.index(converts[0]) + 1]
+        if len(call.results) > 2 or not all(map(_only_way, way)):
+            raise Leave("the tensor is converted for the product and used unconverted elsewhere")
+    _check_dtype(found)
+    return found, rows, converts[0] if converts else None
+
+
+def _only_way(step: Step) -> bool:
+    """Whether nothing but a step uses what it begins with."""
+    users = [user for user in step.source.users if user not in step.nodes]
+    return all(map(is_size, users)) and not inner_users(step)
+
+
+def _check_dtype(found: Product) -> None:
+    """Leave a product in a dtype that the operators do not serve."""
+    operand = value(found.a)
+    dtype = str(operand.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE or (dtype == "float64" and operand.device.type != "cpu"):
+        raise Leave(f"dtype {dtype} is not served on {operand.device.type}", found.node)
+
+
+def _width(found: Product) -> int:
+    columns = found.columns
+    return columns if isinstance(columns, int) else 0
+
+
+def _hoisted(
+    call: Call, chosen: Product, place: Node, position: dict[Node, int]
+) -> tuple[Node, ...]:
+    """What has to move in front of ``place`` so that b is there; Leave if it cannot."""
+    needed: set[Node] = set()
+    rest = [chosen.b]
+    while rest:
+        node = rest.pop()
+        if node in needed or position[node] < position[call.node]:
+            continue
+        if node in call.results:
+            raise Leave("the right operand is computed from what was gathered", chosen.node)
+        needed.add(node)
+        rest += node.all_input_nodes
+    late = {node for node in needed if position[node] > position[place]}
+    write = write_between(place, chosen.node, [chosen.b]) if place is not chosen.node else None
+    if late and write is None:
+        write = next((n for n in _span(place, chosen.node) if written(n)), None)
+    if write is not None:
+        raise Leave(f"{write.name} may write to the right operand", chosen.node)
+    for node in late:
+        seeded = is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if node.op != "call_function" or collective(node) or is_wait(node) or seeded:
+            raise Leave(f"{node.name} cannot move before {place.name}", chosen.node)
+    return tuple(sorted(late, key=position.__getitem__))
+
+
+def _span(first: Node, last: Node) -> Iterator[Node]:
+    node = first
+    while node is not last:
+        yield node
+        node = node.next
+
+
+# A collective behind a product.
+
+
+def behind(call: Call) -> Behind:
+    """The product that a collective is fed by."""
+    name = BEHIND[call.name]
+    node, consumers = call.tensor, {call.node}
+    steps: list[Step] = []
+    copies: tuple[Node, ...] = ()
+    while (step := step_to(node)) is not None:
+        steps.append(step)
+        node = step.source
+    found = product(node)
+    if isinstance(found, str):
+        raise Leave(_why_no_product(node, found))
+    if any(step.converts is not None for step in steps):
+        raise Leave("the product is rounded to another dtype before it is reduced", found.node)
+    if found.bias is not None:
+        raise Leave("the bias is added on every rank, before the sum over ranks", found.node)
+    order = _scattered(call)
+    at = call.tensor
+    for step in steps:
+        _used_alone(at, consumers, found)
+        if inner_users(step):
+            raise Leave(f"{inner_users(step)[0].name} uses a part of the product, too", found.node)
+        try:
+            order = order if call.name == "all_reduce" else step.backward(order)
+        except Unclear as error:
+            raise Leave(f"the rows cannot be followed: {error}", found.node) from None
+        consumers, at = set(step.nodes), step.source
+    copies = tuple(user for user in at.users if _overwrites(user, at))
+    _used_alone(at, consumers | set(copies), found)
+    rows: Order | None = ()
+    if call.name != "all_reduce":
+        try:
+            rows = rows_of(order, tensor_of(found.node).shape, same)
+        except Unclear as error:
+            raise Leave(f"the rows cannot be followed: {error}", found.node) from None
+        if rows is None or not rows or canonical(rows)[0].key[0] != 0:
+            raise Leave("the columns of the product are scattered, not its rows", found.node)
+    _check_dtype(found)
+    write = write_between(found.node, call.node, [found.a, found.b])
+    if write is not None:
+        raise Leave(f"{write.name} may write to an operand of the product", found.node)
+    chain = tuple(node for step in steps for node in reversed(step.nodes))
+    return Behind(name, call, found, rows, chain, copies, _average(call, found))
+
+
+def _why_no_product(node: Node, text: str) -> str:
+    maker = node.args[0] if node.target == operator.getitem else node
+    if isinstance(maker, Node) and is_op(maker) and maker.target.namespace == "ficco":
+        return "its product is one operator with another collective already"
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        terms = [given for given in node.args[:2] if isinstance(given, Node)]
+        if any(isinstance(product(source_of(term)), Product) for term in terms):
+            return "the operand is a sum of products, or of a product and something else"
+    return f"its operand is no product: {text}"
+
+
+def _scattered(call: Call) -> Order:
+    """The labels of the operand of a collective."""
+    shape = list(tensor_of(call.tensor).shape)
+    if call.name == "all_reduce":
+        return ()
+    if call.name == "reduce_scatter_tensor":
+        rows = tensor_of(call.node).shape[0]
+        if not same(call.world * rows, shape[0]):
+            raise Leave("the rows do not divide evenly")
+    else:
+        rows = _block(call)
+    return original((call.world, rows, *shape[1:]), same)
+
+
+def _used_alone(node: Node, consumers: set[Node], found: Product) -> None:
+    for user in node.users:
+        if user not in consumers and not is_size(user):
+            raise Leave(f"{user.name} uses the product, too", found.node)
+
+
+def _overwrites(user: Node, tensor: Node) -> bool:
+    """Whether a user does nothing but to give another tensor the product's place."""
+    if not is_op(user) or user.target != aten.copy.default or user.args[0] is not tensor:
+        return False
+    before, after = value(user.args[1]), tensor_of(user)
+    return (
+        before is not None
+        and (before.dtype, before.shape) == (after.dtype, after.shape)
+        and before.stride() == after.stride()
+    )
+
+
+def _average(call: Call, found: Product) -> bool:
+    """Whether the sum is divided by the number of ranks; Leave if that is not exact."""
+    reduce_op = str(arguments(call.node).get("reduce_op", "sum")).lower()
+    if reduce_op == "sum":
+        return False
+    if reduce_op != "avg":
+        raise Leave(f"it reduces by {reduce_op}, not by a sum", found.node)
+    if call.world & (call.world - 1):
+        raise Leave(f"an average over {call.world} ranks rounds once more than a sum", found.node)
+    if tensor_of(found.node).dtype == torch.float16:
+        raise Leave("an average in float16 whose sum could overflow", found.node)
+    return True

@@ -1,0 +1,412 @@
+"""Puts ficco's operators into a graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ficco.ops.library import OPS
+from ficco.passes.graph import (
+    COLLECTIVES,
+    Product,
+    arguments,
+    aten,
+    collective,
+    is_size,
+    is_wait,
+    origin,
+    same,
+    source_of,
+    tensor_of,
+    value,
+)
+from ficco.passes.layout import Order, canonical, total
+from ficco.passes.match import (
+    BEFORE,
+    BEHIND,
+    Before,
+    Behind,
+    Call,
+    Leave,
+    before,
+    behind,
+    call_of,
+    world_of,
+)
+from ficco.passes.report import Entry, Report
+
+
+def replace(
+    graph: GraphModule | Graph,
+    *,
+    group: torch.distributed.ProcessGroup | str | None = None,
+    schedule: str = "auto",
+) -> Report:
+    """Replace collectives that feed a product, or are fed by one, by ficco's operators.
+
+    The graph is changed in place. It is one of ATen operations with fake tensors, as torch.compile
+    makes them behind autograd, or as ``make_fx`` does. Never raises because of what is in it: what
+    cannot be replaced stays, and the report says why.
+
+    Args:
+        graph: a graph or its module, which is recompiled.
+        group: replace only collectives of this group; all groups by default.
+        schedule: the schedule of every operator.
+
+    Raises:
+        ValueError: the graph is none.
+    """
+    module = graph if isinstance(graph, GraphModule) else None
+    inside = graph.graph if isinstance(graph, GraphModule) else graph
+    if not isinstance(inside, Graph):
+        raise ValueError(
+            f"graph: required a torch.fx Graph or GraphModule, got {type(graph).__name__}; "
+            "compile a model with ficco.passes.backend()"
+        )
+    name = group if isinstance(group, str) or group is None else group.group_name
+    report = Report(graphs=1)
+    for node in list(inside.nodes):
+        if collective(node):
+            report.entries.append(_visit(node, name, schedule))
+    if report:
+        _drop_waits(inside)
+        inside.lint()
+        if module is not None:
+            module.recompile()
+    return report
+
+
+def _drop_waits(graph: Graph) -> None:
+    """Nobody waits for what an operator has returned: it is there when the call is enqueued."""
+    for node in list(graph.nodes):
+        if is_wait(node) and _is_there(source_of(node.args[0])):  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _is_there(node: Node) -> bool:
+    """Whether a tensor is none that a collective may still be writing."""
+    if node.target is getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return is_wait(node) or getattr(node.target, "namespace", "") in ("aten", "prims", "ficco")
+
+
+def _visit(node: Node, group: str | None, schedule: str) -> Entry:
+    """Replace one collective, or find out why not."""
+    refused: list[Leave] = []
+    facts = _facts(node)
+    try:
+        call = call_of(node, group)
+        for find, served in ((before, BEFORE), (behind, BEHIND)):
+            if call.name not in served:
+                continue
+            try:
+                found = find(call)
+                where, product = origin(found.product.node, node), found.product.node.name
+                shapes = _shapes(found)
+                done = _apply(found, schedule)
+                return Entry(
+                    **facts
+                    | {
+                        "product": product,
+                        "where": where,
+                        "shapes": shapes,
+                        "replaced": True,
+                        "operator": found.operator,
+                        "reason": done,
+                    }
+                )
+            except Leave as error:
+                refused.append(error)
+    except Leave as error:
+        refused.append(error)
+    except Exception as error:  # a graph of a kind that nobody has seen
+        refused.append(Leave(f"not understood: {type(error).__name__}: {error}"))
+    near = [one for one in refused if one.product] or refused
+    whom = near[0].product
+    return Entry(
+        **facts
+        | {
+            "product": whom.name if whom else "",
+            "where": origin(whom, node),
+            "reason": "; ".join(dict.fromkeys(map(str, near))),
+        }
+    )
+
+
+def _facts(node: Node) -> dict[str, Any]:
+    name = collective(node) or ""
+    given = arguments(node)
+    tensor, result = value(given.get("input")), value(node)
+    shapes = f"{_text(tensor)} -> {_text(result)}" if tensor is not None else ""
+    return {
+        "collective": COLLECTIVES.get(name, name),
+        "node": node.name,
+        "product": "",
+        "where": origin(node),
+        "group": str(given.get("group_name", "")),
+        "world": world_of(node),
+        "shapes": shapes if result is not None else "",
+        "replaced": False,
+        "operator": "",
+        "reason": "",
+    }
+
+
+def _text(tensor: torch.Tensor | None) -> str:
+    return "" if tensor is None else "x".join(map(str, tensor.shape))
+
+
+def _shapes(found: Before | Behind) -> str:
+    a = found.call.tensor if isinstance(found, Before) else found.product.a
+    return f"{_text(value(a))} @ {_text(value(found.product.b))} {_dtype(found.product.a)}"
+
+
+def _dtype(node: Node) -> str:
+    return str(tensor_of(node).dtype).removeprefix("torch.")
+
+
+# Nothing that exists is touched before all new nodes stand, so that an error leaves no trace.
+
+
+class Writer:
+    """Makes nodes in front of a node; what it made can be taken back."""
+
+    def __init__(self, like: Node) -> None:
+        self.graph = like.graph
+        self.like = like
+        self.made: list[Node] = []
+
+    def __call__(self, at: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(at):
+            node = self.graph.call_function(target, args, kwargs)
+        self.made.append(node)
+        for key in ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"):
+            if key in self.like.meta:
+                node.meta[key] = self.like.meta[key]
+        node.meta["val"] = _faked(node)
+        return node
+
+    def shaped(self, at: Node, node: Node, shape: Sequence[Any]) -> Node:
+        """A tensor in another shape; the same node where it has that already."""
+        now = tensor_of(node).shape
+        if len(now) == len(shape) and all(map(same, now, shape)):
+            return node
+        return self(at, aten.reshape.default, node, [self.size(at, size) for size in shape])
+
+    def size(self, at: Node, size: Any) -> Any:
+        """A size as an argument: a number, or a node that computes it from the graph's inputs."""
+        if isinstance(size, int):
+            return size
+        return self._computed(at, size.node.expr)
+
+    def _computed(self, at: Node, expr: Any) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_Symbol:
+            return self._symbol(at, expr)
+        combine = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv}
+        if type(expr).__name__ not in combine:
+            raise Leave(f"the dynamic size {expr}")
+        parts = [self._computed(at, part) for part in expr.args]
+        done = parts[0]
+        for part in parts[1:]:
+            done = self(at, combine[type(expr).__name__], done, part)
+        return done
+
+    def _symbol(self, at: Node, symbol: Any) -> Node:
+        """A dynamic size that an input of the graph is or has."""
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        for node in inputs:
+            if _expr(node.meta.get("val")) == symbol:
+                return node
+        for node in inputs:
+            found = value(node)
+            for dim, size in enumerate(found.shape if found is not None else ()):
+                if _expr(size) == symbol:
+                    return self(at, aten.sym_size.int, node, dim)
+        raise Leave(f"the dynamic size {symbol} is of no input of the graph")
+
+    def sized(self, nodes: Sequence[Node]) -> list[tuple[Node, Any]]:
+        """Who asks for sizes of nodes that may go, and the sizes computed from the inputs."""
+        asking = [user for node in nodes for user in node.users if is_size(user)]
+        return [(user, self.size(user, user.meta["val"])) for user in asking]
+
+    def moved(
+        self, at: Node, node: Node, now: Order, then: Order, columns: Any, shape: Sequence[Any]
+    ) -> Node:
+        """A tensor of a shape with the rows of another one in another order."""
+        if now != then:
+            node = self.shaped(at, node, [*(label.size for label in now), columns])
+            perm = [now.index(label) for label in then]
+            node = self(at, aten.permute.default, node, [*perm, len(perm)])
+        return self.shaped(at, node, shape)
+
+    def undo(self) -> None:
+        for node in reversed(self.made):
+            self.graph.erase_node(node)
+
+
+def _expr(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def _faked(node: Node) -> Any:
+    """What a node gives for the fake values of its operands."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _apply(found: Before | Behind, schedule: str) -> str:
+    """Change the graph; what was done, in words. On an error it is as it was."""
+    write = Writer(found.product.node)
+    try:
+        finish = (_before if isinstance(found, Before) else _behind)(found, schedule, write)
+    except BaseException:
+        write.undo()
+        raise
+    return finish()
+
+
+def _before(found: Before, schedule: str, write: Writer) -> Callable[[], str]:
+    call, chosen, place = found.call, found.product, found.place
+    told = []
+    shard = call.tensor
+    if found.converts is not None:
+        (convert,) = found.converts.nodes
+        shard = write(place, convert.target, shard, *convert.args[1:], **convert.kwargs)
+        told.append(
+            f"converted to {tensor_of(shard).dtype} before it travels".replace("torch.", "")
+        )
+    k, n = tensor_of(chosen.a).shape[-1], chosen.columns
+    ordered = canonical(found.rows)
+    if not same(tensor_of(shard).shape[-1], k) or tensor_of(shard).dim() < 2:
+        shard = write.shaped(place, shard, [_rows(call, ordered), k])
+    b = _matrix(write, place, chosen)
+    kept = bool(found.others)
+    out, gathered = _call(write, place, found.operator, shard, b, call, schedule, kept)
+    if kept:
+        gathered = write.shaped(place, gathered, tensor_of(call.node).shape)
+        told.append(f"what was gathered is kept for {_list(found.others)}")
+    at = chosen.node
+    out = write.moved(at, out, ordered, found.rows, n, tensor_of(at).shape)
+    if found.rows != ordered:
+        told.append("the product's rows are put in order by a copy")
+    if chosen.bias is not None:
+        out = write(at, aten.add.Tensor, out, chosen.bias)
+        told.append("the bias is added behind it")
+    sizes = write.sized([*call.results, *found.chain, at])
+
+    def finish() -> str:
+        _resize(sizes)
+        for node in found.hoisted:
+            write.made[0].prepend(node)
+        behind = set()
+        node = place
+        while node.op != "root":
+            behind.add(node)
+            node = node.next
+        for node in found.chain:
+            if node not in behind:
+                place.prepend(node)
+        at.replace_all_uses_with(out)
+        for result in reversed(call.results):
+            if gathered is not None:
+                result.replace_all_uses_with(gathered)
+        if found.converts is not None and gathered is not None:
+            found.converts.result.replace_all_uses_with(found.converts.source)
+            for node in found.chain:
+                node.meta["val"] = _faked(node)
+        _erase([*call.results, *found.chain, at])
+        return "; ".join(told) or "they are one operator now"
+
+    return finish
+
+
+def _behind(found: Behind, schedule: str, write: Writer) -> Callable[[], str]:
+    call, chosen = found.call, found.product
+    told = []
+    whole = found.operator == "matmul_all_reduce"
+    at = chosen.node if whole else call.node
+    k = tensor_of(chosen.a).shape[-1]
+    ordered = canonical(found.rows)
+    a = chosen.a
+    if found.rows != ordered:
+        a = write.moved(at, a, found.rows, ordered, k, [total(ordered), k])
+        told.append("the operand's rows are put in the order of the ranks by a copy")
+    b = _matrix(write, at, chosen)
+    out, _ = _call(write, at, found.operator, a, b, call, schedule, False)
+    if found.average:
+        out = write(at, aten.mul.Tensor, out, 1 / call.world)
+        told.append(f"the sum is divided by {call.world} behind it")
+    out = write.shaped(at, out, tensor_of(at).shape)
+    sizes = write.sized([*call.results, *found.chain, chosen.node])
+
+    def finish() -> str:
+        _resize(sizes)
+        for copy in found.copies:
+            copy.replace_all_uses_with(copy.args[1])
+            copy.graph.erase_node(copy)
+        if whole:
+            chosen.node.replace_all_uses_with(out)
+        result = call.tensor if whole else out
+        for node in reversed(call.results):
+            node.replace_all_uses_with(result)
+        _erase([*call.results, *found.chain, chosen.node])
+        return "; ".join(told) or "they are one operator now"
+
+    return finish
+
+
+def _call(
+    write: Writer,
+    at: Node,
+    operator: str,
+    a: Node,
+    b: Node,
+    call: Call,
+    schedule: str,
+    gathered: bool,
+) -> tuple[Node, Node | None]:
+    """The node of an operator's product and, if asked for, of the gathered A."""
+    registered = OPS[operator]
+    if not gathered:
+        return write(at, registered.product, a, b, call.group, schedule), None
+    both = write(at, registered.gathered, a, b, call.group, schedule)
+    return write(at, getitem, both, 0), write(at, getitem, both, 1)
+
+
+def _matrix(write: Writer, at: Node, chosen: Product) -> Node:
+    """b as [k, n]."""
+    return write(at, aten.permute.default, chosen.b, [1, 0]) if chosen.transposed else chosen.b
+
+
+def _rows(call: Call, ordered: Order) -> Any:
+    """Rows of the operand that travels: a shard of the gathered ones, or all that are sent."""
+    sent = total(ordered) if call.name == "all_to_all_single" else total(ordered[1:])
+    return sent
+
+
+def _list(nodes: Sequence[Node]) -> str:
+    names = list(dict.fromkeys(node.name for node in nodes))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _resize(sizes: Sequence[tuple[Node, Any]]) -> None:
+    for asking, size in sizes:
+        asking.replace_all_uses_with(size)
+        asking.graph.erase_node(asking)
+
+
+def _erase(nodes: Sequence[Node]) -> None:
+    """Erase those of the nodes that nothing uses, users first."""
+    rest = list(nodes)
+    while free := [node for node in rest if not node.users]:
+        for node in free:
+            node.graph.erase_node(node)
+        rest = [node for node in rest if node not in free]
