@@ -21,13 +21,17 @@ import ranks
 from ranks import Rank
 
 import ficco
+from ficco.hip_kernels.build import _cuda_homes
 
-SOURCE = Path(__file__).parent / "hip_double" / "double.cpp"
+HERE = Path(__file__).parent
+SOURCE = HERE / "hip_double" / "double.cpp"
+#: HIP's library on an NVIDIA GPU, and a driver that stands for the GPU's.
+FORWARD, FAKE_DRIVER = (HERE / "hip_forward" / f"{name}.cpp" for name in ("forward", "fake_driver"))
 #: Folders of the two series of hip-python, by their first number; tests/toolchain.sh fills them.
-WHEELS = Path(__file__).parent.parent / "build" / "hip-python"
+WHEELS = HERE.parent / "build" / "hip-python"
 SERIES = ("7", "10")
-#: Where a double is loaded from, and how a test can tell its ranks' processes.
-LIBRARY, WHEEL = "FICCO_TEST_HIP_LIBRARY", "FICCO_TEST_HIP_WHEEL"
+#: Where a library and the binding are loaded from, and where the double lies if it is another one.
+LIBRARY, WHEEL, DOUBLE = "FICCO_TEST_HIP_LIBRARY", "FICCO_TEST_HIP_WHEEL", "FICCO_TEST_HIP_DOUBLE"
 
 
 def missing(what: str) -> None:
@@ -38,23 +42,54 @@ def missing(what: str) -> None:
 
 
 @cache
-def library() -> Path:
-    """The double, compiled once for its source."""
+def compiled(source: Path, name: str, *flags: str) -> Path:
+    """A library of a name, compiled once for its source."""
     if shutil.which("g++") is None:
         missing("g++")
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    common = ("-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+    named = ("-fvisibility=hidden", f"-Wl,-soname,{name}")
+    text = "\0".join((*common, *named, *flags)).encode() + source.read_bytes()
+    digest = hashlib.sha256(text).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ficco-hip-double-{os.getuid()}-{digest}"
-    made = folder / "libamdhip64.so"
+    made = folder / name
     if not made.exists():
         folder.mkdir(exist_ok=True)
         part = folder / f"{os.getpid()}.so"
-        flags = ("-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
-        name = ("-fvisibility=hidden", "-Wl,-soname,libamdhip64.so")
-        command = ["g++", *flags, *name, str(SOURCE), "-o", str(part), "-lpthread"]
+        command = ["g++", *common, *named, str(source), "-o", str(part), *flags]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         part.rename(made)
     return made
+
+
+def library() -> Path:
+    """The double."""
+    return compiled(SOURCE, "libamdhip64.so", "-lpthread")
+
+
+def forward() -> Path:
+    """HIP's library on CUDA's driver."""
+    return compiled(FORWARD, "libamdhip64.so", f"-I{_cuda_headers()}", "-ldl")
+
+
+def fake_driver() -> Path:
+    """CUDA's driver on a double."""
+    return compiled(FAKE_DRIVER, "libcuda.so.1", f"-I{_cuda_headers()}", "-ldl")
+
+
+def double_beside() -> Path:
+    """The double under another name, beside another ``libamdhip64.so``."""
+    return compiled(SOURCE, "libhipdouble.so", "-lpthread")
+
+
+def _cuda_headers() -> Path:
+    """The folder of ``cuda.h``."""
+    nvcc = shutil.which("nvcc")
+    homes = [*_cuda_homes(), *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
+    found = [home / "include" for home in homes if (home / "include" / "cuda.h").exists()]
+    if not found:
+        missing("cuda.h")
+    return found[0]
 
 
 def wheel(series: str) -> Path:
@@ -75,12 +110,15 @@ def run(
 ) -> list[Any]:
     """As :func:`ranks.run`, on ranks of their own with the double and its settings."""
     env = {f"HIP_DOUBLE_{name}": str(value) for name, value in (settings or {}).items()}
-    env |= {LIBRARY: str(library()), WHEEL: str(wheel(series))}
     env |= kwargs.pop("env", {})
-    return ranks.run(world, partial(_with_double, fn), *args, fresh=True, env=env, **kwargs)
+    if LIBRARY not in env:
+        env[LIBRARY] = str(library())
+    if WHEEL not in env:
+        env[WHEEL] = str(wheel(series))
+    return ranks.run(world, partial(_with_library, fn), *args, fresh=True, env=env, **kwargs)
 
 
-def _with_double(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
+def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
     sys.path.insert(0, os.environ[WHEEL])
     ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
     with ficco.options(engine="hip", on_timeout="raise", timeout_s=20):
@@ -90,7 +128,7 @@ def _with_double(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
 
 def double() -> Any:
     """The double of this process, for its settings."""
-    found = ctypes.CDLL(os.environ[LIBRARY])
+    found = ctypes.CDLL(os.environ.get(DOUBLE) or os.environ[LIBRARY])
     found.double_calls.restype = ctypes.c_long
     found.double_calls.argtypes = [ctypes.c_char_p]
     found.double_said.restype = found.double_called.restype = ctypes.c_char_p
