@@ -16,7 +16,9 @@ import torch
 import ficco
 import ficco.cli
 from ficco.bench import series
+from ficco.bench.cases import Case
 from ficco.errors import ConfigError
+from ficco.heuristics import decide
 from ficco.machine import (
     Collective,
     Contention,
@@ -31,6 +33,7 @@ from ficco.machine import (
     Topology,
     load,
     save,
+    tuned_key,
 )
 from ficco.ops import problem_log
 from ficco.problem import Problem
@@ -151,6 +154,9 @@ def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
     four = plan(problem, Schedule.parse("hetero-unfused-1d:pieces=4"), 0)
     assert measures.counts(four)[:2] == (5, 4)
     assert measures.counts(four)[2] == waits + posts + 6
+    # Its own product and the peer's, the copy, and the sum of both.
+    sums = Problem("matmul_reduce_scatter", (8, 8), 8, 8, "float32")
+    assert measures.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
 
 
 # Files.
@@ -163,6 +169,7 @@ BLOCKS: dict[str, Any] = {
     "kernel_copies": Copies(1, 2e-5, 1e-6, ((1024.0, 5e8), (4096.0, 1e9)), SOURCE),
     "topology": Topology("switch", 2e9, SOURCE),
     "collective": Collective(((1024.0, 1e-5), (4096.0, 2e-5)), SOURCE),
+    "reduce_scatter": Collective(((1024.0, 2e-5), (4096.0, 3e-5)), SOURCE),
     "memory": Memory(1e10, 1e10, SOURCE),
     "contention": Contention(1.0, 1.1, 1.2, 1.3, SOURCE),
     "host": Host(1e-5, 1e-5, 1e-6, 1e-6, 1e-6, SOURCE),
@@ -449,7 +456,10 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         assert source.command == "tests" and source.torch == torch.__version__
         assert source.date and source.commit and source.source in ("measured", "fitted")
     points = ranks.run(2, check_file, machine)[0]
-    assert {p.block for p in points} == {"gemm", "copies", "collective", "memory", "call"}
+    assert {p.block for p in points} == {
+        "gemm", "copies", "collective", "reduce_scatter", "all_to_all", "all_reduce", "memory",
+        "call",
+    }  # fmt: skip
     generous = 30.0  # the machine is shared with whatever else runs on it
     assert all(point.holds(generous) for point in points), check.report(points, generous)
     slow = replace(machine.gemm, peak=machine.gemm.peak / 1e4, start=1.0)
@@ -531,11 +541,70 @@ def test_logged_problems_become_tuned_entries(tmp_path: Path) -> None:
     outcome = ranks.run(2, tune_shapes, str(path), tuple(problems[:1]))[0]
     assert not outcome.failures, outcome.failures
     tuned = load(path).tuned
-    assert [shapes.key(one) for one in tuned] == [shapes.key(problems[0])]
+    assert [tuned_key(one) for one in tuned] == [tuned_key(problems[0])]
     for one in tuned:
         assert str(Schedule.parse(one.queued)) == one.queued == one.idle
         assert 0 < one.seconds[0] <= one.serial[0]
     assert load(path).gemm == BLOCKS["gemm"], "blocks that were not measured stay"
+
+
+def call_and_log_all(at: ranks.Rank, path: str) -> None:
+    problem_log._noted.clear()
+    a, b = torch.ones(6, 8), torch.ones(8, 4)
+    table = [[5, 1], [2, 4]]
+    with ficco.options(log_problems=path):
+        ficco.matmul_reduce_scatter(a, b, schedule="serial", rows=[1, 5])
+        ficco.matmul_all_reduce(a, b, schedule="serial")
+        ficco.all_to_all_matmul(a, b, schedule="serial", rows=table)
+        ficco.matmul_all_to_all(a, b, schedule="serial", rows=table)
+    ficco.close()
+
+
+def test_logged_problems_of_every_operator_are_tuned_and_found_again(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "m.yaml"
+    ranks.run(2, call_and_log_all, str(log))
+    problems = shapes.from_log(log, 2)
+    table = ((5, 1), (2, 4))
+    assert [(p.operator, p.rows, p.blocks) for p in problems] == [
+        ("matmul_reduce_scatter", (1, 5), ()),
+        ("matmul_all_reduce", (3, 3), ()),
+        ("all_to_all_matmul", (7, 5), table),
+        ("matmul_all_to_all", (6, 6), table),
+    ]
+    assert len({shapes.name_of(p) for p in problems}) == 4
+    machine_file(path)
+    some = (problems[0], problems[2])
+    outcome = ranks.run(2, tune_shapes, str(path), some)[0]
+    assert not outcome.failures, outcome.failures
+    machine = load(path)
+    assert [tuned_key(one) for one in machine.tuned] == [tuned_key(p) for p in some]
+    for problem, one in zip(some, machine.tuned, strict=True):
+        found = decide(problem, machine=machine, mode="idle", movers=("dma", "kernel"))
+        assert (found.source, str(found.schedule)) == ("tuned", one.idle)
+    # Rows that are sent to others are another problem, though each multiplies as many.
+    other = Problem.of_blocks("all_to_all_matmul", [[6, 0], [1, 5]], 4, 8, "float32")
+    assert other.rows == problems[2].rows
+    assert decide(other, machine=machine, mode="idle").source == "model"
+
+
+def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
+    every = {"reduce_scatter", "all_to_all", "all_reduce"}
+    for operators, measured in (
+        ((), every),
+        (("all_gather_matmul",), set()),
+        (("matmul_reduce_scatter", "matmul_all_to_all"), {"reduce_scatter", "all_to_all"}),
+    ):
+        settings = tuning.Settings(tmp_path / "m.yaml", "cpu", operators=operators)
+        assert {*settings.steps} & every == measured
+        assert {"gemm", "collective", "thresholds"} <= {*settings.steps}
+    case = Case("x", 64, 16, 32, "float32")
+    found = shapes.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
+    assert [(p.operator, p.n, p.k) for p in found] == [
+        ("all_gather_matmul", 16, 32),
+        ("matmul_all_reduce", 32, 16),
+    ]
+    (alone,) = shapes.from_cases([replace(case, operator="all_to_all_matmul")], 2, "cpu")
+    assert alone.blocks == ((32, 32), (32, 32))
 
 
 def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> None:
@@ -555,18 +624,26 @@ def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> N
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", '{"operator": "x"}', '{"operator":"x","rows":[1],"n":"a","k":1,"dtype":"x"}'],
+    [
+        "{",
+        "[]",
+        '{"operator": "x"}',
+        '{"operator":"matmul_all_reduce","rows":[1],"n":"a","k":1,"dtype":"x"}',
+        '{"operator":"gather","rows":[1],"n":1,"k":1,"dtype":"float32"}',
+        '{"operator":"all_to_all_matmul","rows":[2,2],"n":1,"k":1,"dtype":"float32",'
+        '"blocks":[[1,2],[1,1]]}',
+    ],
 )
 def test_a_log_with_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     log = tmp_path / "log"
-    good = '{"operator": "o", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}'
+    good = '{"operator": "all_gather_matmul", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}'
     log.write_text(f"{good}\n{line}\n")
     with pytest.raises(ConfigError, match="line 2: required a problem"):
         shapes.from_log(log, 2)
 
 
 def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
-    problem = Problem("o", (1,), 1, 1, "float32")
+    problem = Problem("all_gather_matmul", (1,), 1, 1, "float32")
     with pytest.warns(UserWarning, match="problems are not logged"):
         problem_log.note(str(tmp_path), problem, 0)
     problem_log.note(str(tmp_path), problem, 0)  # warned of once
@@ -587,6 +664,7 @@ def test_wrong_arguments_are_refused_before_ranks_start(tmp_path: Path, capsys: 
         (("--check", "--tolerance", -1), "above 0, got -1.0"),
         (("--check", "--only", "gemm"), "--check: required without --only"),
         (("--check", "--fresh"), "--check: required without --fresh"),
+        (("--operator", "matmul"), "--operator"),
     ):
         assert cli(*base, *options) == 2
         assert said in capsys.readouterr().err

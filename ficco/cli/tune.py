@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ficco.cli.site import GATHERS
+
 #: Seconds that starting the ranks and their libraries may take on top, and how much longer than
 #: estimated the steps may take before a run has hung.
 START_S = 120.0
@@ -18,11 +20,12 @@ PATIENCE = 4.0
 TOLERANCE = 0.25
 
 #: What ``--check`` has no use for.
-NOT_CHECKED = ("only", "shapes", "from_log", "fresh")
+NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
+    from ficco.problem import OPERATORS
     from ficco.tune.names import STEPS
 
     text = "measure this machine, and which schedules are fastest on it, for schedule='auto'"
@@ -31,6 +34,15 @@ def add(commands: Any) -> None:
     what.add_argument("--quick", action="store_true", help="in short, and less exactly")
     what.add_argument(
         "--only", nargs="+", metavar="STEP", choices=STEPS, help=f"of {', '.join(STEPS)}"
+    )
+    what.add_argument(
+        "--operator",
+        nargs="+",
+        metavar="NAME",
+        choices=OPERATORS,
+        help="the collectives of these operators, --shapes as theirs (of those that scatter, n and "
+        "k are exchanged), and what --from-log has of them (default: all collectives; shapes of "
+        f"their own operator, or {GATHERS})",
     )
     what.add_argument(
         "--shapes", type=Path, metavar="CSV", help="all candidates of shapes: name, m, n, k"
@@ -76,6 +88,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         device=device,
         quick=arguments.quick,
         only=tuple(arguments.only or ()),
+        operators=tuple(arguments.operator or ()),
         problems=tuple(_problems(arguments, ranks, device)),
         fresh=arguments.fresh,
         command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
@@ -137,16 +150,22 @@ def _started(arguments: argparse.Namespace) -> int | None:
 
 def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
     from ficco.bench import cases
+    from ficco.problem import OPERATORS
     from ficco.tune import shapes
 
     found = []
     if arguments.shapes:
-        found += shapes.from_cases(cases.read(arguments.shapes), ranks, device)
+        read = cases.read(arguments.shapes)
+        found += shapes.from_cases(read, ranks, device, arguments.operator or ())
     if arguments.from_log:
-        logged = shapes.from_log(arguments.from_log, ranks)
+        wanted = arguments.operator or OPERATORS
+        logged = [
+            one for one in shapes.from_log(arguments.from_log, ranks) if one.operator in wanted
+        ]
         if not logged:
+            of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(
-                f"--from-log: required a problem of {ranks} ranks in {arguments.from_log}, got "
+                f"--from-log: required a problem of {ranks} ranks{of} in {arguments.from_log}, got "
                 "none; run the program with FICCO_LOG_PROBLEMS on as many ranks"
             )
         found += logged

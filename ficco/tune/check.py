@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ficco
 from ficco.bench.series import Stopwatch
 from ficco.heuristics.model import lacking
-from ficco.machine import Machine, Provenance
+from ficco.machine import COLLECTIVES, Machine, Provenance
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
@@ -100,12 +100,13 @@ def _copies(site: Site) -> Iterator[Point]:
 
 
 def _collective(site: Site) -> Iterator[Point]:
-    model = site.machine.collective
-    if model is None or site.world < 2:
-        return
-    for nbytes, seconds in measures.collective(site).curve[1::2]:
-        what = f"{nbytes / 1024:.0f} KiB a rank"
-        yield Point("collective", what, model.seconds(nbytes), seconds)
+    for name in COLLECTIVES.values():
+        model = getattr(site.machine, name)
+        if model is None or site.world < 2:
+            continue
+        for nbytes, seconds in getattr(measures, name)(site).curve[1::2]:
+            what = f"{nbytes / 1024:.0f} KiB a rank"
+            yield Point(name, what, model.seconds(nbytes), seconds)
 
 
 def _memory(site: Site) -> Iterator[Point]:

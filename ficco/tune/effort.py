@@ -30,7 +30,7 @@ class Effort:
     Attributes:
         dtype: of all operands.
         gemms: products, and ``reference`` one that tells how hot the device is.
-        sizes: bytes of a copy, and of a shard for the collective.
+        sizes: bytes of a copy, and of what a rank has for another in a collective.
         pieces: copies to each peer in a row; two different numbers.
         least_bytes: copies of more than this are measured with fewer pieces.
         products: products that are measured beside communication, and
@@ -93,6 +93,7 @@ def grid(
 _GPU_SECONDS = {
     "gemm": 45.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0, "collective": 12.0,
     "contention": 24.0,
+    "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
     "memory": 3.0, "host": 6.0, "thresholds": 20.0,
 }  # fmt: skip
 
@@ -138,6 +139,7 @@ CPU = Effort(
     seconds={
         "gemm": 8.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0, "collective": 4.0,
         "contention": 8.0,
+        "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
         "memory": 2.0, "host": 4.0, "thresholds": 6.0,
     },
     least=5,

@@ -13,8 +13,10 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import ficco
+from ficco.bench import calls as library
 from ficco.bench.inputs import Operands
 from ficco.bench.series import Parts, Series, Stopwatch, add, behind, beside
 from ficco.bench.stats import geomean
@@ -305,6 +307,49 @@ def collective(site: Site) -> Collective:
     return Collective(curve, site.source("measured", "all-gather, bytes per rank"))
 
 
+def reduce_scatter(site: Site) -> Collective:
+    def call(parts: Parts, nbytes: int) -> Callable[[], Any]:
+        part, whole = parts.shard(nbytes), _for_all(parts, nbytes)
+        return lambda: library.reduce_scatter(part, whole, group=parts.group)
+
+    return _exchange(site, "reduce_scatter", call, "bytes of a rank's part of the sum")
+
+
+def all_to_all(site: Site) -> Collective:
+    def call(parts: Parts, nbytes: int) -> Callable[[], Any]:
+        sent = _for_all(parts, nbytes)
+        received = parts.matrix("received", *sent.shape)
+        return lambda: dist.all_to_all_single(received, sent, group=parts.group)
+
+    return _exchange(site, "all_to_all", call, "bytes of a block")
+
+
+def all_reduce(site: Site) -> Collective:
+    def call(parts: Parts, nbytes: int) -> Callable[[], Any]:
+        whole = _for_all(parts, nbytes)  # grows from call to call, which takes no longer
+        return lambda: dist.all_reduce(whole, group=parts.group)
+
+    return _exchange(site, "all_reduce", call, "bytes of a rank's part of the sum")
+
+
+def _for_all(parts: Parts, nbytes: int) -> torch.Tensor:
+    """As many bytes for every rank."""
+    rows, columns = parts.shard(nbytes).shape
+    return parts.matrix("gathered", rows * parts.world, columns)
+
+
+def _exchange(
+    site: Site, step: str, call: Callable[[Parts, int], Callable[[], Any]], unit: str
+) -> Collective:
+    """The curve of a collective of the library."""
+    _needs_peers(site)
+    parts, sizes = site.parts(), site.effort.sizes
+    call(parts, max(sizes))  # grows the memory that the others share
+    found = site.time(step, {str(size): call(parts, size) for size in sizes})
+    curve = tuple((float(size), found[str(size)].seconds) for size in sizes)
+    return Collective(curve, site.source("measured", f"{step.replace('_', '-')}, {unit}"))
+
+
 def _needs_peers(site: Site) -> None:
     if site.world < 2:
         raise ValueError("ranks: required two or more to measure what passes between them, got 1")
@@ -394,10 +439,10 @@ def capacity(site: Site) -> float:
 
 def counts(whole: Plan) -> tuple[int, int, int]:
     """Products, copies and batches of signals that a host enqueues for a plan, as a simulation
-    of the mode "idle" counts them."""
+    of the mode "idle" counts them: what is placed or summed as a product."""
     matmuls = copies = signals = 0
     for step in whole.steps:
-        matmuls += len(step.products) + (step.op == "place")
+        matmuls += len(step.products) + (step.op in ("place", "reduce"))
         copies += step.op == "copy"
         signals += bool(step.waits or step.after) + bool(step.posts)
     return matmuls, copies, signals
@@ -485,6 +530,9 @@ STEPS = (
     Step("kernel_copies", kernel_copies),
     Step("topology", topology),
     Step("collective", collective),
+    Step("reduce_scatter", reduce_scatter),
+    Step("all_to_all", all_to_all),
+    Step("all_reduce", all_reduce),
     Step("memory", memory),
     Step("contention", contention),
     Step("host", host),

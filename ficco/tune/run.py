@@ -24,8 +24,19 @@ from ficco.bench import table
 from ficco.bench.progress import bar
 from ficco.bench.series import Stopwatch
 from ficco.errors import ConfigError
-from ficco.machine import Fingerprint, Machine, Provenance, dumps, find, load, loads, save
-from ficco.problem import Problem
+from ficco.machine import (
+    COLLECTIVES,
+    Fingerprint,
+    Machine,
+    Provenance,
+    dumps,
+    find,
+    load,
+    loads,
+    save,
+    tuned_key,
+)
+from ficco.problem import OPERATORS, Problem
 from ficco.tune import journal as journals
 from ficco.tune import measures, shapes
 from ficco.tune.effort import Effort, effort
@@ -49,6 +60,8 @@ class Settings:
         device: ``"cpu"`` or ``"cuda"``.
         quick: measure in short.
         only: names of steps; empty for all.
+        operators: whose collectives are measured; empty for all. The all-gather always is, since
+            those that were not measured are reckoned from it.
         problems: whose candidates are measured exhaustively.
         fresh: begin anew, whatever an interrupted run has done.
         command: the command line, for the provenance of the figures.
@@ -58,6 +71,7 @@ class Settings:
     device: str
     quick: bool = False
     only: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     fresh: bool = False
     command: str = ""
@@ -70,6 +84,10 @@ class Settings:
     def steps(self) -> tuple[str, ...]:
         """Names of the steps, in order."""
         wanted = [step.name for step in STEPS if not self.only or step.name in self.only]
+        if self.operators:
+            kinds = {OPERATORS[name].collective for name in self.operators}
+            others = {COLLECTIVES[kind] for kind in {*COLLECTIVES} - {*kinds, "all-gather"}}
+            wanted = [name for name in wanted if name not in others]
         if not self.only or SHAPES in self.only:
             wanted += [shapes.name_of(problem) for problem in self.problems]
         return tuple(wanted)
@@ -352,7 +370,7 @@ class _Run:
                 say(f"  {name}.{figure}: {old} -> {new}")
             return
         entry = after.tuned[-1]
-        old_entry = next((t for t in before.tuned if shapes.key(t) == shapes.key(entry)), None)
+        old_entry = next((t for t in before.tuned if tuned_key(t) == tuned_key(entry)), None)
         for i, mode in enumerate(("queued", "idle")):
             old = "-" if old_entry is None else f"{getattr(old_entry, mode)}"
             gain = entry.serial[i] / entry.seconds[i]

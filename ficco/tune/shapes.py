@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from ficco.bench.inputs import Operands
 from ficco.bench.verify import Verifier
 from ficco.errors import ConfigError
 from ficco.heuristics.candidates import SERIALS, candidates
-from ficco.machine import Machine, Tuned
+from ficco.machine import Machine, Tuned, tuned_key
 from ficco.problem import Problem
 from ficco.tune.measures import Site
 from ficco.workspace import workspace_of
@@ -42,7 +42,9 @@ def measure(site: Site, problem: Problem, quick: bool) -> Found:
     """
     watch = site.watch
     verifier = Verifier(watch.group, watch.gate, watch.device)
-    need = Case("", problem.m, problem.n, problem.k, problem.dtype).memory(problem.world)
+    operator = problem.operator
+    case = Case("", problem.m, problem.n, problem.k, problem.dtype, operator=operator)
+    need = case.memory(problem.world)
     free = verifier.free_bytes()
     if need > MEMORY_SHARE * free:
         raise ValueError(f"{problem} needs {need >> 20} MiB on a rank, {free >> 20} are free")
@@ -94,23 +96,19 @@ def entry(problem: Problem, times: dict[str, dict[str, float]], site: Site) -> T
         seconds=(queued[best[0]], idle[best[1]]),
         serial=(serial[0], serial[1]),
         provenance=site.source("measured", note),
+        blocks=problem.blocks,
     )
 
 
 def with_entry(machine: Machine, found: Tuned) -> Machine:
     """The machine with an entry, in place of an older one of the same problem."""
-    others = [one for one in machine.tuned if key(one) != key(found)]
+    others = [one for one in machine.tuned if tuned_key(one) != tuned_key(found)]
     return replace(machine, tuned=(*others, found))
-
-
-def key(one: Tuned | Problem) -> tuple[object, ...]:
-    """What an entry is looked up by."""
-    return one.operator, tuple(one.rows), one.n, one.k, one.dtype
 
 
 def name_of(problem: Problem) -> str:
     """How a problem is called as a step of a run."""
-    rows = "+".join(map(str, problem.rows))
+    rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
     return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.dtype}"
 
 
@@ -139,6 +137,7 @@ def _problem(path: Path, number: int, line: str) -> Problem:
             int(data["n"]),
             int(data["k"]),
             str(data["dtype"]),
+            blocks=tuple(tuple(int(rows) for rows in line) for line in data.get("blocks", ())),
         )
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         raise ConfigError(
@@ -148,10 +147,13 @@ def _problem(path: Path, number: int, line: str) -> Problem:
         ) from None
 
 
-def from_cases(cases: Iterable[Case], world: int, device: str) -> list[Problem]:
-    """The problems of shapes for so many ranks; a CPU takes half precision as float32."""
+def from_cases(
+    cases: Iterable[Case], world: int, device: str, operators: Sequence[str] = ()
+) -> list[Problem]:
+    """The problems of shapes for so many ranks, of their own operator or of all that are given; a
+    CPU takes half precision as float32."""
     found = []
-    for case in cases:
+    for case in (one.on(name) for one in cases for name in operators or (one.operator,)):
         problem = case.problem(world)
         if device == "cpu" and getattr(torch, problem.dtype).itemsize < 4:
             problem = replace(problem, dtype="float32")
