@@ -439,8 +439,9 @@ class _Proof:
         return plan.shape(name) if there.get(name, True) else (0, 0)
 
     def _regions(self, regions: list[Region], step: Ints) -> _Regions:
-        numbers = {name: number for number, name in enumerate(BUFFERS)}
-        buffer = _ints(numbers.get(region.buffer, -1) for region in regions)
+        names = [region.buffer for region in regions]
+        numbers = dict.fromkeys(names, -1) | {name: i for i, name in enumerate(BUFFERS)}
+        buffer = _ints(map(numbers.__getitem__, names))
         self.demand(buffer >= 0, self.by_step(step), "names no buffer")
         found = _Regions(buffer, *(_column(regions, field) for field in Region._fields[1:]))
         known = (found.rank >= 0) & (found.rank < self.world)
@@ -449,8 +450,10 @@ class _Proof:
 
     def _terms(self, terms: Iterable[int]) -> Ints:
         """Sets of ranks, numbered: 64 bits hold no more than 63 ranks."""
-        numbers = self.numbers
-        return _ints(numbers.setdefault(mask, len(numbers)) for mask in terms)
+        masks = list(terms)
+        for mask in dict.fromkeys(masks):
+            self.numbers.setdefault(mask, len(self.numbers))
+        return _ints(map(self.numbers.__getitem__, masks))
 
     def _of_block(self, regions: _Regions, src: Ints, dst: Ints, needs: Bools, who: Who) -> Ints:
         """Rows that leave: how far from there they land. They lie in the block of two ranks."""
@@ -467,7 +470,7 @@ class _Proof:
         who, me = self.by_step(step), self.rank[step]
         src = self._regions([transfer.src for transfer in moved], step)
         dst = self._regions([transfer.dst for transfer in moved], step)
-        terms = self._terms(transfer.terms for transfer in moved)
+        terms = self._terms([transfer.terms for transfer in moved])
         scatters = self.problem.kind.scatters
         self.demand(
             (terms > 0) == scatters, who, "does not say whose products it moves, or says so of A"
@@ -556,10 +559,29 @@ class _Proof:
         self.demand(home & ((across == 0) | ~mine), who, "multiplies its own rows into a peer's")
         here = np.where(mine, 0, out.row + begins - a.row)
         none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
+        read = _Accesses(step, *a, here, across, none, none, zero, zero, none)
         return (
-            _Accesses(step, *a, here, across, none, none, zero, zero, none),
+            _Accesses(*map(np.concatenate, zip(read, self._addends(made), strict=True))),
             _Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
         )
+
+    def _addends(self, made: list[Product]) -> _Accesses:
+        """What products add themselves to without being in the same place."""
+        _, step = self._held("products")
+        which = np.flatnonzero([product.addend is not None for product in made])
+        found, step = [made[index] for index in which], step[which]
+        who = self.by_step(step)
+        addend = self._regions([p.addend for p in found if p.addend], step)
+        out = self._regions([product.out for product in found], step)
+        fits = (addend.rows == out.rows) & (addend.col == out.col) & (addend.cols == out.cols)
+        fits &= (_column(found, "batch") == 1) & (_column(found, "accumulate") == 0)
+        self.demand(fits, who, "adds itself to a region that does not fit")
+        local = (addend.rank == self.rank[step]) & _among(addend.buffer, STAGING)
+        self.demand(local & (out.buffer == OUT), who, "adds itself to the wrong buffer")
+        down = out.row + self.begins[out.buffer, out.rank] - addend.row
+        none, zero = np.full(len(step), -1), np.zeros(len(step), np.int64)
+        terms = self._terms(product.terms for product in found)
+        return _Accesses(step, *addend, down, zero, none, none, zero, terms, none)
 
     def _joined(self, made: list[Product], adds: Ints, me: Ints, who: Who) -> tuple[Ints, ...]:
         """Which products add a part of k, which sums others add to, and what all leave."""
@@ -568,7 +590,8 @@ class _Proof:
             self.demand(self._terms(found) == 0, who, "names terms of A")
             return adds, np.full(len(made), -1), np.zeros(len(made), np.int64)
         own = [1 << rank for rank in me.tolist()]
-        said = np.array([mask > 0 for mask in found], np.bool_) == (adds > 0)
+        joined = (adds > 0) | np.array([p.addend is not None for p in made], np.bool_)
+        said = np.array([mask > 0 for mask in found], np.bool_) == joined
         self.demand(said, who, "does not say whose products it adds itself to")
         pairs = list(zip(found, own, strict=True))
         new = np.array([not mask & mine for mask, mine in pairs], np.bool_)
