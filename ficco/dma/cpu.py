@@ -41,6 +41,7 @@ from ficco.dma.engine import (
     step_name,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
+from ficco.dma.products import multiply
 from ficco.errors import BackendError, SignalTimeout
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 
@@ -485,14 +486,17 @@ class CpuEngine(Engine):
                 product,
                 self._rectangle(program, product.a, product.batch, product.a_stride),
                 self._rectangle(program, product.out, product.batch, product.out_stride),
+                product.addend and self._rectangle(program, product.addend),
             )
             for product in products
         ]
 
         def op(call: Call) -> None:
-            for product, a, out in parts:
+            for product, a, out, addend in parts:
                 b = call.b[product.k_first : product.k_last, product.out.col : product.out.col_stop]
-                _multiply(a(call), b, out(call), product.accumulate)
+                to = out(call)
+                added = addend(call) if addend else to if product.accumulate else None
+                _multiply(a(call), b, to, added)
 
         return self._disturbed(step, op)
 
@@ -658,16 +662,9 @@ def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
         ctypes.memmove(to + row * to_pitch, at + row * at_pitch, width)
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """``out (+)= a @ b``, or a batch of such products with a common b, in the dtype of out."""
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None
+) -> None:
+    """``out = (addend +) a @ b``, or a batch of such products with a common b, in out's dtype."""
     a, b = a.to(out.dtype), b.to(out.dtype)
-    if a.dim() == 3:
-        b = b.unsqueeze(0).expand(a.shape[0], -1, -1)
-        if accumulate:
-            torch.baddbmm(out, a, b, out=out)
-        else:
-            torch.bmm(a, b, out=out)
-    elif accumulate:
-        torch.addmm(out, a, b, out=out)
-    else:
-        torch.mm(a, b, out=out)
+    multiply(a, b.unsqueeze(0).expand(a.shape[0], -1, -1) if a.dim() == 3 else b, out, addend)

@@ -31,6 +31,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from ficco.dma import cuda_driver as cu
+from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.dma.engine import (
     Call,
     Capabilities,
@@ -253,6 +254,7 @@ class CudaEngine(Engine):
         # What a graph launches is not bound to the order in which it was recorded: on one hardware
         # queue a wait could come before that which it waits for.
         self._recordable = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+        self._adder_rooms: dict[int, torch.Tensor] = {}
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
 
@@ -487,7 +489,8 @@ class CudaEngine(Engine):
         )
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
-        parts = [self._product(program, product) for product in products]
+        lane = program.plan.steps[step].lane
+        parts = [self._product(program, product, lane) for product in products]
 
         def op(call: Call) -> None:
             for part in parts:
@@ -495,7 +498,22 @@ class CudaEngine(Engine):
 
         return self._on_lane(program, step)(parts[0] if len(parts) == 1 else op)
 
-    def _product(self, program: Program, product: Product) -> Op:
+    @cached_property
+    def _adder(self) -> CublasLt | None:
+        with contextlib.suppress(OSError, BackendError), torch.cuda.device(self.device):
+            return CublasLt()
+        return None
+
+    def _adder_room(self, stream: Any) -> torch.Tensor:
+        """Memory that products of one stream use in turns; graphs of it may, too."""
+        room = self._adder_rooms.get(int(stream))
+        if room is None:
+            with cu.uncaptured(), torch.cuda.stream(self.side), torch.inference_mode(False):
+                room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
+            self._adder_rooms[int(stream)] = room
+        return room
+
+    def _product(self, program: Program, product: Product, lane: str) -> Op:
         problem, out_region = program.plan.problem, product.out
         whole = (product.k_last - product.k_first, out_region.cols) == (problem.k, problem.n)
         terms = slice(product.k_first, product.k_last)
@@ -511,7 +529,13 @@ class CudaEngine(Engine):
             else:
                 a = self._view(program, call, product.a)
                 out = self._view(program, call, product.out)
-            multiply(a, b, out, product.accumulate)
+            addend = out if product.accumulate else None
+            if product.addend is not None:
+                addend = self._view(program, call, product.addend)
+                adder, stream = self._adder, call.state[lane]
+                if adder is not None and adder.serves(addend, a, b, out):
+                    return adder.multiply(addend, a, b, out, self._adder_room(stream), stream)
+            multiply(a, b, out, addend)
 
         return op
 
@@ -853,3 +877,4 @@ class CudaEngine(Engine):
         self._lanes.clear()
         self._recorders.clear()
         self._recorded.clear()
+        self._adder_rooms.clear()

@@ -646,7 +646,10 @@ class HipEngine(Engine):
                 else:
                     a = self._view(program, call, product.a)
                     out = self._view(program, call, product.out)
-                multiply(a, b, out, product.accumulate)
+                addend = out if product.accumulate else None
+                if product.addend is not None:
+                    addend = self._view(program, call, product.addend)
+                multiply(a, b, out, addend)
 
         return self._on_lane(program, step, op)
 

@@ -18,19 +18,25 @@ def _has_out_dtype() -> bool:
     return (int(major), int(minor)) >= (2, 8)
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """``out (+)= a @ b`` for matrices or batches; sums are wider than the operands or equal."""
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None
+) -> None:
+    """``out = a @ b``, or ``addend + a @ b``, for matrices or batches.
+
+    The sums are as wide as the operands or wider; ``addend`` may be ``out``. PyTorch brings any
+    other to ``out`` first.
+    """
     batched = a.dim() == 3
     if a.dtype == out.dtype:
-        if accumulate:
-            (torch.baddbmm if batched else torch.addmm)(out, a, b, out=out)
+        if addend is not None:
+            (torch.baddbmm if batched else torch.addmm)(addend, a, b, out=out)
         else:
             (torch.bmm if batched else torch.mm)(a, b, out=out)
         return
     if not _has_out_dtype() or not a.is_cuda:
-        multiply(a.float(), b.float(), out, accumulate)
-    elif accumulate:
+        multiply(a.float(), b.float(), out, addend)
+    elif addend is not None:
         add = torch.baddbmm if batched else torch.addmm
-        add(out, a, b, out_dtype=out.dtype, out=out)
+        add(addend, a, b, out_dtype=out.dtype, out=out)
     else:
         (torch.bmm if batched else torch.mm)(a, b, out_dtype=out.dtype, out=out)

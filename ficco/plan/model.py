@@ -103,7 +103,8 @@ class Product(NamedTuple):
 
     Product ``i`` of the batch reads ``a`` moved down by ``i * a_stride`` rows and writes ``out``
     moved down by ``i * out_stride`` rows; all share the same rows of b. The columns of ``out`` are
-    those of b. ``terms``: whose products lie there that it adds to, see :class:`Transfer`.
+    those of b. ``terms``: whose products lie there that it adds to, see :class:`Transfer`. With an
+    ``addend`` these lie there instead: ``out = addend + a @ b``, and ``accumulate`` is not set.
     """
 
     a: Region
@@ -115,6 +116,7 @@ class Product(NamedTuple):
     a_stride: int = 0
     out_stride: int = 0
     terms: int = 0
+    addend: Region | None = None
 
 
 class Reduction(NamedTuple):

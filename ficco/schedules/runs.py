@@ -23,9 +23,9 @@ def merged(products: Iterable[Product]) -> tuple[Product, ...]:
 
 def _kind(product: Product) -> tuple[object, ...]:
     """What products of one call have in common."""
-    a, k_first, k_last, out, accumulate, _, _, _, terms = product
+    a, k_first, k_last, out, accumulate, _, _, _, terms, addend = product
     columns = a.col, a.col_stop, out.col, out.col_stop
-    return columns, k_first, k_last, accumulate, terms, a.buffer, out.buffer
+    return columns, k_first, k_last, accumulate, terms, addend, a.buffer, out.buffer
 
 
 @dataclass(slots=True)

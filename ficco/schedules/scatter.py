@@ -7,6 +7,8 @@ brought to its place, on a lane of its own. An all-reduce sends the sums on as t
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.groups import Departures, Unit, peers_in_order
@@ -24,11 +26,12 @@ class ScatterWorld:
         self.world = problem.world
         self.ring = schedule.grouping == "ring" and self.world > 1
         self.departures = [Departures(problem, schedule, rank) for rank in range(self.world)]
-        self._sent = [self._senders(rank) for rank in range(self.world)]
+        self._sent = [self.senders(rank) for rank in range(self.world)]
         #: Words per pair of ranks: for what arrives, for sums that return, for what was fetched.
         arriving = [len(units) for sent in self._sent for units in sent.values()]
         if self.ring:  # where blocks have fewer pieces than others, some words are left out
             arriving = [departures.groups for departures in self.departures]
+        self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
         self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
         needed = self.room(False)[0]
@@ -38,7 +41,7 @@ class ScatterWorld:
                 f"{problem}, got {cap}; allow more, or use serial:collective"
             )
 
-    def _senders(self, rank: int) -> dict[int, list[Unit]]:
+    def senders(self, rank: int) -> dict[int, list[Unit]]:
         """What comes to a rank, by the rank that it comes from, in order."""
         if self.ring:
             left = (rank - 1) % self.world
@@ -50,6 +53,11 @@ class ScatterWorld:
     def sent(self, src: int, dst: int) -> list[Unit]:
         """The units that one rank sends to another, in order. In a ring they are for others."""
         return self._sent[dst].get(src, [])
+
+    def _places(self, rank: int) -> list[int]:
+        """Where the blocks of all ranks begin in a rank's staging."""
+        peers = range(self.world)
+        return [0, *accumulate(self.problem.block(p, rank) * (p != rank) for p in peers)]
 
     def rows(self, rank: int) -> int:
         """Rows of staging before those of returning sums."""
@@ -69,7 +77,7 @@ class ScatterWorld:
         if self.ring:  # every block but the sender's own
             row = problem.offsets[unit.peer] - (problem.rows[src] if unit.peer > src else 0)
         else:
-            row = sum(problem.block(peer, dst) for peer in range(src) if peer != dst)
+            row = self._first[dst][src]
         return self.departures[src].region("staging", dst, row, unit)
 
     def returning(self, src: int, dst: int, unit: Unit) -> Region:
@@ -118,13 +126,14 @@ class Scatter:
         self.peers = [peer for peer in range(self.problem.world) if peer != rank]
         self.sums = self.problem.kind.sums
         self.alone = not self.schedule.uniform  # the own product
+        self.single = world.ring or len(self.peers) == 1  # one peer sends all that the own adds to
         self.made = "publish" if self.schedule.pull and self.peers else "partial"
         self.arrived = "valid" if self.schedule.pull else "ready"
         self.steps: list[Step] = []
         self.acquired: tuple[int, ...] = ()
         self.made_by: dict[Unit, int] = {}  # unit -> its product
         self.fetched: dict[tuple[int, int], int] = {}  # peer, unit's ordinal -> its copy
-        self.heard: set[Signal] = set()
+        self.heard: dict[Signal, int] = {}  # what was waited for, by which step
         groups = self.mine.groups + (len(self.mine.own) if self.alone else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
@@ -247,7 +256,12 @@ class Scatter:
             if terms and out.buffer == "staging":
                 waits = (*waits, self._from_left(unit))
             a = rows._replace(col=0, col_stop=problem.k)
-            found.append(Product(a, 0, problem.k, out, bool(terms), terms=terms))
+            added = None
+            if unit.peer == self.me and terms and self.single:
+                added, heard, earlier = self._addend(unit, lane)
+                waits, after = (*waits, *heard), (*after, *earlier)
+            adds = bool(terms) and added is None
+            found.append(Product(a, 0, problem.k, out, adds, terms=terms, addend=added))
             if self.schedule.pull and unit.peer != self.me:
                 posts.append(self.world.word("valid", self.me, unit.peer, unit.ordinal, unit))
         if posts and not any(step.lane == lane and step.posts for step in self.steps):
@@ -338,15 +352,19 @@ class Scatter:
 
     # What arrives.
 
-    def _arrival(self, peer: int, unit: Unit) -> tuple[tuple[Signal, ...], tuple[int, ...]]:
-        """What a step that reads a peer's unit waits for: a signal not heard yet, or a copy."""
+    def _arrival(
+        self, peer: int, unit: Unit, lane: str = REDUCE_LANE
+    ) -> tuple[tuple[Signal, ...], tuple[int, ...]]:
+        """What the next step, which reads a peer's unit, waits for: a signal, or a step of this
+        rank that fetched it or has waited for that signal on another lane."""
         if self.schedule.pull:
             return (), (self.fetched[peer, unit.ordinal],)
-        signal = self.world.word("ready", peer, self.me, unit.ordinal, unit)
-        if signal in self.heard:
-            return (), ()
-        self.heard.add(signal)
-        return (signal,), ()
+        slot = unit.group if self.world.ring else unit.ordinal
+        signal = self.world.word("ready", peer, self.me, slot, unit)
+        first = self.heard.setdefault(signal, len(self.steps))
+        if first == len(self.steps):
+            return (signal,), ()
+        return (), () if self.steps[first].lane == lane else (first,)
 
     def _sum(self) -> None:
         """Sum each part of the own block once all ranks' products of it are there."""
@@ -354,8 +372,8 @@ class Scatter:
         for turn, unit in enumerate(self.mine.own):
             lane = lanes[(self.mine.groups + turn) % len(lanes)]
             if self.schedule.beta and self.peers:
-                summed = self._bring(unit) if self.world.ring else self._reduce(unit)
-                summed = self._product(lane, [unit], after=(summed,))
+                after = () if self.single else (self._reduce(unit),)
+                summed = self._product(lane, [unit], after)
             elif self.alone:
                 summed = self._product(lane, [unit])
                 if self.peers:
@@ -368,20 +386,17 @@ class Scatter:
             if self.problem.kind.returns:
                 self._send_back(unit, summed)
 
-    def _bring(self, unit: Unit) -> int:
-        """Bring what the ring has summed of the own block to its place."""
-        left = (self.me - 1) % self.problem.world
-        waits = [
-            self.world.word("ready", left, self.me, sent.group, sent)
-            for sent in self.world.departures[left].units(self.me)
-            if _overlap(sent, unit)
-        ]
-        fresh = tuple(signal for signal in waits if signal not in self.heard)
-        self.heard.update(fresh)
-        source = self.world.landing(left, self.me, unit)
-        terms = _all(self.problem.world) ^ 1 << self.me
-        move = Transfer(source, self._result(unit), terms)
-        return self._add(Step("place", REDUCE_LANE, "staging>out", waits=fresh, transfer=move))
+    def _addend(self, unit: Unit, lane: str) -> tuple[Region, tuple[Signal, ...], tuple[int, ...]]:
+        """Where the sum of all others lies that comes from one peer, and what says so."""
+        ((peer, sent),) = self.world.senders(self.me).items()
+        waits: list[Signal] = []
+        after: list[int] = []
+        for one in sent:
+            if one.peer == self.me and _overlap(one, unit):
+                signals, earlier = self._arrival(peer, one, lane)
+                waits += signals
+                after += earlier
+        return self.world.landing(peer, self.me, unit), tuple(waits), tuple(dict.fromkeys(after))
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
         """Sum the products of all ranks, or of all others."""

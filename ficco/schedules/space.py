@@ -176,13 +176,13 @@ KNOBS = (
 
 #: The named points. The paper studies four of the eight FiCCO schedules (section V-B);
 #: ``shard-overlap`` is PyTorch's Async TP; ``growing`` and ``shrinking`` are hypercube orders;
-#: ``ring`` needs two pieces, so that one travels while the other is multiplied.
+#: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end.
 NAMED: dict[str, Schedule] = {
     "serial": Schedule(True, "fused", 1, pieces=1),
     "shard-overlap": Schedule(False, "unfused", 1, pieces=1, order="peer"),
     "growing": Schedule(False, "growing", 1, pieces=1, order="peer"),
     "shrinking": Schedule(False, "shrinking", 1, pieces=1, order="peer"),
-    "ring": Schedule(False, "ring", 1, pieces=2, order="peer", beta=True),
+    "ring": Schedule(False, "ring", 1, pieces=2, tail=2, order="peer", beta=True),
     **{
         f"{'uniform' if uniform else 'hetero'}-{grouping}-{dims}d": Schedule(
             uniform, grouping, dims
