@@ -9,16 +9,18 @@ activations that is a small copy, for a result it is a view.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ficco.ops.all_gather_matmul import all_gather_matmul
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from ficco.options import carried, current, options
+from ficco.options import carried, current
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -46,12 +48,9 @@ def gathered_linears(
     batch = x.shape[1:-1]
     cut = None if rows is None else [length * batch.numel() for length in lengths]
     flat = x.flatten(0, -2)
-    if len(weights) == 1:
-        y = all_gather_matmul(flat, weights[0].t(), group=group, schedule=schedule, rows=cut)
-    else:
-        joined = torch.cat(list(weights))
-        with _saved_in_parts(joined, weights):
-            y = all_gather_matmul(flat, joined.t(), group=group, schedule=schedule, rows=cut)
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    with _saved_in_parts(weight, weights):
+        y = all_gather_matmul(flat, weight.t(), group=group, schedule=schedule, rows=cut)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     outs = y.split([weight.shape[0] for weight in weights], -1) if len(weights) > 1 else (y,)
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
@@ -107,10 +106,10 @@ def reduced_linear(
     """Linear layer summed over ranks, whose result every rank has: [..., k] -> [..., n].
 
     All ranks go on with the same result and hand back the same gradient of it, so that backward
-    needs no peer: ``options(all_reduce_gradients="equal")``, as in DTensor and in Megatron.
+    needs no peer, as in DTensor and in Megatron, and with ficco's own operator under
+    ``options(all_reduce_gradients="equal")``.
     """
-    with options(all_reduce_gradients="equal"):
-        y = matmul_all_reduce(x.flatten(0, -2), weight.t(), group=group, schedule=schedule)
+    y = _Reduced.apply(*_autocast(x.flatten(0, -2), weight), group, schedule)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -188,8 +187,15 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _saved_in_parts(joined: torch.Tensor, parts: Sequence[torch.Tensor]) -> saved_tensors_hooks:
-    """What is saved of ``joined`` for backward is put together again there, not kept until then."""
+def _saved_in_parts(
+    joined: torch.Tensor, parts: Sequence[torch.Tensor]
+) -> AbstractContextManager[Any]:
+    """What is saved of ``joined`` for backward is put together again there, not kept until then.
+
+    A compiler decides by itself what it keeps.
+    """
+    if len(parts) == 1 or torch.compiler.is_compiling():
+        return nullcontext()
     kept = [part.detach() for part in parts]
     versions = [part._version for part in kept]
     address = joined.untyped_storage().data_ptr()
@@ -217,11 +223,34 @@ class _SumGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Of its own: what comes from upstream may be used there, too.
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
+
+
+class _Reduced(torch.autograd.Function):
+    """[m, k] x [n, k] -> [m, n], summed over ranks; the dual of :class:`_Copied`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: ProcessGroup,
+        schedule: str | Schedule,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight = ctx.needs_input_grad[:2]
+        return grad @ weight if to_x else None, grad.t() @ x if to_weight else None, None, None
 
 
 class _Copied(torch.autograd.Function):
@@ -232,16 +261,20 @@ class _Copied(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.options = group, current()
+        ctx.group = group
+        # What is compiled has the options of its compilation, forward and backward.
+        ctx.options = None if torch.compiler.is_compiling() else current()
         return x @ weight.t()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         to_x, to_weight = ctx.needs_input_grad[:2]
         of_x = None
-        if to_x:
+        if to_x and ctx.options is None:
+            of_x = matmul_all_reduce(grad, weight, group=ctx.group)
+        elif to_x:
             with carried(ctx.options):
                 of_x = matmul_all_reduce(grad, weight, group=ctx.group)
         return of_x, grad.t() @ x if to_weight else None, None
