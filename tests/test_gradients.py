@@ -211,8 +211,12 @@ def cases_of(operator: str, world: int, device: str) -> list[Case]:
     plain = case_of(operator, world, 4, 6, 8)
     if operator == "matmul_all_reduce":  # rows that no number of ranks divides
         plain = plain.on(rows=(4,) * (world - 1) + (3,))
+    few = (1,) + (0,) * (world - 1)
+    if not isinstance(plain.rows[0], int):
+        few = (few,) * world
     return [
         plain,
+        plain.on(rows=few, dtype="bfloat16"),
         plain.on(dtype="bfloat16", transposed=True),
         plain.on(dtype="float16", leading=True),
         plain.on(dtype="float64" if device == "cpu" else "float32", rows=uneven(operator, world)),

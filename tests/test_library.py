@@ -76,7 +76,7 @@ def cases_of(operator: str, world: int) -> list[Case]:
 def test_opcheck(operator: str) -> None:
     run(2, _opcheck, cases_of(operator, 2), {})
     if operator in GATHERING:
-        run(2, _opcheck, cases_of(operator, 2), {"save_gathered": True})
+        run(2, _opcheck, cases_of(operator, 2)[:1], {"save_gathered": True})
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -139,7 +139,7 @@ def test_compiled(operator: str) -> None:
     cases = [*cases_of(operator, 2), plain.on(needs=""), plain.on(transposed=True)]
     run(2, _compiled, cases, "aot_eager", {})
     if operator in GATHERING:
-        run(2, _compiled, cases, "aot_eager", {"save_gathered": True})
+        run(2, _compiled, cases[-1:], "aot_eager", {"save_gathered": True})
 
 
 def _mlp(at: Rank) -> None:
@@ -296,7 +296,7 @@ def _autocast(at: Rank, operator: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return called(case, x, w)
 
-    for outside in (False, True):
+    for outside in (False, True) if operator == OPERATORS[0] else (False,):
         torch._dynamo.reset()
         a, b = operands(case, made, at)
         inner = (lambda x, w: called(case, x, w)) if outside else layer

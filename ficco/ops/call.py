@@ -151,7 +151,7 @@ def _bound(
     workspace.calls += 1
     number = workspace.calls
     kind = OPERATORS[operator]
-    rows = _frozen(rows)
+    rows = frozen(rows)
     a, source = _flat(a), None
     if not kind.scatters:
         a, source = _readable(workspace, a)
@@ -292,7 +292,7 @@ def _backend(group: ProcessGroup) -> str:
     return str(dist.get_backend(group))
 
 
-def _frozen(rows: Rows) -> Any:
+def frozen(rows: Rows) -> Any:
     """Rows as something that can be a key, whatever they are."""
     if not isinstance(rows, Iterable):
         return rows

@@ -23,8 +23,8 @@ What overlaps with what:
   and run beside the product for dA and what that sends. The product for dB, one of the library,
   follows. With ``options(save_gathered=True)`` the forward keeps it: m k elements from forward to
   backward in place of the m k / W of the shard, and no copies in the backward.
-- ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, in the order of the ranks,
-  before the gathering product starts. ``options(all_reduce_gradients="equal")`` needs no peer.
+- ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, before the gathering
+  product starts. ``options(all_reduce_gradients="equal")`` needs no peer.
 
 Only gradients that are needed are computed, and only tensors that they need are kept. Backwards are
 calls like any other: all ranks make the same ones in the same order, so the same operands need
@@ -242,8 +242,7 @@ def _gathered(asked: Asked, a: torch.Tensor) -> torch.Tensor:
 
 
 def _summed_rows(asked: Asked, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """This rank's rows of the sum of all ranks' x: in float32, in the order of the ranks, rounded
-    once."""
+    """This rank's rows of the sum of all ranks' x, added up in float32 and rounded once."""
     world, rank = asked.group.size(), asked.group.rank()
     table = (tuple(rows),) * world
     blocks = _gathered(asked._replace(operator="all_to_all_matmul", rows=table), x)

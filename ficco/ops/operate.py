@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.ops import library
-from ficco.ops.call import Result, process_group, run
+from ficco.ops.call import Result, frozen, process_group, run
 from ficco.ops.gradients import Asked, Differentiable
 from ficco.options import current_text
 from ficco.schedules import Schedule
@@ -48,7 +48,7 @@ def operate(
         text = schedule if isinstance(schedule, str) else _name(schedule)
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        asked = Asked(operator, process_group(group), schedule, rows)
+        asked = Asked(operator, process_group(group), schedule, frozen(rows))
         found = Differentiable.apply(a, b, asked, return_gathered)
         return found if return_gathered else (found, None)
     return run(operator, a, b, group, schedule, rows, return_gathered)
