@@ -2,7 +2,7 @@
 
 The steps of all ranks run here on integers, one small event at a time, in a random order of lanes.
 While something is being written it holds nonsense, and what is read is read early or late. Three
-calls share a slot as in a captured graph, where words return to their first value.
+calls of any operators share a slot as in a captured graph, where words return to their first value.
 """
 
 from __future__ import annotations
@@ -15,13 +15,42 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ficco.plan import Plan, PlanError, Product, Region, Step, check
-from ficco.problem import Problem
+from ficco.plan import Plan, PlanError, Product, Reduction, Region, Step, check
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans
 
 Ints = npt.NDArray[np.int64]
 
 KNOBS = ("", ":pull", ":pieces=2", ":pieces=3,pull,copy=2", ":pieces=2,tail=2,copy=2,compute=2")
+BETAS = (":beta", ":pieces=2,tail=2,compute=2,beta", ":pieces=2,pull,beta")
+
+
+#: Makes what a step writes of what it reads and of what lay there.
+Make = Callable[[list[Ints], Ints], Ints]
+
+
+class Inputs:
+    """What the callers of one call give, and what they expect."""
+
+    def __init__(self, problem: Problem, dice: np.random.Generator) -> None:
+        ranks = range(problem.world)
+        self.a = [dice.integers(1, 50, (problem.left_rows(rank), problem.k)) for rank in ranks]
+        self.b = [dice.integers(1, 50, (problem.k, problem.n)) for _ in ranks]
+        kind = problem.kind
+        sent = [a @ b for a, b in zip(self.a, self.b, strict=True)] if kind.scatters else self.a
+
+        def block(src: int, dst: int) -> Ints:
+            first = problem.leaves(src, dst)
+            return sent[src][first : first + problem.block(src, dst)]
+
+        self.gathered = [np.concatenate([block(src, dst) for src in ranks]) for dst in ranks]
+        self.out = self.gathered
+        if kind.returns:
+            self.out = [sum(sent)] * problem.world
+        elif kind.sums:
+            self.out = [sum(block(src, dst) for src in ranks) for dst in ranks]
+        elif not kind.scatters:
+            self.out = [a @ b for a, b in zip(self.gathered, self.b, strict=True)]
 
 
 class Rank:
@@ -35,17 +64,13 @@ class Rank:
         self.words = {peer: 1 for peer in range(calls[0].problem.world)}
         self.call = -1
 
-    def begin(self, gathered: Ints, one_queue: bool) -> None:
+    def begin(self, inputs: Inputs, one_queue: bool) -> None:
         self.call += 1
         self.plan = self.calls[self.call]
-        problem, rank = self.plan.problem, self.plan.rank
-        self.b = self.dice.integers(1, 50, (problem.k, problem.n))
-        self.memory |= {
-            "a": gathered[problem.offsets[rank] : problem.offsets[rank + 1]].copy(),
-            "sum": self.nonsense((problem.m, problem.n)),
-            "out": self.nonsense((problem.m, problem.n)),
-            "gathered": self.nonsense((problem.m, problem.k)),
-        }
+        self.b = inputs.b[self.plan.rank]
+        self.memory["a"] = inputs.a[self.plan.rank].copy()
+        for name in ("sum", "partial", "out", "gathered"):
+            self.memory[name] = self.nonsense(self.plan.shape(name))
         self.done: set[int] = set()
         lanes = {step.lane: 0 if one_queue else lane for lane, step in enumerate(self.plan.steps)}
         self.queues = [
@@ -54,10 +79,11 @@ class Rank:
         ]
         self.running: list[Iterator[bool]] = [iter(()) for _ in self.queues]
 
-    def end(self, gathered: Ints) -> None:
-        assert np.array_equal(self.memory["out"], gathered @ self.b), "wrong product"
+    def end(self, inputs: Inputs) -> None:
+        rank = self.plan.rank
+        assert np.array_equal(self.memory["out"], inputs.out[rank]), "wrong product"
         if self.plan.problem.return_gathered:
-            assert np.array_equal(self.memory["gathered"], gathered), "wrong gathered A"
+            assert np.array_equal(self.memory["gathered"], inputs.gathered[rank]), "wrong A"
         self.memory["a"][:] = self.nonsense(self.memory["a"].shape)
 
     def nonsense(self, shape: tuple[int, ...]) -> Ints:
@@ -73,23 +99,23 @@ class World:
             Rank(list(found), seed + i) for i, found in enumerate(zip(*calls, strict=True))
         ]
         values = np.random.default_rng(seed)
-        problems = [found[0].problem for found in calls]
-        self.gathered = [values.integers(1, 50, (p.m, p.k)) for p in problems]
+        self.inputs = [Inputs(found[0].problem, values) for found in calls]
 
     def run(self) -> None:
         for rank in self.ranks:
-            rank.begin(self.gathered[0], self.dice.random() < 0.2)
+            rank.begin(self.inputs[0], self.dice.random() < 0.2)
         busy = list(self.ranks)
         while busy:
             queues = [(rank, queue) for rank in busy for queue in range(len(rank.queues))]
             self.dice.shuffle(queues)
-            assert any(self.advance(rank, queue) for rank, queue in queues), "deadlock"
+            moved = any(self.advance(rank, queue) for rank, queue in queues)
+            assert moved or not queues, "deadlock"  # a rank alone, without rows, has no steps
             for rank in [rank for rank in busy if len(rank.done) == len(rank.plan.steps)]:
-                rank.end(self.gathered[rank.call])
+                rank.end(self.inputs[rank.call])
                 if rank.call + 1 == len(rank.calls):
                     busy.remove(rank)
                 else:
-                    rank.begin(self.gathered[rank.call + 1], self.dice.random() < 0.2)
+                    rank.begin(self.inputs[rank.call + 1], self.dice.random() < 0.2)
         for number, rank in enumerate(self.ranks):
             peers = range(len(self.ranks))
             assert all(rank.words[peer] == 1 for peer in peers if peer != number), "dirty word"
@@ -121,12 +147,12 @@ class World:
         for signal in step.clears:
             rank.words[signal.word] = 0
             yield True
-        for source, target, make in self.work(rank, step):
+        for sources, target, make in self.work(rank, step):
             before, early = target.copy(), self.dice.random() < 0.5
-            found = source.copy()
+            found = [source.copy() for source in sources]
             target[...] = rank.nonsense(target.shape)
             yield True
-            target[...] = make(found if early else source.copy(), before)
+            target[...] = make(found if early else [source.copy() for source in sources], before)
             yield True
         for signal in step.posts:
             words = self.ranks[signal.waiter].words
@@ -136,23 +162,28 @@ class World:
         rank.done.add(index)
         yield True
 
-    def work(
-        self, rank: Rank, step: Step
-    ) -> Iterator[tuple[Ints, Ints, Callable[[Ints, Ints], Ints]]]:
+    def work(self, rank: Rank, step: Step) -> Iterator[tuple[list[Ints], Ints, Make]]:
+        def at(region: Region) -> Ints:
+            return self.at(region, rank.plan)
+
         if step.transfer:
-            src, dst = (self.at(region, rank.plan) for region in step.transfer)
-            yield src, dst, lambda found, before: found
+            yield [at(step.transfer.src)], at(step.transfer.dst), lambda found, _: found[0]
+        if step.reduction:
+            parts = [at(part) for part in step.reduction.parts]
+            yield parts, at(step.reduction.out), lambda found, _: sum(found)
         for product in step.products:
             for i in range(product.batch):
                 a = down(product.a, i * product.a_stride)
                 out = down(product.out, i * product.out_stride)
-                yield self.at(a, rank.plan), self.at(out, rank.plan), multiply(rank.b, product)
+                b = rank.b[product.k_first : product.k_last, product.out.col : product.out.col_stop]
+                sources = [a] if product.addend is None else [a, product.addend]
+                yield list(map(at, sources)), at(out), multiply(b, product)
 
     def at(self, region: Region, plan: Plan) -> Ints:
         """Memory as a step of a plan sees it, wherever its owner is by now."""
         memory = self.ranks[region.rank].memory[region.buffer]
         if region.buffer in ("staging", "publish"):
-            pitch = max(plan.staging[1] if region.buffer == "staging" else plan.problem.k, 1)
+            pitch = max(plan.shape(region.buffer)[1], 1)
             memory = memory[: len(memory) // pitch * pitch].reshape(-1, pitch)
         return memory[region.row : region.row_stop, region.col : region.col_stop]
 
@@ -161,46 +192,90 @@ def down(region: Region, rows: int) -> Region:
     return region._replace(row=region.row + rows, row_stop=region.row_stop + rows)
 
 
-def multiply(b: Ints, product: Product) -> Callable[[Ints, Ints], Ints]:
-    def make(a: Ints, before: Ints) -> Ints:
-        return a @ b[product.k_first : product.k_last] + (before if product.accumulate else 0)
+def multiply(b: Ints, product: Product) -> Make:
+    def make(found: list[Ints], before: Ints) -> Ints:
+        a, *addend = found
+        return a @ b + sum(addend) + (before if product.accumulate else 0)
 
     return make
 
 
-def some_plans(dice: random.Random, world: int) -> list[Plan]:
+def some_plans(dice: random.Random, world: int, operator: str = "") -> list[Plan]:
+    operator = operator or dice.choice(list(OPERATORS))
+    kind = OPERATORS[operator]
+    n, k = dice.choice((1, 2, 4)), dice.choice((1, 3, 4))
+    dtype = dice.choice(("float32", "bfloat16"))
+    if kind.blocks:
+        table = [[dice.randrange(4) for _ in range(world)] for _ in range(world)]
+        problem = Problem.of_blocks(operator, table, n, k, dtype)
+    else:
+        problem = Problem(operator, tuple(dice.randrange(5) for _ in range(world)), n, k, dtype)
+    if not kind.scatters:
+        gathered = dice.random() < 0.3 and not kind.blocks
+        problem = replace(problem, return_gathered=gathered, symmetric=dice.random() < 0.5)
     while True:
-        problem = Problem(
-            "all_gather_matmul",
-            tuple(dice.randrange(5) for _ in range(world)),
-            n=dice.choice((1, 2)),
-            k=dice.choice((1, 3, 4)),
-            dtype=dice.choice(("float32", "bfloat16")),
-            return_gathered=dice.random() < 0.3,
-            symmetric=dice.random() < 0.5,
-        )
-        schedule = Schedule.parse(dice.choice(list(NAMED)) + dice.choice(KNOBS))
+        name = dice.choice(list(NAMED)) + dice.choice(KNOBS + BETAS * kind.sums)
         try:
-            return plans(problem, schedule, dice.choice((None, problem.gathered_bytes // 2)))
-        except ValueError:  # not enough for one step
+            cap = dice.choice((None, problem.gathered_bytes // 2))
+            return plans(problem, Schedule.parse(name), cap)
+        except ValueError:  # not enough for one step, or knobs that do not go together
             continue
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_calls_of_any_schedules_run_right_in_any_order(seed: int) -> None:
     dice = random.Random(seed)
-    world = dice.choice((2, 3, 4))
+    world = dice.choice((1, 2, 3, 4))
     World([some_plans(dice, world) for _ in range(3)], seed).run()
 
 
+#: What a step does, beside what puts it in order.
+WORK = ("op", "transfer", "products", "reduction")
+
+
+def nudged(dice: random.Random, region: Region) -> Region:
+    by, field = dice.choice((-1, 1)), dice.choice(("row", "col"))
+    fields = {end: getattr(region, end) + by for end in (field, f"{field}_stop")}
+    return region._replace(**fields)
+
+
+def twisted(dice: random.Random, step: Step) -> Step:
+    """The step with one of its regions elsewhere, or a sum without one of its parts."""
+    if step.transfer:
+        end = dice.choice(("src", "dst"))
+        there = nudged(dice, getattr(step.transfer, end))
+        return step._replace(transfer=step.transfer._replace(**{end: there}))
+    if step.products:
+        first, *rest = step.products
+        end = dice.choice(("a", "out", "addend") if first.addend else ("a", "out"))
+        first = first._replace(**{end: nudged(dice, getattr(first, end))})
+        return step._replace(products=(first, *rest))
+    if step.reduction:
+        parts, terms, out = step.reduction
+        i = dice.randrange(len(parts))
+        if dice.random() < 0.5:
+            parts, terms = (held[:i] + held[i + 1 :] for held in (parts, terms))
+        else:
+            parts = (*parts[:i], nudged(dice, parts[i]), *parts[i + 1 :])
+        return step._replace(reduction=Reduction(parts, terms, out))
+    return step
+
+
 def spoil(dice: random.Random, found: list[Plan]) -> list[Plan]:
-    """Drop or move one thing that puts steps in order."""
+    """Drop, move or change one thing: mostly of what puts steps in order, else of what they do."""
     plan = dice.choice(found)
     steps = list(plan.steps)
     i, j = (dice.randrange(len(steps)) for _ in range(2))
     role = dice.choice(("waits", "posts", "clears", "after"))
     holders = [i for i, step in enumerate(steps) if getattr(step, role)]
-    if dice.random() < 0.2 or not holders:
+    if dice.random() < 0.15:
+        steps[i], steps[j] = (
+            one._replace(**{field: getattr(other, field) for field in WORK})
+            for one, other in ((steps[i], steps[j]), (steps[j], steps[i]))
+        )
+    elif dice.random() < 0.15:
+        steps[i] = twisted(dice, steps[i])
+    elif dice.random() < 0.2 or not holders:
         steps[i] = steps[i]._replace(lane=steps[j].lane)
     else:
         i = dice.choice(holders)

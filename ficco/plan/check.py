@@ -587,7 +587,8 @@ class _Proof:
         """Which products add a part of k, which sums others add to, and what all leave."""
         found = [product.terms for product in made]
         if not self.problem.kind.scatters:
-            self.demand(self._terms(found) == 0, who, "names terms of A")
+            plain = np.array([not (p.terms or p.addend) for p in made], np.bool_)
+            self.demand(plain, who, "adds itself to what another rank made")
             return adds, np.full(len(made), -1), np.zeros(len(made), np.int64)
         own = [1 << rank for rank in me.tolist()]
         joined = (adds > 0) | np.array([p.addend is not None for p in made], np.bool_)
