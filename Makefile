@@ -21,7 +21,7 @@ test: lint ## Lint, then run the tests that need no GPU
 test-gpu: .venv/.ready ## Run the tests that need GPUs
 	$(PY) -m pytest -m "gpu or multigpu"
 
-bench: .venv/.ready ## Time schedules, serial and PyTorch's fused op; results in build/bench/
+bench: .venv/.ready ## Time schedules, serial and PyTorch's fused ops; results in build/bench/
 	@$(PY) -m ficco bench --out build/bench
 
 # Takes PYTHON's own packages: a machine with GPUs has its own torch.
@@ -43,6 +43,15 @@ gpu-bench:
 	  $(PYTHON) -m ficco bench --device cuda --set $$set --seconds $(SECONDS_EACH) --schedules candidates auto \
 	    --out $(RESULTS) --name $$set || exit 1; \
 	done
+	$(PYTHON) -m ficco bench --device cuda --mode queued,idle --seconds 250 --rounds 15 \
+	  --operator matmul_reduce_scatter matmul_all_reduce all_to_all_matmul --schedules $(OVERLAPS) \
+	  --out $(RESULTS) --name family
+
+# Of the schedules that auto compares, those that have won somewhere: all of them take too long here.
+OVERLAPS := auto serial:collective growing growing:compute=2 shrinking shrinking:tail=2,compute=2 \
+  shard-overlap shard-overlap:tail=4 shard-overlap:compute=2 shard-overlap:beta growing:beta,compute=2 \
+  ring:pieces=4,compute=2 hetero-unfused-1d:pieces=2,order=peer,compute=2 hetero-fused-1d:pieces=2 \
+  hetero-fused-1d:pieces=4 uniform-fused-2d:pieces=4
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import ficco
 from ficco import doctor
 from ficco.bench.calls import call
-from ficco.bench.candidates import of_operator, parse
+from ficco.bench.candidates import of_problem, parse
 from ficco.bench.cases import OPERATOR as GATHER
 from ficco.bench.cases import Case
 from ficco.bench.inputs import Operands
@@ -42,7 +42,7 @@ from ficco.errors import BackendError, RankMismatch, SignalTimeout
 from ficco.launch import RankFailed, check_ranks, launch, under_torchrun
 from ficco.options import current
 from ficco.problem import OPERATORS, Problem
-from ficco.schedules import NAMED
+from ficco.schedules import NAMED, refusal
 from ficco.workspace import workspace_of
 
 if TYPE_CHECKING:
@@ -420,7 +420,8 @@ VARIED = (
 
 def _operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
     settings = at.settings
-    names = [one.schedule for one in of_operator(map(parse, VARIED), operator)]
+    uneven = _uneven(at, operator)
+    names = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
     few, problems, calls = min(settings.repeat, 2), [], 0
     rows, k, n = settings.large
     if OPERATORS[operator].scatters:  # what travels is wide
@@ -430,7 +431,7 @@ def _operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
         (_operands(at, settings.small, operator), names, settings.repeat),
         (_operands(at, large, operator), names, few),
         (_operands(at, large, operator), ORDERED, max(2, settings.iterations // 8)),
-        (_uneven(at, operator), names, few),
+        (uneven, names, few),
     ):
         problems += _exact_on(at, group, some, operands, count)
         calls += count * len(some)
@@ -478,6 +479,14 @@ def _kernels(at: Rank, group: ProcessGroup) -> Found:
             kernels.reduce(total, parts, stream)
             if not torch.equal(total, torch.stack(parts).double().sum(0).to(out)):
                 problems.append(f"the sum of {count} x {size} {part} in {out} is wrong")
+    for rows, cols, pitch, first in ((64, 512, 1024, 512), (33, 100, 160, 8), (17, 23, 40, 3)):
+        wide = [integers(half, rows, pitch) for _ in range(4)]
+        wanted = wide[0].clone()
+        blocks = [one[:, first : first + cols] for one in wide]
+        wanted[:, first : first + cols] = torch.stack(blocks).double().sum(0).to(half)
+        kernels.reduce(blocks[0], blocks, stream)  # in place, among columns that stay
+        if not torch.equal(wide[0], wanted):
+            problems.append(f"the sum of 4 x {rows} x {cols} at {first} of {pitch} is wrong")
     at.settle()
     at.conclude(problems)
     target = kernels.binding.target
@@ -713,6 +722,7 @@ CHECKS = (
             "another schedule=; 'auto' does not know that it fails",
         )
         for name in NAMED
+        if not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
     ),
     Check("schedule serial:collective", _collective, "schedule='serial'"),
     *(

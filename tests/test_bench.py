@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
@@ -15,18 +16,31 @@ import pytest
 import ranks
 import torch
 
+import ficco
 from ficco import cli
-from ficco.bench import cases, plots, regret, report, stats, table
-from ficco.bench.candidates import REFERENCES, SCHEDULES, choose, parse, step_bytes
-from ficco.bench.cases import Case
+from ficco.bench import cases, command, plots, regret, report, stats, table
+from ficco.bench.accuracy import Accuracy
+from ficco.bench.bounds import moved_bytes, movements
+from ficco.bench.calls import build, expected, step_bytes
+from ficco.bench.candidates import (
+    COMPARED,
+    REFERENCES,
+    SCHEDULES,
+    choose,
+    of_problem,
+    parse,
+    refused,
+)
+from ficco.bench.cases import OPERATOR, Case
 from ficco.bench.inputs import Operands
 from ficco.bench.lines import lines, mean_and_worst, modes, summary
 from ficco.bench.measure import Gate, modes_of
+from ficco.bench.run import Settings, bench
 from ficco.bench.table import COLUMNS, Row
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import find
-from ficco.problem import Problem
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans
 
 # Figures.
@@ -100,6 +114,31 @@ def test_the_sets_are_those_that_are_published() -> None:
     assert [len(cases.SETS[name]()) for name in ("small", "scenarios")] == [9, 16]
 
 
+def test_row_parallel_layers_have_n_and_k_exchanged() -> None:
+    first = cases.SETS["measured"]()[0].on("matmul_reduce_scatter")
+    assert (first.name, first.m, first.n, first.k) == ("32768x8192x2048", 32768, 8192, 2048)
+    problem = first.problem(4)
+    assert problem.operator == "matmul_reduce_scatter"
+    assert (problem.left_rows(0), problem.out_rows(0)) == (32768, 8192)
+    assert first.on(OPERATOR) == cases.SETS["measured"]()[0]
+
+
+def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
+    found = {case.name: case for case in cases.experts()}
+    assert list(found) == ["g13", "g14", "g15", "g16"]
+    g14 = found["g14"]
+    assert (g14.m, g14.n, g14.k) == (147456 // 8, 28672, 4096)
+    assert g14.problem(4).blocks == ((147456 // 8 // 4,) * 4,) * 4
+    assert g14.fitted(4, 140 << 30) == g14
+    half = found["g13"].fitted(4, 100 << 30)
+    assert half.m == 1607680 // 8 // 2 and "m / 2 for lack of memory" in half.label
+    assert half.skipped(4, 100 << 30) == ""
+    assert found["g13"].fitted(4, 1 << 40) == found["g13"]
+    gain = cases.experts_gain()
+    assert {case.m for case in gain} == {4096, 8192, 16384, 32768} and len(gain) == 12
+    assert {case.operator for case in gain} == {"all_to_all_matmul"}
+
+
 def test_scenarios_are_as_one_rank_of_eight_sees_them() -> None:
     found = {case.name: case for case in cases.scenarios()}
     assert (found["g1"].m, found["g1"].n, found["g1"].k) == (16384, 2048, 131072)
@@ -129,15 +168,36 @@ def test_shapes_are_read_from_a_file(tmp_path: Path) -> None:
             cases.read(path)
 
 
+def _problem(operator: str, world: int = 4, m: int = 32, n: int = 16, k: int = 24) -> Problem:
+    return Case("", m, n, k, "float32", operator=operator).problem(world)
+
+
 def test_candidates_have_names_of_their_own() -> None:
     names = [candidate.name for candidate in choose(None)]
     assert len(names) == len(set(names)) == len(REFERENCES) + len(SCHEDULES)
     assert set(NAMED) <= set(names)
     assert [c.name for c in choose(["growing"])][-2:] == ["serial", "growing"]
     without = ["ficco-rccl", "pytorch-native"]
-    names = [candidate.name for candidate in choose(["candidates"], without)]
+    chosen = choose(["candidates"], without)
+    assert COMPARED in chosen
+    names = [candidate.name for candidate in of_problem(chosen, _problem(OPERATOR))]
     assert "growing:kernel" in names and len(names) == len(set(names))
     assert set(without).isdisjoint(names) and "pytorch-fused" in names
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
+    problem = _problem(operator)
+    found = {one.name for one in of_problem(choose(None), problem)}
+    assert {"gemm", "collective", "copies", "serial-collective", "growing", "auto"} <= found
+    fused = operator in (OPERATOR, "matmul_reduce_scatter")
+    assert ("pytorch-fused" in found) == fused
+    assert ("ficco-rccl" in found) == ("pytorch-native" in found) == (operator == OPERATOR)
+    assert ("ring" in found) == ("shard-overlap:beta" in found) == problem.kind.sums
+    assert any("@stages" in name for name in found) != problem.kind.scatters
+    compared = of_problem(choose(["candidates"]), problem)
+    assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
+    assert "beta" in refused(parse("growing:beta"), problem) or problem.kind.sums
 
 
 def test_marks_behind_a_schedule() -> None:
@@ -173,15 +233,90 @@ def test_exact_operands_have_one_right_product(dtype: str) -> None:
     operands = Operands(problem, 1, torch.device("cpu"))
     operands.exact_b()
     operands.exact(7)
-    product = operands.a_full_MK.double() @ operands.b_KN.double()
+    product = operands.whole_OK.double() @ operands.b_KN.double()
     assert product.abs().max() <= 256
     assert torch.equal(operands.reference().double(), product)
-    assert torch.equal(operands.a_shard_SK, operands.a_full_MK[40:])
-    before = operands.a_full_MK.clone()
+    assert torch.equal(operands.a_LK, operands.whole_OK[40:])
+    before = operands.whole_OK.clone()
     operands.exact(8)
-    assert not torch.equal(before[:40], operands.a_full_MK[:40])  # depends on the iteration
-    assert not torch.equal(operands.a_full_MK[:40], operands.a_full_MK[40:])  # and on the rank
+    assert not torch.equal(before[:40], operands.whole_OK[:40])  # depends on the iteration
+    assert not torch.equal(operands.whole_OK[:40], operands.whole_OK[40:])  # and on the rank
     assert operands.b_KN.any(1).all()  # and no column of A goes unnoticed
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_each_rank_knows_its_result_alone(operator: str) -> None:
+    kind = OPERATORS[operator]
+    if kind.blocks:
+        table = [[2, 3, 4], [5, 0, 1], [2, 2, 6]]
+        problem = Problem.of_blocks(operator, table, 40, 100, "bfloat16")
+    else:
+        problem = Problem(operator, (0, 6, 3), 40, 100, "bfloat16")
+    everyone = [Operands(problem, rank, torch.device("cpu")) for rank in range(3)]
+    for one in everyone:
+        one.exact_b()
+        one.exact(5)
+    parts = [one.a_LK for one in everyone]
+    products = [one.a_LK.double() @ one.b_KN.double() for one in everyone]
+    for rank, one in enumerate(everyone):
+        ends = [sum(row[:rank]) for row in problem.blocks] if kind.blocks else []
+        if operator == OPERATOR:
+            want = torch.cat(parts).double() @ one.b_KN.double()
+        elif kind.sums:
+            total = torch.stack(products).sum(0)
+            rows = slice(problem.offsets[rank], problem.offsets[rank + 1])
+            want = total if kind.returns else total[rows]
+        else:
+            sizes = [row[rank] for row in table]
+            blocks = [p[e : e + s] for p, e, s in zip(products, ends, sizes, strict=True)]
+            want = torch.cat(blocks)
+        assert torch.equal(one.reference().double(), want) and not (want.abs() > 256).any()
+    before = everyone[1].a_LK.clone()
+    everyone[1].exact(6)
+    assert not torch.equal(before, everyone[1].a_LK)
+
+
+def _references(at: ranks.Rank) -> list[str]:
+    """References that are wrong, by operator; the errors of exact and of rounded sums."""
+    group = torch.distributed.group.WORLD
+    wrong = []
+    for operator in OPERATORS:
+        operands = Operands(_problem(operator, at.world), at.rank, at.device)
+        operands.exact_b()
+        for turn, (one, having) in enumerate(REFERENCES):
+            if one.kind.startswith("pytorch") or operator not in (having or OPERATORS):
+                continue
+            runner = build(one, operands, group)
+            with runner.context():
+                runner.run()
+                operands.exact(turn)
+                found = (runner.proof or runner.run)()
+            if not torch.equal(found, expected(runner, operands)):
+                wrong.append(f"{operator}: {one.name}")
+        if not operands.problem.kind.sums:
+            continue
+        accuracy = Accuracy(operands, group)
+        exact = accuracy.error(operands.reference())
+        off = operands.reference() + 100
+        if exact or accuracy.error(off) < 0.1:
+            wrong.append(f"{operator}: the errors are {exact} and {accuracy.error(off)}")
+    return wrong
+
+
+def test_references_give_what_each_operator_promises() -> None:
+    assert ranks.run(2, _references) == [[], []]
+
+
+def test_what_moves_moves_as_many_bytes_alone() -> None:
+    for operator, kind in OPERATORS.items():
+        problem = _problem(operator)
+        alone = movements(problem)
+        assert all(one.flops == 0 and one.rows and one.world == 4 for one in alone)
+        width = problem.n if kind.scatters else problem.k
+        assert {one.k for one in alone} == {width} and len(alone) == 1 + kind.returns
+        for src, dst in ((0, 1), (3, 2)):
+            assert alone[0].block(src, dst) == problem.block(src, dst)
+        assert moved_bytes(problem) == 32 * width * 4
 
 
 def _through_the_gate(at: ranks.Rank) -> list[int]:
@@ -250,6 +385,41 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     path.write_text("case,m\na,1\n")
     with pytest.raises(ConfigError, match="columns"):
         table.read(path)
+
+
+def test_files_from_before_there_were_operators_are_read() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    rows = table.read(folder / "measured-h200-4.csv")
+    assert len(rows) > 100 and {row.operator for row in rows} == {OPERATOR}
+    assert rows[0].problem.world == 4 and math.isnan(rows[0].error)
+    assert "operator" not in (folder / "measured-h200-4.csv").read_text().splitlines()[0]
+
+
+def _of_two() -> list[Row]:
+    """The rows once more, of an operator that sums, with errors."""
+    scatter = "matmul_reduce_scatter"
+    found = [replace(row, operator=scatter, speedup=row.speedup * 2) for row in _rows()]
+    errors = {"serial-collective": 2e-3, "serial": 1.5e-3, "shard-overlap": 1.8e-3}
+    summed = [replace(row, error=errors.get(row.candidate, math.nan)) for row in found]
+    return [*_rows(), *summed]
+
+
+def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
+    rows = _of_two()
+    table.write(tmp_path / "two.csv", rows)
+    _equal(table.as_json(table.read(tmp_path / "two.csv")), table.as_json(rows))
+    assert len(lines(rows, "queued")) == 4
+    text = report.readme_table(rows, {"device": "a device", "ranks": 4}, "x.md")
+    assert text.count("| **worst** |") == 4 and text.count("`matmul_reduce_scatter`:") == 1
+    assert text.index("m, n per rank, k") < text.index("m, n, k per rank")
+    text = report.report(rows, {}, "name", [])
+    assert "## all_gather_matmul, queued: " in text and "## matmul_reduce_scatter, idle: " in text
+    assert "the memory traffic of the sum is not in the ideal" in text
+    assert "no larger than serial's on 2 of 2 shapes; at most it is 0.900 times" in text
+    assert "the memory traffic" not in report.report(_rows(), {}, "name", [])
+    assert "Accuracy" not in report.report(_rows(), {}, "name", [])
+    names = [path.name for path in plots.draw(rows, tmp_path / "name", "title")]
+    assert names[2] == "name_matmul_reduce_scatter_share.png" and len(names) == 4
 
 
 def test_lines_take_the_best_of_each_shape() -> None:
@@ -355,14 +525,87 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
 # The whole, on the CPU engine.
 
 
+def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> list[Row]:
+    """A short bench of all operators but the first; ``wrong``: rank 1 spoils sums."""
+    right = ficco.matmul_reduce_scatter
+    if wrong and at.rank == 1:
+        ficco.matmul_reduce_scatter = lambda *args, **more: right(*args, **more) + 1
+    case = Case("a", 64, 16, 32, "float32")
+    settings = Settings(
+        cases=tuple(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
+        candidates=choose(["auto", "hetero-fused-1d:pieces=2", "growing:pull@symmetric"]),
+        modes=("idle",),
+        device="cpu",
+        rounds=2,
+        seconds=5.0,
+        csv=folder / "family.csv",
+        quiet=True,
+    )
+    try:
+        return bench(settings)
+    finally:
+        ficco.matmul_reduce_scatter = right
+
+
+def test_every_operator_is_proven_and_timed(tmp_path: Path) -> None:
+    rows, none = ranks.run(2, _benched, tmp_path, False)
+    assert none == []
+    found = {(row.operator, row.candidate): row for row in rows}
+    assert {row.candidate for row in rows if not row.ok} == {"pytorch-fused"}
+    for operator in set(OPERATORS) - {OPERATOR}:
+        for name in ("gemm", "collective", "copies", "serial-collective", "serial", "auto"):
+            assert found[operator, name].ms > 0, (operator, name)
+        assert found[operator, "ideal"].share == 1.0
+        scatters, sums = OPERATORS[operator].scatters, OPERATORS[operator].sums
+        assert ((operator, "growing:pull@symmetric") in found) != scatters
+        errors = [found[operator, name].error for name in ("serial-collective", "serial", "auto")]
+        assert all(0 < error < 1e-6 for error in errors) if sums else all(map(math.isnan, errors))
+        assert math.isnan(found[operator, "gemm"].error)
+    sizes = found["matmul_all_reduce", "gemm"]
+    assert (sizes.m, sizes.n, sizes.k) == (64, 32, 16)
+    assert "## Accuracy of matmul_all_reduce" in report.report(rows, {}, "name", [])
+
+
+def test_a_wrong_sum_is_not_timed(tmp_path: Path) -> None:
+    rows, _ = ranks.run(2, _benched, tmp_path, True)
+    wrong = {(row.operator, row.candidate): row.note for row in rows if row.status == "wrong"}
+    names = ("copies", "serial", "auto", "hetero-fused-1d:pieces=2")
+    assert wrong == {("matmul_reduce_scatter", name): "wrong result on ranks [1]" for name in names}
+
+
+def test_a_schedule_that_no_operator_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--device", "cpu", "--ranks", "2", "--schedules", "ring:pieces=3"]
+    assert cli.run(words) == 2
+    assert "--schedules: schedule ring:pieces=3: ring is for" in capsys.readouterr().err
+
+
+def test_shapes_of_the_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    command.add(parser)
+
+    def shapes(*words: str, device: str = "cuda") -> tuple[list[tuple[str, str]], str]:
+        found, name = command.chosen(parser.parse_args(words), device)
+        return [(case.operator, case.name) for case in found], name
+
+    assert shapes() == ([(OPERATOR, case.name) for case in cases.measured()], "measured")
+    found, name = shapes("--operator", "all_to_all_matmul", "matmul_reduce_scatter")
+    assert len(found) == 12 + 4 + 8 and name == "experts-gain-experts-measured"
+    assert found[0] == ("all_to_all_matmul", "4096x1024x7168")
+    assert found[-1] == ("matmul_reduce_scatter", "16384x16384x13312")
+    found, name = shapes("--set", "experts", "small")
+    assert [operator for operator, _ in found] == ["all_to_all_matmul"] * 4 + [OPERATOR] * 9
+    found, _ = shapes("--set", "cpu", "--operator", *OPERATORS, device="cpu")
+    assert len(found) == 3 * len(OPERATORS)
+
+
 def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
     shapes = tmp_path / "tiny.csv"
     shapes.write_text("name,m,n,k,dtype\na,64,16,64,float32\nodd,63,16,64,float32\n")
-    command = [sys.executable, "-m", "ficco", "bench", "--shapes", str(shapes), "--ranks", "2"]
-    command += ["--device", "cpu", "--rounds", "3", "--seconds", "60", "--json", "--timelines"]
-    command += ["--out", str(tmp_path / "out"), "--name", "tiny"]
-    command += ["--schedules", "growing", "hetero-fused-1d:pieces=4@stages=2", "auto"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    words = [sys.executable, "-m", "ficco", "bench", "--shapes", str(shapes), "--ranks", "2"]
+    words += ["--device", "cpu", "--rounds", "3", "--seconds", "60", "--json", "--timelines"]
+    words += ["--out", str(tmp_path / "out"), "--name", "tiny"]
+    words += ["--schedules", "growing", "hetero-fused-1d:pieces=4@stages=2", "auto"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
     rows = table.read(out / "tiny.csv")

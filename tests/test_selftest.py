@@ -83,6 +83,32 @@ class _ForgetsAPart(_OnCpu):
         super().reduce(out, parts[:8], stream)
 
 
+class _SumsWholeRows(_OnCpu):
+    """Where rows lie apart, what is between them is summed, too."""
+
+    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
+        super().reduce(*(_wide(out), list(map(_wide, parts))), stream)
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    first = rows.storage_offset() % rows.stride(0)
+    return rows.as_strided(
+        (rows.shape[0], rows.stride(0)), rows.stride(), rows.storage_offset() - first
+    )
+
+
+def _forgets_a_term() -> None:
+    """Rank 1 leaves a part out of sums."""
+    right = cpu.CpuEngine.reduce
+
+    def reduce(self: Any, program: Any, step: int, reduction: Any) -> Any:
+        if self.rank == 1 and len(reduction.parts) > 1:
+            reduction = reduction._replace(parts=reduction.parts[1:])
+        return right(self, program, step, reduction)
+
+    cpu.CpuEngine.reduce = reduce  # type: ignore[method-assign]
+
+
 def _has(kernels: TorchKernels) -> None:
     doctor.own_kernels = lambda device: (kernels, None)
 
@@ -225,6 +251,17 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = results(monkeypatch, partial(_has, _ForgetsAPart(False)), ["kernels"])["kernels"]
     assert wrong.verdict == "failed"
     assert "sum of 16 x 7" in wrong.seen and "8 x" not in wrong.seen
+    wide = results(monkeypatch, partial(_has, _SumsWholeRows(False)), ["kernels"])["kernels"]
+    assert wide.verdict == "failed" and "sum of 4 x 33 x 100 at 8 of 160 is wrong" in wide.seen
+
+
+def test_a_sum_without_a_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = results(monkeypatch, _forgets_a_term, ["operator"])
+    assert failed(found) == {"operator matmul_reduce_scatter", "operator matmul_all_reduce"}
+    scattered = found["operator matmul_reduce_scatter"].seen
+    assert "rank 1: serial, call 1 of 1:" in scattered and "rank 0" not in scattered
+    gathered = found["operator matmul_all_reduce"].seen
+    assert "rank 0: serial, call 1 of 1:" in gathered and "in the rows of ranks [1]" in gathered
 
 
 def test_a_rank_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,8 +180,9 @@ def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
     problem, rank, schedule = operands.problem, operands.rank, candidate.schedule
     moved: list[tuple[Problem, torch.Tensor, torch.Tensor]] = []
     for one in movements(problem):
-        rows = operands.empty(one.left_rows(rank), one.k).normal_()
-        a = rows if problem.kind.scatters else operands.a_LK
+        a = operands.a_LK
+        if problem.kind.scatters:
+            a = operands.empty(one.left_rows(rank), one.k).normal_()
         moved.append((one, a, operands.empty(one.k, 0)))
 
     def run() -> torch.Tensor:
@@ -296,14 +297,11 @@ def capped_bytes(candidate: Candidate, operands: Operands, group: ProcessGroup) 
 
 def step_bytes(plan: Plan) -> int:
     """Bytes of staging that the largest step of a plan reads."""
-    most = 0
-    for step in plan.steps:
-        read = [p.batch * p.a.elements for p in step.products if p.a.buffer == "staging"]
-        if step.reduction is not None:
-            parts = step.reduction.parts
-            read += [part.elements for part in parts if part.buffer == "staging"]
-        most = max(most, sum(read))
-    return most * plan.problem.itemsize
+    read = [
+        sum(p.batch * p.a.elements for p in step.products if p.a.buffer == "staging")
+        for step in plan.steps
+    ]
+    return max(read, default=0) * plan.problem.itemsize
 
 
 BUILDERS: dict[str, Callable[[Candidate, Operands, Any], Runner]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ficco.bench.cases import OPERATOR, Case
-from ficco.heuristics.candidates import BY_KERNEL, SERIALS
-from ficco.heuristics.candidates import SWITCH as COMPARED
+from ficco.bench.cases import OPERATOR
+from ficco.heuristics.candidates import BY_KERNEL, candidates
+from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, refusal
 
 
@@ -64,6 +64,9 @@ REFERENCES: tuple[tuple[Candidate, tuple[str, ...]], ...] = (
     (Candidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
 )
 
+#: Stands for the schedules that ``auto`` compares.
+COMPARED = Candidate("candidates", "compared")
+
 #: The schedules that are benched unless others are named: every named one, then knobs. An operator
 #: has those that serve it.
 SCHEDULES = tuple(
@@ -97,29 +100,33 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candid
     """
     ours = SCHEDULES
     if names is not None:
-        compared = (*SERIALS, *COMPARED, *BY_KERNEL)
-        every = [compared if name == "candidates" else (name,) for name in names]
-        ours = tuple(dict.fromkeys(parse(one) for part in every for one in part))
+        ours = tuple(COMPARED if name == COMPARED.name else parse(name) for name in names)
     serial = parse("serial")  # it is a reference, too
     references = [one for one, _ in REFERENCES if one.name not in without]
-    return (*references, *([] if serial in ours else [serial]), *ours)
+    return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
-def of_operator(candidates: Iterable[Candidate], operator: str) -> tuple[Candidate, ...]:
-    """The candidates that an operator has."""
+def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate, ...]:
+    """The candidates that a problem's operator has."""
     having = {one.name: operators for one, operators in REFERENCES if operators}
+    found: dict[Candidate, None] = {}
+    for one in chosen:
+        if one == COMPARED:
+            there = (*map(str, candidates(problem)), *BY_KERNEL)
+            found |= dict.fromkeys(map(parse, there))
+        elif problem.operator in having.get(one.name, (problem.operator,)):
+            found[one] = None
+    return tuple(one for one in found if not refused(one, problem))
 
-    def has(one: Candidate) -> bool:
-        if one.ours:
-            return not refused(one, operator)
-        return operator in having.get(one.name, (operator,))
 
-    return tuple(filter(has, candidates))
-
-
-def refused(candidate: Candidate, operator: str) -> str:
-    """Why an operator cannot take a candidate's schedule; empty if it can."""
+def refused(candidate: Candidate, problem: Problem) -> str:
+    """Why a problem cannot be served by a candidate's schedule; empty if it can."""
+    if not candidate.ours:
+        return ""
+    if problem.kind.scatters and (candidate.symmetric or candidate.stages):
+        return (
+            f"{candidate.name}: @symmetric and @stages are for operators whose left operand travels"
+        )
     if candidate.schedule == "auto":
         return ""
-    problem = Case("", 4, 1, 1, operator=operator).problem(2)  # sizes do not matter
     return refusal(problem, Schedule.parse(candidate.schedule))

@@ -79,8 +79,9 @@ class Case:
         Counted are B; A four times, as it is given, in symmetric memory, and published in two
         slots; and the result three times. What is gathered counts four times, as the reference's, a
         collective's and in the staging of two slots, and its product once in float32, for sums.
-        What is scattered counts six times: as the collective's and as a call's own, in the staging
-        of two slots, and published in two; and so does what the reference is made of, once.
+        What is scattered counts eight times: as the collective's, as what is copied alone, as a
+        call's own and as the product alone, in the staging of two slots, and published in two; what
+        the reference is made of counts once.
         """
         problem = self.problem(world)
         left = max(map(problem.left_rows, range(world))) * problem.k
@@ -88,7 +89,7 @@ class Case:
         result = max(map(problem.out_rows, range(world)))
         elements = problem.k * problem.n + 4 * left + 3 * result * problem.n
         if problem.kind.scatters:
-            elements += 6 * multiplied * problem.n + result * problem.k
+            elements += 8 * multiplied * problem.n + result * problem.k
             return elements * problem.itemsize
         elements += 4 * multiplied * problem.k
         return elements * problem.itemsize + 4 * multiplied * problem.n
@@ -219,7 +220,7 @@ def default_sets(operator: str, device: str) -> tuple[str, ...]:
     """The sets that are benched unless one is named."""
     if device == "cpu":
         return ("cpu",)
-    return ("experts", "experts-gain") if OPERATORS[operator].blocks else ("measured",)
+    return ("experts-gain", "experts") if OPERATORS[operator].blocks else ("measured",)
 
 
 def read(path: Path) -> Iterable[Case]:

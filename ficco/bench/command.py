@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(cases.SETS),
         help="shapes; of operators that scatter n and k are exchanged (default: cpu, or measured; "
-        "of all-to-alls experts and experts-gain)",
+        "of all-to-alls experts-gain and experts)",
     )
     what.add_argument(
         "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k, and maybe op"
@@ -168,12 +168,11 @@ def _servable(candidates: Sequence[Candidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
     from ficco.bench.candidates import SCHEDULES, refused
 
-    operators = dict.fromkeys(case.operator for case in shapes)
+    by_operator = {case.operator: case.problem(2) for case in shapes}
     for candidate in candidates:
-        if candidate.ours and candidate not in SCHEDULES:
-            reasons = [refused(candidate, operator) for operator in operators]
-            if reasons and all(reasons):
-                raise ValueError(f"--schedules: {reasons[0]}")
+        reasons = [refused(candidate, problem) for problem in by_operator.values()]
+        if candidate not in SCHEDULES and reasons and all(reasons):
+            raise ValueError(f"--schedules: {reasons[0]}")
 
 
 def _print_summary(rows: list[Row]) -> None:

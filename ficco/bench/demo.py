@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import build, taken
-from ficco.bench.candidates import Candidate, of_operator, parse
+from ficco.bench.candidates import Candidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.decisions import examples, table_i
 from ficco.bench.draw import draw, trace
@@ -117,7 +117,7 @@ def demo(settings: Settings) -> int:
     problem = operands.problem
     candidates = [
         TORCH,
-        *of_operator([parse(name) for name in (*NAMED, *KNOBS)], OPERATOR),
+        *of_problem([parse(name) for name in (*NAMED, *KNOBS)], problem),
     ]
     console = Console(quiet=not first, width=None if sys.stdout.isatty() else 100)
     console.print(f"{problem} on {device.type}")

@@ -33,8 +33,8 @@ def report(rows: Sequence[Row], about: dict[str, Any], name: str, pictures: Sequ
         for mode in modes(mine):
             heading = f"{operator}, {mode}" if several else mode.capitalize()
             parts += [f"## {heading}: {MODE_WORDS[mode]}", _bounds(mine, mode)]
-        costs = "## Host cost and memory" + f" of {operator}" * several
-        parts += [costs, _costs(mine)]
+        if costs := _costs(mine):
+            parts += ["## Host cost and memory" + f" of {operator}" * several, costs]
         if accuracy := _accuracy(mine):
             parts += ["## Accuracy" + f" of {operator}" * several, accuracy]
     if missing := left_out(rows):
@@ -173,6 +173,8 @@ def _costs(rows: Sequence[Row]) -> str:
         if extra or any(host):
             cells = [f"{median(values):.0f}" if values else "" for values in host]
             body.append((name, *cells, f"{max(extra):.2f}" if extra else ""))
+    if not body:
+        return ""
     moved = "product" if OPERATORS[rows[0].operator].scatters else "gathered A"
     heads = ("candidate", *(f"host us, {mode}" for mode in measured), f"memory / {moved}")
     text = (

@@ -17,7 +17,7 @@ from ficco.bench import table
 from ficco.bench.accuracy import Accuracy
 from ficco.bench.bounds import moved_bytes
 from ficco.bench.calls import taken
-from ficco.bench.candidates import Candidate, of_operator
+from ficco.bench.candidates import Candidate, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
@@ -113,13 +113,14 @@ class _Bench:
             why = why or f"out of time ({self.settings.seconds:.0f} s)"
         if why:
             return [self._row(case, "", Candidate("", ""), "skipped", why)]
-        operands = Operands(case.problem(self.world), self.rank, self.device)
-        candidates = of_operator(self.settings.candidates, case.operator)
+        problem = case.problem(self.world)
+        operands = Operands(problem, self.rank, self.device)
+        candidates = of_problem(self.settings.candidates, problem)
         title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"
         with self._progress(title, len(candidates)) as tick:
             checked = self._verify(candidates, operands, tick)
             operands.random(self.settings.seed)
-            if case.problem(self.world).kind.sums:
+            if problem.kind.sums:
                 self._errors(checked, operands)
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)

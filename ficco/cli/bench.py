@@ -10,7 +10,7 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     from ficco.bench.command import add as add_options
 
-    text = "time schedules, the serial composition and PyTorch's fused op, paired"
+    text = "time operators by schedules, the serial composition and PyTorch's fused ops, paired"
     parser = commands.add_parser("bench", help=text, description=text)
     add_options(parser)
     parser.set_defaults(run=_bench)

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-#: Seconds after which a demo has hung; it takes about thirty.
+#: Seconds after which a demo has hung; it takes about fifteen.
 DEMO_S = 300.0
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    text = "run every schedule on this machine, compare it with the plain product, draw it"
+    text = "run every schedule and operator here, compare them with the plain product, draw them"
     parser = commands.add_parser("demo", help=text, description=text)
     parser.add_argument("--ranks", type=int, help="ranks to start (default: 4, or a GPU each)")
     parser.add_argument(
