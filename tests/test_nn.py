@@ -477,6 +477,53 @@ def test_a_plan_needs_another_import_and_nothing_else() -> None:
     run(4, _one_changed_line)
 
 
+class Mlp(nn.Module):
+    """Two layers that share an input, and one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = linear(HIDDEN, WIDE, 1), linear(HIDDEN, WIDE, 2)
+        self.down = linear(WIDE, HIDDEN, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x).relu() + self.up(x))
+
+
+def _compiled(at: Rank) -> None:
+    """Whole graphs, with one gather for both layers, and the numbers of the eager module."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    plan = {
+        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "up": ColwiseParallel(),
+        "gate": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    model = parallelize_module(Mlp(), mesh_of(at), plan)
+    x = part(integers(2, SEQUENCE, HIDDEN, seed=3), at, 1).requires_grad_()
+    found = []
+    for module in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        y = module(x)
+        grads = torch.autograd.grad(y, (x, *model.parameters()), y.detach() % 3)
+        found.append([y, *map(plain, grads)])
+    for eager, compiled in zip(*found, strict=True):
+        same(compiled, eager, f"rank {at.rank}, compiled")
+    assert sum("all_gather_matmul" in call for call in calls) == 1, calls
+
+
+def test_styles_compile_without_a_break() -> None:
+    run(2, _compiled)
+
+
 def _refusals(at: Rank) -> list[Failure]:
     from torch.distributed.tensor.parallel import parallelize_module
 
