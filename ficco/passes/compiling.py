@@ -31,19 +31,30 @@ class Backend:
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if self.inner == "inductor":
             return self._inductor(module, inputs, **kwargs)
+        if kwargs:
+            raise ValueError(
+                f"required mode and options with inner='inductor' alone, got {sorted(kwargs)}; "
+                "leave them out"
+            )
         return self._aot(module, inputs)
 
     def _replace(self, graph: GraphModule | Graph) -> None:
         self.report.add(replace(graph, group=self.group, schedule=self.schedule))
 
-    def _inductor(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        from torch._inductor import config
+    def _inductor(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Any:
+        _hook()
+        from torch._inductor import config, list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        _hook()
-        own = _pass_class()(self._replace, getattr(config, HOOK))
-        options = kwargs.pop("options", None) or {}
-        return compile_fx(module, inputs, config_patches={**options, HOOK: own}, **kwargs)
+        patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+        patches[HOOK] = _pass_class()(self._replace, patches.get(HOOK, getattr(config, HOOK)))
+        return compile_fx(module, inputs, config_patches=patches)
 
     def _aot(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
         from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -102,8 +113,8 @@ def inductor_pass(
 ) -> Callable[[Graph], None]:
     """The pass for ``torch._inductor.config.post_grad_custom_pre_pass``, with a ``report``.
 
-    Graphs that went through it are not cached by Inductor: one that came from the cache would not
-    be reported.
+    It is a pass for ``post_grad_custom_post_pass`` and ``joint_custom_pre_pass`` as well. Graphs
+    that went through it are not cached by Inductor: one from the cache would not be reported.
 
     Raises:
         NotImplementedError: this PyTorch has no such setting.

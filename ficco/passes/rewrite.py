@@ -61,23 +61,32 @@ def replace(
     Raises:
         ValueError: the graph is none.
     """
-    module = graph if isinstance(graph, GraphModule) else None
-    inside = graph.graph if isinstance(graph, GraphModule) else graph
-    if not isinstance(inside, Graph):
+    if not isinstance(graph, Graph | GraphModule):
         raise ValueError(
             f"graph: required a torch.fx Graph or GraphModule, got {type(graph).__name__}; "
             "compile a model with ficco.passes.backend()"
         )
     name = group if isinstance(group, str) or group is None else group.group_name
+    if isinstance(graph, Graph):
+        return _replace(graph, name, schedule)
+    report = Report()
+    for module in graph.modules():  # regions that are compiled by themselves are modules inside
+        if isinstance(module, GraphModule):
+            found = _replace(module.graph, name, schedule)
+            if found:
+                module.recompile()
+            report.add(found)
+    return report
+
+
+def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
     report = Report(graphs=1)
-    for node in list(inside.nodes):
+    for node in list(graph.nodes):
         if collective(node):
-            report.entries.append(_visit(node, name, schedule))
+            report.entries.append(_visit(node, group, schedule))
     if report:
-        _drop_waits(inside)
-        inside.lint()
-        if module is not None:
-            module.recompile()
+        _drop_waits(graph)
+        graph.lint()
     return report
 
 
