@@ -517,6 +517,37 @@ def test_gradients_in_any_layout(operator: str, device: str) -> None:
     run(2, _odd_gradients, operator, device=device)
 
 
+def _layouts(at: Rank, operator: str) -> None:
+    """Operands that are views, and gradients that lie as autograd wants them."""
+    case = case_of(operator, at.world, 4, 6, 8)
+    made = make(case, at.world)
+    plain_a, plain_b = (x.detach() for x in operands(case, made, at))
+    wide_a, wide_b = (x.new_full((2 * len(x), x.shape[1] + 5), 77) for x in (plain_a, plain_b))
+    views_a = [
+        wide_a[: len(plain_a), 3 : 3 + case.k],
+        wide_a[::2, : case.k],
+        plain_a.t().clone().t(),
+    ]
+    views_b = [
+        wide_b[: case.k, 3 : 3 + case.n],
+        wide_b[::2, : case.n],
+        plain_b.t().contiguous().t(),
+    ]
+    for a, b in zip(views_a, views_b, strict=True):
+        a, b = a.copy_(plain_a).requires_grad_(), b.copy_(plain_b).requires_grad_()
+        y = product(case, a, b)
+        grad_a, grad_b = torch.autograd.grad(y, (a, b), made.g[at.rank].to(y))
+        same(grad_a, made.grad_a[at.rank], "a")
+        same(grad_b, made.grad_b[at.rank], "b")
+        # That of a transposed weight lies as the weight, so that nothing copies it.
+        assert grad_b.stride() == ((1, case.k) if b.stride() == (1, case.k) else (case.n, 1))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gradients_of_views(operator: str, device: str) -> None:
+    run(2, _layouts, operator, device=device)
+
+
 def _no_second_derivative(at: Rank, operator: str) -> Any:
     case = case_of(operator, at.world, 4, 6, 8)
     a, b = operands(case, make(case, at.world), at)

@@ -23,6 +23,7 @@ from test_gradients import (  # noqa: F401  collected here, with this module's d
     test_gradients_are_exact,
     test_gradients_in_any_layout,
     test_gradients_of_random_data,
+    test_gradients_of_views,
     test_gradients_under_autocast,
     test_gradients_under_named_schedules,
     test_gradients_with_what_was_gathered_kept,

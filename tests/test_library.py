@@ -16,8 +16,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ficco
+from ficco.ops import library
 from ficco.ops.gradients import by_columns
 from ficco.ops.library import OPS
 from ficco.schedules import Schedule
@@ -413,29 +419,61 @@ def test_an_eager_call_without_gradients_pays_little() -> None:
     assert min(run(2, _cost)) < 10
 
 
-def _direct(at: Rank) -> list[str]:
-    """Operators that the dispatcher sees of an eager call without gradients."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    for operator in OPERATORS:
-        case = case_of(operator, at.world, 4, 6, 8, needs="")
-        a, b = operands(case, make(case, at.world), at)
-        with Watch():
-            called(case, a, b)
-    return [name for name in seen if name.startswith("ficco")]
+def _direct(at: Rank, needs: str) -> list[str]:
+    """ficco's operators that the dispatcher sees of an eager forward and backward."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for operator in OPERATORS:
+            case = case_of(operator, at.world, 4, 6, 8, needs=needs)
+            y = called(case, *operands(case, make(case, at.world), at))
+            if needs:
+                y.sum().backward()
+        name = dist.group.WORLD.group_name
+        OPS["all_gather_matmul"].product(torch.ones(2, 2), torch.ones(2, 2), name)
+    return [event.name for event in profile.events() if event.name.startswith("ficco::")]
 
 
 def test_eager_calls_do_not_pass_the_dispatcher() -> None:
-    assert run(2, _direct) == [[], []]
+    seen = ["ficco::all_gather_matmul"]  # the call that asks for it
+    assert run(2, _direct, "") == run(2, _direct, "ab") == [seen] * 2
+
+
+def _selective(at: Rank, save: bool) -> list[str]:
+    """Calls of a backward whose block is checkpointed, but for what a policy saves."""
+    first = case_of("matmul_reduce_scatter", at.world, 4, 6, 8)
+    made = make(first, at.world)
+    a, b = operands(first, made, at)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        chosen = save and op is torch.ops.ficco.matmul_reduce_scatter.default
+        return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    y = checkpoint(
+        lambda a, b: torch.relu(called(first, a, b)) ** 2,
+        *(a, b),
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    seen: list[str] = []
+    real = library.run
+
+    def spy(operator: str, *rest: Any) -> Any:
+        seen.append(operator)
+        return real(operator, *rest)
+
+    library.run = spy  # type: ignore[assignment]
+    try:
+        y.sum().backward()
+    finally:
+        library.run = real
+    plain_a, plain_b = operands(first, made, at)
+    (torch.relu(called(first, plain_a, plain_b)) ** 2).sum().backward()
+    assert torch.equal(a.grad, plain_a.grad) and torch.equal(b.grad, plain_b.grad)
+    return seen
+
+
+def test_selective_checkpointing_can_save_what_travelled() -> None:
+    assert run(2, _selective, True) == [[], []]
+    assert run(2, _selective, False) == [["matmul_reduce_scatter"]] * 2
 
 
 def test_layout_of_a_transposed_view() -> None:

@@ -21,7 +21,7 @@ from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
 from ficco.runtime import compile
-from ficco.schedules import Schedule, plan
+from ficco.schedules import GRANULE, Schedule, plan
 from ficco.warn import warn_once
 from ficco.workspace import Known, Workspace, workspace_of
 
@@ -34,12 +34,16 @@ Rows = Sequence[int] | Sequence[Sequence[int]] | None
 
 @dataclass
 class Bound:
-    """What is kept of a kind of call: its Plan, and a Program per slot."""
+    """What is kept of a kind of call: its Plan, and a Program per slot.
+
+    ``columns``: the Plan needs more memory than is allowed; so many columns of b at a time do not.
+    """
 
     plan: Plan
     digest: int
     single: bool
     source: tuple[Symmetric, int] | None
+    columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
 
     def program(self, workspace: Workspace, slot: Slot | None) -> Program:
@@ -64,16 +68,25 @@ def run(
     schedule: str | Schedule,
     rows: Rows = None,
     return_gathered: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Result:
     """One call of an operator: its result, and the gathered A if that was asked for.
 
-    ``rows`` are one number for each rank, or for an all-to-all a table of W x W.
+    ``rows`` are one number for each rank, or for an all-to-all a table of W x W. ``out`` is where
+    the result goes.
     """
-    workspace, bound, a = _bound(operator, a, b, group, schedule, rows, return_gathered)
+    workspace, bound, flat = _bound(operator, a, b, group, schedule, rows, return_gathered)
+    if bound.columns:
+        whole = a.new_empty(bound.plan.shape("out"))
+        for first in range(0, b.shape[1], bound.columns):
+            some = slice(first, first + bound.columns)
+            run(operator, a, b[:, some], group, schedule, rows, out=whole[:, some])
+        return whole, None
+    a = flat
     try:
         slot = workspace.slot(bound.plan, bound.single)
         program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
-        call = _operands(bound.plan, a, b)
+        call = _operands(bound.plan, a, b, out)
         _execute(workspace, program, call)
     except BaseException as error:
         workspace.fail(error)
@@ -121,8 +134,10 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
             torch._C._set_grad_enabled(True)
 
 
-def _operands(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> Call:
-    call = Call(a, b, a.new_empty(plan.shape("out")))
+def _operands(
+    plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None
+) -> Call:
+    call = Call(a, b, a.new_empty(plan.shape("out")) if out is None else out)
     if plan.gathers:
         call.gathered = a.new_empty(plan.shape("gathered"))
     if plan.partial:
@@ -178,6 +193,9 @@ def _bound(
         source and (source[0].serial, source[1]),
     )
     bound = workspace.programs.get(key)
+    if bound is not None and bound.columns:
+        workspace.calls -= 1  # its parts are calls
+        return workspace, bound, a
     if bound is not None:
         workspace.board.post(number, bound.digest)
         if not bound.programs:  # its slot is gone: growing again must begin in agreement
@@ -203,13 +221,17 @@ def _bound(
         chosen = decision.schedule
         if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:
             warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
-        made, single = _plan(workspace, problem, chosen, options)
+        made, single, columns = _plan(workspace, problem, chosen, options)
     except (ValueError, NotImplementedError, ConfigError) as error:
         # The peers learn of it, so that they do not wait for this rank. Where all refuse, they
         # agree, whatever each of them says.
         text = f"{type(error).__name__}: {error}"
         workspace.board.post(number, workspace.board.describe(text, same_as="refused"))
         raise
+    if columns:
+        bound = workspace.programs[key] = Bound(made, 0, single, None, columns)
+        workspace.calls -= 1
+        return workspace, bound, a
     text = _text(made, options, known, source if chosen.pull else None)
     digest = workspace.board.describe(text)
     bound = Bound(made, digest, single, None if made.publish else source)
@@ -236,8 +258,9 @@ def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, i
 
 def _plan(
     workspace: Workspace, problem: Problem, schedule: Schedule, options: Options
-) -> tuple[Plan, bool]:
-    """This rank's plan, and whether calls of it keep to one slot."""
+) -> tuple[Plan, bool, int]:
+    """This rank's plan, whether calls of it keep to one slot, and by how many columns of b they go
+    where the memory that is allowed does not do for all."""
     rank, cap = workspace.engine.rank, options.workspace_bytes
     if schedule.mover not in (*workspace.engine.capabilities().movers, "collective"):
         raise NotImplementedError(
@@ -246,9 +269,20 @@ def _plan(
         )
     whole = plan(problem, schedule, rank)
     if cap is None or not whole.words:
-        return whole, False
-    words = workspace.engine.slot_bytes(whole.words, (0, 0))
-    return plan(problem, schedule, rank, max(0, cap - words - whole.room[1])), True
+        return whole, False, 0
+    left = max(0, cap - workspace.engine.slot_bytes(whole.words, (0, 0)))
+    if not problem.kind.scatters:
+        return plan(problem, schedule, rank, max(0, left - whole.room[1])), True, 0
+    if (needed := workspace.engine.slot_bytes(0, whole.room)) <= left:
+        return whole, True, 0
+    columns = problem.n * left // needed // GRANULE * GRANULE
+    if not columns:
+        least = cap - left + -(-needed * GRANULE // problem.n)
+        raise ValueError(
+            f"workspace_bytes: required at least {least} for {GRANULE} columns of schedule "
+            f"{schedule} on {problem}, got {cap}; allow more, or use serial:collective"
+        )
+    return whole, True, columns
 
 
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:

@@ -1,7 +1,8 @@
 """The way of a call from a public function: straight to the call path, unless more is asked.
 
 An eager call that needs no gradient pays for a few looks at its operands. One that needs gradients
-goes through an ``autograd.Function``, one that is traced through an operator of the library.
+goes through an ``autograd.Function``. One that is traced or watched, by ``torch.compile``, fake
+tensors or a dispatch mode such as that of selective checkpointing, is an operator of the library.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def operate(
     kind = a.device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         a, b = _cast(a, kind), _cast(b, kind)
-    if torch.compiler.is_compiling() or not (type(a) in _PLAIN and type(b) in _PLAIN):
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or not (type(a) in _PLAIN and type(b) in _PLAIN)
+    ):
         name = process_group(group).group_name
         text = schedule if isinstance(schedule, str) else _name(schedule)
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
