@@ -57,6 +57,7 @@ from test_faults import MISMATCHES, assert_unusable, timed
 from test_operators import (  # noqa: F401  likewise
     test_errors_keep_to_their_bounds,
     test_every_schedule_is_exact,
+    test_memory_keeps_to_its_cap,
     test_operators_in_any_order,
     test_several_groups_of_a_mesh,
     test_sizes_at_the_edge,

@@ -20,6 +20,8 @@ from cases import _hash, _span, compare
 from ranks import Rank, run
 
 import ficco
+from ficco.dma.cpu import Disturbance, disturb
+from ficco.errors import FiccoError
 from ficco.schedules import NAMED
 
 SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -318,6 +320,41 @@ def test_operators_in_any_order(device: str, world: int) -> None:
     assert run(world, _mixed, calls, world, device=device) == [calls] * world
 
 
+def _capped(at: Rank, operator: str, schedule: str) -> list[int]:
+    """Bytes held after calls with ever less memory, each of them exact."""
+    wide = (320, 24) if operator == "all_to_all_matmul" else (24, 320)  # what travels
+    case = Case(operator, rows_for(operator, at.world, "ragged"), *wide, "bfloat16", schedule)
+    held = []
+    for cap in CAPS:
+        ficco.close()
+        with ficco.options(workspace_bytes=cap):
+            for iteration in range(3):
+                exact(at, case, iteration)
+        held.append(ficco.memory())
+    return held
+
+
+#: Bytes; the first is more than any of the calls needs.
+CAPS = (1 << 20, 1 << 15, 1 << 14)
+
+
+@pytest.mark.parametrize(
+    "operator, schedule",
+    [
+        ("matmul_reduce_scatter", "growing:tail=2,pull"),
+        ("matmul_reduce_scatter", "ring"),
+        ("matmul_all_reduce", "hetero-unfused-1d:beta"),
+        ("matmul_all_reduce", "uniform-fused-2d:pieces=3"),
+        ("matmul_all_to_all", "hetero-fused-1d:pieces=2,pull"),
+        ("all_to_all_matmul", "hetero-fused-1d:pieces=8"),
+    ],
+)
+def test_memory_keeps_to_its_cap(device: str, operator: str, schedule: str) -> None:
+    for held in run(3, _capped, operator, schedule, device=device):
+        assert all(found <= cap for found, cap in zip(held, CAPS, strict=True))
+        assert held[0] >= held[1] > held[2]
+
+
 def _two_groups(at: Rank) -> None:
     """Data parallel times tensor parallel: every rank is in two groups, and uses them in turns."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -331,3 +368,41 @@ def _two_groups(at: Rank) -> None:
 
 def test_several_groups_of_a_mesh(device: str) -> None:
     run(4, _two_groups, device=device)
+
+
+def _faulty(at: Rank, operator: str, schedule: str, step: int) -> Any:
+    """What the other ranks say of rank 1, which stops in the middle of a call."""
+    rows = rows_for(operator, at.world, "equal")
+    case = Case(operator, rows, 24, 24, schedule=schedule)
+    exact(at, case, 0)
+    stall = Disturbance(stall=(1, step))
+    with disturb(stall), ficco.options(timeout_s=1.0), pytest.raises(FiccoError) as caught:
+        exact(at, case, 1)
+    with pytest.raises(FiccoError):  # the group is of no use any more
+        exact(at, case, 2)
+    return caught.value
+
+
+@pytest.mark.parametrize("operator", [*SUMS, "matmul_all_to_all"])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_stuck_rank_is_named(operator: str, step: int) -> None:
+    """Whichever step is stuck: the first of all, a product, a copy."""
+    found = run(3, _faulty, operator, "hetero-unfused-1d:pieces=2", step, fresh=True)
+    others = [error for rank, error in enumerate(found) if rank != 1]
+    assert all(isinstance(error, ficco.SignalTimeout) for error in found)
+    for error in others:
+        assert (error.operator, error.schedule) == (operator, "hetero-unfused-1d:pieces=2")
+    assert any(error.peer == 1 for error in others)
+
+
+def _disagree(at: Rank) -> str:
+    a, b = torch.ones(12, 8), torch.ones(8, 6)
+    operator = SUMS[at.rank % 2]
+    with pytest.raises(ficco.RankMismatch) as caught:
+        getattr(ficco, operator)(a, b, schedule="growing")
+    return str(caught.value)
+
+
+def test_ranks_that_call_other_operators_are_told() -> None:
+    for text in run(2, _disagree, fresh=True):
+        assert all(operator in text for operator in SUMS)

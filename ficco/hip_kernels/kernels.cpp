@@ -140,11 +140,11 @@ INLINE u64 in_rows(u64 i, u64 width, u64 pitch) {
 }
 
 // Adds `count` parts in their order, in float, and rounds once. Rows of `width` elements lie `pitch`
-// apart in the result and in all parts. The first `vectors` times 16 bytes of the result go by
+// apart in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the result go by
 // 16-byte accesses, the rest by elements.
 template <typename In, typename Out>
 INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements, u64 width,
-                   u64 pitch, u32 blocks) {
+                   u64 pitch, u64 out_pitch, u32 blocks) {
   constexpr u32 EACH = 16 / sizeof(Out);
   const u64 first = (u64)block_index() * REDUCE_THREADS + thread_index();
   const u64 stride = (u64)blocks * REDUCE_THREADS;
@@ -163,21 +163,21 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
     Units<Out, EACH> result;
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) from_float(sum[e], result.elements[e]);
-    ((u32x4*)out)[i] = result.units[0];
+    ((u32x4*)out)[in_rows(n, width / EACH, out_pitch / EACH)] = result.units[0];
   }
   for (u64 n = vectors * EACH + first; n < elements; n += stride) {
     const u64 i = in_rows(n, width, pitch);
     float sum = -0.0f;
     for (u32 p = 0; p < count; p++) sum += to_float(((const In*)parts.at[p])[i]);
-    from_float(sum, out[i]);
+    from_float(sum, out[in_rows(n, width, out_pitch)]);
   }
 }
 
 #define REDUCE(name, In, Out)                                                                    \
   KERNEL(REDUCE_THREADS)                                                                         \
   name(Out* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,         \
-       u64 width, u64 pitch) {                                                                   \
-    reduce<In, Out>(out, parts, count, vectors, elements, width, pitch, blocks);                 \
+       u64 width, u64 pitch, u64 out_pitch) {                                                    \
+    reduce<In, Out>(out, parts, count, vectors, elements, width, pitch, out_pitch, blocks);      \
   }
 
 REDUCE(ficco_reduce_bfloat16_bfloat16, bf16, bf16)

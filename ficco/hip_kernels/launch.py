@@ -188,11 +188,11 @@ def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         if part.dtype != parts[0].dtype:
             raise ValueError("parts: required one dtype, got several; convert them first")
     if not all(tensor.is_contiguous() for tensor in (out, *parts)):
-        pitches = {tensor.stride(0) for tensor in (out, *parts)}
+        pitches = {part.stride(0) for part in parts}
         if out.dim() != 2 or len(pitches) > 1 or any(t.stride(1) != 1 for t in (out, *parts)):
             raise ValueError(
-                "required contiguous tensors, or contiguous rows at one distance in all of them, "
-                "got other strides; call contiguous() on them"
+                "required contiguous tensors, or contiguous rows at one distance in all parts, got "
+                "other strides; call contiguous() on them"
             )
 
 
@@ -263,19 +263,19 @@ class Kernels:
 
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
         """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may
-        be one of the parts. Rows may lie apart, by the same distance in all."""
+        be one of the parts. Rows may lie apart, by the same distance in all parts."""
         check_reduce(out, parts)
         elements = out.numel()
         if not elements:
             return
         addresses = [part.data_ptr() for part in parts]
         each = 16 // out.element_size()
-        width = pitch = elements
+        width = pitch = out_pitch = elements
         if not all(tensor.is_contiguous() for tensor in (out, *parts)):
-            width, pitch = out.shape[1], out.stride(0)
+            width, pitch, out_pitch = out.shape[1], parts[0].stride(0), out.stride(0)
         aligned = not any(address % 16 for address in (out.data_ptr(), *addresses))
-        if width != pitch:  # every row begins and ends with whole vectors, or none counts
-            aligned = aligned and not (width % each or pitch % each)
+        if not width == pitch == out_pitch:  # every row is of whole vectors, or none counts
+            aligned = aligned and not (width % each or pitch % each or out_pitch % each)
         vectors = elements // each if aligned else 0
         work = max(vectors, elements - vectors * each)
         blocks = min(8 * self.binding.processors, -(-work // REDUCE_THREADS))
@@ -289,6 +289,7 @@ class Kernels:
             u64(elements),
             u64(width),
             u64(pitch),
+            u64(out_pitch),
         )
         kernel = self._kernels[f"ficco_reduce_{_text(parts[0].dtype)}_{_text(out.dtype)}"]
         self.binding.launch(kernel, blocks, REDUCE_THREADS, self.binding.pack(arguments), stream)

@@ -101,6 +101,7 @@ sync     |         |       |       |       |       | .. |     |         |     | 
 """
 
 from ficco.schedules.build import plan, plans, refusal
+from ficco.schedules.groups import GRANULE
 from ficco.schedules.space import KNOBS, NAMED, Schedule
 
-__all__ = ["KNOBS", "NAMED", "Schedule", "plan", "plans", "refusal"]
+__all__ = ["GRANULE", "KNOBS", "NAMED", "Schedule", "plan", "plans", "refusal"]

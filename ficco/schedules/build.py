@@ -13,7 +13,8 @@ from ficco.schedules.space import Schedule
 def plan(problem: Problem, schedule: Schedule, rank: int, staging_bytes: int | None = None) -> Plan:
     """The Plan of one rank.
 
-    ``staging_bytes`` caps staging: where the pieces do not fit at once, they use it as a ring.
+    ``staging_bytes`` caps staging of what gathers: where the pieces do not fit at once, they use it
+    as a ring.
 
     Raises:
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
@@ -48,7 +49,7 @@ def _plans(
     if schedule.mover == "collective" and problem.world > 1:
         return [_collective(problem, schedule, rank) for rank in ranks]
     if problem.kind.scatters:
-        there = ScatterWorld(problem, schedule, staging_bytes)
+        there = ScatterWorld(problem, schedule)
         return [Scatter(there, rank).build() for rank in ranks]
     world = GatherWorld(problem, schedule, staging_bytes)
     return [Gather(world, rank).build() for rank in ranks]

@@ -21,7 +21,7 @@ REDUCE_LANE = "reduce0"
 class ScatterWorld:
     """What all ranks derive alike: who sends what when, where it lands, which words say so."""
 
-    def __init__(self, problem: Problem, schedule: Schedule, cap: int | None) -> None:
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
         self.world = problem.world
         self.ring = schedule.grouping == "ring" and self.world > 1
@@ -34,12 +34,6 @@ class ScatterWorld:
         self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
         self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
-        needed = self.room(False)[0]
-        if cap is not None and needed > cap:
-            raise ValueError(
-                f"workspace_bytes: required at least {needed} for schedule {schedule} on "
-                f"{problem}, got {cap}; allow more, or use serial:collective"
-            )
 
     def senders(self, rank: int) -> dict[int, list[Unit]]:
         """What comes to a rank, by the rank that it comes from, in order."""
