@@ -134,7 +134,6 @@ REPLACED = [
         ((24,), (8, 5)),
         lambda x, w, g: gather(x, 0, g).view(-1, 8) @ w,
         (AGM,),
-        static=True,
     ),
     Program("into a tensor", ((3, 8), (8, 5)), _into, (AGM,)),
     Program(
@@ -188,21 +187,18 @@ REPLACED = [
         ((6, 8), (8, 5)),
         lambda x, w, g: exchange(x, g) @ w,
         (A2AM,),
-        static=True,
     ),
     Program(
         "exchange behind",
         ((6, 8), (8, 5)),
         lambda x, w, g: exchange(x @ w, g),
         (MA2A,),
-        static=True,
     ),
     Program(
         "exchange experts",
         ((4, 3, 8), (8, 5)),
         lambda x, w, g: exchange(x @ w, g),
         (MA2A,),
-        static=True,
     ),
     Program("a layer", ((2, 3, 8), (8, 6), (6, 8)), _mlp, (AGM, MRS)),
 ]
