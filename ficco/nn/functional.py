@@ -9,15 +9,14 @@ activations that is a small copy, for a result it is a view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from ficco.ops.all_gather_matmul import all_gather_matmul
+from ficco.ops.gradients import Asked, Kept, backward
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ficco.options import carried, current
@@ -46,11 +45,14 @@ def gathered_linears(
     lengths = _lengths(rows, x.shape[dim], group, "this rank's shard of x")
     x = x.movedim(dim, 0)
     batch = x.shape[1:-1]
-    cut = None if rows is None else [length * batch.numel() for length in lengths]
+    cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
-    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    with _saved_in_parts(weight, weights):
+    if len(weights) == 1 or torch.compiler.is_compiling():  # a compiler chooses what it keeps
+        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         y = all_gather_matmul(flat, weight.t(), group=group, schedule=schedule, rows=cut)
+    else:
+        asked = Asked("all_gather_matmul", group, schedule, cut)
+        y = _Joined.apply(asked, *_autocast(flat, *weights))
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     outs = y.split([weight.shape[0] for weight in weights], -1) if len(weights) > 1 else (y,)
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
@@ -87,7 +89,7 @@ def scattered_linear(
         )
     x = x.movedim(dim, 0)
     batch = x.shape[1:-1]
-    cut = None if rows is None else [length * batch.numel() for length in lengths]
+    cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     y = matmul_reduce_scatter(
         x.flatten(0, -2), weight.t(), group=group, schedule=schedule, rows=cut
     )
@@ -187,33 +189,40 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _saved_in_parts(
-    joined: torch.Tensor, parts: Sequence[torch.Tensor]
-) -> AbstractContextManager[Any]:
-    """What is saved of ``joined`` for backward is put together again there, not kept until then.
+class _Joined(torch.autograd.Function):
+    """Gathered [m, k] x [n, k] for several weights -> [m, sum of n].
 
-    A compiler decides by itself what it keeps.
+    The weights are put side by side in each pass. Backward has them from the parameters, so that
+    no copy of them is kept.
     """
-    if len(parts) == 1 or torch.compiler.is_compiling():
-        return nullcontext()
-    kept = [part.detach() for part in parts]
-    versions = [part._version for part in kept]
-    address = joined.untyped_storage().data_ptr()
-    View = tuple[torch.Size, tuple[int, ...], int]
 
-    def pack(saved: torch.Tensor) -> torch.Tensor | View:
-        if saved.untyped_storage().data_ptr() != address:
-            return saved
-        return saved.shape, saved.stride(), saved.storage_offset()
+    @staticmethod
+    def forward(ctx: Any, asked: Asked, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.asked, ctx.options = asked, current()
+        _, group, schedule, rows = asked
+        joined = torch.cat(weights).t()
+        gathered = None
+        if ctx.options.save_gathered:
+            y, gathered = all_gather_matmul(
+                x, joined, group=group, schedule=schedule, rows=rows, return_gathered=True
+            )
+        else:
+            y = all_gather_matmul(x, joined, group=group, schedule=schedule, rows=rows)
+        ctx.save_for_backward(None if ctx.options.save_gathered else x, gathered, *weights)
+        return y
 
-    def unpack(packed: torch.Tensor | View) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if [part._version for part in kept] != versions:
-            raise RuntimeError("a weight was changed in place between its forward and its backward")
-        return torch.cat(kept).as_strided(*packed)
-
-    return saved_tensors_hooks(pack, unpack)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gathered, *weights = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
+        kept = Kept(x, torch.cat(weights).t() if wanted[0] else None, gathered, columns=True)
+        with carried(ctx.options):
+            grad_x, grad_joined = backward(ctx.asked, grad.contiguous(), None, kept, wanted)
+        if grad_joined is None:
+            return None, grad_x, *(None for _ in weights)
+        parts = grad_joined.t().split([weight.shape[0] for weight in weights])
+        return None, grad_x, *parts
 
 
 class _SumGradient(torch.autograd.Function):
