@@ -200,6 +200,20 @@ REPLACED = [
         lambda x, w, g: exchange(x @ w, g),
         (MA2A,),
     ),
+    Program(
+        "sum of products",
+        ((3, 4, 8), (8, 5), (3, 4, 2), (5, 2), (12, 3), (3, 5)),
+        lambda x, w, y, v, z, u, g: scatter(x @ w + y @ v.t() + (z @ u).view(3, 4, 5), 1, g),
+        (MRS,),
+        "3 products that are added",
+    ),
+    Program(
+        "reduced sum",
+        ((6, 8), (8, 5), (6, 2), (2, 5)),
+        lambda x, w, y, v, g: reduce(x @ w + y @ v, g),
+        (MAR,),
+        "2 products that are added",
+    ),
     Program("a layer", ((2, 3, 8), (8, 6), (6, 8)), _mlp, (AGM, MRS)),
 ]
 
@@ -366,11 +380,10 @@ def test_a_parallelised_model_has_its_collectives_replaced() -> None:
     assert "passes.py:" in told[0][0][3] and "self.w1(x)" in told[0][0][3]
 
 
-def test_a_gated_model_says_what_its_backward_leaves() -> None:
+def test_the_backward_of_a_gated_model_adds_products() -> None:
     told = run(WORLD, _compiled, True, True, "aot_eager")[0]
-    assert _sums(told)[:3] == [("all-gather", AGM), ("reduce-scatter", MRS), ("all-gather", AGM)]
-    assert told[3][:2] == ("reduce-scatter", "")
-    assert "a sum of products" in told[3][2]
+    assert _sums(told) == [("all-gather", AGM), ("reduce-scatter", MRS)] * 2
+    assert "2 products that are added are one" in told[3][2]
 
 
 def test_a_model_without_sequence_parallelism_reduces() -> None:
@@ -552,10 +565,18 @@ LEFT = [
     Program("part used", MATRICES, _used_part, says="uses a part of the product"),
     Program("no product", MATRICES, lambda x, w, g: scatter(x.relu(), 0, g), says="is no product"),
     Program(
-        "sum of products",
+        "residual",
         MATRICES,
-        lambda x, w, g: scatter(x @ w + x @ (w * 2), 0, g),
-        says="a sum of products",
+        lambda x, w, g: scatter(x @ w + x[:, :4], 0, g),
+        says="the sum of a product and of something else",
+    ),
+    Program(
+        "other orders",
+        ((4, 8), (8, 4)),
+        lambda x, w, g: scatter(
+            (x @ w).view(2, 2, 4).transpose(0, 1) + (x @ w).view(2, 2, 4), 0, g
+        ),
+        says="rows lie in different orders",
     ),
     Program(
         "scattered bias",

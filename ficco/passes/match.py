@@ -94,15 +94,15 @@ class Before:
 
 @dataclass(frozen=True)
 class Behind:
-    """A product whose result goes into a collective.
+    """A product whose result goes into a collective, or a sum of several.
 
-    ``rows`` is the order in which the product holds the rows of the collective's operand.
-    ``copies`` write the result over the product, which nobody else reads.
+    ``rows`` is the order in which the products hold the rows of the collective's operand.
+    ``copies`` give another tensor the place of a product, which nobody else reads.
     """
 
     operator: str
     call: Call
-    product: Product
+    products: tuple[Product, ...]
     rows: Order
     chain: tuple[Node, ...]
     copies: tuple[Node, ...]
@@ -341,48 +341,92 @@ def _span(first: Node, last: Node) -> Iterator[Node]:
 
 
 def behind(call: Call) -> Behind:
-    """The product that a collective is fed by."""
+    """The product, or the sum of products, that a collective is fed by."""
     name = BEHIND[call.name]
-    node, consumers = call.tensor, {call.node}
-    steps: list[Step] = []
-    copies: tuple[Node, ...] = ()
+    found: list[tuple[Product, Order]] = []
+    chain: list[Node] = []
+    copies: list[Node] = []
+    _summands(call, call.tensor, {call.node}, _scattered(call), found, chain, copies)
+    first, rows = found[0]
+    for chosen, order in found:
+        if order != rows:
+            raise Leave("products whose rows lie in different orders are added", first.node)
+        write = write_between(chosen.node, call.node, [chosen.a, chosen.b])
+        if write is not None:
+            raise Leave(f"{write.name} may write to an operand of the product", chosen.node)
+    average = _average(call, first)
+    products = tuple(chosen for chosen, _ in found)
+    return Behind(name, call, products, rows, tuple(chain), tuple(copies), average)
+
+
+def _summands(
+    call: Call,
+    node: Node,
+    consumers: set[Node],
+    order: Order,
+    found: list[tuple[Product, Order]],
+    chain: list[Node],
+    copies: list[Node],
+) -> None:
+    """Collect the products whose sum a node is, and what lies between, which nobody else uses."""
+    made = product(source_of(node))
+    terms = _terms(source_of(node))
+    if isinstance(made, str) and not terms:
+        raise Leave(_why_no_product(source_of(node), made))
+    whom = made.node if isinstance(made, Product) else None
     while (step := step_to(node)) is not None:
-        steps.append(step)
-        node = step.source
-    found = product(node)
-    if isinstance(found, str):
-        raise Leave(_why_no_product(node, found))
-    if any(step.converts is not None for step in steps):
-        raise Leave("the product is rounded to another dtype before it is reduced", found.node)
-    if found.bias is not None:
-        raise Leave("the bias is added on every rank, before the sum over ranks", found.node)
-    order = _scattered(call)
-    at = call.tensor
-    for step in steps:
-        _used_alone(at, consumers, found)
+        if step.converts is not None:
+            raise Leave("the product is rounded to another dtype before it is reduced", whom)
+        _used_alone(node, consumers, whom)
         if inner_users(step):
-            raise Leave(f"{inner_users(step)[0].name} uses a part of the product, too", found.node)
+            raise Leave(f"{inner_users(step)[0].name} uses a part of the product, too", whom)
         try:
-            order = order if call.name == "all_reduce" else step.backward(order)
+            order = step.backward(order)
         except Unclear as error:
-            raise Leave(f"the rows cannot be followed: {error}", found.node) from None
-        consumers, at = set(step.nodes), step.source
-    copies = tuple(user for user in at.users if _overwrites(user, at))
-    _used_alone(at, consumers | set(copies), found)
-    rows: Order | None = ()
-    if call.name != "all_reduce":
-        try:
-            rows = rows_of(order, tensor_of(found.node).shape, same)
-        except Unclear as error:
-            raise Leave(f"the rows cannot be followed: {error}", found.node) from None
-        if rows is None or not rows or canonical(rows)[0].key[0] != 0:
-            raise Leave("the columns of the product are scattered, not its rows", found.node)
-    _check_dtype(found)
-    write = write_between(found.node, call.node, [found.a, found.b])
-    if write is not None:
-        raise Leave(f"{write.name} may write to an operand of the product", found.node)
-    chain = tuple(node for step in steps for node in reversed(step.nodes))
-    return Behind(name, call, found, rows, chain, copies, _average(call, found))
+            raise Leave(f"the rows cannot be followed: {error}", whom) from None
+        chain += reversed(step.nodes)
+        consumers, node = set(step.nodes), step.source
+    if isinstance(made, str):
+        _used_alone(node, consumers, whom)
+        chain.append(node)
+        for term in terms:
+            _summands(call, term, {node}, order, found, chain, copies)
+        return
+    if made.bias is not None:
+        raise Leave("the bias is added on every rank, before the sum over ranks", whom)
+    over = [user for user in node.users if _overwrites(user, node)]
+    _used_alone(node, consumers | set(over), whom)
+    try:
+        rows = rows_of(order, tensor_of(node).shape, same)
+    except Unclear as error:
+        raise Leave(f"the rows cannot be followed: {error}", whom) from None
+    scatters = call.name != "all_reduce"
+    if rows is None or (scatters and (not rows or canonical(rows)[0].key[0] != 0)):
+        raise Leave("the columns of the product are scattered or moved, not its rows", whom)
+    _check_dtype(made)
+    copies += over
+    found.append((made, rows))
+
+
+def _terms(node: Node) -> list[Node]:
+    """The two tensors of one shape and dtype that a node adds, if it does."""
+    if node.target != aten.add.Tensor or arguments(node)["alpha"] != 1:
+        return []
+    terms, total = list(node.args[:2]), value(node)
+    for term in terms:
+        one = value(term)
+        if one is None or total is None or one.dtype != total.dtype or one.dim() != total.dim():
+            return []
+        if not all(map(same, one.shape, total.shape)):
+            return []
+    kinds = [_is_sum(term) for term in terms]
+    return terms if all(kinds) and terms[0] is not terms[1] else []
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether a node is a product or a sum of products."""
+    made = source_of(node)
+    return isinstance(product(made), Product) or bool(_terms(made))
 
 
 def _why_no_product(node: Node, text: str) -> str:
@@ -391,8 +435,8 @@ def _why_no_product(node: Node, text: str) -> str:
         return "its product is one operator with another collective already"
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         terms = [given for given in node.args[:2] if isinstance(given, Node)]
-        if any(isinstance(product(source_of(term)), Product) for term in terms):
-            return "the operand is a sum of products, or of a product and something else"
+        if any(map(_is_sum, terms)):
+            return "the operand is the sum of a product and of something else"
     return f"its operand is no product: {text}"
 
 
@@ -400,7 +444,7 @@ def _scattered(call: Call) -> Order:
     """The labels of the operand of a collective."""
     shape = list(tensor_of(call.tensor).shape)
     if call.name == "all_reduce":
-        return ()
+        return original(shape, same)
     if call.name == "reduce_scatter_tensor":
         rows = tensor_of(call.node).shape[0]
         if not same(call.world * rows, shape[0]):
@@ -410,10 +454,10 @@ def _scattered(call: Call) -> Order:
     return original((call.world, rows, *shape[1:]), same)
 
 
-def _used_alone(node: Node, consumers: set[Node], found: Product) -> None:
+def _used_alone(node: Node, consumers: set[Node], whom: Node | None) -> None:
     for user in node.users:
         if user not in consumers and not is_size(user):
-            raise Leave(f"{user.name} uses the product, too", found.node)
+            raise Leave(f"{user.name} uses the product, too", whom)
 
 
 def _overwrites(user: Node, tensor: Node) -> bool:

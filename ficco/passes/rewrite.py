@@ -116,13 +116,14 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
                 continue
             try:
                 found = find(call)
-                where, product = origin(found.product.node, node), found.product.node.name
+                products = _products(found)
+                where = origin(products[0].node, node)
                 shapes = _shapes(found)
                 done = _apply(found, schedule)
                 return Entry(
                     **facts
                     | {
-                        "product": product,
+                        "product": ", ".join(one.node.name for one in products),
                         "where": where,
                         "shapes": shapes,
                         "replaced": True,
@@ -172,8 +173,15 @@ def _text(tensor: torch.Tensor | None) -> str:
 
 
 def _shapes(found: Before | Behind) -> str:
-    a = found.call.tensor if isinstance(found, Before) else found.product.a
+    if isinstance(found, Behind):
+        parts = [f"{_text(value(p.a))} @ {_text(value(p.b))}" for p in found.products]
+        return f"{' + '.join(parts)} {_dtype(found.products[0].a)}"
+    a = found.call.tensor
     return f"{_text(value(a))} @ {_text(value(found.product.b))} {_dtype(found.product.a)}"
+
+
+def _products(found: Before | Behind) -> tuple[Product, ...]:
+    return found.products if isinstance(found, Behind) else (found.product,)
 
 
 def _dtype(node: Node) -> str:
@@ -273,7 +281,7 @@ def _faked(node: Node) -> Any:
 
 def _apply(found: Before | Behind, schedule: str) -> str:
     """Change the graph; what was done, in words. On an error it is as it was."""
-    write = Writer(found.product.node)
+    write = Writer(_products(found)[0].node)
     try:
         finish = (_before if isinstance(found, Before) else _behind)(found, schedule, write)
     except BaseException:
@@ -338,35 +346,43 @@ def _before(found: Before, schedule: str, write: Writer) -> Callable[[], str]:
 
 
 def _behind(found: Behind, schedule: str, write: Writer) -> Callable[[], str]:
-    call, chosen = found.call, found.product
+    call, at = found.call, found.call.node
     told = []
-    whole = found.operator == "matmul_all_reduce"
-    at = chosen.node if whole else call.node
-    k = tensor_of(chosen.a).shape[-1]
-    ordered = canonical(found.rows)
-    a = chosen.a
-    if found.rows != ordered:
-        a = write.moved(at, a, found.rows, ordered, k, [total(ordered), k])
+    scatters = call.name != "all_reduce"
+    now, then = found.rows, canonical(found.rows)
+    if scatters and now != then:
         told.append("the operand's rows are put in the order of the ranks by a copy")
-    b = _matrix(write, at, chosen)
+    factors = []
+    for chosen in found.products:
+        k = tensor_of(chosen.a).shape[-1]
+        a = chosen.a
+        if len(found.products) > 1 or (scatters and now != then):
+            a = write.moved(at, a, now, then if scatters else now, k, [total(now), k])
+        factors.append((a, _matrix(write, at, chosen)))
+    a, b = factors[0]
+    if len(factors) > 1:
+        a = write(at, aten.cat.default, [a for a, _ in factors], 1)
+        b = write(at, aten.cat.default, [b for _, b in factors], 0)
+        told.append(f"{len(factors)} products that are added are one of operands side by side")
     out, _ = _call(write, at, found.operator, a, b, call, schedule, False)
     if found.average:
         out = write(at, aten.mul.Tensor, out, 1 / call.world)
         told.append(f"the sum is divided by {call.world} behind it")
-    out = write.shaped(at, out, tensor_of(at).shape)
-    sizes = write.sized([*call.results, *found.chain, chosen.node])
+    if scatters:
+        out = write.shaped(at, out, tensor_of(at).shape)
+    else:
+        out = write.moved(at, out, now, then, found.products[0].columns, tensor_of(at).shape)
+    products = [chosen.node for chosen in found.products]
+    sizes = write.sized([*call.results, *found.chain, *products])
 
     def finish() -> str:
         _resize(sizes)
         for copy in found.copies:
-            copy.replace_all_uses_with(copy.args[1])
+            copy.replace_all_uses_with(copy.args[1])  # type: ignore[arg-type]
             copy.graph.erase_node(copy)
-        if whole:
-            chosen.node.replace_all_uses_with(out)
-        result = call.tensor if whole else out
         for node in reversed(call.results):
-            node.replace_all_uses_with(result)
-        _erase([*call.results, *found.chain, chosen.node])
+            node.replace_all_uses_with(out)
+        _erase([*call.results, *found.chain, *products])
         return "; ".join(told) or "they are one operator now"
 
     return finish
