@@ -18,7 +18,7 @@ import torch
 
 import ficco
 from ficco import cli
-from ficco.bench import cases, command, plots, regret, report, stats, table
+from ficco.bench import cases, command, layers, plots, regret, report, stats, table
 from ficco.bench.accuracy import Accuracy
 from ficco.bench.bounds import moved_bytes, movements
 from ficco.bench.calls import build, expected, step_bytes
@@ -537,7 +537,7 @@ def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> list[Row]:
         modes=("idle",),
         device="cpu",
         rounds=2,
-        seconds=5.0,
+        seconds=60.0,  # two rounds are over long before
         csv=folder / "family.csv",
         quiet=True,
     )
@@ -571,6 +571,51 @@ def test_a_wrong_sum_is_not_timed(tmp_path: Path) -> None:
     wrong = {(row.operator, row.candidate): row.note for row in rows if row.status == "wrong"}
     names = ("copies", "serial", "auto", "hetero-fused-1d:pieces=2")
     assert wrong == {("matmul_reduce_scatter", name): "wrong result on ranks [1]" for name in names}
+
+
+def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> list[layers.Row]:
+    """A short bench of layers; ``spoilt``: an operator whose results rank 1 doubles."""
+    if spoilt:
+        right = getattr(ficco, spoilt)
+        factor = 1 + at.rank
+        setattr(ficco, spoilt, lambda *args, **more: right(*args, **more) * factor)
+    settings = layers.Settings(
+        layers=layers.LAYERS["cpu"],
+        modes=("idle",),
+        device="cpu",
+        rounds=2,
+        seconds=2.0,
+        csv=folder / "layers.csv",
+    )
+    try:
+        return layers.layers(settings)
+    finally:
+        if spoilt:
+            setattr(ficco, spoilt, right)
+
+
+def test_layers_are_proven_and_timed(tmp_path: Path) -> None:
+    rows, none = ranks.run(2, _layered, tmp_path, "")
+    assert none == [] and len(rows) == 2 * len(layers.WAYS)
+    for row in rows:
+        if row.way == layers.ASYNC_TP:
+            assert row.status == "skipped" and "GPU" in row.note
+        else:
+            assert row.ok and row.ms > 0 and row.error <= layers.TOLERANCE["float32"], row
+    fastest = [row.speedup for row in rows if row.way in layers.COLLECTIVES]
+    assert len(fastest) == 4 and sum(speedup == 1.0 for speedup in fastest) >= 2
+    text = layers.report(layers.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
+    assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
+    assert "- pytorch-async-tp of attention: skipped" in text
+
+
+@pytest.mark.parametrize("spoilt", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> None:
+    rows, _ = ranks.run(2, _layered, tmp_path, spoilt)
+    wrong = {(row.layer, row.way) for row in rows if row.status == "wrong"}
+    ours = [way for way in layers.WAYS if way.startswith("ficco")]
+    assert wrong == {(layer.name, way) for layer in layers.LAYERS["cpu"] for way in ours}
+    assert all(row.note for row in rows if row.status == "wrong")
 
 
 def test_a_schedule_that_no_operator_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

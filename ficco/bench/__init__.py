@@ -6,11 +6,15 @@ module         subject
 cases          shapes, in sets
 inputs         operands with one right product, and operands to time with
 candidates     what is compared, as one table
+calls          how each of it is called
+bounds         what of a problem goes alone
+accuracy       how far sums are from those in float64
 verify         proving candidates right before they are timed
 measure        rounds, modes, clocks
 stats          figures from times; knows no device
 table          rows: CSV, the description of the machine, the printed table
 run            one bench, on every rank
+layers         forward and backward of tensor-parallel layers
 traces         a traced call per schedule, planned and measured
 draw           Timelines as pictures and as traces
 lines          one line per shape: what reports say of the rows
@@ -18,6 +22,6 @@ simulated      shapes on a machine, simulated
 paper          the paper's claims beside a simulation of its scenarios
 plots, report  pictures and Markdown from a CSV alone
 command        the options of ``ficco bench``
-demo           every schedule once, proven exact
+demo           every schedule and operator once, proven exact
 =============  =====================================================================
 """

@@ -63,6 +63,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="leave out what others are held against; PyTorch's native path has been seen to hang",
     )
+    what.add_argument(
+        "--layers",
+        action="store_true",
+        help="in place of products: forward and backward of two layers of Llama 3 70B, with their "
+        "weights sharded",
+    )
     what.add_argument("--mode", help="queued, idle, graph; with commas (default: all there are)")
     how = parser.add_argument_group("how")
     how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
@@ -104,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name}: required a number above 0, got {getattr(arguments, name)}")
     if arguments.set and arguments.shapes:
         raise ValueError("--set and --shapes: required one of them, got both")
+    if arguments.layers:
+        return _layers(arguments, device, ranks)
     shapes, what = chosen(arguments, device)
     candidates = choose(arguments.schedules, arguments.without)
     _servable(candidates, shapes)
@@ -143,6 +151,37 @@ def run(arguments: argparse.Namespace) -> int:
     for row in bad:
         print(f"{row.status}: {row.candidate} on {row.case}: {row.note}", file=sys.stderr)
     return 1 if bad else 0
+
+
+def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
+    from ficco.bench import layers, table
+    from ficco.bench.measure import modes_of
+    from ficco.launch import launch
+
+    for name in ("set", "shapes", "operator", "schedules", "timelines", "json"):
+        if getattr(arguments, name):
+            raise ValueError(f"--layers: required without --{name}, which is for products")
+    modes = modes_of(device, arguments.mode)
+    settings = layers.Settings(
+        layers=layers.LAYERS[device],
+        modes=tuple(mode for mode in modes if mode != "graph"),
+        device=device,
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        csv=fresh(arguments.out / f"{arguments.name or _name('layers', device, ranks)}.csv"),
+        command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+    )
+    given = arguments.ranks if arguments.ranks is None else ranks
+    limit = arguments.seconds + START_S
+    rows = launch(layers.layers, given, settings, device=device, timeout_s=limit)
+    if not rows:  # under torchrun, a rank other than 0
+        return 0
+    path = settings.csv.with_suffix(".md")
+    text = layers.report(rows, table.read_description(settings.csv), settings.csv.stem)
+    path.write_text(text)
+    print(text)
+    print(f"wrote {settings.csv}\nwrote {path}", file=sys.stderr)
+    return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:

@@ -26,7 +26,7 @@ MODE_WORDS = {
 def report(rows: Sequence[Row], about: dict[str, Any], name: str, pictures: Sequence[Path]) -> str:
     """A bench as Markdown."""
     summed = any(OPERATORS[operator].sums for operator in operators(rows))
-    parts = [f"# {name}", _about(about), HOW + SUMS * summed]
+    parts = [f"# {name}", about_table(about), HOW + SUMS * summed]
     parts += [f"![{path.stem}]({path.name})" for path in pictures]
     several = len(operators(rows)) > 1
     for operator, mine in by_operator(rows):
@@ -64,7 +64,7 @@ SUMS = (
 )
 
 
-def _about(about: dict[str, Any]) -> str:
+def about_table(about: dict[str, Any]) -> str:
     if not about:
         return ""
     versions = about.get("versions", {})

@@ -1,0 +1,465 @@
+"""Steps of tensor-parallel layers, forward and backward: ficco beside the collectives.
+
+A layer is a column-parallel product and the row-parallel one behind it. Between two steps the
+sequence is sharded, so that the first gathers it and the second scatters its sums; backward the
+second gathers and the first scatters. What stands between the products in a model is an activation
+here (``mlp``), or nothing (``attention``: the queries go on, attention itself is not timed).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ficco
+from ficco.bench import table
+from ficco.bench.calls import Runner, all_gather, reduce_scatter
+from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
+from ficco.bench.report import MODE_WORDS, about_table, markdown
+from ficco.bench.rows import append
+from ficco.bench.rows import read as read_rows
+from ficco.bench.series import Stopwatch
+from ficco.bench.stats import NONE, better, paired, quartiles
+from ficco.errors import FiccoError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Tensors = tuple[torch.Tensor, ...]
+#: From this rank's x, columns and rows of the weights to its part of the result.
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+#: Largest difference from the collectives' step, as a share of the root mean square: a result
+#: passes four products and two sums over ranks, each rounded to so many digits. What is stale or
+#: missing differs by tenths.
+TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 1e-4}
+
+#: Steps with fresh operands that must be right before a way is timed.
+CHECKS = 2
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Two products.
+
+    Attributes:
+        name: how reports call it.
+        tokens: rows of the whole sequence.
+        hidden: columns of x and of the result.
+        columns: columns of the first product on all ranks together; twice ``inner`` for a gate.
+        inner: columns of what the second multiplies, on all ranks together.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    columns: int
+    inner: int
+    dtype: str = "bfloat16"
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        """What the second product takes of the first one's result."""
+        if self.columns == 2 * self.inner:
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate) * up
+        return y[:, : y.shape[1] * self.inner // self.columns]
+
+
+#: Llama 3 70B: a feed-forward width of 28672 with a gate; 64 heads and 8 of keys and values.
+LAYERS = {
+    "cuda": (
+        Layer("mlp", 8192, 8192, 2 * 28672, 28672),
+        Layer("attention", 8192, 8192, 10240, 8192),
+    ),
+    "cpu": (
+        Layer("mlp", 256, 128, 2 * 256, 256, "float32"),
+        Layer("attention", 256, 128, 160, 128, "float32"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of one layer in one mode. A figure that does not exist is NaN, empty in CSV.
+
+    Attributes:
+        layer, tokens, hidden, columns, inner, dtype, world: what was asked.
+        mode, way, status, note, rounds: as in :class:`ficco.bench.table.Row`.
+        ms, ms_low, ms_high: milliseconds of a step on the slowest rank, and their quartiles.
+        speedup: over the faster way by collectives, paired.
+        vs_pytorch: over PyTorch's Async TP, paired.
+        error: largest difference from the step by collectives, as a share of the root mean square.
+        extra_bytes: most memory beside operands, gradients and result, on the rank that takes most.
+    """
+
+    layer: str
+    tokens: int
+    hidden: int
+    columns: int
+    inner: int
+    dtype: str
+    world: int
+    mode: str
+    way: str
+    status: str
+    note: str = ""
+    rounds: int = 0
+    ms: float = NONE
+    ms_low: float = NONE
+    ms_high: float = NONE
+    speedup: float = NONE
+    vs_pytorch: float = NONE
+    error: float = NONE
+    extra_bytes: float = NONE
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is timed, and where the rows go; as in :class:`ficco.bench.run.Settings`."""
+
+    layers: tuple[Layer, ...]
+    modes: tuple[str, ...]
+    device: str
+    rounds: int
+    seconds: float
+    csv: Path
+    command: str = ""
+
+
+# The ways.
+
+
+def _gather(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
+    found = x.new_empty(x.shape[0] * group.size(), x.shape[1])
+    return found, all_gather(found, x.contiguous(), group=group, async_op=not wait)
+
+
+def _scatter(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
+    found = x.new_empty(x.shape[0] // group.size(), x.shape[1])
+    return found, reduce_scatter(found, x.contiguous(), group=group, async_op=not wait)
+
+
+class _Column(torch.autograd.Function):
+    """The first product. ``again``: gathered anew in backward, and there beside products, as
+    Megatron-LM does it; otherwise kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, again: bool
+    ) -> torch.Tensor:
+        whole, _ = _gather(x, group)
+        ctx.save_for_backward(x if again else whole, weight)
+        ctx.group, ctx.again = group, again
+        return whole @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        kept, weight = ctx.saved_tensors
+        if not ctx.again:
+            mine, _ = _scatter(grad @ weight, ctx.group)
+            return mine, grad.t() @ kept, None, None
+        whole, gathered = _gather(kept, ctx.group, wait=False)
+        ours = grad @ weight
+        gathered.wait()
+        mine, scattered = _scatter(ours, ctx.group, wait=False)
+        of_weight = grad.t() @ whole
+        scattered.wait()
+        return mine, of_weight, None, None
+
+
+class _Row(torch.autograd.Function):
+    """The second product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(a, weight)
+        ctx.group = group
+        return _scatter(a @ weight.t(), group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        a, weight = ctx.saved_tensors
+        whole, _ = _gather(grad, ctx.group)
+        return whole @ weight, whole.t() @ a, None
+
+
+def _by_collectives(layer: Layer, group: ProcessGroup, again: bool) -> Forward:
+    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = _Column.apply(x, first, group, again)
+        found: torch.Tensor = _Row.apply(layer.between(y), second, group)
+        return found
+
+    return forward
+
+
+def _by_ficco(layer: Layer, group: ProcessGroup) -> Forward:
+    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = ficco.all_gather_matmul(x, first.t(), group=group)
+        return ficco.matmul_reduce_scatter(layer.between(y), second.t(), group=group)
+
+    return forward
+
+
+def _by_async_tp(layer: Layer, group: ProcessGroup) -> Forward:
+    """PyTorch's Async TP: functional collectives, which the compiler fuses with products."""
+    if dist.get_backend(group) != "nccl":
+        raise NotImplementedError("PyTorch has it on GPUs only")
+    import torch._inductor.config as inductor
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed import _symmetric_memory
+
+    enable = _symmetric_memory.enable_symm_mem_for_group
+    if not hasattr(enable, "__deprecated__"):  # older releases must be told
+        enable(group.group_name)
+    inductor._micro_pipeline_tp = True
+    names = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
+    if not hasattr(functional, names[0]):  # renamed by newer releases
+        names = ("all_gather_tensor_autograd", "reduce_scatter_tensor_autograd")
+    gather, scatter = (getattr(functional, name) for name in names)
+
+    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = gather(x, 0, group) @ first.t()
+        found: torch.Tensor = scatter(layer.between(y) @ second.t(), "sum", 0, group)
+        return found
+
+    compiled: Forward = torch.compile(forward)
+    return compiled
+
+
+def _saving() -> AbstractContextManager[Any]:
+    return ficco.options(save_gathered=True)
+
+
+#: How a step is made, and inside of what it runs. The first is what the others must agree with.
+WAYS: dict[
+    str, tuple[Callable[[Layer, Any], Forward], Callable[[], AbstractContextManager[Any]]]
+] = {
+    "collectives": (partial(_by_collectives, again=False), nullcontext),
+    "collectives, gathered again": (partial(_by_collectives, again=True), nullcontext),
+    "pytorch-async-tp": (_by_async_tp, nullcontext),
+    "ficco": (_by_ficco, nullcontext),
+    "ficco, gathered A saved": (_by_ficco, _saving),
+}
+COLLECTIVES = ("collectives", "collectives, gathered again")
+ASYNC_TP = "pytorch-async-tp"
+
+
+# On the ranks.
+
+
+@dataclass
+class Step:
+    """The operands of a layer on one rank, and its steps on them."""
+
+    layer: Layer
+    rank: int
+    world: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        layer, world = self.layer, self.world
+
+        def empty(rows: int, cols: int) -> torch.Tensor:
+            dtype = getattr(torch, layer.dtype)
+            return torch.empty(rows, cols, dtype=dtype, device=self.device)
+
+        self.x = empty(layer.tokens // world, layer.hidden).requires_grad_()
+        self.first = empty(layer.columns // world, layer.hidden).requires_grad_()
+        self.second = empty(layer.hidden, layer.inner // world).requires_grad_()
+        self.grad = empty(layer.tokens // world, layer.hidden)
+
+    @property
+    def operands(self) -> Tensors:
+        return self.x, self.first, self.second
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        """Normal data of unit variance, other data on every rank."""
+        generator = torch.Generator(self.device)
+        generator.manual_seed(seed * self.world + self.rank)
+        for tensor in (*self.operands, self.grad):
+            tensor.normal_(generator=generator)
+        self.first.mul_(self.layer.hidden**-0.5)
+        self.second.mul_(self.layer.inner**-0.5)
+
+    def run(self, forward: Forward) -> torch.Tensor:
+        """One step; its result. The gradients stay with the operands."""
+        for tensor in self.operands:
+            tensor.grad = None
+        found = forward(*self.operands)
+        found.backward(self.grad)
+        return found
+
+    def results(self, forward: Forward) -> Tensors:
+        """A step's result and gradients."""
+        found = self.run(forward)
+        grads = [tensor.grad for tensor in self.operands]
+        return found.detach(), *(grad for grad in grads if grad is not None)
+
+
+def difference(found: Tensors, wanted: Tensors) -> float:
+    """Root mean square of the difference over that of what is wanted; the largest of several."""
+    shares = [
+        float((one.double() - other.double()).norm() / other.double().norm())
+        for one, other in zip(found, wanted, strict=True)
+    ]
+    return max(shares) if all(map(math.isfinite, shares)) else math.inf
+
+
+def layers(settings: Settings) -> list[Row]:
+    """Measure; collective. The rows on rank 0, nothing elsewhere."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    watch = Stopwatch(group, device)
+    rows: list[Row] = []
+    began = time.monotonic()
+    if watch.rank == 0:
+        about = table.describe(settings.device, watch.world, settings.command)
+        table.write_description(settings.csv, about)
+    for number, layer in enumerate(settings.layers):
+        left = settings.seconds - (time.monotonic() - began)
+        found = list(_layer(layer, watch, settings, left / (len(settings.layers) - number)))
+        if watch.rank == 0:
+            rows += found
+            append(settings.csv, Row, found)
+        watch.release()
+    watch.close()
+    return rows
+
+
+def _layer(layer: Layer, watch: Stopwatch, settings: Settings, seconds: float) -> Iterator[Row]:
+    began = time.monotonic()
+    step = Step(layer, watch.rank, watch.world, watch.device)
+    sizes = (layer.name, layer.tokens, layer.hidden, layer.columns, layer.inner, layer.dtype)
+    named = Row(*sizes, watch.world, "", "", "ok")
+    runners: dict[str, Runner] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for way in WAYS:
+        forward, figures[way], why = _proven(way, step, watch)
+        if forward is None:
+            yield replace(named, way=way, **figures[way], note=why)
+        else:
+            runners[way] = Runner(partial(step.run, forward), context=WAYS[way][1])
+    step.fill(0)
+    rest = max(seconds - (time.monotonic() - began), 0.0) / len(settings.modes)
+    for mode in settings.modes:
+        times = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
+        series = {way: one.times for way, one in times.items()}
+        serial = better(*(series.get(way) for way in COLLECTIVES))
+        for way, own in series.items():
+            low, high = quartiles(own)
+            yield replace(
+                named,
+                mode=mode,
+                way=way,
+                rounds=len(own),
+                ms=times[way].seconds * 1e3,
+                ms_low=low * 1e3,
+                ms_high=high * 1e3,
+                speedup=paired(serial, own),
+                vs_pytorch=paired(series.get(ASYNC_TP), own),
+                **figures[way],
+            )
+
+
+def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dict[str, Any], str]:
+    """A way that agrees with the first one, and what was seen; None if it does not, and why."""
+    make, context = WAYS[way]
+    reference = WAYS[COLLECTIVES[0]][0](step.layer, watch.group)
+    forward, why, error, extra = None, "", 0.0, 0
+    try:
+        made = make(step.layer, watch.group)
+        for turn in range(CHECKS):
+            step.fill(turn + 1)
+            wanted = step.results(reference)
+            with context():
+                error = max(error, difference(step.results(made), wanted))
+                del wanted
+                _, extra = peak_bytes(partial(step.run, made), watch.device)
+                extra += _symmetric_bytes(way, watch.group)
+        forward = made
+    except FiccoError:
+        raise  # peers may be stuck: there is no way on
+    except Exception as failure:
+        why = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+    everyone = watch.gather((why, error, extra))
+    error, extra = max(one[1] for one in everyone), max(one[2] for one in everyone)
+    if reasons := [one[0] for one in everyone if one[0]]:
+        status = "skipped" if reasons[0].startswith("NotImplementedError") else "failed"
+        return None, {"status": status}, reasons[0]
+    limit = TOLERANCE[step.layer.dtype]
+    if error > limit:
+        return None, {"status": "wrong", "error": error}, f"differs by {error:.2g} of {limit:.2g}"
+    on_gpu = watch.device.type == "cuda"
+    return forward, {"error": error, "extra_bytes": float(extra) if on_gpu else NONE}, ""
+
+
+def _symmetric_bytes(way: str, group: ProcessGroup) -> int:
+    """What a way takes beside PyTorch's own memory, and keeps."""
+    if way == ASYNC_TP:
+        return pytorch_workspace_bytes(group)
+    return 0 if way in COLLECTIVES else ficco.memory(group)
+
+
+def report(rows: Sequence[Row], about: dict[str, Any], name: str) -> str:
+    """The rows as Markdown."""
+    parts = [f"# {name}", about_table(about), HOW]
+    for mode in dict.fromkeys(row.mode for row in rows if row.mode):
+        body = [
+            (
+                f"{row.layer}: {row.tokens} tokens, {row.hidden}, {row.columns}, {row.inner}",
+                row.way,
+                f"{row.ms:.3f}",
+                _number(row.speedup, ".2f"),
+                _number(row.vs_pytorch, ".2f"),
+                _number(row.extra_bytes / 2**20, ".0f"),
+                _number(row.error, ".1e"),
+            )
+            for row in rows
+            if row.mode == mode
+        ]
+        heads = ("layer", "way", "ms", "x collectives", "x Async TP", "extra MiB", "differs by")
+        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(heads, body)]
+    missing = [f"- {row.way} of {row.layer}: {row.status}: {row.note}" for row in rows if row.note]
+    if missing:
+        parts += ["## Not measured", "\n".join(missing)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+HOW = (
+    "A step is forward and backward of a column-parallel and a row-parallel product with sharded "
+    "sequences between layers (hidden width, columns of the first product and of what the second "
+    "multiplies, on all ranks together). All ways run in shuffled order in every round; a round's "
+    "time is that of its slowest rank, ratios are medians over the rounds. collectives: those of "
+    "the vendor's library through autograd, with the gathered activation kept, or gathered again "
+    "beside products in backward; ratios are against the faster one. Before it is timed every way "
+    "must agree with the first in result and gradients, within what rounding explains."
+)
+
+
+def _number(value: float, form: str) -> str:
+    return "" if math.isnan(value) else format(value, form)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV file of layers. Raises as :func:`ficco.bench.rows.read`."""
+    return read_rows(path, Row)
