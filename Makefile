@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu gpu gpu-tests gpu-memory gpu-bench bench lint format build clean
+.PHONY: help demo test test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-hip bench lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,15 +43,13 @@ gpu-bench:
 	  $(PYTHON) -m ficco bench --device cuda --set $$set --seconds $(SECONDS_EACH) --schedules candidates auto \
 	    --out $(RESULTS) --name $$set || exit 1; \
 	done
-	$(PYTHON) -m ficco bench --device cuda --mode queued,idle --seconds 250 --rounds 15 \
-	  --operator matmul_reduce_scatter matmul_all_reduce all_to_all_matmul --schedules $(OVERLAPS) \
+	$(PYTHON) -m ficco bench --device cuda --mode queued,idle --seconds 260 --rounds 11 \
+	  --operator matmul_reduce_scatter matmul_all_reduce all_to_all_matmul --schedules candidates auto \
 	  --out $(RESULTS) --name family
+	$(PYTHON) -m ficco bench --device cuda --layers --seconds 90 --out $(RESULTS) --name layers
 
-# Of the schedules that auto compares, those that have won somewhere: all of them take too long here.
-OVERLAPS := auto serial:collective growing growing:compute=2 shrinking shrinking:tail=2,compute=2 \
-  shard-overlap shard-overlap:tail=4 shard-overlap:compute=2 shard-overlap:beta growing:beta,compute=2 \
-  ring:pieces=4,compute=2 hetero-unfused-1d:pieces=2,order=peer,compute=2 hetero-fused-1d:pieces=2 \
-  hetero-fused-1d:pieces=4 uniform-fused-2d:pieces=4
+gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, beside the CUDA engine
+	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check

@@ -270,8 +270,7 @@ def bench(at: Any, seconds: float, shapes: int) -> list[Timed]:
 def _shape(
     at: Any, shape: tuple[int, int, int], seconds: float, gate: Any, clock: Any
 ) -> Iterator[Timed]:
-    from ficco.bench.candidates import Candidate, Runner
-    from ficco.bench.measure import MODES, Item, capture, rounds
+    from ficco.bench.measure import MODES, Candidate, Item, Runner, capture, rounds
     from ficco.bench.stats import slowest
 
     m, n, k = shape

@@ -35,7 +35,7 @@ _NO_TIMING = int(hip.hipEventDisableTiming)
 _NON_BLOCKING = int(hip.hipStreamNonBlocking)
 _COHERENT = int(hip.hipHostMallocCoherent)
 _RELAXED = int(hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed)
-_CAPTURING = hip.hipStreamCaptureStatus.hipStreamCaptureStatusActive
+_CAPTURING = int(hip.hipStreamCaptureStatus.hipStreamCaptureStatusActive)
 _KIND = hip.hipMemcpyKind
 
 #: Bytes of one signal: hipMallocSignalMemory comes by exactly so many.
@@ -84,7 +84,7 @@ def _checked(call: str) -> Callable[..., Any]:
             raise _unavailable(call, error) from error
         if result[0]:
             raise _failed(call, result[0])
-        return result[1] if len(result) == 2 else result[1:] or None
+        return result[1] if len(result) == 2 else None
 
     checked.__name__ = call
     return checked
@@ -132,7 +132,6 @@ _record = _checked("hipEventRecord")
 _wait_event = _checked("hipStreamWaitEvent")
 _destroy_event = _checked("hipEventDestroy")
 _elapsed = _checked("hipEventElapsedTime")
-_capture_info = _checked("hipStreamGetCaptureInfo")
 _memset = _checked("hipMemsetAsync")
 _call = _checked("hipLaunchHostFunc")
 _write_32 = _checked("hipStreamWriteValue32")
@@ -344,11 +343,21 @@ class Event:
 
 
 @cache
-def _exchange_mode() -> Any:
-    """What both bindings get wrong: they pass a mode that was never set."""
-    found = ctypes.CDLL(_loaded().pop()).hipThreadExchangeStreamCaptureMode
-    found.argtypes = [ctypes.POINTER(ctypes.c_int)]
-    return found
+def _plain(name: str) -> Any:
+    """A function that both bindings get wrong: one passes a mode that was never set, the other
+    reads a status that was never set if there is an error."""
+    return getattr(ctypes.CDLL(_loaded().pop()), name)
+
+
+def _call_plain(name: str, *args: Any) -> None:
+    try:
+        error = _plain(name)(*args)
+    except AttributeError as missing:
+        raise BackendError(
+            name, "missing", "this ROCm does not have the function; install ROCm 7.2 or later"
+        ) from missing
+    if error:
+        raise _failed(name, hip.hipError_t(error))
 
 
 class uncaptured:
@@ -363,15 +372,15 @@ class uncaptured:
         self._swap()
 
     def _swap(self) -> None:
-        error = _exchange_mode()(self._mode)
-        if error:
-            raise _failed("hipThreadExchangeStreamCaptureMode", hip.hipError_t(error))
+        _call_plain("hipThreadExchangeStreamCaptureMode", ctypes.byref(self._mode))
 
 
 def capture_id(stream: Any) -> int:
     """Number of the capture that a stream is in, 0 if none."""
-    status, number = _capture_info(stream)
-    return int(number) if status == _CAPTURING else 0
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    refs = ctypes.byref(status), ctypes.byref(number)
+    _call_plain("hipStreamGetCaptureInfo", stream.as_c_void_p(), *refs)
+    return number.value if status.value == _CAPTURING else 0
 
 
 # What streams do.

@@ -954,15 +954,31 @@ static bool in_capture() {
     if (capture->thread == std::this_thread::get_id()) return true;
   return false;
 }
+// To free memory waits for all queues of the device; for ever, if one of them waits for ever.
+static int settled(const char* call) {
+  for (int round = 0; round < 20000 && !sticky; round++) {
+    bool idle = true;
+    {
+      std::lock_guard<std::mutex> lock(table);
+      for (auto& [handle, stream] : streams())
+        idle = idle && (stream->device != current_device || stream->idle());
+    }
+    if (idle) return Success;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return sticky ? Success : violation(Unknown, "%s while a queue does not end", call);
+}
 API int hipFree(void* pointer) {
   ENTER("hipFree");
   if (in_capture()) return violation(CaptureUnsupported, "hipFree during a capture");
   UNSAFE("hipFree");
+  if (int code = settled("hipFree")) return code;
   return release(pointer, false, "hipFree");
 }
 API int hipHostFree(void* pointer) {
   ENTER("hipHostFree");
   UNSAFE("hipHostFree");
+  if (int code = settled("hipHostFree")) return code;
   return release(pointer, true, "hipHostFree");
 }
 API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
