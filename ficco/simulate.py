@@ -552,7 +552,7 @@ class _Simulation:
         for product in step.products:
             _, k_first, k_last, out, accumulate, batch, *_ = product
             wide = out.buffer == "sum"
-            adds = accumulate and not wide
+            adds = not wide and (accumulate or product.addend is not None)
             sizes = out.row_stop - out.row, out.col_stop - out.col, k_last - k_first
             key = *sizes, batch, wide, adds
             found = self._seconds.get(key)

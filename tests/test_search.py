@@ -9,13 +9,13 @@ import pytest
 from test_model import MACHINE, PROBLEM, problem
 
 import ficco
-from ficco.heuristics import candidates, decide
+from ficco.heuristics import candidates, decide, problem_of
 from ficco.heuristics.model import predictions
 from ficco.heuristics.search import BUDGET, search, waves
 from ficco.machine import Machine, find
 from ficco.plan import check
-from ficco.problem import Problem
-from ficco.schedules import Schedule, plans
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import Schedule, plans, refusal
 from ficco.simulate import predict
 
 SIZES = ((32768, 2048, 8192), (8192, 3584, 4096), (4096, 1024, 8192))
@@ -107,11 +107,60 @@ def test_explain_searches() -> None:
     assert str(found.schedule) in [one.schedule for one in found.candidates]
 
 
-def test_a_search_takes_less_than_200_ms() -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_a_search_finds_serves_the_operator_and_is_never_worse(operator: str) -> None:
     machine = h200()
-    took = []
-    for m in (8192, 12288, 16384):  # the runner may be busy: one of three has to do it
-        started = time.perf_counter()
-        decide(problem(m, 4096, 4096), machine=machine, search=True)
-        took.append(time.perf_counter() - started)
-    assert min(took) < 0.2, took
+    for sizes in SIZES:
+        asked = problem_of(operator, *sizes, "bfloat16", 4)
+        mode = {"machine": machine, "mode": "queued"}
+        one = decide(asked, search=True, **mode)
+        assert refusal(asked, one.schedule) == ""
+        check(plans(asked, one.schedule))
+        named = decide(asked, **mode)
+        seconds = [predict(asked, schedule, machine) for schedule in (one.schedule, named.schedule)]
+        assert seconds[0] <= seconds[1] * (1 + machine.margin)
+
+
+def test_columns_and_own_products_that_add_themselves_are_found() -> None:
+    hidden = Schedule.parse("hetero-fused-2d:pieces=3,tail=2,beta")
+    asked = problem_of("matmul_reduce_scatter", 8192, 4096, 1024, "bfloat16", 4)
+
+    def away(schedule: Schedule) -> int:
+        axes = ("uniform", "grouping", "dims", "pieces", "tail", "beta")
+        return sum(getattr(schedule, axis) != getattr(hidden, axis) for axis in axes)
+
+    def seconds(_: Problem, schedule: Schedule, __: Machine, ___: str) -> float:
+        return 1e-3 * (1 + away(schedule))
+
+    found = predictions(asked, candidates(asked, MACHINE), MACHINE, ("queued",), seconds)
+    further = search(asked, found, MACHINE, "queued", seconds, budget=200)
+    assert 0 in [away(one.schedule) for one in further]
+    gathers = problem_of("all_gather_matmul", 8192, 4096, 1024, "bfloat16", 4)
+    for operator in (gathers, problem_of("matmul_all_to_all", 8192, 4096, 1024, "bfloat16", 4)):
+        found = predictions(operator, candidates(operator, MACHINE), MACHINE, ("queued",), seconds)
+        further = search(operator, found, MACHINE, "queued", seconds, budget=200)
+        assert not any(one.schedule.beta for one in further)
+
+
+def test_unequal_blocks_can_be_searched() -> None:
+    table = [[700, 0, 3], [0, 0, 9], [64, 1, 0]]
+    for operator in ("all_to_all_matmul", "matmul_all_to_all"):
+        asked = Problem.of_blocks(operator, table, 64, 64, "bfloat16")
+        check(plans(asked, decide(asked, machine=h200(), search=True).schedule))
+    asked = Problem("matmul_all_reduce", (5, 0, 900), 64, 64, "bfloat16")
+    check(plans(asked, decide(asked, machine=h200(), search=True).schedule))
+
+
+def test_a_search_takes_less_than_200_ms() -> None:
+    machine, took = h200(), {}
+    for operator in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        took[operator] = []
+        for m in (8192, 12288, 16384):  # the runner may be busy: one of three has to do it
+            asked = problem_of(operator, m, 4096, 4096, "bfloat16", 4)
+            started = time.process_time()
+            decide(asked, machine=machine, search=True)
+            took[operator].append(time.process_time() - started)
+    gather, scatter, both = (min(times) for times in took.values())
+    assert gather < 0.2, took
+    # Sums, and copies that return: 1.3 and 2 times as long on a quiet core.
+    assert scatter < 2 * gather and both < 3 * gather, took

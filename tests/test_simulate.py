@@ -168,12 +168,13 @@ def test_sums_are_read_and_written_in_float32() -> None:
     by_memory = replace(ONE, gemm=replace(ONE.gemm, peak=1e30, bandwidth=1.0))
     a, out = Region("a", 0, 0, 3, 0, 5), Region("out", 0, 0, 3, 0, 7)
     operands = (3 * 5 + 5 * 7) * 2
-    for region, accumulate, each in (
-        (out, False, 2),
-        (out, True, 4),  # what it adds itself to is of the operands' dtype
-        (out._replace(buffer="sum"), False, 8),
+    for region, more, each in (
+        (out, {}, 2),
+        (out, {"accumulate": True}, 4),  # what it adds itself to is of the operands' dtype
+        (out, {"addend": out._replace(buffer="staging")}, 4),
+        (out._replace(buffer="sum"), {}, 8),
     ):
-        step = Step("matmul", "compute0", "x", products=(Product(a, 0, 5, region, accumulate),))
+        step = Step("matmul", "compute0", "x", products=(Product(a, 0, 5, region, **more),))
         made = own_plan(step, problem=problem_of(3, n=7, k=5, dtype="bfloat16"))
         assert simulate([made], by_memory).stop_s == pytest.approx(operands + 3 * 7 * each)
 

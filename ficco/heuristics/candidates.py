@@ -64,44 +64,62 @@ SENDING_SWITCH = (
     "shrinking",
     "shard-overlap",
     "growing:compute=2",
+    "shrinking:compute=2",
     "shard-overlap:compute=2",
     "shrinking:tail=2,compute=2",
-    "growing:tail=4",
-    "shard-overlap:tail=4",
     "shard-overlap:tail=4,compute=2",
-    "hetero-unfused-1d:pieces=2,order=peer,compute=2",
+    "shard-overlap:pieces=3",
     "hetero-fused-1d:pieces=2",
-    "hetero-fused-2d:pieces=4",
     "uniform-fused-1d:pieces=4",
     "uniform-fused-2d:pieces=4",
-    "uniform-fused-2d",
 )
 
 #: Further ones for operators that sum: a block that goes from rank to rank, or the own product
 #: added to the sum of all others.
-SUMMING = ("ring", "ring:pieces=4,compute=2", "shard-overlap:beta", "growing:beta,compute=2")
+SUMMING_SWITCH = ("ring", "ring:compute=2", "ring:pieces=4,tail=4,compute=2", "shard-overlap:beta")
+
+#: Where sums return to all ranks: the parts that are summed last return alone, so that they are cut
+#: once more.
+RETURNING_SWITCH = (
+    "growing",
+    "shrinking",
+    "shard-overlap",
+    "shrinking:tail=2",
+    "shard-overlap:compute=2",
+    "shrinking:tail=2,compute=2",
+    "shard-overlap:tail=4,compute=2",
+    "shrinking:pieces=2,tail=2,compute=2,beta",
+    "ring",
+    "ring:pieces=4",
+    "ring:tail=4,compute=2",
+    "ring:pieces=4,tail=4,compute=2",
+    "uniform-fused-1d:pieces=4",
+)
 
 #: On a mesh, where the product travels. A ring would use one link of each rank.
 SENDING_MESH = (
     "shard-overlap",
     "hetero-fused-1d:pieces=2",
-    "hetero-fused-1d:pieces=2,tail=4",
     "hetero-fused-1d:pieces=4",
-    "hetero-fused-1d:pieces=4,tail=2,compute=2",
+    "hetero-fused-1d:pieces=3+1,compute=2",
+    "hetero-fused-1d:pieces=3+1,tail=2,compute=2",
     "hetero-fused-1d",
-    "hetero-fused-2d:pieces=4",
-    "hetero-unfused-1d:pieces=2",
+    "hetero-fused-2d:pieces=4,compute=2",
+    "hetero-fused-2d:pieces=4,tail=4,compute=2",
     "hetero-unfused-1d:pieces=2,compute=2",
     "uniform-fused-1d:pieces=2",
     "uniform-fused-1d:pieces=4",
-    "uniform-fused-1d",
-    "uniform-fused-1d:pieces=4,compute=2",
-    "uniform-fused-2d:pieces=4",
+    "uniform-fused-2d:pieces=2,compute=2",
+    "uniform-fused-2d:pieces=3+1,compute=2",
     "uniform-fused-2d",
+    "uniform-fused-2d:compute=2",
 )
 
-#: The same for operators that sum.
-SUMMING_MESH = ("hetero-fused-1d:pieces=4,beta",)
+#: Further ones for operators that sum.
+SUMMING_MESH = (
+    "hetero-fused-1d:pieces=3+1,tail=2,compute=2,beta",
+    "hetero-fused-2d:pieces=4,tail=2,compute=2,beta",
+)
 
 #: Where a copy kernel moves the bytes: few and small copies.
 BY_KERNEL = ("shard-overlap:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel")
@@ -139,12 +157,14 @@ def _candidates(
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
     """Names for an operator, the simplest first."""
-    if not problem.kind.scatters:
+    kind = problem.kind
+    if not kind.scatters:
         return MESH if mesh else SWITCH
-    names = SENDING_MESH if mesh else SENDING_SWITCH
-    if not problem.kind.sums:
-        return names
-    return names + (SUMMING_MESH if mesh else SUMMING)
+    if mesh:
+        return SENDING_MESH + SUMMING_MESH if kind.sums else SENDING_MESH
+    if kind.returns:
+        return RETURNING_SWITCH
+    return SENDING_SWITCH + SUMMING_SWITCH if kind.sums else SENDING_SWITCH
 
 
 def on_mesh(machine: Machine | None) -> bool:

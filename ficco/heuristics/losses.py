@@ -58,7 +58,7 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
             batch=p.batch,
             itemsize=problem.itemsize,
             wide=p.out.buffer == "sum",
-            adds=p.accumulate and p.out.buffer != "sum",
+            adds=p.out.buffer != "sum" and (p.accumulate or p.addend is not None),
         )
         for p in products
     )
