@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ficco.plan import check, render
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, plan, plans
-from ficco.schedules.arrivals import Arrivals, cut, peers_in_order, siblings
+from ficco.schedules.groups import Arrivals, cut, peers_in_order, siblings
 
 PIECES = st.one_of(
     st.integers(0, 9), st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
@@ -148,7 +148,7 @@ def test_tail_cuts_the_last_shard_alone() -> None:
     assert sizes == [[64], [64], [16], [16], [16], [16]]
 
 
-@pytest.mark.parametrize("name", ["ficco.amounts", "ficco.schedules", "ficco.schedules.arrivals"])
+@pytest.mark.parametrize("name", ["ficco.amounts", "ficco.schedules", "ficco.schedules.groups"])
 def test_docstrings_show_what_is_so(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed

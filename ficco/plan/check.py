@@ -664,15 +664,8 @@ class _Proof:
             source, target = BUFFERS.index(src.buffer), BUFFERS.index(dst.buffer)
             reads.append((number, source, *src[1:], 0, 0, -1, -1, 0, mine, -1))
             rest = int(self.begins[target, rank]), 0, -1, -1, 0
-            if kind.scatters and kind.blocks:
-                for peer, term in enumerate(self._terms(1 << p for p in range(self.world))):
-                    row = int(self.lands[peer, rank])
-                    row_stop = row + int(self.block[peer, rank])
-                    part = dst._replace(row=row, row_stop=row_stop)
-                    writes.append((number, target, *part[1:], *rest, int(term), -1))
-            else:
-                joins = mine if kind.returns else -1
-                writes.append((number, target, *dst[1:], *rest, all_terms, joins))
+            joins = mine if kind.returns else -1
+            writes.append((number, target, *dst[1:], *rest, all_terms, joins))
         return _accesses(reads), _accesses(writes)
 
     # 4. Composition with the calls before and behind.
@@ -767,8 +760,10 @@ class _Proof:
         self.demand((k_first < 0) | (k_first == begin), who, "leaves out part of k")
         done = (k_first < 0) | (behind[write] >= 0) | (access.k_last[new] == k)
         self.demand(done, who, "does not cover all of k")
-        last = (behind[write] < 0) & (access.buffer[new] == OUT)
-        self._result(new[last])
+        # Rows of an all-to-all have a place for each rank, so that no more is to be shown for them.
+        whole = self.numbers.get((1 << self.world) - 1, -1) if self.problem.kind.sums else -1
+        last = (behind[write] < 0) & (access.buffer[new] == OUT) & self.problem.kind.sums
+        self.demand(~last | (access.terms[new] == whole), who, "leaves out the product of a rank")
         old, new = old[again], new[again]
         why = "may be overwritten by an unordered step"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
@@ -784,21 +779,6 @@ class _Proof:
         rows, cols = self.access.row_shift, self.access.col_shift
         same: Bools = (rows[one] == rows[two]) & (cols[one] == cols[two])
         return same
-
-    def _result(self, last: Ints) -> None:
-        """What is written last to a result is the product of the right ranks."""
-        kind, terms = self.problem.kind, self.access.terms[last]
-        if kind.sums:
-            whole = terms == self.numbers.get((1 << self.world) - 1, -1)
-            self.demand(whole, self.by_access(last), "leaves out the product of a rank")
-        elif kind.scatters:
-            ranks = {1 << rank: rank for rank in range(self.world)}
-            of = np.array([ranks.get(mask, -1) for mask in self.numbers])[terms]
-            rank = self.access.rank[last]
-            first = self.lands[of, rank]
-            right = (of >= 0) & (first <= self.access.row[last])
-            right &= self.access.row_stop[last] <= first + self.block[of, rank]
-            self.demand(right, self.by_access(last), "is the product of another rank")
 
     def _cells(self) -> tuple[Ints, Ints, Ints]:
         """Each access once for every rectangle it holds, by rectangle and in order of execution.
