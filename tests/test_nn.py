@@ -519,12 +519,61 @@ class Mlp(nn.Module):
         return self.down(self.gate(x).relu() + self.up(x))
 
 
-def _compiled(at: Rank) -> None:
-    """Whole graphs, with one gather for both layers, and the numbers of the eager module."""
+class Twice(Mlp):
+    """Calls one of the layers that share an input once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x) + self.up(x) + self.up(x))
+
+
+def sequence_plan() -> dict[str, Any]:
+    """The plan of an :class:`Mlp` between parts of the sequence."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import parallelize_module
 
     from ficco.nn import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+    return {
+        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "up": ColwiseParallel(),
+        "gate": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def _shared(at: Rank) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.utils.checkpoint import checkpoint
+
+    for kind, gathers in ((Mlp, 1), (Twice, 2)):
+        whole = kind()
+        x = integers(2, SEQUENCE, HIDDEN, seed=3).requires_grad_()
+        grad = integers(2, SEQUENCE, HIDDEN, seed=4)
+        want = whole(x)
+        want.backward(grad)
+        model = parallelize_module(kind(), mesh_of(at), sequence_plan())
+        for recomputed in (False, True):
+            about = f"rank {at.rank}, {kind.__name__}, {recomputed=}"
+            mine = part(x.detach(), at, 1).requires_grad_()
+            model.zero_grad()
+            with counted("all_gather_matmul") as counts:
+                y = checkpoint(model, mine, use_reentrant=False) if recomputed else model(mine)
+            assert counts == {"all_gather_matmul": gathers}, about
+            same(y, part(want, at, 1), f"{about}: y")
+            y.backward(part(grad, at, 1))
+            same(mine.grad, part(x.grad, at, 1), f"{about}: gradient of x")
+            for (name, param), full in zip(
+                model.named_parameters(), whole.parameters(), strict=True
+            ):
+                same(param.grad.full_tensor(), full.grad, f"{about}: gradient of {name}")
+
+
+def test_layers_of_a_module_share_its_gather() -> None:
+    run(4, _shared)
+
+
+def _compiled(at: Rank) -> None:
+    """Whole graphs, with one gather for both layers, and the numbers of the eager module."""
+    from torch.distributed.tensor.parallel import parallelize_module
 
     calls: list[str] = []
 
@@ -532,13 +581,7 @@ def _compiled(at: Rank) -> None:
         calls.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    plan = {
-        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "up": ColwiseParallel(),
-        "gate": ColwiseParallel(),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    model = parallelize_module(Mlp(), mesh_of(at), plan)
+    model = parallelize_module(Mlp(), mesh_of(at), sequence_plan())
     x = part(integers(2, SEQUENCE, HIDDEN, seed=3), at, 1).requires_grad_()
     found = []
     for module in (model, torch.compile(model, fullgraph=True, backend=backend)):
