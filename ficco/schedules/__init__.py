@@ -1,12 +1,13 @@
 """The space of schedules and the Plans it leads to.
 
-The named schedules, as rank 0 of 4 goes through them. A step takes one tick. ``2.1`` is piece 1 of
-rank 2's shard, ``0.1>3`` the copy of piece 1 of rank 0 to rank 3, ``own`` the rank's own shard.
+The named schedules where A is gathered, as rank 0 of 4 goes through them. A step takes one tick.
+``2.1`` is piece 1 of rank 2's shard, ``0.1>3`` the copy of piece 1 of rank 0 to rank 3, ``own`` the
+rank's own shard.
 
 >>> from ficco.plan import render
 >>> from ficco.problem import Problem
->>> def show(name):
-...     problem = Problem("all_gather_matmul", (64,) * 4, n=32, k=64, dtype="bfloat16")
+>>> def show(name, operator="all_gather_matmul"):
+...     problem = Problem(operator, (64,) * 4, n=32, k=64, dtype="bfloat16")
 ...     lines = render(plan(problem, Schedule.parse(name), rank=0), width=96).splitlines()
 ...     for line in lines[2:]:
 ...         print(line)
@@ -98,6 +99,54 @@ The same with pieces of columns.
 compute0 | own     |       | 1.0   | 2.0   | 3.0   | .. | 2.3 | sum>out | 3.3 | sum>out
 copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | ..
 sync     |         |       |       |       |       | .. |     |         |     |         | retire
+
+The same names where the product travels. ``2.1`` is piece 1 of the product's block for rank 2,
+``2.1>2`` its copy to rank 2, ``sum 0`` the sum of what all ranks made of the first own piece.
+
+One product, then all its blocks, then the sum.
+
+>>> show("serial", "matmul_reduce_scatter")
+compute0 | 1.0 2.0 3.0 0.0
+copy0    | acquire         | 1.0>1 | 2.0>2 | 3.0>3
+reduce0  |                 |       |       |       | sum 0
+sync     |                 |       |       |       |       | retire
+
+The blocks of the peers first; the own one is multiplied while they travel.
+
+>>> show("shard-overlap", "matmul_reduce_scatter")
+compute0 | 1.0     | 2.0   | 3.0   | 0.0
+copy0    | acquire | 1.0>1 | 2.0>2 | 3.0>3
+reduce0  |         |       |       |       | sum 0
+sync     |         |       |       |       |       | retire
+
+>>> show("hetero-fused-1d:pieces=2", "matmul_reduce_scatter")
+compute0 | 1.0 2.0 3.0 | 1.1 2.1 3.1 | 0.0
+copy0    | acquire     | 1.0>1       | 2.0>2 | 3.0>3 | 1.1>1 | 2.1>2 | 3.1>3
+reduce0  |             |             |       |       |       |       |       | sum 0
+sync     |             |             |       |       |       |       |       |       | retire
+
+With ``beta``, the own product adds itself to the sum of all others.
+
+>>> show("shard-overlap:beta", "matmul_reduce_scatter")
+compute0 | 1.0     | 2.0   | 3.0   |       |       | 0.0
+copy0    | acquire | 1.0>1 | 2.0>2 | 3.0>3
+reduce0  |         |       |       |       | sum 0
+sync     |         |       |       |       |       |     | retire
+
+For operators that sum alone: each block goes round, and every rank adds its product to it.
+
+>>> show("ring", "matmul_reduce_scatter")
+compute0 | 3.0     | 3.1   | 2.0   | 2.1   | 1.0   | 1.1   | 0.0   | 0.1
+copy0    | acquire | 3.0>1 | 3.1>1 | 2.0>1 | 2.1>1 | 1.0>1 | 1.1>1
+sync     |         |       |       |       |       |       |       |     | retire
+
+An all-reduce sends its sums back to all.
+
+>>> show("shard-overlap", "matmul_all_reduce")
+compute0 | 1.0     | 2.0   | 3.0   | 0.0   | ..
+copy0    | acquire | 1.0>1 | 2.0>2 | 3.0>3 | .. | sum 0>3
+reduce0  |         |       |       |       | .. | staging>out | staging>out
+sync     |         |       |       |       | .. |             |             | retire
 """
 
 from ficco.schedules.build import plan, plans, refusal
