@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import doctest
 import json
 import math
 import subprocess
@@ -18,9 +19,9 @@ import torch
 
 import ficco
 from ficco import cli
-from ficco.bench import cases, command, layers, plots, regret, report, stats, table
+from ficco.bench import bounds, cases, command, layers, plots, regret, report, stats, table
 from ficco.bench.accuracy import Accuracy
-from ficco.bench.bounds import moved_bytes, movements
+from ficco.bench.bounds import block_bytes, moved_bytes, movements
 from ficco.bench.calls import build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
@@ -183,6 +184,8 @@ def test_candidates_have_names_of_their_own() -> None:
     names = [candidate.name for candidate in of_problem(chosen, _problem(OPERATOR))]
     assert "growing:kernel" in names and len(names) == len(set(names))
     assert set(without).isdisjoint(names) and "pytorch-fused" in names
+    large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
+    assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -308,6 +311,7 @@ def test_references_give_what_each_operator_promises() -> None:
 
 
 def test_what_moves_moves_as_many_bytes_alone() -> None:
+    assert doctest.testmod(bounds) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
         alone = movements(problem)
@@ -317,6 +321,7 @@ def test_what_moves_moves_as_many_bytes_alone() -> None:
         for src, dst in ((0, 1), (3, 2)):
             assert alone[0].block(src, dst) == problem.block(src, dst)
         assert moved_bytes(problem) == 32 * width * 4
+        assert block_bytes(problem) == 8 * width * 4
 
 
 def _through_the_gate(at: ranks.Rank) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ficco.bench.bounds import block_bytes
 from ficco.bench.cases import OPERATOR
 from ficco.heuristics.candidates import BY_KERNEL, candidates
 from ficco.problem import Problem
@@ -64,6 +65,10 @@ REFERENCES: tuple[tuple[Candidate, tuple[str, ...]], ...] = (
     (Candidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
 )
 
+#: Copies by kernel are compared where they are this small at most. Larger ones have nowhere been
+#: faster than those by the copy engine (docs/results/unseen-h200-2.csv).
+KERNEL_BYTES = 4 << 20
+
 #: Stands for the schedules that ``auto`` compares.
 COMPARED = Candidate("candidates", "compared")
 
@@ -96,7 +101,8 @@ SCHEDULES = tuple(
 def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candidate, ...]:
     """The candidates of a bench: the references but some, and the schedules of these names, or all.
 
-    The name ``candidates`` stands for the schedules that ``auto`` compares on a switch.
+    The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
+    by kernel where copies are small.
     """
     ours = SCHEDULES
     if names is not None:
@@ -112,7 +118,8 @@ def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate
     found: dict[Candidate, None] = {}
     for one in chosen:
         if one == COMPARED:
-            there = (*map(str, candidates(problem)), *BY_KERNEL)
+            small = block_bytes(problem) <= KERNEL_BYTES
+            there = (*map(str, candidates(problem)), *BY_KERNEL * small)
             found |= dict.fromkeys(map(parse, there))
         elif problem.operator in having.get(one.name, (problem.operator,)):
             found[one] = None
