@@ -23,8 +23,10 @@ import ficco
 from ficco import cli, warn
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import rule_table
-from ficco.heuristics import Saved, decide, saved, where
+from ficco.heuristics import Saved, decide, problem_of, saved, where
+from ficco.heuristics.candidates import SERIALS
 from ficco.heuristics.decide import described
+from ficco.heuristics.model import is_serial
 from ficco.machine import (
     Collective,
     Fingerprint,
@@ -32,12 +34,14 @@ from ficco.machine import (
     Thresholds,
     Tuned,
     digest,
+    dumps,
     find,
+    loads,
     nearest,
     save,
 )
-from ficco.problem import Problem
-from ficco.schedules import NAMED, Schedule
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, Schedule, refusal
 from ficco.simulate import predict
 from ficco.workspace import workspaces
 
@@ -77,6 +81,12 @@ def test_the_caller_goes_first() -> None:
     assert str(decision) == "hetero-fused-2d:pull (caller: given)"
 
 
+def test_what_an_operator_cannot_take_is_refused_whatever_is_known() -> None:
+    for machine in (None, MACHINE):
+        with pytest.raises(ValueError, match="ring is for operators that sum over ranks"):
+            decide(PROBLEM, "ring", machine=machine)
+
+
 def test_one_rank_takes_serial() -> None:
     decision = decide(problem(8192, 7168, 8192, world=1), machine=MACHINE)
     assert decision.schedule == NAMED["serial"]
@@ -105,6 +115,50 @@ def test_what_was_measured_goes_before_the_model(mode: str, taken: str, figures:
     assert (str(decision.schedule), decision.source) == (taken, "tuned")
     assert decision.reason == f"measured on toy: {figures} as fast as serial"
     assert decide(replace(PROBLEM, n=512), machine=machine, mode=mode).source == "model"
+
+
+def test_a_tuned_entry_is_of_its_operator_and_its_blocks() -> None:
+    table = ((1, 2, 3, 4), (4, 3, 2, 1), (2, 2, 2, 2), (3, 3, 3, 3))
+    asked = Problem.of_blocks("all_to_all_matmul", table, 64, 64, "bfloat16")
+    sums = Problem("matmul_reduce_scatter", PROBLEM.rows, PROBLEM.n, PROBLEM.k, PROBLEM.dtype)
+    one, two = (
+        replace(TUNED, operator=p.operator, rows=p.rows, n=p.n, k=p.k, blocks=p.blocks, idle=name)
+        for p, name in ((asked, "growing:tail=3"), (sums, "ring:pieces=3"))
+    )
+    machine = replace(MACHINE, tuned=(one, two))
+    assert str(decide(asked, machine=machine).schedule) == "growing:tail=3"
+    assert str(decide(sums, machine=machine).schedule) == "ring:pieces=3"
+    assert decide(PROBLEM, machine=machine).source == "model"
+    turned = Problem.of_blocks("all_to_all_matmul", table[::-1], 64, 64, "bfloat16")
+    assert turned.rows == asked.rows and decide(turned, machine=machine).source == "model"
+    # As files hold them.
+    assert loads(dumps(machine)).tuned == machine.tuned
+    gathers = replace(TUNED, idle="ring:pieces=3")  # which only operators that sum can take
+    with pytest.warns(UserWarning, match="passed over: .*ring is for operators that sum"):
+        assert decide(PROBLEM, machine=replace(MACHINE, tuned=(gathers,))).source == "model"
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("name", ["h200-4", "h200-2", "mi300x-8", "cpu"])
+def test_nothing_is_taken_that_is_predicted_to_lose_to_serial(name: str, operator: str) -> None:
+    machine = find(name, None)
+    assert machine is not None
+    mode, taken = "idle" if name == "cpu" else "eager", set()
+    for m, n, k in ((64, 64, 64), (1024, 4096, 1024), (8192, 4096, 2048), (16384, 8192, 8192)):
+        asked = problem_of(
+            operator, m, n, k, "float32" if name == "cpu" else "bfloat16", machine.ranks
+        )
+        decision = decide(asked, machine=machine, mode=mode)
+        assert decision.source == "model" and refusal(asked, decision.schedule) == ""
+        taken.add(is_serial(decision.schedule))
+        if is_serial(decision.schedule):
+            continue
+        gains = []
+        for one in ("idle",) if mode == "idle" else ("queued", "idle"):
+            serial = min(predict(asked, Schedule.parse(s), machine, one) for s in SERIALS)
+            gains.append(serial / predict(asked, decision.schedule, machine, one) - 1)
+        assert min(gains) >= -machine.margin and max(gains) >= machine.margin, (asked, gains)
+    assert False in taken or name == "cpu" or operator == "all_to_all_matmul"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +222,16 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     # receive three of a third of that.
     (serial,) = (one for one in decision.candidates if one.schedule == "serial:collective")
     assert serial.queued == pytest.approx(1e-3 + 2e-3)
+
+
+def test_every_collective_is_scaled_to_the_bytes_that_a_rank_receives() -> None:
+    curve = Collective(((3e6, 1e-3), (9e6, 2e-3)), BY)
+    blocks = ("collective", "reduce_scatter", "all_to_all", "all_reduce")
+    sized = described(replace(MACHINE, **dict.fromkeys(blocks, curve)), 2)
+    assert sized is not None
+    for block in blocks:  # a peer in place of three
+        assert getattr(sized, block).curve == ((9e6, 1e-3), (27e6, 2e-3))
+    assert described(MACHINE, 2).all_to_all is None  # type: ignore[union-attr]
 
 
 def test_the_nearest_machine_serves_groups_of_other_sizes() -> None:
@@ -252,6 +316,45 @@ def test_explain_takes_a_machine_by_name_or_path(tmp_path: Path) -> None:
         ficco.explain("all_gather_matmul", machine="nowhere", **sizes)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_explain_serves_every_operator(operator: str) -> None:
+    sizes = {"m": 8192, "n": 8192, "k": 2048, "world": 4, "machine": "h200-4"}
+    decision = ficco.explain(operator, **sizes)
+    assert decision.problem is not None and decision.problem.operator == operator
+    assert (decision.problem.m, decision.problem.world) == (8192, 4)
+    assert decision.source == "model" and "times as fast as serial" in decision.reason
+    names = [one.schedule for one in decision.candidates]
+    assert {"serial:collective", "serial", str(decision.schedule)} <= set(names)
+    assert all(0 < one.share <= 1.0 for one in decision.candidates)
+    assert all(one.losses.gemm >= 0.99 for one in decision.candidates)
+    assert f"* {decision.schedule}" in decision.table()
+    given = ficco.explain(operator, schedule="hetero-fused-1d:pieces=3", **sizes)
+    assert "* hetero-fused-1d:pieces=3" in given.table()
+
+
+def test_explain_takes_rows_as_the_operators_do() -> None:
+    sizes = {"n": 64, "k": 32, "world": 2, "machine": MACHINE}
+    found = ficco.explain("matmul_reduce_scatter", m=9, rows=[2, 7], **sizes).problem
+    assert found == Problem("matmul_reduce_scatter", (2, 7), 64, 32, "bfloat16")
+    table = [[1, 2], [3, 4]]
+    for operator, m in (("all_to_all_matmul", 6), ("matmul_all_to_all", 7)):
+        found = ficco.explain(operator, m=m, rows=table, **sizes).problem
+        assert found == Problem.of_blocks(operator, table, 64, 32, "bfloat16")
+        equal = ficco.explain(operator, m=7, **sizes).problem
+        assert equal is not None and equal.rows == (7, 7)
+    for operator, m, rows, said in (
+        ("matmul_reduce_scatter", 9, [2, 6], "the sum 9, which is m, got 8"),
+        ("matmul_reduce_scatter", 9, [9], "required 2 numbers"),
+        ("matmul_reduce_scatter", 7, table, "required 2 numbers"),
+        ("all_to_all_matmul", 7, table, "the largest sum 7, which is m, got 6"),
+        ("all_to_all_matmul", 6, [2, 4], "a table of 2 x 2 numbers"),
+        ("all_to_all_matmul", 6, [[1, 2, 3], [3, 4, 5]], "a table of 2 x 2 numbers"),
+        ("matmul_all_reduce", 6, [3, 3], "required none for matmul_all_reduce"),
+    ):
+        with pytest.raises(ValueError, match=f"rows: .*{said}"):
+            ficco.explain(operator, m=m, rows=rows, **sizes)
+
+
 def test_explain_refuses_what_no_call_can_be() -> None:
     sizes = {"m": 2048, "n": 1024, "k": 4096, "world": 4}
     with pytest.raises(
@@ -277,6 +380,44 @@ def test_the_command_prints_the_decision_and_its_candidates(
     assert "m=8192 (2048 x 4 ranks)" in found and "model: predicted to take" in found
     for head in ("queued", "of ideal", "DIL gemm", "CIL", "memory", "serial:collective"):
         assert head in found
+
+
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if name != "all_gather_matmul"])
+def test_the_commands_know_every_operator(
+    operator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = ["--operator", operator, *SIZES[:6]]
+    assert cli.run(["explain", *of, "--machine", "h200-4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{operator}(m=8192 (") and "serial:collective" in said
+    assert cli.run(["plan", "auto", *of, "--world", "4", "--rank", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problem"]["operator"] == operator and found["source"] == "model"
+    sums = [step["reduction"] for step in found["steps"] if step["reduction"]]
+    assert all(len(one["parts"]) in (3, 4) for one in sums)  # without the own one, or with it
+    assert cli.run(["simulate", "growing", *of, "--json"]) == 0
+    rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["growing"]["ms"] >= rows["ideal"]["ms"] > 0
+    assert (rows["growing"]["n"], rows["growing"]["k"]) == (3584, 4096)
+    # Of shapes that ship, those of the layer behind: n and k are exchanged.
+    assert cli.run(["simulate", "growing", "--set", "small", "--operator", operator, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    sends = operator.startswith("matmul_")
+    assert (first["n"], first["k"]) == ((4096, 1024) if sends else (1024, 4096))
+
+
+def test_the_commands_take_rows_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--n", "64", "--k", "32", "--world", "2", "--machine", "h200-4"]
+    for command in (["explain"], ["plan", "serial"]):
+        for operator, m, rows, shown in (
+            ("matmul_reduce_scatter", "9", "2,7", "rows=[2, 7]"),
+            ("all_to_all_matmul", "6", "1,2;3,4", "rows=[[1, 2], [3, 4]]"),
+            ("matmul_all_to_all", "7", "1,2;3,4", "rows=[[1, 2], [3, 4]]"),
+        ):
+            of = ["--operator", operator, "--m", m, "--rows", rows]
+            assert cli.run([*command, *of, *sizes]) == 0
+            assert shown in capsys.readouterr().out
+    assert cli.run(["plan", "serial", "--operator", "matmul_all_reduce", "--m", "7", *sizes]) == 0
 
 
 def test_the_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,6 +466,12 @@ def test_the_command_measures_what_it_predicts(
         ([*SIZES, "--measure", "--seconds", "-3"], "above 0, got -3"),
         ([*SIZES, "--draw", "picture"], "--draw: required a file with one of the suffixes"),
         ([*SIZES, "--draw", "picture.jpgg"], "png"),
+        ([*SIZES, "--operator", "matmul"], "--operator: required one of all_gather_matmul, "),
+        ([*SIZES, "--schedule", "ring"], "operators that sum"),
+        ([*SIZES, "--world", "2", "--rows", "1,2"], "--rows: required the sum 8192"),
+        ([*SIZES, "--world", "2", "--rows", "x,2"], "--rows: required whole numbers"),
+        ([*SIZES, "--world", "2", "--rows", "8191,1", "--measure"], "without --rows"),
+        (["--rule-table", "--operator", "matmul_all_reduce"], "--operator all_gather_matmul"),
     ],
 )
 def test_the_command_refuses(
@@ -470,6 +617,22 @@ def test_a_saved_decision_is_read_and_not_made_again(tmp_path: Path) -> None:
     for asked, machine in ((replace(PROBLEM, n=8), MACHINE), (PROBLEM, other)):
         with pytest.raises(AssertionError, match="predicted again"):
             decide(asked, machine=machine, saved=keep(tmp_path, machine), predict=refuse)
+
+
+def test_a_saved_decision_is_of_one_operator_and_one_table(tmp_path: Path) -> None:
+    sizes = (1024, 4096, "bfloat16")
+    asked = [
+        PROBLEM,
+        *(Problem(name, PROBLEM.rows, *sizes) for name in OPERATORS if name.endswith("e_scatter")),
+        Problem("matmul_all_reduce", PROBLEM.rows, *sizes),
+        Problem.of_blocks("all_to_all_matmul", [[256] * 4] * 4, *sizes),
+        Problem.of_blocks("all_to_all_matmul", [[255, 257, 256, 256]] * 4, *sizes),
+        Problem.of_blocks("matmul_all_to_all", [[256] * 4] * 4, *sizes),
+    ]
+    first = [decide(one, machine=MACHINE, saved=keep(tmp_path)) for one in asked]
+    assert len(list(tmp_path.rglob("*.json"))) == len(asked)
+    again = [decide(one, machine=MACHINE, saved=keep(tmp_path), predict=refuse) for one in asked]
+    assert again == first
 
 
 def test_another_version_decides_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def decide(
         predict: seconds of a problem under a schedule on a machine in a mode.
 
     Raises:
-        ValueError: no schedule or mode is called that.
+        ValueError: no schedule or mode is called that, or the operator cannot take the schedule.
     """
     if mode not in MODES:
         raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
@@ -176,7 +176,10 @@ def decide(
         return Decision(schedule, source, reason, problem, machine, mode, search, predict)
 
     if wanted != "auto":
-        return decision(wanted, "caller", "given")
+        given = decision(wanted, "caller", "given")
+        if why := refusal(problem, given.schedule):
+            raise ValueError(why)
+        return given
     if problem.world == 1:
         return decision("serial", "rule", "one rank has nothing to wait for")
     if problem.flops == 0:
