@@ -831,6 +831,28 @@ def _autocast(at: Rank, operator: str) -> None:
         assert product(wide, *operands(wide, made, at)).dtype == torch.float64
 
 
+def _backward_under_autocast(at: Rank, operator: str) -> None:
+    """A backward inside a block of autocast, against PyTorch's advice, loses nothing."""
+    case = case_of(operator, at.world, 4, 6, 8)
+    made = make(case, at.world)
+    found = []
+    for enabled in (False, True):
+        a, b = operands(case, made, at)
+        with torch.no_grad():
+            a *= 1 + 2.0**-20  # not a number of bfloat16
+        y = product(case, a, b)
+        with torch.autocast(at.device.type, dtype=torch.bfloat16, enabled=enabled):
+            y.backward(made.g[at.rank].to(y))
+        found.append((a.grad, b.grad))
+    for plain, inside in zip(*found, strict=True):
+        assert torch.equal(plain, inside)
+
+
+def test_backwards_inside_autocast(device: str) -> None:
+    for operator in OPERATORS:
+        run(2, _backward_under_autocast, operator, device=device)
+
+
 @ranks(2, 3)
 def test_gradients_under_autocast(world: int, device: str) -> None:
     for operator in OPERATORS:

@@ -19,6 +19,7 @@ from test_gradients import (  # noqa: F401  collected here, with this module's d
     product,
     same,
     test_a_call_inside_a_backward,
+    test_backwards_inside_autocast,
     test_gradient_through_the_gathered_a,
     test_gradients_are_exact,
     test_gradients_in_any_layout,
