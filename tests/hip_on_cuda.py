@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import csv
 import faulthandler
+import json
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -293,8 +295,10 @@ def _shape(
             made, candidate = runner(schedule, name), Candidate(f"{schedule} {name}", "ficco")
             with made.context():
                 result = made.run()
+            # Random data: what other kernels of the library make of it differs by roundings.
             want = first.setdefault(schedule, result)
-            assert torch.equal(want, result), f"{name}: {schedule} gives another product"
+            most = float(want.abs().max()) * 2**-6
+            torch.testing.assert_close(result, want, rtol=2**-6, atol=most)
             for mode in MODES:
                 replay = None
                 if mode == "graph":
@@ -479,16 +483,16 @@ def main() -> int:
     env = {hip_ranks.LIBRARY: str(hip_ranks.forward()), hip_ranks.WHEEL: str(_wheel())}
     print(f"{TITLE}: {given.world} ranks, {env}", flush=True)
     wanted = tuple(filter(None, given.parts.split(",")))
-    parts: dict[str, tuple[bool, str]] = {}
-    words: dict[str, str] = {}
+    # A later run of other parts adds to the report.
+    kept = given.out / "parts.json"
+    parts, words = json.loads(kept.read_text()) if kept.exists() else ({}, {})
     timed: list[Timed] = []
     jobs = _jobs(given.world, given.seconds, given.calls, given.shapes)
     for name, (fn, args, more, seconds) in jobs.items():
         if wanted and not name.startswith(wanted):
             continue
-        progress = given.out / f"{name}.progress"
-        progress.unlink(missing_ok=True)
-        settings = {**env, **more, PROGRESS: str(progress.resolve())}
+        progress = Path(tempfile.gettempdir(), f"ficco-hip-on-cuda-{os.getpid()}-{name}")
+        settings = {**env, **more, PROGRESS: str(progress)}
         good, found = _run(name, fn, args, settings, given.world, seconds)
         if good and name == "about":
             words, text = found, "the engine's first call"
@@ -499,6 +503,7 @@ def main() -> int:
         parts[name] = good, text
         print(f"  {'passed' if good else 'FAILED'}: {text}", flush=True)
         # After each part: a run that is cut off leaves what there was.
+        kept.write_text(json.dumps([parts, words]))
         (given.out / "report.md").write_text("\n".join(report(parts, words, timed)) + "\n")
         if timed:
             write_csv(given.out / "bench.csv", timed, given.world)
