@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ficco.plan import check, render
-from ficco.problem import Problem
-from ficco.schedules import NAMED, Schedule, plan, plans
-from ficco.schedules.groups import Arrivals, cut, peers_in_order, siblings
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, Schedule, plan, plans, refusal
+from ficco.schedules.groups import (
+    Arrivals,
+    Departures,
+    cut,
+    peers_in_order,
+    siblings,
+    targets_in_order,
+)
 
 PIECES = st.one_of(
     st.integers(0, 9), st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
@@ -23,6 +30,7 @@ PIECES = st.one_of(
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     base = NAMED[draw(st.sampled_from(list(NAMED)))]
+    ring = base.grouping == "ring"
     return Schedule(
         uniform=base.uniform,
         grouping=base.grouping,
@@ -30,10 +38,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
         pieces=draw(PIECES),
         tail=draw(st.integers(1, 4)),
         order=draw(st.sampled_from(["piece", "peer"])),
-        pull=draw(st.booleans()),
+        pull=draw(st.booleans()) and not ring,
         mover=draw(st.sampled_from(["dma", "kernel"])),
         copy=draw(st.integers(1, 3)),
         compute=draw(st.integers(1, 3)),
+        beta=ring or (draw(st.booleans()) and not base.uniform),
     )
 
 
@@ -51,6 +60,8 @@ def test_knobs_print_in_a_fixed_order() -> None:
     written = "hetero-fused-1d:compute=2,pull,copy=3,pieces=4"
     assert str(Schedule.parse(written)) == "hetero-fused-1d:pieces=4,pull,copy=3,compute=2"
     assert Schedule.parse("uniform-fused-1d:pieces=1") == Schedule.parse("serial")
+    assert str(Schedule.parse("growing:beta,pieces=2")) == "growing:pieces=2,beta"
+    assert str(Schedule.parse("ring:beta,pieces=4")) == "ring:pieces=4"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +78,10 @@ def test_knobs_print_in_a_fixed_order() -> None:
         ("growing:speed=9", "knobs are"),
         ("growing:collective", "required the schedule serial"),
         ("serial:pull,collective", "required the schedule serial"),
+        ("ring:pull", "ring: required uniform=False, pull=False and beta=True"),
+        ("ring:beta=0", "ring: required uniform=False, pull=False and beta=True"),
+        ("uniform-fused-1d:beta", "beta: required the own product last"),
+        ("growing:beta=yes", "not a knob"),
     ],
 )
 def test_bad_names_say_what_is_wrong(name: str, words: str) -> None:
@@ -103,6 +118,24 @@ def test_knobs_are_clamped_to_what_there_is(name: str) -> None:
     assert found[0].words < 1000 and len(found[0].steps) < 1000
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("name", ["ring", "growing:beta"])
+def test_what_adds_to_sums_is_refused_where_there_are_none(name: str, operator: str) -> None:
+    if OPERATORS[operator].blocks:
+        problem = Problem.of_blocks(operator, ((4,) * 2,) * 2, 8, 8, "float32")
+    else:
+        problem = Problem(operator, (4, 4), 8, 8, "float32")
+    schedule = Schedule.parse(name)
+    assert bool(refusal(problem, schedule)) != OPERATORS[operator].sums
+    assert not refusal(problem, Schedule.parse("growing"))
+    if OPERATORS[operator].sums:
+        check(plans(problem, schedule))
+        return
+    knob = "ring" if name == "ring" else "beta"
+    with pytest.raises(ValueError, match=f"{knob} is for operators that sum.*leave it out"):
+        plans(problem, schedule)
+
+
 @given(st.integers(0, 500), PIECES.filter(lambda pieces: pieces != 0))
 def test_cuts_cover_a_length_once(length: int, pieces: int | tuple[int, ...]) -> None:
     bounds = cut(length, pieces)
@@ -124,6 +157,75 @@ def test_no_two_ranks_receive_from_one_peer_at_a_time(world: int) -> None:
     orders = [peers_in_order(rank, world) for rank in range(world)]
     for turn in zip(*orders, strict=True):
         assert len(set(turn)) == world
+
+
+@given(st.integers(1, 33))
+def test_ranks_send_in_the_order_in_which_they_receive(world: int) -> None:
+    for rank in range(world):
+        for turn, target in enumerate(targets_in_order(rank, world)):
+            assert peers_in_order(target, world)[turn] == rank
+
+
+SCATTERS = [name for name, kind in OPERATORS.items() if kind.scatters]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "growing", "hetero-unfused-2d", "uniform-fused-1d"])
+@pytest.mark.parametrize("operator", SCATTERS)
+def test_each_block_is_cut_once_and_leaves_before_the_own(operator: str, schedule: str) -> None:
+    problem = Problem("matmul_reduce_scatter", (40, 0, 3, 17), 24, 64, "bfloat16")
+    if OPERATORS[operator].blocks:
+        table = ((40, 0, 3, 17), (1, 2, 3, 4), (0,) * 4, (9, 9, 0, 9))
+        problem = Problem.of_blocks(operator, table, 24, 64, "bfloat16")
+    for rank in range(4):
+        leaving = Departures(problem, Schedule.parse(schedule), rank)
+        for peer in range(4):
+            units = leaving.of(peer)
+            bounds = [(unit.start, unit.stop) for unit in units]
+            size = problem.block(rank, peer)
+            length = 24 if schedule.endswith("2d") and size else size
+            assert [a for a, _ in bounds] == [0, *(b for _, b in bounds)][: len(bounds)]
+            assert (bounds[-1][1] if bounds else 0) == length
+            if peer != rank and leaving.own and units and not leaving.schedule.uniform:
+                assert units[-1].group < leaving.own[0].group
+
+
+def test_no_two_ranks_send_to_one_peer_at_a_time() -> None:
+    problem = Problem("matmul_reduce_scatter", (64,) * 8, 32, 64, "bfloat16")
+    sent = []
+    for found in plans(problem, NAMED["shard-overlap"]):
+        moved = [step.transfer for step in found.steps if step.op == "copy"]
+        sent.append([transfer.dst.rank for transfer in moved if transfer])
+    assert all(len(set(turn)) == 8 for turn in zip(*sent, strict=True))
+
+
+def test_growing_sends_few_products() -> None:
+    problem = Problem("matmul_reduce_scatter", (64,) * 8, 32, 64, "bfloat16")
+    for found in plans(problem, NAMED["growing"]):
+        rows = [[p.out.rows for p in step.products] for step in found.steps if step.products]
+        assert rows == [[64], [128], [256], [64]]
+
+
+def test_the_ring_adds_in_place_and_sends_to_its_neighbour_alone() -> None:
+    problem = Problem("matmul_all_reduce", (64,) * 4, 32, 64, "bfloat16")
+    for found in plans(problem, Schedule.parse("ring:pieces=1,tail=1")):
+        products = [p for step in found.steps for p in step.products]
+        assert [p.out.buffer for p in products] == ["partial", "staging", "staging", "out"]
+        assert [bin(p.terms).count("1") for p in products] == [0, 1, 2, 3]
+        on = [step.transfer for step in found.steps if step.op == "copy"][:3]
+        assert {move.dst.rank for move in on if move} == {(found.rank + 1) % 4}
+
+
+def test_sums_take_the_tail_alone() -> None:
+    """So that what is left behind the last copy is short."""
+    problem = Problem("matmul_reduce_scatter", (64,) * 4, 32, 64, "bfloat16")
+    (found, *_) = plans(problem, Schedule.parse("shard-overlap:tail=4"))
+    assert [step.label for step in found.steps if step.op == "reduce"] == [
+        "sum 0",
+        "sum 1",
+        "sum 2",
+        "sum 3",
+    ]
+    assert len([step for step in found.steps if step.op == "copy"]) == 3
 
 
 def test_growing_takes_few_products() -> None:
@@ -154,10 +256,17 @@ def test_docstrings_show_what_is_so(name: str) -> None:
     assert found.attempted and not found.failed
 
 
+LANES = ["compute0", "copy0", "reduce0", "sync"]
+
+
 @pytest.mark.parametrize("width", [40, 60, 100])
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_all_reduce"])
 @pytest.mark.parametrize("name", NAMED)
-def test_timelines_keep_to_their_width(name: str, width: int) -> None:
-    problem = Problem("all_gather_matmul", (64,) * 8, 32, 64, "bfloat16")
+def test_timelines_keep_to_their_width(name: str, operator: str, width: int) -> None:
+    problem = Problem(operator, (64,) * 8, 32, 64, "bfloat16")
+    if refusal(problem, NAMED[name]):
+        return
     lines = render(plan(problem, NAMED[name], 3), width).splitlines()[2:]
-    assert len(lines) == 3 and max(map(len, lines)) <= width
-    assert [line.split()[0] for line in lines] == ["compute0", "copy0", "sync"]
+    assert max(map(len, lines)) <= width
+    lanes = [lane for lane in LANES if lane != "reduce0" or problem.kind.scatters]
+    assert [line.split()[0] for line in lines] == lanes
