@@ -502,6 +502,13 @@ def test_auto_is_held_against_what_it_compares(
     assert mode == "queued" and found is not None
     assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
     assert found.loss == pytest.approx(0.25) and never not in found.errors
+    # Another operator has decisions and pages of its own.
+    other = Problem("matmul_reduce_scatter", (8192,) * 4, 8192, 2048, "bfloat16")
+    sent = str(decide(other, machine=machine).schedule)
+    one = replace(one, operator=other.operator, n=8192, k=2048)
+    summed = [replace(one, candidate=name, ms=ms) for name, ms in ((sent, 2.0), ("serial", 3.0))]
+    text = regret.report([*rows, *summed], machine, "name")
+    assert "## matmul_reduce_scatter, queued" in text and "## all_gather_matmul, queued" in text
     # A shape on which what auto takes was not measured is counted.
     rows += [replace(row, case="b") for row in rows if row.candidate != taken]
     text = regret.report(rows, machine, "name")
@@ -525,6 +532,20 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
     readme.write_text("no markers")
     with pytest.raises(ConfigError, match="markers"):
         report.put_between(readme, "results", text)
+
+
+def test_several_benches_go_into_one_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results:begin -->\nold\n<!-- results:end -->\n")
+    table.write(tmp_path / "one.csv", _rows())
+    table.write(tmp_path / "two.csv", _of_two())
+    files = [str(tmp_path / name) for name in ("one.csv", "two.csv")]
+    assert cli.run(["bench", "--readme", *files, "--readme-file", str(readme)]) == 0
+    text = readme.read_text()
+    assert text.count("| **worst** |") == 2 + 4 and text.count("*queued*: the host runs") == 1
+    assert "(one.md)" in text and "(two.md)" in text and "old" not in text
 
 
 # The whole, on the CPU engine.

@@ -259,7 +259,8 @@ def _later(arguments: argparse.Namespace) -> int:
         parts = []
         for csv in arguments.readme:
             link = os.path.relpath(csv.resolve().with_suffix(".md"), folder)
-            parts.append(readme_table(table.read(csv), table.read_description(csv), link))
+            rows, about = table.read(csv), table.read_description(csv)
+            parts.append(readme_table(rows, about, link, explained=bool(parts)))
         put_between(arguments.readme_file, "results", "\n\n".join(parts))
         print(f"wrote {arguments.readme_file}")
     return 0

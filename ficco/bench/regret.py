@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from ficco.bench.report import MODE_WORDS, markdown
+from ficco.bench.report import MODE_WORDS, by_operator, markdown
 from ficco.bench.table import Row
 from ficco.heuristics import Where, candidates, decide, rule
 from ficco.machine import Machine
@@ -161,17 +161,20 @@ def table(found: Sequence[Regret]) -> str:
 def report(rows: Sequence[Row], machine: Machine, name: str) -> str:
     """Regret of all modes as Markdown."""
     parts = [f"# {name}: what `auto` loses", ABOUT.format(machine=machine.name, bench=name)]
-    by_mode: dict[str, list[Regret | None]] = {}
-    for mode, one in regrets(rows, machine):
-        by_mode.setdefault(mode, []).append(one)
+    by_mode: dict[tuple[str, str], list[Regret | None]] = {}
+    for operator, mine in by_operator(rows):
+        for mode, one in regrets(mine, machine):
+            by_mode.setdefault((operator, mode), []).append(one)
+    several = len({operator for operator, _ in by_mode}) > 1
     if not any(one for every in by_mode.values() for one in every):
         raise ValueError(
             "--regret: required a bench with the schedules that auto takes, got none of them; "
             "`ficco bench --schedules candidates` measures all that it compares"
         )
-    for mode, every in by_mode.items():
+    for (operator, mode), every in by_mode.items():
         found = [one for one in every if one]
-        parts.append(f"## {mode.capitalize()}: {MODE_WORDS[mode]}")
+        heading = f"{operator}, {mode}" if several else mode.capitalize()
+        parts.append(f"## {heading}: {MODE_WORDS[mode]}")
         if found:
             parts += [summary(found, len(every) - len(found)), table(found)]
         else:

@@ -234,16 +234,19 @@ def _error(row: Row | None) -> str:
     return "" if row is None else f"{row.error:.3e}"
 
 
-def readme_table(rows: Sequence[Row], about: dict[str, Any], link: str) -> str:
-    """The tables of the README: what each shape reaches, a table for each operator and mode."""
+def readme_table(
+    rows: Sequence[Row], about: dict[str, Any], link: str, explained: bool = False
+) -> str:
+    """The tables of the README: what each shape reaches, a table for each operator and mode.
+
+    ``explained``: a table before it has said what the modes and the columns are.
+    """
     measured = [mode for mode in modes(rows) if mode != "graph"]
     where = f"{about.get('ranks', '?')} ranks on {about.get('device', 'an unnamed machine')}"
     date = str(about.get("date", "")).split(" ")[0]
     words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in measured)
-    parts = [
-        f"{where}, {date}; [all figures and how they were measured]({link}).",
-        f"{words}. {HINDSIGHT}",
-    ]
+    parts = [f"{where}, {date}; [all figures and how they were measured]({link})."]
+    parts += [f"{words}. {HINDSIGHT}"] * (not explained)
     for operator, mine in by_operator(rows):
         if operator != OPERATOR:
             parts.append(f"`{operator}`:")
