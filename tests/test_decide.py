@@ -397,6 +397,8 @@ def test_the_commands_know_every_operator(
     assert all(len(one["parts"]) in (3, 4) for one in sums)  # without the own one, or with it
     assert cli.run(["simulate", "growing", *of, "--json"]) == 0
     rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
+    assert cli.run(["simulate", "growing", *of]) == 0
+    assert capsys.readouterr().out.startswith(f"{operator}\n")
     assert rows["growing"]["ms"] >= rows["ideal"]["ms"] > 0
     assert (rows["growing"]["n"], rows["growing"]["k"]) == (3584, 4096)
     # Of shapes that ship, those of the layer behind: n and k are exchanged.

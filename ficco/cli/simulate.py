@@ -117,6 +117,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([vars(row) for row in rows]))
     else:
+        print(", ".join(dict.fromkeys(case.operator for case in cases)))
         _print(rows)
     if arguments.csv:
         print(f"wrote {simulated.write(arguments.csv, simulated.as_csv(rows))}", file=sys.stderr)
