@@ -86,6 +86,16 @@ def _unflattened(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     return a @ w
 
 
+def _interleaved(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+    b, s, k = x.shape
+    return gather(x, 0, g).view(WORLD, b, s, k).permute(1, 2, 0, 3).reshape(-1, k) @ w
+
+
+def _scatter_interleaved(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+    y = (x @ w).view(3, 4, WORLD, 5).permute(2, 0, 1, 3)
+    return scatter(y.contiguous(), 0, g)
+
+
 def _into(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     a = torch.empty(WORLD * x.shape[0], *x.shape[1:])
     return torch.ops.aten.copy(a, funcol.wait_tensor(gather(x, 0, g))) @ w
@@ -129,6 +139,8 @@ REPLACED = [
         "put in order by a copy",
     ),
     Program("by hand", ((3, 4, 8), (8, 5)), _unflattened, (AGM,), "put in order by a copy"),
+    Program("interleaved", ((3, 4, 8), (8, 5)), _interleaved, (AGM,), "put in order by a copy"),
+    Program("scatter interleaved", ((24, 8), (8, 5)), _scatter_interleaved, (MRS,), "by a copy"),
     Program(
         "flat",
         ((24,), (8, 5)),
@@ -295,7 +307,7 @@ def test_replaced_programs_give_the_same_integers(options: dict[str, Any]) -> No
     names = [program.name for program in REPLACED]
     if options.get("tracing_mode") == "symbolic":  # slow; "flat" and "exchange" do not say how
         names = DYNAMIC  # their rows divide
-    told = run(WORLD, _all_same, names, options)
+    told = run(WORLD, _all_same, names, options, timeout=150)  # traces of many programs
     assert told[0] == told[1]  # the ranks decide alike
 
 
@@ -416,7 +428,7 @@ def _inductor(at: Rank) -> tuple[str, int]:
 
 
 def test_inductor_runs_the_pass_behind_the_users_own() -> None:
-    report, others = run(WORLD, _inductor)[0]
+    report, others = run(WORLD, _inductor, timeout=150)[0]
     assert "1 collective in 1 graph: 1 replaced" in report and others == 1
 
 
@@ -430,7 +442,7 @@ def groups() -> Iterator[dict[int, Any]]:
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        yield {size: dist.new_group(list(range(size))) for size in (1, 2, 3)}
+        yield {size: dist.new_group(list(range(size))) for size in (1, 2, 3, 4)}
     finally:
         dist.destroy_process_group()
 
@@ -643,6 +655,23 @@ def test_groups_decide(groups: dict[int, Any]) -> None:
     assert "no process group of the name 'nowhere'" in entry.reason and entry.world == 0
 
 
+def test_ranks_in_columns_are_summed_over(groups: dict[int, Any]) -> None:
+    def halves(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+        return gather(x, 0, g).view(2, 16) @ w
+
+    (entry,) = passes.replace(trace(halves, [torch.ones(8), torch.ones(16, 3)], groups[4]))
+    assert "sums over the ranks" in entry.reason
+
+    def crossed(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+        return gather(x, 0, g).view(2, 2, 8).transpose(0, 1).reshape(4, 8) @ w
+
+    graph = trace(crossed, [torch.ones(8), torch.ones(8, 3)], groups[4])
+    (entry,) = passes.replace(graph)
+    assert entry.replaced and "put in order" in entry.reason
+    (node,) = (n for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "ficco")
+    assert node.args[0].meta["val"].shape == (1, 8) and node.meta["val"].shape == (4, 3)
+
+
 def test_a_product_is_taken_once(groups: dict[int, Any]) -> None:
     graph = trace(_fused_already, [torch.ones(6, 8), torch.ones(8, 4)], groups[2])
     first, second = passes.replace(graph)
@@ -654,6 +683,7 @@ def test_the_widest_product_hides_the_gather(groups: dict[int, Any]) -> None:
     program = next(p for p in REPLACED if p.name == "three products")
     graph = trace(program.run, inputs(program, 0), groups[2])
     (entry,) = passes.replace(graph)
+    assert entry.replaced, entry
     assert entry.product == "mm_1" and "kept for mm, mm_2" in entry.reason
     assert "8x6" in entry.shapes
 

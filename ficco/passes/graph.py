@@ -50,6 +50,9 @@ _SAME_ORDER = {
     aten.squeeze.dims,
     aten.squeeze.default,
     aten.clone.default,
+    aten.contiguous.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
     aten.alias.default,
     aten.detach.default,
 }

@@ -81,6 +81,11 @@ def regrouped(
     return joined(dims)
 
 
+def of_ranks(label: Label) -> bool:
+    """Whether a label belongs to the first dimension: in a collective's tensor, the ranks."""
+    return label.key[0] == 0
+
+
 def canonical(order: Order) -> Order:
     """The labels as they were originally."""
     return tuple(sorted(order))

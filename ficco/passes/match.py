@@ -33,7 +33,7 @@ from ficco.passes.graph import (
     write_between,
     written,
 )
-from ficco.passes.layout import Order, Size, Unclear, canonical, original, rows_of
+from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_of, total
 from ficco.problem import ITEMSIZE
 
 #: The operator for a collective before a product, and behind one.
@@ -184,8 +184,8 @@ def before(call: Call) -> Before:
             whom = leaf.user if isinstance(product(leaf.user), Product) else None
             refused.append(Leave(str(error), whom))
     if not found:
-        whom = next((one for one in refused if one.product), refused[0] if refused else None)
-        raise whom or Leave("nothing uses the result")
+        near = [one for one in refused if one.product] or refused
+        raise near[0] if near else Leave("nothing uses the result")
     found.sort(key=lambda one: _width(one[0]), reverse=True)
     for chosen, rows, converts in found:
         users = [*(leaf.user for leaf in leaves), *call.node.users]
@@ -221,7 +221,7 @@ def before(call: Call) -> Before:
 
 def _gathered(call: Call) -> Order:
     """The labels of what was gathered, rank by rank."""
-    result, tensor = value(call.node), value(call.tensor)
+    result, tensor = tensor_of(call.node), tensor_of(call.tensor)
     shape = list(tensor.shape)
     if call.name == "all_to_all_single":
         shape[0] = _block(call)
@@ -271,7 +271,7 @@ def _candidate(call: Call, leaf: Leaf) -> tuple[Product, Order, Step | None]:
     rows = rows_of(leaf.order, tensor_of(leaf.tensor).shape, same)
     if rows is None:
         raise Leave("the product sums over the rows that were gathered, or over columns that were")
-    if not rows or canonical(rows)[0].key[0] != 0:
+    if not _all_ranks(call, rows):
         raise Leave("the product sums over the ranks")
     converts = [step for step in leaf.steps if step.converts is not None]
     if len(converts) > 1:
@@ -284,6 +284,11 @@ def _candidate(call: Call, leaf: Leaf) -> tuple[Product, Order, Step | None]:
     return found, rows, converts[0] if converts else None
 
 
+def _all_ranks(call: Call, rows: Order) -> bool:
+    """Whether the ranks are told apart by rows alone, and not by columns."""
+    return same(total([label for label in rows if of_ranks(label)]), call.world)
+
+
 def _only_way(step: Step) -> bool:
     """Whether nothing but a step uses what it begins with."""
     users = [user for user in step.source.users if user not in step.nodes]
@@ -292,7 +297,7 @@ def _only_way(step: Step) -> bool:
 
 def _check_dtype(found: Product) -> None:
     """Leave a product in a dtype that the operators do not serve."""
-    operand = value(found.a)
+    operand = tensor_of(found.a)
     dtype = str(operand.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE or (dtype == "float64" and operand.device.type != "cpu"):
         raise Leave(f"dtype {dtype} is not served on {operand.device.type}", found.node)
@@ -401,7 +406,7 @@ def _summands(
     except Unclear as error:
         raise Leave(f"the rows cannot be followed: {error}", whom) from None
     scatters = call.name != "all_reduce"
-    if rows is None or (scatters and (not rows or canonical(rows)[0].key[0] != 0)):
+    if rows is None or (scatters and not _all_ranks(call, rows)):
         raise Leave("the columns of the product are scattered or moved, not its rows", whom)
     _check_dtype(made)
     copies += over

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from operator import getitem
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ficco.passes.graph import (
     tensor_of,
     value,
 )
-from ficco.passes.layout import Order, canonical, total
+from ficco.passes.layout import Order, canonical, of_ranks, total
 from ficco.passes.match import (
     BEFORE,
     BEHIND,
@@ -100,7 +99,7 @@ def _drop_waits(graph: Graph) -> None:
 
 def _is_there(node: Node) -> bool:
     """Whether a tensor is none that a collective may still be writing."""
-    if node.target is getitem:
+    if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return is_wait(node) or getattr(node.target, "namespace", "") in ("aten", "prims", "ficco")
 
@@ -297,9 +296,7 @@ def _before(found: Before, schedule: str, write: Writer) -> Callable[[], str]:
     if found.converts is not None:
         (convert,) = found.converts.nodes
         shard = write(place, convert.target, shard, *convert.args[1:], **convert.kwargs)
-        told.append(
-            f"converted to {tensor_of(shard).dtype} before it travels".replace("torch.", "")
-        )
+        told.append(f"converted to {_dtype(shard)} before it travels")
     k, n = tensor_of(chosen.a).shape[-1], chosen.columns
     ordered = canonical(found.rows)
     if not same(tensor_of(shard).shape[-1], k) or tensor_of(shard).dim() < 2:
@@ -391,7 +388,7 @@ def _behind(found: Behind, schedule: str, write: Writer) -> Callable[[], str]:
 def _call(
     write: Writer,
     at: Node,
-    operator: str,
+    name: str,
     a: Node,
     b: Node,
     call: Call,
@@ -399,11 +396,11 @@ def _call(
     gathered: bool,
 ) -> tuple[Node, Node | None]:
     """The node of an operator's product and, if asked for, of the gathered A."""
-    registered = OPS[operator]
+    registered = OPS[name]
     if not gathered:
         return write(at, registered.product, a, b, call.group, schedule), None
     both = write(at, registered.gathered, a, b, call.group, schedule)
-    return write(at, getitem, both, 0), write(at, getitem, both, 1)
+    return write(at, operator.getitem, both, 0), write(at, operator.getitem, both, 1)
 
 
 def _matrix(write: Writer, at: Node, chosen: Product) -> Node:
@@ -413,8 +410,8 @@ def _matrix(write: Writer, at: Node, chosen: Product) -> Node:
 
 def _rows(call: Call, ordered: Order) -> Any:
     """Rows of the operand that travels: a shard of the gathered ones, or all that are sent."""
-    sent = total(ordered) if call.name == "all_to_all_single" else total(ordered[1:])
-    return sent
+    exchanged = call.name == "all_to_all_single"
+    return total([label for label in ordered if exchanged or not of_ranks(label)])
 
 
 def _list(nodes: Sequence[Node]) -> str:
