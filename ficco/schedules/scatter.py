@@ -225,8 +225,8 @@ class Scatter:
 
     def _done(self, poster: int, waiter: int) -> Signal:
         first = self.problem.lands(waiter, poster)
-        rows = {"first": first, "last": first + self.problem.block(waiter, poster)}
-        return self.world.word("done", poster, waiter, 0, None)._replace(**rows)
+        last = first + self.problem.block(waiter, poster)
+        return self.world.word("done", poster, waiter, 0, None)._replace(first=first, last=last)
 
     # Products and copies.
 
