@@ -130,6 +130,11 @@ class _ParallelLinear(nn.Linear):
         """The ranks that share this layer."""
         return self.ranks.group
 
+    @property
+    def mesh(self) -> Any:
+        """The mesh that the parameters name, if they are DTensors, else None."""
+        return self.ranks.mesh
+
     def reset_parameters(self) -> None:
         """Initialise as an unsharded ``nn.Linear`` would with the same state of the generator.
 

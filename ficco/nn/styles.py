@@ -144,13 +144,13 @@ class _ColwiseLinear(ColumnParallelLinear):
         dim = _sequence(x, layout)
         shared = getattr(x, _SHARED, None)
         if dim is None:
-            local = _local(_redistributed(x, style.input_layouts, self.ranks.mesh, Replicate()))
+            local = _local(_redistributed(x, style.input_layouts, self.mesh, Replicate()))
             y = copied_linear(local, *self.local(), group=self.group)
         elif shared is not None and self in shared:
             y = shared.take(self, x)
         else:
             (y,) = _gathered(x, dim, (self,))
-        return _laid_out(y, self.ranks.mesh, Shard(y.dim() - 1), style)
+        return _laid_out(y, self.mesh, Shard(y.dim() - 1), style)
 
 
 class _RowwiseLinear(RowParallelLinear):
@@ -159,16 +159,18 @@ class _RowwiseLinear(RowParallelLinear):
     style: RowwiseParallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        style, mesh = self.style, self.ranks.mesh
+        style, mesh = self.style, self.mesh
         features = Shard(x.dim() - 1)
         local = _local(_redistributed(x, style.input_layouts, mesh, features))
         dim = _sequence(x, style.output_layouts[0])
-        place = {"group": self.group, "schedule": self.schedule}
+        group, schedule = self.group, self.schedule
         if dim is None:
-            y = reduced_linear(local, *self.local(), **place)
+            y = reduced_linear(local, *self.local(), group=group, schedule=schedule)
             return _laid_out(y, mesh, Replicate(), style)
         rows = _uneven(local.shape[dim], mesh)
-        y = scattered_linear(local, *self.local(), **place, sequence_dim=dim, rows=rows)
+        y = scattered_linear(
+            local, *self.local(), group=group, schedule=schedule, sequence_dim=dim, rows=rows
+        )
         uneven = None if rows is None else torch.Size((*local.shape[:-1], y.shape[-1]))
         return _laid_out(y, mesh, Shard(dim), style, uneven)
 
@@ -204,7 +206,7 @@ def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         alike = tuple(
             layer
             for layer in layers
-            if layer.ranks.mesh == x.device_mesh and layer.in_features == x.shape[-1]
+            if layer.mesh == x.device_mesh and layer.in_features == x.shape[-1]
         )
         if dim is not None and len(alike) > 1:
             setattr(x, _SHARED, _Shared(dim, alike))
