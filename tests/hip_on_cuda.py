@@ -463,7 +463,10 @@ def _jobs(world: int, seconds: float, calls: int, shapes: int) -> dict[str, Any]
         "FICCO_HIP_EVENTS": ("plain",),
     }.items():
         for value in values:
-            found[f"{variable}={value}"] = (exactly, (every[::7],), {variable: value}, 90)
+            # To load a kernel may wait for those that run, and some of these wait for peers.
+            eager = {"CUDA_MODULE_LOADING": "EAGER"} if value == "kernel" else {}
+            env = {variable: value, **eager}
+            found[f"{variable}={value}"] = (exactly, (every[::7],), env, 90)
     found["bench"] = (bench, (seconds, shapes), {}, 2 * seconds + 90)
     return found
 
