@@ -135,6 +135,13 @@ def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
     assert half.m == 1607680 // 8 // 2 and "m / 2 for lack of memory" in half.label
     assert half.skipped(4, 100 << 30) == ""
     assert found["g13"].fitted(4, 1 << 40) == found["g13"]
+    weights = {case.name: case for case in cases.weights()}
+    assert list(weights)[-2:] == ["g7", "g7-weights"] and len(weights) == 8
+    assert not weights["g7"].weight
+    with pytest.raises(ValueError, match="whose B it is"):
+        weights["g7-weights"].on("matmul_reduce_scatter")
+    g7 = weights["g7-weights"]  # 262144 tokens
+    assert (g7.m, g7.n, g7.k, g7.weight) == (262144, 1024, 28672, True)
     gain = cases.experts_gain()
     assert {case.m for case in gain} == {4096, 8192, 16384, 32768} and len(gain) == 12
     assert {case.operator for case in gain} == {"all_to_all_matmul"}
@@ -558,7 +565,10 @@ def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> list[Row]:
         ficco.matmul_reduce_scatter = lambda *args, **more: right(*args, **more) + 1
     case = Case("a", 64, 16, 32, "float32")
     settings = Settings(
-        cases=tuple(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
+        cases=(
+            *(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
+            replace(case, name="b", weight=True),
+        ),
         candidates=choose(["auto", "hetero-fused-1d:pieces=2", "growing:pull@symmetric"]),
         modes=("idle",),
         device="cpu",
@@ -577,7 +587,12 @@ def test_every_operator_is_proven_and_timed(tmp_path: Path) -> None:
     rows, none = ranks.run(2, _benched, tmp_path, False)
     assert none == []
     found = {(row.operator, row.candidate): row for row in rows}
-    assert {row.candidate for row in rows if not row.ok} == {"pytorch-fused"}
+    rest = [row for row in rows if not row.ok]
+    assert {row.candidate for row in rest if row.case == "a"} == {"pytorch-fused"}
+    assert {row.note for row in rest if row.case == "b"} == {"not of a gradient"}
+    gradient = {row.candidate for row in rows if row.case == "b" and row.ms > 0}
+    whole = {"gemm", "collective", "copies", "ideal", "serial-collective", "serial", "auto"}
+    assert gradient == whole | {"hetero-fused-1d:pieces=2"}
     for operator in set(OPERATORS) - {OPERATOR}:
         for name in ("gemm", "collective", "copies", "serial-collective", "serial", "auto"):
             assert found[operator, name].ms > 0, (operator, name)

@@ -43,6 +43,7 @@ class Case:
         skip: why it is not measured; empty if it is.
         operator: what is asked for.
         halves: where memory ends, m is halved until it fits.
+        weight: timed is the gradient of B alone.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     skip: str = ""
     operator: str = OPERATOR
     halves: bool = False
+    weight: bool = False
 
     def on(self, operator: str) -> Case:
         """The same layer for another operator.
@@ -63,6 +65,10 @@ class Case:
         """
         if operator == self.operator:
             return self
+        if self.weight:
+            raise ValueError(
+                f"{self.name}: required {self.operator}, whose B it is, got {operator}"
+            )
         n, k = self.n, self.k
         if OPERATORS[operator].scatters != OPERATORS[self.operator].scatters:
             n, k = k, n
@@ -205,11 +211,24 @@ def experts_gain() -> list[Case]:
     ]
 
 
+def weights() -> list[Case]:
+    """Scenarios of the paper whose k are tokens, each as it is listed and as the gradient of a
+    weight that it stands for: tokens are gathered by rows, as in the forward, and summed over."""
+    found = []
+    for case in scenarios():
+        if case.name in ("g1", "g3", "g5", "g7"):
+            label = f"{case.label}; gradient of B, of m gathered rows"
+            sizes = (case.k, case.n, case.m, case.dtype)
+            found += [case, Case(f"{case.name}-weights", *sizes, label, weight=True)]
+    return found
+
+
 SETS: dict[str, Callable[[], list[Case]]] = {
     "measured": measured,
     "small": small,
     "unseen": unseen,
     "scenarios": scenarios,
+    "weights": weights,
     "experts": experts,
     "experts-gain": experts_gain,
     "cpu": tiny,

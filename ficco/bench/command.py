@@ -36,14 +36,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--operator",
         nargs="+",
         choices=list(OPERATORS),
-        help=f"operators, each on all shapes (default: {cases.OPERATOR}, or those of the set)",
+        metavar="NAME",
+        help=f"of {', '.join(OPERATORS)}, each on all shapes (default: {cases.OPERATOR}, or those "
+        "of the set)",
     )
     what.add_argument(
         "--set",
         nargs="+",
         choices=list(cases.SETS),
-        help="shapes; of operators that scatter n and k are exchanged (default: cpu, or measured; "
-        "of all-to-alls experts-gain and experts)",
+        metavar="NAME",
+        help=f"shapes: {', '.join(cases.SETS)}; of operators that scatter n and k are exchanged "
+        "(default: cpu, or measured; of all-to-alls experts-gain and experts)",
     )
     what.add_argument(
         "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k, and maybe op"

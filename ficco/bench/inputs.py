@@ -139,3 +139,15 @@ class Operands:
     def _in_blocks(self) -> bool:
         """Whether a rank's A has a block for each rank; else all of it is for all."""
         return self.problem.kind.scatters or self.problem.kind.blocks
+
+
+class WeightOperands(Operands):
+    """The operands of the gradient of B, the product of the gathered A transposed with that of the
+    result. ``b_KN`` is the latter, [O, N], and the result [K, N]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.b_KN = self.empty(self.problem.m, self.problem.n)
+
+    def reference(self) -> torch.Tensor:
+        return torch.mm(self.whole_OK.t(), self.b_KN)
