@@ -282,6 +282,11 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
         "another piece|gates other rows|puts rows",
     ),
     "outside the buffer": ("growing", change(is_copy, transfer=outside), "leaves the buffer"),
+    "outside the columns": (
+        "growing",
+        change(is_copy, transfer=moved("dst", col=8, col_stop=40)),
+        "leaves the buffer",
+    ),
     "product left out": (
         "growing",
         change(awaits_data, products=()),
@@ -351,6 +356,11 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
         "growing",
         change(awaits_data, products=multiplied(a={"buffer": "out"})),
         "in the wrong buffers",
+    ),
+    "products at a peer": (
+        "growing",
+        change(multiplies, products=multiplied(a={"rank": 2}, out={"rank": 2})),
+        "multiplies at a peer",
     ),
     "own rows elsewhere": (
         "growing",
@@ -685,6 +695,12 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
         change(sums, reduction=summed(lambda parts: [p._replace(rank=2) for p in parts])),
         "sums in the wrong buffers",
     ),
+    "a sum of results": (
+        SUMMED,
+        FUSED,
+        change(sums, reduction=summed(lambda parts: [p._replace(buffer="out") for p in parts])),
+        "sums in the wrong buffers",
+    ),
     "a sum of nothing": (
         SUMMED,
         FUSED,
@@ -807,6 +823,12 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
         "ring:pieces=1",
         change(own, products=multiplied(addend={"buffer": "partial"})),
         "adds itself to the wrong buffer",
+    ),
+    "the end of the ring adds to two things": (
+        SUMMED,
+        "ring:pieces=1",
+        change(own, products=multiplied(accumulate=True)),
+        "does not fit",
     ),
     "the ring does not wait": (SUMMED, "ring", change(joins, waits=()), "never waited for"),
 }
@@ -1112,6 +1134,50 @@ def test_a_word_is_not_cleared_for_nothing() -> None:
     found = [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in found]
     with pytest.raises(PlanError, match="cleared, and nobody waits for it"):
         check(found)
+
+
+@pytest.mark.parametrize("role", ["waits", "clears"])
+def test_signals_are_used_by_the_ranks_that_they_name(role: str) -> None:
+    found = made("growing")
+    signal = getattr(next(s for s in found[2].steps if getattr(s, role)), role)[0]
+
+    def drop(steps: list[Step]) -> None:
+        i = index(steps, lambda step: signal in getattr(step, role))
+        rest = tuple(s for s in getattr(steps[i], role) if s != signal)
+        steps[i] = steps[i]._replace(**{role: rest})
+
+    def take(steps: list[Step]) -> None:
+        steps[-1] = steps[-1]._replace(**{role: (*getattr(steps[-1], role), signal)})
+
+    with pytest.raises(PlanError, match="another rank than it says"):
+        check(edited(edited(found, 2, drop), 3, take))
+
+
+def test_words_are_cleared_before_they_are_posted_again() -> None:
+    def edit(steps: list[Step]) -> None:
+        """Clear what handed a slot over on a lane that no peer waits for."""
+        i = index(steps, lambda step: step.label == "acquire")
+        late = Step("sync", "copy1", "clear", clears=steps[i].clears, after=(i,))
+        steps[i] = steps[i]._replace(clears=())
+        retire = steps.pop()
+        steps += [late, retire._replace(after=(*retire.after, len(steps)))]
+
+    with pytest.raises(PlanError, match="may be posted before it is cleared"):
+        check(edited(made("growing"), 1, edit))
+
+
+def test_a_rank_publishes_its_own_rows() -> None:
+    found = [
+        replace(plan, problem=replace(plan.problem, symmetric=True))
+        for plan in made("growing:pull")
+    ]
+    check(found)
+
+    def publishes(step: Step) -> bool:
+        return step.label == "publish"
+
+    with pytest.raises(PlanError, match="puts rows where others belong"):
+        check(edited(found, 0, change(publishes, op="copy", transfer=moved("src", rank=1))))
 
 
 def test_two_signals_do_not_share_a_word() -> None:

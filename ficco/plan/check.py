@@ -179,6 +179,7 @@ class _Proof:
         self.problem = plans[0].problem
         self.world = len(plans)
         self.words = plans[0].words
+        self.gathers = plans[0].gathers
         self.steps: list[Step] = list(chain.from_iterable(plan.steps for plan in plans))
         sizes = [len(plan.steps) for plan in plans]
         self.start = np.cumsum([0, *sizes])
@@ -435,7 +436,7 @@ class _Proof:
         self.demand(inside, self.by_access(np.arange(len(inside))), "leaves the buffer")
 
     def _shape(self, name: str, plan: Plan) -> tuple[int, int]:
-        there = {"publish": plan.publish, "sum": plan.sums, "gathered": plan.gathers}
+        there = {"publish": plan.publish, "sum": plan.sums, "gathered": self.gathers}
         return plan.shape(name) if there.get(name, True) else (0, 0)
 
     def _regions(self, regions: list[Region], step: Ints) -> _Regions:
@@ -501,6 +502,7 @@ class _Proof:
         here[on] = _ints(found[0].first if found else 0 for found in posts) - src.row[on]
         there, there_across = here + down + way, here_across + across
         home = (dst.buffer == STAGING) | (there == begins) & (there_across == 0)
+        home &= ~np.isin(dst.buffer, LEAVING) | (src.rank == dst.rank)
         self.demand(home, who, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
         none, zero = np.full(len(step), -1), np.zeros(len(step), np.int64)
@@ -666,7 +668,7 @@ class _Proof:
             rest = int(self.begins[target, rank]), 0, -1, -1, 0
             joins = mine if kind.returns else -1
             writes.append((number, target, *dst[1:], *rest, all_terms, joins))
-        return _accesses(reads), _accesses(writes)
+        return _columns(reads), _columns(writes)
 
     # 4. Composition with the calls before and behind.
 
@@ -908,7 +910,7 @@ def _cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     return ends[order][new], first, last - first
 
 
-def _accesses(rows: list[tuple[int, ...]]) -> _Accesses:
+def _columns(rows: list[tuple[int, ...]]) -> _Accesses:
     return _Accesses(*np.array(rows, np.int64).reshape(-1, len(_Accesses._fields)).T)
 
 
