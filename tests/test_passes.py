@@ -577,6 +577,18 @@ LEFT = [
     Program("part used", MATRICES, _used_part, says="uses a part of the product"),
     Program("no product", MATRICES, lambda x, w, g: scatter(x.relu(), 0, g), says="is no product"),
     Program(
+        "swapped pieces",
+        ((3, 4, 8), (8, 4)),
+        lambda x, w, g: torch.cat(gather(x, 0, g).chunk(2)[::-1], 1) @ w,
+        says="aten.split.Tensor is no product",
+    ),
+    Program(
+        "scattered swapped pieces",
+        ((3, 4, 8), (8, 4)),
+        lambda x, w, g: scatter(torch.cat((x @ w).chunk(2, 1)[::-1]), 0, g),
+        says="aten.cat.default is no product",
+    ),
+    Program(
         "residual",
         MATRICES,
         lambda x, w, g: scatter(x @ w + x[:, :4], 0, g),
@@ -686,6 +698,18 @@ def test_the_widest_product_hides_the_gather(groups: dict[int, Any]) -> None:
     assert entry.replaced, entry
     assert entry.product == "mm_1" and "kept for mm, mm_2" in entry.reason
     assert "8x6" in entry.shapes
+
+
+def test_a_right_operand_does_not_move_over_a_write(groups: dict[int, Any]) -> None:
+    def late(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: Any) -> tuple[Any, ...]:
+        a = gather(x, 0, g)
+        y = a @ w
+        v.add_(1)
+        return y, a @ (v * 2)
+
+    tensors = [torch.ones(3, 8), torch.ones(8, 2), torch.ones(8, 6)]
+    (entry,) = passes.replace(trace(late, tensors, groups[2]))
+    assert entry.product == "mm"  # not the wider one, whose operand is made behind the write
 
 
 def test_schedule_and_group_reach_the_operator(groups: dict[int, Any]) -> None:
