@@ -58,16 +58,17 @@ MESH = (
 )
 
 
-#: On a switch, where the product travels: the block that stays is multiplied last.
+#: On a switch, where the product travels: the block that stays is multiplied last. Of two lanes
+#: with products of the same size and nothing to wait for, either may come first on a GPU, and the
+#: copies of the first wait for both: a second lane is of use with many pieces alone (2 H200: up to
+#: 32 % slower with two products, docs/results/scatter-h200-2.csv).
 SENDING_SWITCH = (
     "growing",
     "shrinking",
     "shard-overlap",
-    "growing:compute=2",
-    "shrinking:compute=2",
-    "shard-overlap:compute=2",
     "shrinking:tail=2,compute=2",
     "shard-overlap:tail=4,compute=2",
+    "shard-overlap:pieces=2,tail=4",
     "shard-overlap:pieces=3",
     "hetero-fused-1d:pieces=2",
     "uniform-fused-1d:pieces=4",
@@ -76,7 +77,13 @@ SENDING_SWITCH = (
 
 #: Further ones for operators that sum: a block that goes from rank to rank, or the own product
 #: added to the sum of all others.
-SUMMING_SWITCH = ("ring", "ring:compute=2", "ring:pieces=4,tail=4,compute=2", "shard-overlap:beta")
+SUMMING_SWITCH = (
+    "ring",
+    "ring:pieces=4,tail=4",
+    "ring:pieces=4,tail=4,compute=2",
+    "shard-overlap:pieces=2,tail=2,beta",
+    "hetero-unfused-2d:pieces=2,tail=2,beta",
+)
 
 #: Where sums return to all ranks: the parts that are summed last return alone, so that they are cut
 #: once more.
@@ -85,13 +92,11 @@ RETURNING_SWITCH = (
     "shrinking",
     "shard-overlap",
     "shrinking:tail=2",
-    "shard-overlap:compute=2",
     "shrinking:tail=2,compute=2",
     "shard-overlap:tail=4,compute=2",
-    "shrinking:pieces=2,tail=2,compute=2,beta",
+    "shrinking:pieces=2,tail=2,beta",
     "ring",
-    "ring:pieces=4",
-    "ring:tail=4,compute=2",
+    "ring:pieces=4,tail=4",
     "ring:pieces=4,tail=4,compute=2",
     "uniform-fused-1d:pieces=4",
 )
