@@ -153,6 +153,23 @@ def test_two_lanes_fill_each_others_last_wave_in_part() -> None:
     assert simulate([own_plan(*on_one)], TILES).stop_s == pytest.approx(16 + 10 + 16)
 
 
+def test_where_products_travel_either_of_two_that_can_begin_may_be_the_first() -> None:
+    gathers = own_plan(multiply("compute0", 2, k=2), multiply("compute1", 4, k=2))
+    sums = Problem("matmul_reduce_scatter", (100,), 100, 1, "float32")
+    sends = replace(gathers, problem=sums)
+    ends = [
+        {bar.lane: round(bar.stop_s, 9) for bar in simulate([made], TILES).ranks[0]}
+        for made in (gathers, sends)
+    ]
+    assert ends == [{"compute0": 8.0, "compute1": 24.0}, {"compute0": 24.0, "compute1": 16.0}]
+    # Copies wait for the later one, so that a second lane gains nothing with two products.
+    problem = Problem("matmul_reduce_scatter", (1024,) * 2, 1024, 1024, "bfloat16")
+    one, two = (
+        predict(problem, Schedule.parse(f"shard-overlap{x}"), TOY) for x in ("", ":compute=2")
+    )
+    assert two > one
+
+
 def test_two_lanes_are_no_faster_than_their_work() -> None:
     lanes = [multiply(f"compute{i}", 2, k=2) for i in range(3)]
     assert simulate([own_plan(*lanes)], TILES).stop_s == pytest.approx(24.0)
