@@ -62,7 +62,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         from ficco.simulate import simulate
 
         mode = "idle" if asked.mode == "idle" else "queued"
-        note = f"{asked_of}, simulated on {drawn.name}, {mode}"
+        note = f"{asked_of}\nsimulated on {drawn.name}, {mode}"
         write([simulate(made, drawn, mode)], arguments, note)
     return 0
 

@@ -165,7 +165,7 @@ def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode
         simulate(plans(problem, schedule), machine, mode, f"{schedule}: simulated")
         for schedule in schedules or simulated.default_schedules(problem, machine)
     ]
-    write(timelines, arguments, f"{problem}, simulated on {machine.name}, {mode}")
+    write(timelines, arguments, f"{problem}\nsimulated on {machine.name}, {mode}")
     if arguments.timelines:
         path = simulated.write(arguments.timelines, dumps(timelines))
         print(f"wrote {path}", file=sys.stderr)
