@@ -289,11 +289,14 @@ class _Proof:
             for s in self.steps
         ]
         right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
-        for wrong in set(shapes) - right:
+        found = set(shapes)
+        for wrong in found - right:
             step = shapes.index(wrong)
             raise PlanError(f"{self.name(step)} does not hold what its operation says")
-        self.collective = [i for i, (op, *_) in enumerate(shapes) if op == "collective"]
-        if self.collective:
+        self.operations = {op for op, *_ in found}
+        self.collective: list[int] = []
+        if "collective" in self.operations:
+            self.collective = [i for i, (op, *_) in enumerate(shapes) if op == "collective"]
             self._alike()
 
     def _alike(self) -> None:
@@ -430,7 +433,8 @@ class _Proof:
         self.reads = sum(len(part.step) for part in reads)
         shapes = [[self._shape(name, plan) for plan in self.plans] for name in BUFFERS]
         access = self.access
-        rows, cols = np.array(shapes)[access.buffer, access.rank].T
+        home = access.buffer * self.world + access.rank
+        rows, cols = (np.take(size, home) for size in np.moveaxis(np.array(shapes), 2, 0))
         inside = (access.row >= 0) & (access.row <= access.row_stop) & (access.row_stop <= rows)
         inside &= (access.col >= 0) & (access.col <= access.col_stop) & (access.col_stop <= cols)
         self.demand(inside, self.by_access(np.arange(len(inside))), "leaves the buffer")
@@ -439,12 +443,12 @@ class _Proof:
         there = {"publish": plan.publish, "sum": plan.sums, "gathered": self.gathers}
         return plan.shape(name) if there.get(name, True) else (0, 0)
 
-    def _regions(self, regions: list[Region], step: Ints) -> _Regions:
-        names = [region.buffer for region in regions]
+    def _regions(self, regions: Sequence[Region], step: Ints) -> _Regions:
+        names, *bounds = zip(*regions, strict=True) if regions else [()] * len(Region._fields)
         numbers = dict.fromkeys(names, -1) | {name: i for i, name in enumerate(BUFFERS)}
         buffer = _ints(map(numbers.__getitem__, names))
         self.demand(buffer >= 0, self.by_step(step), "names no buffer")
-        found = _Regions(buffer, *(_column(regions, field) for field in Region._fields[1:]))
+        found = _Regions(buffer, *map(_ints, bounds))
         known = (found.rank >= 0) & (found.rank < self.world)
         self.demand(known, self.by_step(step), "names no rank")
         return found
@@ -464,19 +468,21 @@ class _Proof:
         return np.where(needs, self.lands[src, dst] - first, 0)
 
     def _transfers(self) -> tuple[_Accesses, _Accesses]:
-        moving = [s.transfer is not None and s.op != "collective" for s in self.steps]
-        step = np.flatnonzero(moving)
-        steps = [self.steps[number] for number in step.tolist()]
-        moved = [s.transfer for s in steps if s.transfer]
+        transfers = [step.transfer for step in self.steps]
+        for number in self.collective:
+            transfers[number] = None
+        numbers = [number for number, transfer in enumerate(transfers) if transfer]
+        moved = zip(*filter(None, transfers), strict=True) if numbers else [()] * 3
+        sources, targets, named = moved
+        step = np.array(numbers, np.int64)
         who, me = self.by_step(step), self.rank[step]
-        src = self._regions([transfer.src for transfer in moved], step)
-        dst = self._regions([transfer.dst for transfer in moved], step)
-        terms = self._terms([transfer.terms for transfer in moved])
+        src, dst = self._regions(sources, step), self._regions(targets, step)
+        terms = self._terms(named)
         scatters = self.problem.kind.scatters
         self.demand(
             (terms > 0) == scatters, who, "does not say whose products it moves, or says so of A"
         )
-        copy = np.array([s.op == "copy" for s in steps], np.bool_)
+        copy = np.array([self.steps[number].op == "copy" for number in numbers], np.bool_)
         ends = (src.rank == me).astype(int) + (dst.rank == me)
         self.demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
         for region in (src, dst):
@@ -498,7 +504,7 @@ class _Proof:
         here = np.where(staged, begins - down, self.begins[src.buffer, src.rank])
         here_across = np.where(staged & (dst.buffer != STAGING), -across, 0)
         on = np.flatnonzero(staged & (dst.buffer == STAGING))
-        posts = [steps[number].posts for number in on.tolist()]
+        posts = [self.steps[number].posts for number in step[on]]
         here[on] = _ints(found[0].first if found else 0 for found in posts) - src.row[on]
         there, there_across = here + down + way, here_across + across
         home = (dst.buffer == STAGING) | (there == begins) & (there_across == 0)
@@ -603,8 +609,12 @@ class _Proof:
         return np.zeros_like(adds), joins, self._terms(mask | mine for mask, mine in pairs)
 
     def _reductions(self) -> tuple[_Accesses, _Accesses]:
-        step = np.flatnonzero([s.reduction is not None for s in self.steps])
-        made = [s.reduction for s in self.steps if s.reduction]
+        made: list[Reduction] = []
+        numbers: list[int] = []
+        if "reduce" in self.operations:
+            made = [step.reduction for step in self.steps if step.reduction]
+            numbers = [number for number, step in enumerate(self.steps) if step.reduction]
+        step = np.array(numbers, np.int64)
         who, me = self.by_step(step), self.rank[step]
         parts = _ints(len(reduction.parts) for reduction in made)
         named = _ints(len(reduction.terms) for reduction in made)
