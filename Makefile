@@ -47,8 +47,8 @@ gpu-bench:
 	  --operator matmul_reduce_scatter matmul_all_reduce all_to_all_matmul --schedules candidates auto \
 	  --out $(RESULTS) --name family
 	$(PYTHON) -m ficco bench --device cuda --layers --seconds 90 --out $(RESULTS) --name layers
-	$(PYTHON) -m ficco bench --device cuda --set weights --mode queued,idle --seconds 120 --rounds 7 \
-	  --without ficco-rccl pytorch-native --schedules auto uniform-fused-2d --out $(RESULTS) --name weights
+	$(PYTHON) -m ficco bench --device cuda --set weight-gradients --mode queued,idle --seconds 120 --rounds 7 \
+	  --without ficco-rccl pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
 
 gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, beside the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda

@@ -4,6 +4,7 @@ from ficco.api import empty, explain, memory, synchronize
 from ficco.errors import BackendError, ConfigError, FiccoError, RankMismatch, SignalTimeout
 from ficco.heuristics import Decision
 from ficco.ops.all_gather_matmul import all_gather_matmul
+from ficco.ops.all_gather_transposed_matmul import all_gather_transposed_matmul
 from ficco.ops.all_to_all_matmul import all_to_all_matmul
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_all_to_all import matmul_all_to_all
@@ -24,6 +25,7 @@ __all__ = [
     "Schedule",
     "SignalTimeout",
     "all_gather_matmul",
+    "all_gather_transposed_matmul",
     "all_to_all_matmul",
     "close",
     "empty",

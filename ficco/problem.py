@@ -22,6 +22,7 @@ class Operator(NamedTuple):
         sums: what arrives of all ranks is added up.
         blocks: every pair of ranks has a block of its own; otherwise rows belong to one rank.
         returns: the sums travel back to all ranks.
+        inner: the rows of A that travel are summed over: the product is that of A transposed.
     """
 
     collective: str
@@ -29,10 +30,12 @@ class Operator(NamedTuple):
     sums: bool = False
     blocks: bool = False
     returns: bool = False
+    inner: bool = False
 
 
 OPERATORS = {
     "all_gather_matmul": Operator("all-gather", scatters=False),
+    "all_gather_transposed_matmul": Operator("all-gather", scatters=False, inner=True),
     "all_to_all_matmul": Operator("all-to-all", scatters=False, blocks=True),
     "matmul_reduce_scatter": Operator("reduce-scatter", scatters=True, sums=True),
     "matmul_all_to_all": Operator("all-to-all", scatters=True, blocks=True),
@@ -50,7 +53,7 @@ class Problem:
             of A that it holds. Reduce-scatter and all-reduce: the rows of the result that it sums.
             All-to-all: the rows that it multiplies.
         n: columns of the local B.
-        k: columns of A, rows of B.
+        k: columns of A; rows of B, or of the result where A is transposed.
         dtype: name of the dtype of A, B and the product.
         blocks: all-to-all: rows that rank i sends to rank j, as ``blocks[i][j]``; else empty.
         return_gathered: the gathered A is a second result.
@@ -114,7 +117,7 @@ class Problem:
 
     @cached_property
     def m(self) -> int:
-        """Rows of a rank's product; all-to-all: of the rank that multiplies most."""
+        """Rows that a rank multiplies; all-to-all: the rank that multiplies most."""
         return max(self.rows) if self.kind.blocks else sum(self.rows)
 
     @cached_property
@@ -161,8 +164,15 @@ class Problem:
         """Rows that a rank multiplies."""
         return self.rows[rank] if self.kind.blocks else self.m
 
+    @property
+    def b_rows(self) -> int:
+        """Rows of the local B, over which products sum."""
+        return self.m if self.kind.inner else self.k
+
     def out_rows(self, rank: int) -> int:
         """Rows of a rank's result."""
+        if self.kind.inner:
+            return self.k
         if self.kind.blocks:
             return self._lands[rank][self.world]
         scattered = self.kind.scatters and not self.kind.returns

@@ -222,11 +222,12 @@ def _uneven(at: Rank, operator: str) -> Operands:
 
 
 def _wrong_rows(found: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Wrong elements in the rows that each rank gave or has summed, on the device."""
+    """Wrong elements in the rows that each rank gave or has summed, on the device; one number where
+    every row is of all ranks, or of this one."""
     problem, rank = operands.problem, operands.rank
     wrong = (found != operands.reference()).sum(1)
     kind = problem.kind
-    if kind.sums and not kind.returns:
+    if kind.inner or (kind.sums and not kind.returns):
         return wrong.sum()[None]
     of = [
         problem.rows[peer] if kind.sums else problem.block(peer, rank)

@@ -51,7 +51,7 @@ from ficco.machine import (
 )
 from ficco.plan import Plan, Signal, Step
 from ficco.plan.collector import paused
-from ficco.problem import Problem
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, plans
 from ficco.schedules.groups import GRANULE, cut
 from ficco.timeline import SYNC_LANE, Timeline, assemble
@@ -184,17 +184,22 @@ def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int
     if not scatters:
         pieces[-1:] = [(0, b - a) for a, b in cut(pieces[-1][1] - pieces[-1][0], schedule.tail)]
     lengths = [b - a for a, b in pieces]
-    wide = not (by_rows or scatters)  # accumulated
+    inner = problem.kind.inner
+    wide = inner or not (by_rows or scatters)  # accumulated
     by_rank: list[list[float]] = []
-    for rank, parts in enumerate(_parts(scatters, world, schedule.dims, min(len(lengths), 2))):
+    parts_of = _parts(problem.operator, world, schedule.dims, min(len(lengths), 2))
+    for rank, parts in enumerate(parts_of):
         # The sums are rounded in front of and behind the own shard's.
-        apart = machine.memory.latency if wide and machine.memory and 0 < rank < world - 1 else 0.0
+        split = wide and not inner
+        apart = machine.memory.latency if split and machine.memory and 0 < rank < world - 1 else 0.0
         seconds = {
             length: sum(
                 gemm.launch + gemm.seconds(*sizes, batch=batch, itemsize=itemsize, wide=wide)
                 for shards, batch in parts
                 for sizes in [
-                    (shards * length, n, k)
+                    ((k, n, shards * length) if by_rows else (length, n, shards * rows))
+                    if inner
+                    else (shards * length, n, k)
                     if by_rows
                     else (shards * rows, length, k)
                     if scatters
@@ -210,15 +215,17 @@ def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int
 
 @lru_cache(maxsize=256)
 def _parts(
-    scatters: bool, world: int, dims: int, pieces: int
+    operator: str, world: int, dims: int, pieces: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Of each rank: the products of a fused step, as shards side by side and length of the batch.
 
     Read from plans of a small problem, since sizes do not matter.
     """
     rows = GRANULE * (pieces if dims == 1 else 1)
-    operator = "matmul_reduce_scatter" if scatters else "all_gather_matmul"
     cols = GRANULE * pieces
+    kind = OPERATORS[operator]
+    if kind.blocks:  # have the same products
+        operator = "matmul_reduce_scatter" if kind.scatters else "all_gather_matmul"
     problem = Problem(operator, (rows,) * world, cols, cols, "float32")
     schedule = Schedule(uniform=False, grouping="fused", dims=dims, pieces=pieces)
     found = []
@@ -227,7 +234,7 @@ def _parts(
         step = next(
             step for step in steps if step.op == "matmul" and (step.waits or step.label != "own")
         )
-        found.append(tuple((p.out.rows // GRANULE, p.batch) for p in step.products))
+        found.append(tuple((p.a.rows // GRANULE, p.batch) for p in step.products))
     return tuple(found)
 
 

@@ -135,13 +135,11 @@ def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
     assert half.m == 1607680 // 8 // 2 and "m / 2 for lack of memory" in half.label
     assert half.skipped(4, 100 << 30) == ""
     assert found["g13"].fitted(4, 1 << 40) == found["g13"]
-    weights = {case.name: case for case in cases.weights()}
-    assert list(weights)[-2:] == ["g7", "g7-weights"] and len(weights) == 8
-    assert not weights["g7"].weight
-    with pytest.raises(ValueError, match="whose B it is"):
-        weights["g7-weights"].on("matmul_reduce_scatter")
-    g7 = weights["g7-weights"]  # 262144 tokens
-    assert (g7.m, g7.n, g7.k, g7.weight) == (262144, 1024, 28672, True)
+    weights = {case.name: case for case in cases.weight_gradients()}
+    assert list(weights)[-2:] == ["g7", "g7-gradient"] and len(weights) == 8
+    g7 = weights["g7-gradient"].problem(4)  # 262144 tokens
+    assert (g7.m, g7.n, g7.k, g7.kind.inner) == (262144, 1024, 28672, True)
+    assert g7.flops == weights["g7"].problem(4).flops and g7.out_rows(0) == weights["g7"].m
     gain = cases.experts_gain()
     assert {case.m for case in gain} == {4096, 8192, 16384, 32768} and len(gain) == 12
     assert {case.operator for case in gain} == {"all_to_all_matmul"}
@@ -267,11 +265,13 @@ def test_each_rank_knows_its_result_alone(operator: str) -> None:
         one.exact_b()
         one.exact(5)
     parts = [one.a_LK for one in everyone]
-    products = [one.a_LK.double() @ one.b_KN.double() for one in everyone]
+    products = [one.a_LK.double() @ one.b_KN.double() for one in everyone if not kind.inner]
     for rank, one in enumerate(everyone):
         ends = [sum(row[:rank]) for row in problem.blocks] if kind.blocks else []
         if operator == OPERATOR:
             want = torch.cat(parts).double() @ one.b_KN.double()
+        elif kind.inner:
+            want = torch.cat(parts).double().t() @ one.b_KN.double()
         elif kind.sums:
             total = torch.stack(products).sum(0)
             rows = slice(problem.offsets[rank], problem.offsets[rank + 1])
@@ -565,10 +565,7 @@ def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> list[Row]:
         ficco.matmul_reduce_scatter = lambda *args, **more: right(*args, **more) + 1
     case = Case("a", 64, 16, 32, "float32")
     settings = Settings(
-        cases=(
-            *(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
-            replace(case, name="b", weight=True),
-        ),
+        cases=tuple(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
         candidates=choose(["auto", "hetero-fused-1d:pieces=2", "growing:pull@symmetric"]),
         modes=("idle",),
         device="cpu",
@@ -587,12 +584,7 @@ def test_every_operator_is_proven_and_timed(tmp_path: Path) -> None:
     rows, none = ranks.run(2, _benched, tmp_path, False)
     assert none == []
     found = {(row.operator, row.candidate): row for row in rows}
-    rest = [row for row in rows if not row.ok]
-    assert {row.candidate for row in rest if row.case == "a"} == {"pytorch-fused"}
-    assert {row.note for row in rest if row.case == "b"} == {"not of a gradient"}
-    gradient = {row.candidate for row in rows if row.case == "b" and row.ms > 0}
-    whole = {"gemm", "collective", "copies", "ideal", "serial-collective", "serial", "auto"}
-    assert gradient == whole | {"hetero-fused-1d:pieces=2"}
+    assert {row.candidate for row in rows if not row.ok} == {"pytorch-fused"}
     for operator in set(OPERATORS) - {OPERATOR}:
         for name in ("gemm", "collective", "copies", "serial-collective", "serial", "auto"):
             assert found[operator, name].ms > 0, (operator, name)

@@ -30,6 +30,7 @@ OPERATORS = (
     "matmul_reduce_scatter",
     "matmul_all_to_all",
     "matmul_all_reduce",
+    "all_gather_transposed_matmul",
 )
 GATHERING = OPERATORS[:2]
 
@@ -68,11 +69,16 @@ class Case:
 
     def rows_in(self, rank: int) -> int:
         """Rows of the operand A on a rank."""
-        if self.operator == "all_gather_matmul":
+        if self.operator.startswith("all_gather"):
             return self.rows[rank]
         if self.operator in ("all_to_all_matmul", "matmul_all_to_all"):
             return sum(self.rows[rank])
         return sum(self.rows)
+
+    @property
+    def rows_of_b(self) -> int:
+        """Rows of the operand B."""
+        return sum(self.rows) if self.operator == "all_gather_transposed_matmul" else self.k
 
 
 def case_of(operator: str, world: int, rows: int, k: int, n: int, **rest: Any) -> Case:
@@ -88,6 +94,9 @@ def together(case: Case, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -
     if case.operator == "all_gather_matmul":
         whole = torch.cat(list(a))
         return [whole @ weight for weight in b]
+    if case.operator == "all_gather_transposed_matmul":
+        whole = torch.cat(list(a))
+        return [whole.t() @ weight for weight in b]
     if case.operator == "all_to_all_matmul":
         return [exchanged(case, a, rank) @ weight for rank, weight in enumerate(b)]
     products = [x @ y for x, y in zip(a, b, strict=True)]
@@ -132,7 +141,7 @@ def make(case: Case, world: int, iteration: int = 0, share: bool = False) -> Mad
     for rank in range(world):
         shape = (case.rows_in(rank), case.k)
         a.append(integers(2, rank, iteration, 0, shape=shape).requires_grad_())
-        b.append(integers(1, rank, iteration, 1, shape=(case.k, case.n)).requires_grad_())
+        b.append(integers(1, rank, iteration, 1, shape=(case.rows_of_b, case.n)).requires_grad_())
     y = together(case, a, b)
     for rank in range(world):
         g.append(integers(1, 0 if share else rank, iteration, 2, shape=y[rank].shape))
@@ -362,9 +371,9 @@ def noted(into: list[Any]) -> Iterator[None]:
     """Note the calls that backwards make: operator, columns of b, options."""
     real = gradients.run
 
-    def spy(operator: str, a: Any, b: Any, *rest: Any) -> Any:
+    def spy(operator: str, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
         into.append((operator, "product" if b.shape[1] else "gather", current()))
-        return real(operator, a, b, *rest)
+        return real(operator, a, b, *rest, **more)
 
     gradients.run = spy  # type: ignore[assignment]
     try:
@@ -391,20 +400,29 @@ def _calls_of(at: Rank, case: Case, options: dict[str, Any]) -> list[str]:
 #: The calls of each backward, by what is needed: the duals, and A gathered again.
 CALLS = {
     ("all_gather_matmul", "a"): ["matmul_reduce_scatter product"],
-    ("all_gather_matmul", "b"): ["all_gather_matmul gather"],
+    ("all_gather_matmul", "b"): ["all_gather_transposed_matmul product"],
     ("all_gather_matmul", "ab"): ["all_gather_matmul gather", "matmul_reduce_scatter product"],
     ("all_to_all_matmul", "a"): ["matmul_all_to_all product"],
     ("all_to_all_matmul", "b"): ["all_to_all_matmul gather"],
     ("all_to_all_matmul", "ab"): ["all_to_all_matmul gather", "matmul_all_to_all product"],
     ("matmul_reduce_scatter", "a"): ["all_gather_matmul product"],
-    ("matmul_reduce_scatter", "b"): ["all_gather_matmul gather"],
+    ("matmul_reduce_scatter", "b"): ["all_gather_transposed_matmul product"],
     ("matmul_reduce_scatter", "ab"): ["all_gather_matmul product"],
     ("matmul_all_to_all", "a"): ["all_to_all_matmul product"],
     ("matmul_all_to_all", "b"): ["all_to_all_matmul gather"],
     ("matmul_all_to_all", "ab"): ["all_to_all_matmul product"],
     ("matmul_all_reduce", "a"): ["all_to_all_matmul gather", "all_gather_matmul product"],
-    ("matmul_all_reduce", "b"): ["all_to_all_matmul gather", "all_gather_matmul gather"],
+    ("matmul_all_reduce", "b"): [
+        "all_to_all_matmul gather",
+        "all_gather_transposed_matmul product",
+    ],
     ("matmul_all_reduce", "ab"): ["all_to_all_matmul gather", "all_gather_matmul product"],
+    ("all_gather_transposed_matmul", "a"): ["matmul_reduce_scatter product"],
+    ("all_gather_transposed_matmul", "b"): ["all_gather_matmul product"],
+    ("all_gather_transposed_matmul", "ab"): [
+        "matmul_reduce_scatter product",
+        "all_gather_matmul product",
+    ],
 }
 
 
@@ -412,8 +430,8 @@ def test_only_what_is_needed_is_called() -> None:
     for (operator, needs), want in CALLS.items():
         case = case_of(operator, 2, 4, 6, 8, needs=needs)
         assert run(2, _calls_of, case, {}) == [want] * 2, (operator, needs)
-        kept = [name for name in want if operator not in GATHERING or "gather " not in name + " "]
-        kept = kept if operator in GATHERING else want
+        duals = [name for name in want if name.startswith("matmul_")]
+        kept = duals if operator in GATHERING else want
         assert run(2, _calls_of, case, {"save_gathered": True}) == [kept] * 2, (operator, needs)
 
 
@@ -529,7 +547,7 @@ def _layouts(at: Rank, operator: str) -> None:
         plain_a.t().clone().t(),
     ]
     views_b = [
-        wide_b[: case.k, 3 : 3 + case.n],
+        wide_b[: case.rows_of_b, 3 : 3 + case.n],
         wide_b[::2, : case.n],
         plain_b.t().contiguous().t(),
     ]
@@ -540,7 +558,8 @@ def _layouts(at: Rank, operator: str) -> None:
         same(grad_a, made.grad_a[at.rank], "a")
         same(grad_b, made.grad_b[at.rank], "b")
         # That of a transposed weight lies as the weight, so that nothing copies it.
-        assert grad_b.stride() == ((1, case.k) if b.stride() == (1, case.k) else (case.n, 1))
+        by_columns = (1, case.rows_of_b)
+        assert grad_b.stride() == (by_columns if b.stride() == by_columns else (case.n, 1))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

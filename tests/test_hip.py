@@ -49,7 +49,7 @@ NAMES = [name for name in NAMED if name != "ring"]
 #: Every knob that moves bytes by copies.
 COPIED = tuple(knobs for knobs in KNOBS if "kernel" not in knobs)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-OPERATORS = operators.SUMS + operators.BLOCKS
+OPERATORS = operators.OPERATORS
 #: Codes of the library.
 OUT_OF_MEMORY, LAUNCH_FAILURE = 2, 719
 

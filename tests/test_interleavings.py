@@ -35,7 +35,7 @@ class Inputs:
     def __init__(self, problem: Problem, dice: np.random.Generator) -> None:
         ranks = range(problem.world)
         self.a = [dice.integers(1, 50, (problem.left_rows(rank), problem.k)) for rank in ranks]
-        self.b = [dice.integers(1, 50, (problem.k, problem.n)) for _ in ranks]
+        self.b = [dice.integers(1, 50, (problem.b_rows, problem.n)) for _ in ranks]
         kind = problem.kind
         sent = [a @ b for a, b in zip(self.a, self.b, strict=True)] if kind.scatters else self.a
 
@@ -50,7 +50,8 @@ class Inputs:
         elif kind.sums:
             self.out = [sum(block(src, dst) for src in ranks) for dst in ranks]
         elif not kind.scatters:
-            self.out = [a @ b for a, b in zip(self.gathered, self.b, strict=True)]
+            turned = [a.T if kind.inner else a for a in self.gathered]
+            self.out = [a @ b for a, b in zip(turned, self.b, strict=True)]
 
 
 class Rank:
@@ -195,6 +196,7 @@ def down(region: Region, rows: int) -> Region:
 def multiply(b: Ints, product: Product) -> Make:
     def make(found: list[Ints], before: Ints) -> Ints:
         a, *addend = found
+        a = a.T if product.transposed else a
         return a @ b + sum(addend) + (before if product.accumulate else 0)
 
     return make

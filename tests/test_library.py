@@ -183,6 +183,8 @@ def _dynamic(at: Rank, operator: str) -> int:
         made = make(case, at.world, iteration)
         a, b = operands(case, made, at)
         torch._dynamo.maybe_mark_dynamic(a, 0)
+        if case.rows_of_b != case.k:
+            torch._dynamo.maybe_mark_dynamic(b, 0)
         y = layer(a, b)
         y.backward(made.g[at.rank].to(y))
         assert torch.equal(y.double(), made.y[at.rank])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -26,6 +26,8 @@ from ficco.schedules import NAMED
 
 SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 BLOCKS = ("all_to_all_matmul", "matmul_all_to_all")
+INNER = "all_gather_transposed_matmul"
+OPERATORS = (*SUMS, *BLOCKS, INNER)
 #: Terms in the sum of one element on one rank, at most: with |a| <= 3 and |b| = 1 the sums of 8
 #: ranks stay within [-192, 192], and bfloat16 holds every integer up to 256.
 TERMS = 8
@@ -69,6 +71,8 @@ class Case:
 
     def held(self, rank: int) -> int:
         """Rows of a rank's a."""
+        if self.operator == INNER:
+            return int(self.rows[rank])
         return sum(self.rows[rank]) if self.operator in BLOCKS else self.m
 
     def arguments(self) -> dict[str, Any]:
@@ -80,10 +84,12 @@ def operands(
     case: Case, rank: int, iteration: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = getattr(torch, case.dtype)
-    rows, inner, cols = (_span(0, size, device) for size in (case.held(rank), case.k, case.n))
-    a = _hash(rows, inner, 101 * iteration + rank) % 7 - 3
+    summed = case.m if case.operator == INNER else case.k
+    sizes = (case.held(rank), case.k, summed, case.n)
+    rows, width, inner, cols = (_span(0, size, device) for size in sizes)
+    a = _hash(rows, width, 101 * iteration + rank) % 7 - 3
     signs = _hash(inner, cols, 31 * iteration + rank + 1) % 2 * 2 - 1
-    mine = (inner[:, None] + cols[None, :]) % (-(-case.k // TERMS) or 1) == 0
+    mine = (inner[:, None] + cols[None, :]) % (-(-summed // TERMS) or 1) == 0
     b = (signs * mine).to(dtype)
     return a.to(dtype), (b.t().contiguous().t() if case.transposed else b)
 
@@ -98,6 +104,9 @@ def wanted(case: Case, rank: int, iteration: int, device: torch.device) -> torch
         if case.operator == "matmul_reduce_scatter":
             total = total[ends[rank] : ends[rank + 1]]
         return total.to(everyone[0][0].dtype)
+    if case.operator == INNER:
+        gathered, (_, b) = torch.cat([a for a, _ in everyone]), everyone[rank]
+        return (gathered.double().t() @ b.double()).to(b.dtype)
     parts = []
     for peer, (a, b) in enumerate(everyone):
         first = sum(case.rows[peer][:rank])
@@ -160,7 +169,7 @@ def device() -> str:
     return "cpu"
 
 
-@pytest.mark.parametrize("operator", [*SUMS, *BLOCKS])
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
     """All schedules of the space, on rows, sizes and dtypes drawn for each."""
@@ -181,7 +190,7 @@ def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
-@pytest.mark.parametrize("operator", [*SUMS, *BLOCKS])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_sizes_at_the_edge(device: str, operator: str) -> None:
     """No rows, no columns, no terms, and rows of a single rank."""
     schedules = ["serial:collective", "growing", "hetero-fused-2d:pull", "uniform-fused-1d:tail=2"]
@@ -198,15 +207,21 @@ def _repeats(at: Rank, operator: str, schedule: str) -> list[bool]:
     """Whether calls on the same random operands are equal to the last bit."""
     torch.manual_seed(at.rank)
     a = torch.randn(256, 96, device=at.device).bfloat16()
-    b = torch.randn(96, 80, device=at.device).bfloat16()
+    summed = 256 * at.world if operator == INNER else 96
+    b = torch.randn(summed, 80, device=at.device).bfloat16()
     first = getattr(ficco, operator)(a, b, schedule=schedule)
     return [
         torch.equal(first, getattr(ficco, operator)(a, b, schedule=schedule)) for _ in range(20)
     ]
 
 
-@pytest.mark.parametrize("schedule", ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring"])
-@pytest.mark.parametrize("operator", SUMS)
+@pytest.mark.parametrize(
+    "operator, schedule",
+    [
+        *product(SUMS, ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring"]),
+        *product([INNER], ["hetero-fused-1d:pieces=2,tail=2,compute=2", "hetero-unfused-2d"]),
+    ],
+)
 def test_sums_repeat_to_the_last_bit(device: str, operator: str, schedule: str) -> None:
     assert all(map(all, run(2, _repeats, operator, schedule, device=device)))
 
@@ -276,6 +291,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "ValueError",
         ("beta", "sum over ranks"),
     ),
+    "rows of b that nobody has of a": (
+        INNER, {"k": 9}, "ValueError", ("rows of b", "a_shard", "9", "14", "rows="),
+    ),
     "a sum of other columns": (
         "matmul_all_reduce", {"k": 9}, "ValueError", ("columns of a", "k=8", "k=9"),
     ),
@@ -312,7 +330,7 @@ def _mixed(at: Rank, calls: int, seed: int) -> int:
 
 def _in_any_order(at: Rank, calls: int, chance: random.Random) -> int:
     for iteration in range(calls):
-        operator = chance.choice([*SUMS, *BLOCKS])
+        operator = chance.choice(OPERATORS)
         rows = rows_for(operator, at.world, chance.choice(("equal", "ragged", "few", "sparse")))
         schedule = chance.choice(schedules_of(operator))
         sizes = chance.choice((8, 24)), chance.choice((8, 40))
@@ -328,7 +346,7 @@ def test_operators_in_any_order(device: str, world: int) -> None:
 
 def _capped(at: Rank, operator: str, schedule: str) -> list[int]:
     """Bytes held after calls with ever less memory, each of them exact."""
-    wide = (320, 24) if operator == "all_to_all_matmul" else (24, 320)  # what travels
+    wide = (24, 320) if operator.startswith("matmul_") else (320, 24)  # what travels
     case = Case(operator, rows_for(operator, at.world, "ragged"), *wide, "bfloat16", schedule)
     held = []
     for cap in CAPS:
@@ -353,6 +371,8 @@ CAPS = (1 << 20, 1 << 15, 1 << 14)
         ("matmul_all_reduce", "uniform-fused-2d:pieces=3"),
         ("matmul_all_to_all", "hetero-fused-1d:pieces=2,pull"),
         ("all_to_all_matmul", "hetero-fused-1d:pieces=8"),
+        (INNER, "hetero-fused-1d:pieces=8"),
+        (INNER, "uniform-fused-2d:pieces=8"),
     ],
 )
 def test_memory_keeps_to_its_cap(device: str, operator: str, schedule: str) -> None:
@@ -367,7 +387,7 @@ def _two_groups(at: Rank) -> None:
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rows[at.rank // 2], columns[at.rank % 2]
     for iteration in range(12):
-        operator = (*SUMS, *BLOCKS)[iteration % 4]
+        operator = OPERATORS[iteration % len(OPERATORS)]
         case = Case(operator, rows_for(operator, 2, "ragged"), 24, 24, schedule="growing:pieces=2")
         exact(at, case, iteration, mine[iteration % 2])
 

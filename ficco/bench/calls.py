@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ficco
 from ficco.bench.bounds import movements
 from ficco.bench.candidates import Candidate
-from ficco.bench.inputs import Operands, WeightOperands
+from ficco.bench.inputs import Operands
 from ficco.heuristics import Decision, decide
 from ficco.options import current
 from ficco.plan import Plan
@@ -64,9 +64,6 @@ class Runner:
 
 def unavailable(candidate: Candidate, operands: Operands) -> str:
     """Why a candidate does not exist for this shape on this device; empty if it does."""
-    if isinstance(operands, WeightOperands):
-        special = candidate.symmetric or candidate.stages
-        return "not of a gradient" if special or candidate.kind not in OF_WEIGHTS else ""
     if candidate.kind in ("pytorch", "pytorch-native"):
         if operands.device.type != "cuda":
             return "PyTorch has it on GPUs only"
@@ -84,8 +81,7 @@ def unavailable(candidate: Candidate, operands: Operands) -> str:
 
 def build(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
     """A candidate on these operands."""
-    builders = OF_WEIGHTS if isinstance(operands, WeightOperands) else BUILDERS
-    return builders[candidate.kind](candidate, operands, group)
+    return BUILDERS[candidate.kind](candidate, operands, group)
 
 
 def expected(runner: Runner, operands: Operands) -> torch.Tensor:
@@ -187,7 +183,7 @@ def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
         a = operands.a_LK
         if problem.kind.scatters:
             a = operands.empty(one.left_rows(rank), one.k).normal_()
-        moved.append((one, a, operands.empty(one.k, 0)))
+        moved.append((one, a, operands.empty(one.b_rows, 0)))
 
     def run() -> torch.Tensor:
         for one, a, b in moved:
@@ -208,6 +204,8 @@ def _serial_collective(candidate: Candidate, operands: Operands, group: ProcessG
     move = exchange(operands, group)
     if operands.problem.kind.scatters:
         return Runner(lambda: move(torch.mm(operands.a_LK, operands.b_KN)))
+    if operands.problem.kind.inner:
+        return Runner(lambda: torch.mm(move(operands.a_LK).t(), operands.b_KN))
     return Runner(lambda: torch.mm(move(operands.a_LK), operands.b_KN))
 
 
@@ -289,29 +287,6 @@ def _ficco(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Run
     return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
 
 
-def _weight_gemm(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
-    return Runner(lambda: torch.mm(operands.whole_OK.t(), operands.b_KN))
-
-
-def _weight_serial(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
-    gather = exchange(operands, group)
-    return Runner(lambda: torch.mm(gather(operands.a_LK).t(), operands.b_KN))
-
-
-def _weight_ficco(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """The backward of a call, again and again; its A needs no gradient."""
-    a = operands.a_LK.data  # may be overwritten without the graph's noticing
-    weight = operands.empty(operands.problem.n, operands.problem.k).normal_().requires_grad_()
-    with torch.enable_grad():
-        y = call(operands.problem, a, weight.t(), group, candidate.schedule)
-
-    def run() -> torch.Tensor:
-        (found,) = torch.autograd.grad(y, weight, operands.b_KN, retain_graph=True)
-        return found.t()
-
-    return Runner(run)
-
-
 def capped_bytes(candidate: Candidate, operands: Operands, group: ProcessGroup) -> int:
     """Symmetric memory for so many steps of a schedule, signals included."""
     schedule, problem = Schedule.parse(candidate.schedule), operands.problem
@@ -340,13 +315,4 @@ BUILDERS: dict[str, Callable[[Candidate, Operands, Any], Runner]] = {
     "pytorch": _pytorch,
     "pytorch-native": _pytorch_native,
     "ficco": _ficco,
-}
-
-#: The same for the gradient of B.
-OF_WEIGHTS: dict[str, Callable[[Candidate, Operands, Any], Runner]] = {
-    "gemm": _weight_gemm,
-    "collective": _collective,
-    "copies": _copies,
-    "serial-collective": _weight_serial,
-    "ficco": _weight_ficco,
 }

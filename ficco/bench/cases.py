@@ -28,6 +28,9 @@ MEMORY_SHARE = 0.9
 #: The operator that is benched unless another is named.
 OPERATOR = "all_gather_matmul"
 
+#: The operator that gives the gradient of its B.
+WEIGHT_GRADIENT = "all_gather_transposed_matmul"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -43,7 +46,6 @@ class Case:
         skip: why it is not measured; empty if it is.
         operator: what is asked for.
         halves: where memory ends, m is halved until it fits.
-        weight: timed is the gradient of B alone.
     """
 
     name: str
@@ -55,7 +57,6 @@ class Case:
     skip: str = ""
     operator: str = OPERATOR
     halves: bool = False
-    weight: bool = False
 
     def on(self, operator: str) -> Case:
         """The same layer for another operator.
@@ -65,10 +66,6 @@ class Case:
         """
         if operator == self.operator:
             return self
-        if self.weight:
-            raise ValueError(
-                f"{self.name}: required {self.operator}, whose B it is, got {operator}"
-            )
         n, k = self.n, self.k
         if OPERATORS[operator].scatters != OPERATORS[self.operator].scatters:
             n, k = k, n
@@ -93,12 +90,12 @@ class Case:
         left = max(map(problem.left_rows, range(world))) * problem.k
         multiplied = max(map(problem.product_rows, range(world)))
         result = max(map(problem.out_rows, range(world)))
-        elements = problem.k * problem.n + 4 * left + 3 * result * problem.n
+        elements = problem.b_rows * problem.n + 4 * left + 3 * result * problem.n
         if problem.kind.scatters:
             elements += 8 * multiplied * problem.n + result * problem.k
             return elements * problem.itemsize
         elements += 4 * multiplied * problem.k
-        return elements * problem.itemsize + 4 * multiplied * problem.n
+        return elements * problem.itemsize + 4 * result * problem.n
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
@@ -211,15 +208,16 @@ def experts_gain() -> list[Case]:
     ]
 
 
-def weights() -> list[Case]:
+def weight_gradients() -> list[Case]:
     """Scenarios of the paper whose k are tokens, each as it is listed and as the gradient of a
     weight that it stands for: tokens are gathered by rows, as in the forward, and summed over."""
     found = []
     for case in scenarios():
         if case.name in ("g1", "g3", "g5", "g7"):
-            label = f"{case.label}; gradient of B, of m gathered rows"
+            label = f"{case.label}; its k are the rows that are gathered"
             sizes = (case.k, case.n, case.m, case.dtype)
-            found += [case, Case(f"{case.name}-weights", *sizes, label, weight=True)]
+            turned = Case(f"{case.name}-gradient", *sizes, label, operator=WEIGHT_GRADIENT)
+            found += [case, turned]
     return found
 
 
@@ -228,7 +226,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "small": small,
     "unseen": unseen,
     "scenarios": scenarios,
-    "weights": weights,
+    "weight-gradients": weight_gradients,
     "experts": experts,
     "experts-gain": experts_gain,
     "cpu": tiny,

@@ -30,11 +30,11 @@ Draw = Callable[[torch.Tensor, torch.Generator], object]
 class Operands:
     """The operands of one rank, overwritten in place, so that captured calls see new ones.
 
-    ``whole_OK`` is what this rank's result is one product of: the gathered A; the blocks that all
-    ranks have for this one; or, where products are summed, the sum of all ranks' A, since all have
-    the same B. Each rank makes it by itself: no communication that could be wrong takes part in the
-    reference. ``a_symmetric_LK`` is the left operand once more, in memory that peers can read;
-    whoever needs it sets it.
+    ``whole_OK`` is what this rank's result is one product of: the gathered A, transposed or not;
+    the blocks that all ranks have for this one; or, where products are summed, the sum of all
+    ranks' A, since all have the same B. Each rank makes it by itself: no communication that could
+    be wrong takes part in the reference. ``a_symmetric_LK`` is the left operand once more, in
+    memory that peers can read; whoever needs it sets it.
     """
 
     problem: Problem
@@ -48,8 +48,9 @@ class Operands:
     def __post_init__(self) -> None:
         problem, rank = self.problem, self.rank
         self.a_LK = self.empty(problem.left_rows(rank), problem.k)
-        self.whole_OK = self.empty(problem.out_rows(rank), problem.k)
-        self.b_KN = self.empty(problem.k, problem.n)
+        rows = problem.m if problem.kind.inner else problem.out_rows(rank)
+        self.whole_OK = self.empty(rows, problem.k)
+        self.b_KN = self.empty(problem.b_rows, problem.n)
 
     def empty(self, rows: int, cols: int) -> torch.Tensor:
         """A matrix like the operands, not initialised."""
@@ -58,7 +59,7 @@ class Operands:
     @property
     def multiplied_PK(self) -> torch.Tensor:
         """What this rank multiplies: its own A, or what it gathers."""
-        return self.a_LK if self.problem.kind.scatters else self.whole_OK
+        return self.a_LK if self.problem.kind.scatters else self._whole
 
     def exact(self, iteration: int) -> None:
         """Small integers; A depends on iteration, rank, block and row, so that stale data shows.
@@ -88,11 +89,15 @@ class Operands:
         self._fill(seed, lambda tensor, generator: tensor.normal_(generator=generator))
         generator = torch.Generator(self.device)
         generator.manual_seed(seed)
-        self.b_KN.normal_(generator=generator).mul_(max(self.problem.k, 1) ** -0.5)
+        self.b_KN.normal_(generator=generator).mul_(max(self.problem.b_rows, 1) ** -0.5)
 
     def reference(self) -> torch.Tensor:
         """The result by the library, from what this rank made alone."""
-        return torch.mm(self.whole_OK, self.b_KN)
+        return torch.mm(self._whole, self.b_KN)
+
+    @property
+    def _whole(self) -> torch.Tensor:
+        return self.whole_OK.t() if self.problem.kind.inner else self.whole_OK
 
     def _fill(self, iteration: int, draw: Draw) -> None:
         """Draw all blocks of A that this rank has, and those of which its result is made."""
@@ -139,15 +144,3 @@ class Operands:
     def _in_blocks(self) -> bool:
         """Whether a rank's A has a block for each rank; else all of it is for all."""
         return self.problem.kind.scatters or self.problem.kind.blocks
-
-
-class WeightOperands(Operands):
-    """The operands of the gradient of B, the product of the gathered A transposed with that of the
-    result. ``b_KN`` is the latter, [O, N], and the result [K, N]."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.b_KN = self.empty(self.problem.m, self.problem.n)
-
-    def reference(self) -> torch.Tensor:
-        return torch.mm(self.whole_OK.t(), self.b_KN)

@@ -20,7 +20,7 @@ from ficco.bench.calls import taken
 from ficco.bench.candidates import Candidate, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
-from ficco.bench.inputs import Operands, WeightOperands
+from ficco.bench.inputs import Operands
 from ficco.bench.measure import DeviceClock, Gate, HostClock, Item, rounds
 from ficco.bench.progress import bar
 from ficco.bench.stats import NONE, slowest, summarise
@@ -114,8 +114,7 @@ class _Bench:
         if why:
             return [self._row(case, "", Candidate("", ""), "skipped", why)]
         problem = case.problem(self.world)
-        kind = WeightOperands if case.weight else Operands
-        operands = kind(problem, self.rank, self.device)
+        operands = Operands(problem, self.rank, self.device)
         candidates = of_problem(self.settings.candidates, problem)
         title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"
         with self._progress(title, len(candidates)) as tick:
@@ -136,7 +135,7 @@ class _Bench:
                 tick=tick,
             )
         rows = self._rows(case, checked, items, done)
-        if self.settings.timelines and number == 0 and not case.weight:
+        if self.settings.timelines and number == 0:
             self._timelines(operands, checked)
         items.clear()
         checked.clear()  # graphs go before the memory that they use

@@ -494,9 +494,9 @@ class CpuEngine(Engine):
         def op(call: Call) -> None:
             for product, a, out, addend in parts:
                 b = call.b[product.k_first : product.k_last, product.out.col : product.out.col_stop]
-                to = out(call)
+                left, to = a(call), out(call)
                 added = addend(call) if addend else to if product.accumulate else None
-                _multiply(a(call), b, to, added)
+                _multiply(left.t() if product.transposed else left, b, to, added)
 
         return self._disturbed(step, op)
 

@@ -515,7 +515,7 @@ class CudaEngine(Engine):
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         problem, out_region = program.plan.problem, product.out
-        whole = (product.k_last - product.k_first, out_region.cols) == (problem.k, problem.n)
+        whole = (product.k_last - product.k_first, out_region.cols) == (problem.b_rows, problem.n)
         terms = slice(product.k_first, product.k_last)
         columns = slice(out_region.col, out_region.col_stop)
         batched = product.batch > 1
@@ -528,6 +528,7 @@ class CudaEngine(Engine):
                 b = b.unsqueeze(0).expand(product.batch, -1, -1)
             else:
                 a = self._view(program, call, product.a)
+                a = a.t() if product.transposed else a
                 out = self._view(program, call, product.out)
             addend = out if product.accumulate else None
             if product.addend is not None:
@@ -666,6 +667,7 @@ class CudaEngine(Engine):
             call.b.data_ptr(),
             call.b.stride(),
             call.out.data_ptr(),
+            call.out.stride(),
             0 if sums is None else sums.data_ptr(),
             0 if gathered is None else gathered.data_ptr(),
             0 if partial is None else partial.data_ptr(),

@@ -645,6 +645,7 @@ class HipEngine(Engine):
                     b = b.unsqueeze(0).expand(product.batch, -1, -1)
                 else:
                     a = self._view(program, call, product.a)
+                    a = a.t() if product.transposed else a
                     out = self._view(program, call, product.out)
                 addend = out if product.accumulate else None
                 if product.addend is not None:

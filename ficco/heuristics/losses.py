@@ -124,7 +124,8 @@ def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> d
     """Seconds of the parts of a call, each alone: one whole product, ``"gemm"``; what travels by
     the copy engines, ``"copies"``, and by the vendor's collective, ``"collective"``, where that is
     known. What is summed or brought to its place behind the copies does not count."""
-    alone = Problem("all_gather_matmul", (problem.m,), problem.n, problem.k, problem.dtype)
+    operator = problem.operator if problem.kind.inner else "all_gather_matmul"
+    alone = Problem(operator, (problem.m,), problem.n, problem.k, problem.dtype)
     found = {"gemm": predict(alone, Schedule.parse("serial"), machine, mode)}
     bare = replace(problem, k=0) if problem.kind.scatters else replace(problem, n=0)
     free = machine

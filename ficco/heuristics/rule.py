@@ -34,22 +34,31 @@ def rule(problem: Problem, thresholds: Thresholds) -> tuple[str, str]:
 
     The paper's rule is of what gathers: A [m, k] travels. Where the product [m, n] does, it is read
     of the transposed problem, whose n and k are exchanged and which gathers as many bytes for as
-    many operations; as the gradient of the one is the other.
+    many operations; as the gradient of the one is the other. Where A is transposed, k takes
+    the place of m, and columns of A that of rows.
     """
-    name, width = ("n", problem.n) if problem.kind.scatters else ("k", problem.k)
-    taken, reason = _rule(problem.m, name, width, problem.flops, thresholds)
+    m, n, k = ("m", problem.m), ("n", problem.n), ("k", problem.k)
+    if problem.kind.inner:
+        taken, reason = _rule(k, m, problem.flops, thresholds)
+        dims = {"1d": "2d", "2d": "1d"}[taken[-2:]]
+        return f"{taken[:-2]}{dims}", f"of A transposed, {reason}"
+    taken, reason = _rule(m, n if problem.kind.scatters else k, problem.flops, thresholds)
     if problem.kind.scatters:
         reason += ", by the paper's rule for the gather that this is the transpose of"
     return taken, reason
 
 
-def _rule(m: int, name: str, width: int, flops: int, thresholds: Thresholds) -> tuple[str, str]:
-    if m <= width:
+def _rule(
+    height: tuple[str, int], width: tuple[str, int], flops: int, thresholds: Thresholds
+) -> tuple[str, str]:
+    (tall, rows), (wide, columns) = height, width
+    if rows <= columns:
         return COLUMNS, (
-            f"m={m} is not above {name}={width}, so that columns lose less than rows when cut"
+            f"{tall}={rows} is not above {wide}={columns}, so that columns lose less than rows "
+            "when cut"
         )
     low, high = thresholds.low, thresholds.high
-    count = f"m={m} is above {name}={width}, and {flops:.2g} operations of a rank are"
+    count = f"{tall}={rows} is above {wide}={columns}, and {flops:.2g} operations of a rank are"
     if flops < low:
         return ROWS[0], f"{count} below the threshold {low:.2g}"
     if flops > high:
@@ -90,12 +99,13 @@ class Observation:
 def fit_thresholds(observations: Iterable[Observation]) -> Thresholds:
     """The thresholds with which the rule loses least on what was measured.
 
-    Problems with m <= k do not depend on them and are left out. Of thresholds that lose alike,
-    those whose ratio is nearest to the paper's are taken.
+    Problems with m <= k do not depend on them and are left out, as are those of A transposed. Of
+    thresholds that lose alike, those whose ratio is nearest to the paper's are taken.
 
     Raises:
         ValueError: nothing was measured that depends on them.
     """
+    observations = [one for one in observations if not one.problem.kind.inner]
     told = [one for one in observations if one.problem.m > one.problem.k]
     if not told:
         raise ValueError("fit_thresholds: required a measured problem with m > k, got none")

@@ -98,7 +98,7 @@ def _neighbours(schedule: Schedule, problem: Problem, machine: Machine) -> Itera
         lambda: (replace(schedule, pieces=sizes) for sizes in _sizes(schedule, problem, machine)),
         lambda: _groupings(schedule),
     ]
-    if problem.kind.scatters:
+    if problem.kind.scatters or problem.kind.inner:
         changes.append(lambda: _of_products(schedule))
     for change in changes:
         for other in change():
@@ -119,8 +119,9 @@ def _groupings(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _of_products(schedule: Schedule) -> Iterator[Schedule]:
-    """What there is for products that travel: pieces of columns, whose products do not add up, and
-    own products that add themselves to the sum of the others."""
+    """What there is for products that travel: pieces of columns, whose products do not add up (nor
+    do they where A is transposed), and own products that add themselves to the sum of the
+    others."""
     if schedule.grouping in ("fused", "unfused"):
         yield replace(schedule, dims=3 - schedule.dims)
     if not schedule.uniform and schedule.grouping != "ring":
@@ -130,7 +131,7 @@ def _of_products(schedule: Schedule) -> Iterator[Schedule]:
 def _sizes(
     schedule: Schedule, problem: Problem, machine: Machine
 ) -> Iterator[int | tuple[int, ...]]:
-    if schedule.dims == 1:
+    if schedule.dims == 1 and not problem.kind.inner:
         yield from waves(schedule, problem, machine)
     yield from UNEVEN
 

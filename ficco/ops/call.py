@@ -143,7 +143,12 @@ def _operands(
     if plan.partial:
         call.partial = a.new_empty(plan.shape("partial"))
     if plan.sums:
-        call.sums = torch.empty(plan.shape("sum"), dtype=torch.float32, device=a.device)
+        # As the result lies, so that nothing is transposed when they are rounded.
+        columns = call.out.stride(0) == 1
+        rows, cols = plan.shape("sum")
+        shape = (cols, rows) if columns else (rows, cols)
+        sums = torch.empty(shape, dtype=torch.float32, device=a.device)
+        call.sums = sums.t() if columns else sums
     return call
 
 
@@ -351,7 +356,7 @@ def _readable(
 
 def _left(operator: str) -> str:
     """What the operator calls its left operand."""
-    return "a_shard" if operator == "all_gather_matmul" else "a"
+    return "a_shard" if OPERATORS[operator].collective == "all-gather" else "a"
 
 
 def _problem(
@@ -364,7 +369,7 @@ def _problem(
     symmetric: bool,
 ) -> Problem:
     """The Problem of the operands, or the reason why they are wrong."""
-    left = _left(operator)
+    left, inner = _left(operator), OPERATORS[operator].inner
     for name, tensor in ((left, a), ("b", b)):
         if tensor.layout is not torch.strided:
             raise NotImplementedError(
@@ -373,10 +378,10 @@ def _problem(
     if a.dim() < 2 or b.dim() != 2:
         shape = "[..., m/W, k]" if left == "a_shard" else "[..., m, k]"
         raise ValueError(
-            f"required {left} {shape} and b [k, n], got shapes {list(a.shape)} and "
-            f"{list(b.shape)}; reshape them"
+            f"required {left} {shape} and b [{'m' if inner else 'k'}, n], got shapes "
+            f"{list(a.shape)} and {list(b.shape)}; reshape them"
         )
-    if a.shape[1] != b.shape[0]:
+    if a.shape[1] != b.shape[0] and not inner:
         raise ValueError(
             f"required as many columns of {left} as rows of b, got k={a.shape[1]} and "
             f"k={b.shape[0]}; pass b as [k, n] (an nn.Linear weight as weight.t())"
@@ -402,6 +407,11 @@ def _problem(
         found = Problem.of_blocks(operator, table, *sizes)
         return replace(found, symmetric=symmetric, return_gathered=return_gathered)
     each = _rows(OPERATORS[operator], rows, held, rank, world)
+    if inner and sum(each) != b.shape[0]:
+        raise ValueError(
+            f"required as many rows of b as all ranks have of {left}, got {b.shape[0]} and "
+            f"{sum(each)}; pass all rows of b, and rows= where ranks have different numbers"
+        )
     return Problem(operator, each, *sizes, return_gathered, symmetric)
 
 

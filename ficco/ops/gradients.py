@@ -12,12 +12,16 @@ all_to_all_matmul        matmul_all_to_all(dY, b.t()), rows transposed      exch
 matmul_reduce_scatter    all_gather_matmul(dY, b.t())                       A.t() @ gathered(dY)
 matmul_all_to_all        all_to_all_matmul(dY, b.t()), rows transposed      A.t() @ exchanged(dY)
 matmul_all_reduce        all_gather_matmul(s, b.t()), s = rows of sum(dY)   A.t() @ gathered(s)
+all_gather_transposed_-  matmul_reduce_scatter(b, dY.t())                   all_gather_matmul(A, dY)
+ matmul
 =======================  =================================================  ========================
 
 What overlaps with what:
 
-- the lower three gather what they multiply. dY arrives once, under the product for dA, and stays
-  for dB, which is one product of the library.
+- where dB alone is wanted of what is gathered, by A or by dY, it is an
+  ``all_gather_transposed_matmul``, whose products add up as the rows arrive;
+- beside dA, the middle three gather what they multiply. dY arrives once, under the product for dA,
+  and stays for dB, which is one product of the library.
 - the upper two need A from the peers once more. By default it is gathered again, as Megatron-LM
   does under sequence parallelism: on a GPU its copies are enqueued first, on a stream of their own,
   and run beside the product for dA and what that sends. The product for dB, one of the library,
@@ -42,6 +46,7 @@ from torch.autograd.function import once_differentiable
 
 from ficco.ops.call import Result, run
 from ficco.options import carried, current
+from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -53,6 +58,7 @@ GATHERS = frozenset({"all_gather_matmul", "all_to_all_matmul"})
 #: The operator that brings the product for dA where it belongs.
 DUAL = {
     "all_gather_matmul": "matmul_reduce_scatter",
+    "all_gather_transposed_matmul": "matmul_reduce_scatter",
     "all_to_all_matmul": "matmul_all_to_all",
     "matmul_reduce_scatter": "all_gather_matmul",
     "matmul_all_to_all": "all_to_all_matmul",
@@ -103,6 +109,8 @@ def backward(
     """
     if asked.operator == "matmul_all_reduce":
         return _of_all_reduce(asked, grad, kept, wanted)
+    if OPERATORS[asked.operator].inner:
+        return _of_transposed(asked, grad, kept, wanted)
     if asked.operator in GATHERS:
         return _of_gathering(asked, grad, grad_gathered, kept, wanted)
     return _of_scattering(asked, grad, kept, wanted)
@@ -117,6 +125,9 @@ def _of_gathering(
 ) -> Gradients:
     grad_a = grad_b = None
     if grad is not None:
+        if asked.operator == "all_gather_matmul" and not wanted[0] and kept.gathered is None:
+            assert kept.a is not None
+            return None, _transposed(asked, kept.a, grad, kept.columns)
         again = None
         if wanted[1] and kept.gathered is None:
             assert kept.a is not None
@@ -132,6 +143,35 @@ def _of_gathering(
         returned = _returned(asked, grad_gathered)
         grad_a = returned if grad_a is None else grad_a.add_(returned)
     return grad_a, grad_b
+
+
+def _of_transposed(
+    asked: Asked, grad: torch.Tensor | None, kept: Kept, wanted: tuple[bool, bool]
+) -> Gradients:
+    grad_a = grad_b = None
+    if grad is not None and wanted[0]:
+        assert kept.b is not None
+        grad_a, _ = _dual(asked, kept.b, grad, False)
+    if grad is not None and wanted[1]:
+        assert kept.a is not None
+        rows, world = asked.rows, asked.group.size()
+        height = kept.a.shape[0] * world if rows is None else sum(rows)
+        out = _by_columns(grad, height) if kept.columns else None
+        schedule = _schedule(asked.schedule)
+        grad_b, _ = run("all_gather_matmul", kept.a, grad, asked.group, schedule, rows, out=out)
+    return grad_a, grad_b
+
+
+def _transposed(asked: Asked, shard: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
+    """``gathered(shard).t() @ b``, in memory column by column if asked, while the rows travel."""
+    schedule, operator = _schedule(asked.schedule), "all_gather_transposed_matmul"
+    out = _by_columns(b, shard.shape[1]) if columns else None
+    return run(operator, shard, b, asked.group, schedule, asked.rows, out=out)[0]
+
+
+def _by_columns(like: torch.Tensor, rows: int) -> torch.Tensor:
+    """Memory for a matrix that lies column by column, as wide as another."""
+    return like.new_empty((like.shape[1], rows)).t()
 
 
 def _returned(asked: Asked, grad_gathered: torch.Tensor) -> torch.Tensor:
@@ -153,6 +193,9 @@ def _of_scattering(
     if wanted[0]:
         assert kept.b is not None
         grad_a, gathered = _dual(asked, grad, kept.b, wanted[1])
+    elif asked.operator == "matmul_reduce_scatter":
+        assert kept.a is not None
+        return None, _transposed(asked, grad, kept.a, not kept.columns).t()
     else:
         gathered = _gathered(asked._replace(operator=DUAL[asked.operator], rows=_back(asked)), grad)
     if wanted[1]:
@@ -177,7 +220,8 @@ def _of_all_reduce(
             assert kept.b is not None
             grad_a, total = _dual(asked, mine, kept.b, wanted[1])
         else:
-            total = _gathered(asked._replace(operator="all_gather_matmul"), mine)
+            assert kept.a is not None
+            return None, _transposed(asked, mine, kept.a, not kept.columns).t()
     elif wanted[0]:
         assert kept.b is not None
         grad_a = _product(grad, kept.b.t())

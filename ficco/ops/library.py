@@ -107,29 +107,32 @@ def _fake_forward(
     rows: Rows = None,
     options: str = "",
 ) -> Any:
-    _check(a, b)
+    _check(operator, a, b)
     asked = _asked(operator, group, schedule, rows)
-    m, (k, n) = prod(a.shape[:-1]), b.shape
-    out = a.new_empty((_rows_of_result(asked, m), n))
-    return (out, a.new_empty((out.shape[0], k))) if return_gathered else out
+    m, (_, n), k = prod(a.shape[:-1]), b.shape, a.shape[-1]
+    multiplied = _rows_multiplied(asked, m)
+    out = a.new_empty((k if OPERATORS[operator].inner else multiplied, n))
+    return (out, a.new_empty((multiplied, k))) if return_gathered else out
 
 
-def _rows_of_result(asked: Asked, m: int) -> int:
-    """Rows of the product that a call returns on this rank; m rows of A go in."""
+def _rows_multiplied(asked: Asked, m: int) -> int:
+    """Rows of the product that a call returns on this rank, or of the A that it gathers; m rows of
+    A go in."""
     world, rank, rows = asked.group.size(), asked.group.rank(), asked.rows
-    if asked.operator == "all_gather_matmul":
+    if OPERATORS[asked.operator].collective == "all-gather":
         return m * world if rows is None else sum(rows)
     if asked.operator == "matmul_reduce_scatter":
         return m // world if rows is None else rows[rank]
     return m if rows is None else sum(row[rank] for row in rows)
 
 
-def _check(a: torch.Tensor, b: torch.Tensor) -> None:
+def _check(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
     """What can be refused while a call is traced; the call itself checks the rest."""
-    if a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
+    inner = OPERATORS[operator].inner
+    if a.dim() < 2 or b.dim() != 2 or not (inner or a.shape[-1] == b.shape[0]):
         raise ValueError(
-            f"required a [..., k] and b [k, n], got shapes {list(a.shape)} and {list(b.shape)}; "
-            "pass an nn.Linear weight as weight.t()"
+            f"required a [..., k] and b [{'m' if inner else 'k'}, n], got shapes {list(a.shape)} "
+            f"and {list(b.shape)}; pass an nn.Linear weight as weight.t()"
         )
     if a.dtype != b.dtype:
         raise ValueError(f"required one dtype, got a {a.dtype} and b {b.dtype}; convert one")
@@ -219,6 +222,8 @@ def _fake_backward(
     found = [like.new_empty(tuple(shape))] if needs_a else []
     if needs_b:
         k, n = shape[-1], like.shape[1]
+        if OPERATORS[operator].inner:
+            k = _rows_multiplied(_asked(operator, group, schedule, rows), prod(shape[:-1]))
         found.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
     return found
 

@@ -11,7 +11,8 @@ is a claim, and vector clocks over the lanes prove the claims for every interlea
 2. whatever is read was written before, by the step that should have, and is not overwritten while
    it may still be read; a rank reaches no memory of a peer that is not symmetric;
 3. every element of the product is written once, by products whose rows of A and of b belong
-   together and that cover all of k once; partial sums add up in a dtype that does not round them.
+   together and that cover all that is summed over once, be it k or, where A is transposed, its
+   rows, in any order; partial sums add up in a dtype that does not round them.
    Where products of ranks are summed, all who touch a sum say whose products are in it, no product
    is in it twice, and in the end all are;
 4. calls compose: a rank touches the shared memory of a peer only after that peer has handed over
@@ -141,7 +142,7 @@ class _Accesses(NamedTuple):
         row_shift, col_shift: the place of what is there among what leaves or lands, less its place
             in the buffer.
         k_first, k_last: rows of b that a product adds up; -1 where none writes.
-        adds: 1 where a product adds the next part of k to what is there.
+        adds: 1 where a product adds the next part of the sum to what is there.
         terms: whose products are summed in what is read or left there, numbered.
         joins: the same of what a write of another sum adds itself to; -1 where it does not.
     """
@@ -537,7 +538,12 @@ class _Proof:
         k_first, k_last, adds, batch = (
             _column(made, field) for field in ("k_first", "k_last", "accumulate", "batch")
         )
-        fits = (a.cols == k_last - k_first) & (a.rows == out.rows) & (batch > 0)
+        inner = problem.kind.inner
+        turned = np.array([product.transposed for product in made], np.bool_)
+        self.demand(turned == inner, who, "multiplies A the wrong way round")
+        summed, left = (a.rows, a.cols) if inner else (a.cols, a.rows)
+        fits = (summed == k_last - k_first) & (left == out.rows)
+        fits &= (batch == 1) if inner else (batch > 0)
         self.demand(fits, who, "multiplies regions that do not fit")
         self.demand((a.rank == me) & (out.rank == me), who, "multiplies at a peer")
         if problem.kind.scatters:
@@ -561,11 +567,14 @@ class _Proof:
         k_first, k_last, adds, step = k_first[each], k_last[each], adds[each], step[each]
         who, mine, kept = self.by_step(step), a.buffer == A, ~np.isin(out.buffer, LEAVING)
         way = self._of_block(a, a.rank, out.rank, mine & kept, who)
-        begins, across = self.begins[out.buffer, out.rank], k_first - a.col
-        there = np.where(mine, a.row - out.row + way, begins)
+        begins = self.begins[out.buffer, out.rank]
+        # Of A as it is gathered: the row and the column at which the product takes its piece.
+        row, col = (k_first, out.row) if inner else (out.row + begins, k_first)
+        across = col - a.col
+        there = np.where(mine, begins + a.row + way - row, begins)
         home = (there == begins) | (out.buffer == STAGING)
         self.demand(home & ((across == 0) | ~mine), who, "multiplies its own rows into a peer's")
-        here = np.where(mine, 0, out.row + begins - a.row)
+        here = np.where(mine, 0, row - a.row)
         none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
         read = _Accesses(step, *a, here, across, none, none, zero, zero, none)
         return (
@@ -739,9 +748,10 @@ class _Proof:
 
     def _memory(self) -> None:
         """The rules for every rectangle that no access divides, along the execution."""
-        access, k = self.access, self.problem.k
-        each, before, behind = self._cells()
+        access, summed = self.access, self.problem.b_rows
+        each, before, behind, cell = self._cells()
         write = each >= self.reads
+        k_first, k_last = self._parts(each, cell)
 
         # What a read finds.
         old, new = each[before[~write]], each[~write]
@@ -752,30 +762,31 @@ class _Proof:
         self.demand(self._same_piece(old, new), who, "reads another piece than it should")
         same = access.terms[old] == access.terms[new]
         self.demand(same, who, "finds the products of other ranks than it says")
-        done = (access.buffer[new] != SUM) | (access.k_last[old] == k)
+        done = (access.buffer[new] != SUM) | (k_last[before[~write]] == summed)
         self.demand(done, who, "rounds before the last term")
         self.claim(access.step[old], access.step[new], who, "may read before it is written")
 
         # What a write finds.
         old, new = each[before[write]], each[write]
         who, again = self.by_access(new), before[write] >= 0
-        adds, joins, k_first = access.adds[new] > 0, access.joins[new], access.k_first[new]
+        adds, joins = access.adds[new] > 0, access.joins[new]
+        first, last, so_far = k_first[write], k_last[write], k_last[before[write]]
         more = adds | (joins >= 0)
         self.demand(again | ~more, who, "adds to what nobody has written")
         self.demand(~again | more | (access.buffer[new] == STAGING), who, "is written twice")
         self.demand(~more | self._same_piece(old, new), who, "adds to another piece than it should")
         same = (joins < 0) | (joins == access.terms[old])
         self.demand(same, who, "adds itself to the products of other ranks than it says")
-        once = ~again | ~adds | (k_first >= access.k_last[old])
+        once = ~again | ~adds | (first >= so_far)
         self.demand(once, who, "adds the same part of k twice")
-        begin = np.where(adds, access.k_last[old], 0)
-        self.demand((k_first < 0) | (k_first == begin), who, "leaves out part of k")
-        done = (k_first < 0) | (behind[write] >= 0) | (access.k_last[new] == k)
+        begin = np.where(adds, so_far, 0)
+        self.demand((first < 0) | (first == begin), who, "leaves out part of k")
+        done = (first < 0) | (behind[write] >= 0) | (last == summed)
         self.demand(done, who, "does not cover all of k")
         # Rows of an all-to-all have a place for each rank, so that no more is to be shown for them.
         whole = self.numbers.get((1 << self.world) - 1, -1) if self.problem.kind.sums else -1
-        last = (behind[write] < 0) & (access.buffer[new] == OUT) & self.problem.kind.sums
-        self.demand(~last | (access.terms[new] == whole), who, "leaves out the product of a rank")
+        final = (behind[write] < 0) & (access.buffer[new] == OUT) & self.problem.kind.sums
+        self.demand(~final | (access.terms[new] == whole), who, "leaves out the product of a rank")
         old, new = old[again], new[again]
         why = "may be overwritten by an unordered step"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
@@ -786,17 +797,40 @@ class _Proof:
         why = "overwrites what may still be read"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
 
+    def _parts(self, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
+        """Which part of the sum each access adds to a rectangle, as its first and last row of b.
+
+        Rows of A come in any order. Where none comes twice, they are numbered as they come.
+        """
+        k_first, k_last = self.access.k_first[each], self.access.k_last[each]
+        if not self.problem.kind.inner:
+            return k_first, k_last
+        adding = np.flatnonzero(k_first >= 0)
+        home, first, last = cell[adding], k_first[adding], k_last[adding]
+        rising = np.lexsort((last, first, home))
+        one, two = rising[:-1], rising[1:]
+        once = (home[one] != home[two]) | (last[one] <= first[two])
+        who = self.by_access(each[adding[two]])
+        self.demand(once, who, "adds rows of A that another product adds, too")
+        rows = last - first
+        count = np.cumsum(rows)
+        begin = np.flatnonzero(np.diff(home, prepend=-1))  # the first of each rectangle
+        sizes = np.diff(begin, append=len(home))
+        count -= np.repeat(count[begin] - rows[begin], sizes)
+        k_first[adding], k_last[adding] = count - rows, count
+        return k_first, k_last
+
     def _same_piece(self, one: Ints, two: Ints) -> Bools:
         """Whether accesses to the same place take what is there for the same."""
         rows, cols = self.access.row_shift, self.access.col_shift
         same: Bools = (rows[one] == rows[two]) & (cols[one] == cols[two])
         return same
 
-    def _cells(self) -> tuple[Ints, Ints, Ints]:
+    def _cells(self) -> tuple[Ints, Ints, Ints, Ints]:
         """Each access once for every rectangle it holds, by rectangle and in order of execution.
 
         Also returns the indices of the write before it and of the write behind it in the same
-        rectangle, -1 where there is none.
+        rectangle, -1 where there is none, and the number of the rectangle.
         """
         # The caller's shards are left out: they are never written.
         kept = np.flatnonzero(self.access.buffer != A)
@@ -826,7 +860,7 @@ class _Proof:
         first = order[write & (before < 0)]
         area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
         self._covered(home[each[write & (before < 0)]], area)
-        return kept[each], before, behind
+        return kept[each], before, behind, cell
 
     def _covered(self, home: Ints, area: Ints) -> None:
         """Every element of the results is written."""

@@ -14,7 +14,7 @@ a           [left_rows, k]         the caller's operand; peers may read it if it
 publish     [left_rows, k]         symmetric copy of it for peers to read (pull); for operators
                                    that scatter [product_rows, n], the product, for the same
 staging     plan.staging           symmetric memory where pieces of peers land
-sum         [product_rows, n]      float32 sums of column pieces (2D), where the dtype is narrower
+sum         [out_rows, n]          float32 sums of pieces that add up, where the dtype is narrower
 partial     [product_rows, n]      the product before it travels (scatter)
 out         [out_rows, n]          the result
 gathered    [product_rows, k]      the gathered A, if asked for or made by a collective
@@ -105,6 +105,8 @@ class Product(NamedTuple):
     moved down by ``i * out_stride`` rows; all share the same rows of b. The columns of ``out`` are
     those of b. ``terms``: whose products lie there that it adds to, see :class:`Transfer`. With an
     ``addend`` these lie there instead: ``out = addend + a @ b``, and ``accumulate`` is not set.
+    ``transposed``: it is ``a.T`` that is multiplied, so that ``k_first`` and ``k_last`` count rows
+    of A among those gathered; never a batch.
     """
 
     a: Region
@@ -117,6 +119,7 @@ class Product(NamedTuple):
     out_stride: int = 0
     terms: int = 0
     addend: Region | None = None
+    transposed: bool = False
 
 
 class Reduction(NamedTuple):
@@ -210,7 +213,7 @@ class Plan:
         problem, rank = self.problem, self.rank if rank is None else rank
         if buffer == "staging":
             return self.staging
-        if buffer == "out":
+        if buffer in ("out", "sum"):
             return problem.out_rows(rank), problem.n
         if buffer == "a" or (buffer == "publish" and not problem.kind.scatters):
             return problem.left_rows(rank), problem.k
@@ -226,7 +229,7 @@ class Plan:
         """Memory beside the operands and the results: staging, what peers read, partial sums."""
         problem = self.problem
         product = problem.product_rows(self.rank) * problem.n
-        sums = product * 4 if self.sums else 0
+        sums = problem.out_rows(self.rank) * problem.n * 4 if self.sums else 0
         partial = product * problem.itemsize if self.partial else 0
         inside = self.gathers and not problem.return_gathered
         gathered = problem.product_rows(self.rank) * problem.k * problem.itemsize if inside else 0

@@ -6,6 +6,7 @@ from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.gather import Gather, GatherWorld
+from ficco.schedules.inner import InnerGather
 from ficco.schedules.scatter import Scatter, ScatterWorld
 from ficco.schedules.space import Schedule
 
@@ -52,7 +53,8 @@ def _plans(
         there = ScatterWorld(problem, schedule)
         return [Scatter(there, rank).build() for rank in ranks]
     world = GatherWorld(problem, schedule, staging_bytes)
-    return [Gather(world, rank).build() for rank in ranks]
+    gather = InnerGather if problem.kind.inner else Gather
+    return [gather(world, rank).build() for rank in ranks]
 
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
@@ -71,9 +73,10 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         if not problem.kind.returns:  # else the library sums in place
             made = whole("partial", rows, n)
         moved = Transfer(made, out)
+    product = Product(a, 0, problem.b_rows, made, transposed=problem.kind.inner)
     steps = [
         Step("collective", "compute0", problem.kind.collective, transfer=moved),
-        Step("matmul", "compute0", "all", products=(Product(a, 0, k, made),)),
+        Step("matmul", "compute0", "all", products=(product,)),
     ]
     if problem.kind.scatters:
         steps.reverse()

@@ -214,7 +214,7 @@ class Gather:
         problem, schedule = self.problem, self.schedule
         publish = schedule.pull and not problem.symmetric and bool(self.peers)
         published = self._publish() if publish and problem.left_rows(self.me) else ()
-        if not schedule.uniform and problem.block(self.me, self.me):
+        if self._own_is_alone():
             self._multiply_own()
         if schedule.pull:
             self._open_pull(published)
@@ -389,15 +389,22 @@ class Gather:
 
     # Products.
 
+    def _own_is_alone(self) -> bool:
+        """Whether the rank's own rows have a product of their own, in front of all others."""
+        return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
+
     def _multiply_own(self) -> None:
         me, k = self.me, self.problem.k
         first, last = self._block(me, me)
         there = self.problem.leaves(me, me)
         src = Region("a", me, there, there + last - first, 0, k)
-        dst = Region("out", me, first, last, 0, self.problem.n)
-        self._add(Step("matmul", "compute0", "own", products=(Product(src, 0, k, dst),)))
+        self._add(Step("matmul", "compute0", "own", products=(self._own_product(src),)))
         if self.problem.return_gathered:
             self._place("compute0", src, Region("gathered", me, first, last, 0, k))
+
+    def _own_product(self, src: Region) -> Product:
+        dst = Region("out", self.me, *self._block(self.me, self.me), 0, self.problem.n)
+        return Product(src, 0, self.problem.k, dst)
 
     def _place(self, lane: str, src: Region, dst: Region, after: tuple[int, ...] = ()) -> int:
         label = f"{src.buffer}>{dst.buffer}"
@@ -425,7 +432,7 @@ class Gather:
             " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
             waits=tuple(ready),
             after=tuple(self.pulled.pop(group).values()) if self.schedule.pull else (),
-            products=self._products(units, sources),
+            products=self._products(group, units, sources),
         )
         last_use = self._add(multiply)
         if self.problem.return_gathered:
@@ -435,7 +442,7 @@ class Gather:
                 dst = Region("gathered", self.me, first, last, col, col + region.cols)
                 last_use = self._place(lane, region, dst)
         if self.sum == "sum":
-            self._round(lane, units)
+            self._round(lane, group)
         if self.staging.stages:
             self.last_use[group] = last_use
             self._give_room(group)
@@ -450,7 +457,9 @@ class Gather:
                 there = self.regions[self.me][unit.ordinal]
                 self._place(lane, self.mine.in_shard("a", unit), there, after)
 
-    def _products(self, units: list[Unit], sources: list[Region]) -> tuple[Product, ...]:
+    def _products(
+        self, group: int, units: list[Unit], sources: list[Region]
+    ) -> tuple[Product, ...]:
         by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
         found = []
         for unit, a in sorted(zip(units, sources, strict=True)):
@@ -462,13 +471,15 @@ class Gather:
             self.started.update(unit.peer for unit in units)
         return merged(found)
 
-    def _round(self, lane: str, units: list[Unit]) -> None:
+    def _summed(self, group: int) -> Iterable[tuple[int, int]]:
+        """Rows of the sums whose last term a group adds, rising."""
+        units = sorted(self.groups[group])
+        return (self.mine.rows(unit) for unit in units if unit.stop == self.problem.k)
+
+    def _round(self, lane: str, group: int) -> None:
         """Round the sums whose last term has been added."""
         spans: list[tuple[int, int]] = []
-        for unit in sorted(units):
-            if unit.stop < self.problem.k:
-                continue
-            first, last = self.mine.rows(unit)
+        for first, last in self._summed(group):
             if spans and spans[-1][1] == first:
                 spans[-1] = (spans[-1][0], last)
             else:

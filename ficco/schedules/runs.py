@@ -21,9 +21,23 @@ def merged(products: Iterable[Product]) -> tuple[Product, ...]:
     return tuple([run.whole() for run in batches])
 
 
+def joined(products: Iterable[Product]) -> list[Product]:
+    """The same transposed products, those of rows that lie together and of b as one."""
+    found: list[Product] = []
+    for product in products:
+        last = found[-1] if found else None
+        if last and last.out == product.out and last.k_last == product.k_first:
+            longer = last.a._replace(row_stop=product.a.row_stop)
+            if product.a == longer._replace(row=last.a.row_stop):
+                found[-1] = last._replace(a=longer, k_last=product.k_last)
+                continue
+        found.append(product)
+    return found
+
+
 def _kind(product: Product) -> tuple[object, ...]:
     """What products of one call have in common."""
-    a, k_first, k_last, out, accumulate, _, _, _, terms, addend = product
+    a, k_first, k_last, out, accumulate, _, _, _, terms, addend, _ = product
     columns = a.col, a.col_stop, out.col, out.col_stop
     return columns, k_first, k_last, accumulate, terms, addend, a.buffer, out.buffer
 

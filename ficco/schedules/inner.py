@@ -1,0 +1,90 @@
+"""Plans of products that sum over the rows that travel, as the gradient of a weight does.
+
+Rows of A that arrive meet the same rows of the local B, and each product adds to the whole result:
+pieces of rows are here what pieces of columns are to a product of A itself, without their strided
+copies. Pieces of columns make rows of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from ficco.plan.model import Product, Region
+from ficco.schedules.gather import Gather, GatherWorld
+from ficco.schedules.groups import Unit
+from ficco.schedules.runs import joined
+
+#: Rows of the result, apart from each other.
+Spans = list[tuple[int, int]]
+
+
+class InnerGather(Gather):
+    """Builds one Plan. Products that add to the same rows stay on one lane, in the order in which
+    they are enqueued, so that results repeat to the last bit."""
+
+    def __init__(self, world: GatherWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        whole = (0, self.problem.k)
+        self.made = self._adding([whole] if self._own_is_alone() else [])
+        self.adds = any(product.accumulate for product in chain.from_iterable(self.made))
+        self.sum = "sum" if self.adds and self.problem.rounds else "out"
+        self.last = self._last()
+
+    def _adding(self, begun: Spans) -> list[list[Product]]:
+        """The products of each group, which add to what has begun before them."""
+        found = []
+        for units in self.groups:
+            products = joined(map(self._product, sorted(units)))
+            for index, product in enumerate(products):
+                if _within(product, begun):
+                    products[index] = product._replace(accumulate=True)
+                else:
+                    begun.append((product.out.row, product.out.row_stop))
+            found.append(products)
+        return found
+
+    def _last(self) -> list[Spans]:
+        """The rows to which nothing is added behind each group."""
+        over: Spans = []
+        found: list[Spans] = []
+        for products in reversed(self.made):
+            spans: Spans = []
+            for product in products:
+                if not _within(product, over):  # a tail's pieces are the last of their rows
+                    spans.append((product.out.row, product.out.row_stop))
+                    over.append(spans[-1])
+            found.append(sorted(spans))
+        return found[::-1]
+
+    def _product(self, unit: Unit) -> Product:
+        a = self.regions[unit.peer][unit.ordinal]
+        columns = (unit.start, unit.stop) if self.schedule.dims == 2 else (0, self.problem.k)
+        out = Region("out", self.me, *columns, 0, self.problem.n)
+        return Product(a, *self.mine.rows(unit), out, transposed=True)
+
+    def _own_is_alone(self) -> bool:
+        """Also where nobody has a row: the result is zeros."""
+        return super()._own_is_alone() or not self.problem.m
+
+    def _own_product(self, src: Region) -> Product:
+        out = Region(self.sum, self.me, 0, self.problem.k, 0, self.problem.n)
+        return Product(src, *self._block(self.me, self.me), out, transposed=True)
+
+    def _compute_lane(self, group: int, units: list[Unit]) -> str:
+        return self.compute_lanes[0 if self.adds else group % self.schedule.compute]
+
+    def _products(
+        self, group: int, units: list[Unit], sources: list[Region]
+    ) -> tuple[Product, ...]:
+        return tuple(
+            product._replace(out=product.out._replace(buffer=self.sum))
+            for product in self.made[group]
+        )
+
+    def _summed(self, group: int) -> Iterable[tuple[int, int]]:
+        return self.last[group]
+
+
+def _within(product: Product, spans: Spans) -> bool:
+    return any(first <= product.out.row < last for first, last in spans)
