@@ -43,7 +43,7 @@ import ficco
 from ficco.ops.call import run as ficco_run
 from ficco.schedules import NAMED, Schedule
 
-NAMES = sorted(NAMED)
+NAMES = sorted(name for name, schedule in NAMED.items() if not schedule.beta)
 #: Every axis that a name can be given, alone and together.
 KNOBS = (
     "",
