@@ -19,6 +19,7 @@ PROBLEM = Problem("all_gather_matmul", (16,) * 4, 24, 32, "bfloat16")
 SUMMED = replace(PROBLEM, operator="matmul_reduce_scatter")
 RETURNED = replace(PROBLEM, operator="matmul_all_reduce")
 SENT = Problem.of_blocks("matmul_all_to_all", ((4,) * 4,) * 4, 24, 32, "bfloat16")
+TURNED = replace(PROBLEM, operator="all_gather_transposed_matmul")
 TAKEN = Problem.of_blocks("all_to_all_matmul", ((4,) * 4,) * 4, 24, 32, "bfloat16")
 
 KNOBS = (
@@ -844,6 +845,187 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
 def test_broken_plans_of_products_are_caught(what: str, rank: int) -> None:
     problem, name, edit, words = BROKEN_PRODUCTS[what]
     found = made(name, problem)
+    with pytest.raises(PlanError, match=words):
+        check(edited(found, rank, edit))
+
+
+# Plans of sums over the rows that travel.
+
+
+@pytest.mark.parametrize("name", ["growing", "shrinking"])
+def test_rows_that_lie_together_are_one_product(name: str) -> None:
+    for plan in made(name, replace(TURNED, rows=(16,) * 8)):
+        products = [product for step in plan.steps for product in step.products]
+        assert len(products) == 4  # log2(W) + 1
+        assert sorted(p.a.rows for p in products) == [16, 16, 32, 64]
+        assert sum(step.label == "sum>out" for step in plan.steps) == 1
+
+
+def test_rows_of_the_result_need_no_sums() -> None:
+    for plan in made("uniform-fused-2d", TURNED):
+        products = [product for step in plan.steps for product in step.products]
+        assert [(p.a.rows, p.out.rows) for p in products] == [(64, 8)] * 4
+        assert not plan.sums and not any(p.accumulate for p in products)
+    serial = made("serial", replace(TURNED, rows=(16, 0, 0, 0)))
+    assert not any(plan.sums for plan in serial)
+
+
+def again(step: Step) -> Any:
+    """The step's products, the last of them twice."""
+    return (*step.products, step.products[-1]._replace(accumulate=True))
+
+
+def swap_rows(steps: list[Step]) -> None:
+    """Two pieces, each with the rows of b of the other."""
+    i, j, *_ = (i for i, step in enumerate(steps) if awaits_data(step))
+    one, two = steps[i].products[0], steps[j].products[0]
+    first = one._replace(k_first=two.k_first, k_last=two.k_last)
+    second = two._replace(k_first=one.k_first, k_last=one.k_last)
+    steps[i] = steps[i]._replace(products=(first, *steps[i].products[1:]))
+    steps[j] = steps[j]._replace(products=(second, *steps[j].products[1:]))
+
+
+def swap_columns(steps: list[Step]) -> None:
+    """Two pieces of columns, each in the rows of the result that are the other's."""
+    i, j, *_ = (i for i, step in enumerate(steps) if awaits_data(step))
+    one, two = steps[i].products[0], steps[j].products[0]
+    steps[i] = steps[i]._replace(products=(one._replace(out=two.out),))
+    steps[j] = steps[j]._replace(products=(two._replace(out=one.out),))
+
+
+def round_first(steps: list[Step]) -> None:
+    """Round behind the first product."""
+    i = index(steps, lambda step: step.label == "sum>out")
+    steps.insert(index(steps, multiplies) + 1, steps.pop(i))
+
+
+TWO_LANES = "hetero-unfused-1d:pieces=2,compute=2"
+EXACT = replace(TURNED, dtype="float32")
+
+BROKEN_SUMS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]] = {
+    "a piece counted twice": (
+        TURNED,
+        "growing",
+        change(awaits_data, products=again),
+        "adds rows of A that another product adds",
+    ),
+    "own rows counted twice": (
+        TURNED,
+        "growing",
+        change(multiplies, products=again),
+        "adds rows of A that another product adds",
+    ),
+    "a piece counted twice, without sums that round": (
+        EXACT,
+        "uniform-unfused-1d:pieces=2",
+        change(awaits_data, products=again),
+        "adds rows of A that another product adds",
+    ),
+    "a piece left out": (
+        TURNED,
+        "growing",
+        change(awaits_data, op="sync", products=()),
+        "rounds before the last term",
+    ),
+    "a piece left out, without sums that round": (
+        EXACT,
+        "growing",
+        change(awaits_data, op="sync", products=()),
+        "does not cover all",
+    ),
+    "a row left out": (
+        EXACT,
+        "hetero-unfused-1d:pieces=2",
+        change(
+            awaits_data,
+            products=lambda step: multiplied(
+                k_last=step.products[0].k_last - 1, a={"row_stop": step.products[0].a.row_stop - 1}
+            )(step),
+        ),
+        "does not cover all",
+    ),
+    "rounded too early": (TURNED, "hetero-fused-1d", round_first, "rounds before the last term"),
+    "columns rounded too early": (
+        TURNED,
+        "hetero-unfused-2d:pieces=2",
+        round_first,
+        "rounds before the last term",
+    ),
+    "rows of b of another piece": (
+        TURNED,
+        "hetero-unfused-1d",
+        swap_rows,
+        "reads another piece than it should",
+    ),
+    "own rows with others of b": (
+        TURNED,
+        "growing",
+        change(multiplies, products=multiplied(k_first=16, k_last=32)),
+        "into a peer's",
+    ),
+    "columns in other rows": (
+        TURNED,
+        "uniform-fused-2d",
+        swap_columns,
+        "reads another piece than it should",
+    ),
+    "not transposed": (
+        TURNED,
+        "growing",
+        change(awaits_data, products=multiplied(transposed=False)),
+        "the wrong way round",
+    ),
+    "transposed": (
+        PROBLEM,
+        "growing",
+        change(awaits_data, products=multiplied(transposed=True)),
+        "the wrong way round",
+    ),
+    "a piece that replaces the sum": (
+        TURNED,
+        "growing",
+        change(adds, products=multiplied(accumulate=False)),
+        "is written twice",
+    ),
+    "a sum without a first piece": (
+        TURNED,
+        "growing",
+        change(multiplies, products=multiplied(accumulate=True)),
+        "adds to what nobody has written",
+    ),
+    "sums in a dtype that rounds": (
+        TURNED,
+        "growing",
+        change(adds, products=multiplied(out={"buffer": "out"})),
+        "adds to what has been rounded",
+    ),
+    "a batch": (
+        TURNED,
+        "growing",
+        change(awaits_data, products=multiplied(batch=2)),
+        "do not fit",
+    ),
+    "sums in no order": (
+        TURNED,
+        TWO_LANES,
+        change(adds, lane="compute1"),
+        "may be overwritten by an unordered step",
+    ),
+    "sums in no order, without rounding": (
+        EXACT,
+        TWO_LANES,
+        change(adds, lane="compute1"),
+        "may be overwritten by an unordered step",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_SUMS)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_broken_sums_over_rows_are_caught(what: str, rank: int) -> None:
+    problem, name, edit, words = BROKEN_SUMS[what]
+    found = made(name, problem)
+    check(found)
     with pytest.raises(PlanError, match=words):
         check(edited(found, rank, edit))
 
