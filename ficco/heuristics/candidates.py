@@ -58,6 +58,26 @@ MESH = (
 )
 
 
+#: Where A is transposed, on a switch or a mesh: pieces of rows add up to one result, few of them;
+#: pieces of columns make rows of it, each written once where the own ones ride along. Chosen by
+#: simulation alone, see docs/choosing.md.
+TRANSPOSED = (
+    "growing",
+    "shrinking",
+    "shard-overlap",
+    "growing:tail=2",
+    "uniform-fused-2d",
+    "uniform-fused-2d:pieces=2,compute=2",
+    "uniform-fused-2d:pieces=4,compute=2",
+    "uniform-fused-2d:pieces=3+1",
+    "hetero-fused-2d",
+    "hetero-fused-2d:pieces=2,tail=2",
+    "hetero-fused-2d:pieces=4",
+    "hetero-unfused-2d:pieces=2,tail=2",
+    "hetero-unfused-2d:pieces=3+1",
+    "uniform-unfused-2d:pieces=2,tail=2",
+)
+
 #: On a switch, where the product travels: the block that stays is multiplied last. Of two lanes
 #: with products of the same size and nothing to wait for, either may come first on a GPU, and the
 #: copies of the first wait for both: a second lane is of use with many pieces alone (2 H200: up to
@@ -163,6 +183,8 @@ def _candidates(
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
     """Names for an operator, the simplest first."""
     kind = problem.kind
+    if kind.inner:
+        return TRANSPOSED
     if not kind.scatters:
         return MESH if mesh else SWITCH
     if mesh:

@@ -72,7 +72,8 @@ def all_gather_matmul(
 
     Gradients are those of the sum over all ranks of <result, its gradient>. That of ``a_shard`` is
     a :func:`ficco.matmul_reduce_scatter`; beside it A is gathered again for that of ``b``, or kept
-    since the forward with ``options(save_gathered=True)``. The same operands need gradients on
+    since the forward with ``options(save_gathered=True)``; that of ``b`` alone is a
+    :func:`ficco.all_gather_transposed_matmul`. The same operands need gradients on
     every rank. Forward and backward can be compiled by ``torch.compile`` and cast by autocast.
 
     Args:

@@ -100,6 +100,14 @@ compute0 | own     |       | 1.0   | 2.0   | 3.0   | .. | 2.3 | sum>out | 3.3 | 
 copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | ..
 sync     |         |       |       |       |       | .. |     |         |     |         | retire
 
+The same names where A is transposed: every product adds to the whole result, and what lies together
+is one; pieces of columns make rows of the result.
+
+>>> show("growing", "all_gather_transposed_matmul")
+compute0 | own     |       | 1.0   |       | 2.0 3.0 | sum>out
+copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3
+sync     |         |       |       |       |         |         | retire
+
 The same names where the product travels. ``2.1`` is piece 1 of the product's block for rank 2,
 ``2.1>2`` its copy to rank 2, ``sum 0`` the sum of what all ranks made of the first own piece.
 
