@@ -273,6 +273,23 @@ def test_gradients_under_named_schedules(operator: str, device: str) -> None:
     assert run(3, all_exact, cases, device=device) == [len(cases)] * 3
 
 
+@ranks(1, 2, 4)
+@pytest.mark.parametrize(
+    "operator", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def test_gradients_of_b_alone(operator: str, world: int, device: str) -> None:
+    """Summed over rows while they travel, in either layout of b."""
+    plain = case_of(operator, world, 4, 6, 8, needs="b")
+    ragged = plain.on(rows=uneven(operator, world))
+    cases = [
+        case.on(schedule=schedule, dtype=dtype, transposed=transposed)
+        for schedule in (*SCHEDULES[:-2], "uniform-fused-2d:pieces=2", "growing:pull")
+        for dtype in ("bfloat16", "float32")
+        for case, transposed in ((plain, True), (plain, False), (ragged, True))
+    ]
+    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+
+
 @pytest.mark.parametrize("operator", GATHERING)
 def test_gradients_with_what_was_gathered_kept(operator: str, device: str) -> None:
     cases = cases_of(operator, 3, device)
@@ -557,9 +574,12 @@ def _layouts(at: Rank, operator: str) -> None:
         grad_a, grad_b = torch.autograd.grad(y, (a, b), made.g[at.rank].to(y))
         same(grad_a, made.grad_a[at.rank], "a")
         same(grad_b, made.grad_b[at.rank], "b")
+        (alone,) = torch.autograd.grad(product(case, a.detach(), b), b, made.g[at.rank].to(y))
+        same(alone, made.grad_b[at.rank], "b alone")
         # That of a transposed weight lies as the weight, so that nothing copies it.
         by_columns = (1, case.rows_of_b)
-        assert grad_b.stride() == (by_columns if b.stride() == by_columns else (case.n, 1))
+        lies = by_columns if b.stride() == by_columns else (case.n, 1)
+        assert grad_b.stride() == alone.stride() == lies
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
