@@ -144,7 +144,7 @@ def _operands(
         call.partial = a.new_empty(plan.shape("partial"))
     if plan.sums:
         # As the result lies, so that nothing is transposed when they are rounded.
-        columns = call.out.stride(0) == 1
+        columns = call.out.stride(0) == 1 and not call.out.is_contiguous()
         rows, cols = plan.shape("sum")
         shape = (cols, rows) if columns else (rows, cols)
         sums = torch.empty(shape, dtype=torch.float32, device=a.device)
