@@ -237,7 +237,8 @@ def _error(row: Row | None) -> str:
 def readme_table(
     rows: Sequence[Row], about: dict[str, Any], link: str, explained: bool = False
 ) -> str:
-    """The tables of the README: what each shape reaches, a table for each operator and mode.
+    """The tables of the README: what each shape reaches, a table for each mode, and a line for each
+    of the other operators and modes.
 
     ``explained``: a table before it has said what the modes and the columns are.
     """
@@ -247,11 +248,31 @@ def readme_table(
     words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in measured)
     parts = [f"{where}, {date}; [all figures and how they were measured]({link})."]
     parts += [f"{words}. {HINDSIGHT}"] * (not explained)
+    others = []
     for operator, mine in by_operator(rows):
-        if operator != OPERATOR:
-            parts.append(f"`{operator}`:")
-        parts += [_readme_mode(found, mode) for mode in measured if (found := lines(mine, mode))]
+        for mode in measured:
+            if found := lines(mine, mode):
+                if operator == OPERATOR:
+                    parts.append(_readme_mode(found, mode))
+                else:
+                    others.append(_readme_operator(operator, found, mode))
+    if others:
+        heads = ("", "mode", "shapes", "of ideal", "x serial", "x PyTorch")
+        auto = tuple(f"`auto`: {name}" for name in heads[3:])
+        parts += ["Geometric mean over the shapes, and the worst shape:"]
+        parts += [markdown((*heads, *auto), others)]
     return "\n\n".join(parts)
+
+
+def _readme_operator(operator: str, there: Sequence[Line], mode: str) -> tuple[str, ...]:
+    """What the shapes of an operator reach."""
+
+    def cells(found: Sequence[Row | None]) -> list[str]:
+        both = [mean_and_worst(found, figure) for figure in README_FIGURES]
+        return ["" if math.isnan(mean) else f"{mean:.2f} ({worst:.2f})" for mean, worst in both]
+
+    best, auto = [line.best for line in there], [line.auto for line in there]
+    return f"`{operator}`", mode, str(len(there)), *cells(best), *cells(auto)
 
 
 def _readme_mode(there: Sequence[Line], mode: str) -> str:
