@@ -254,7 +254,6 @@ class CudaEngine(Engine):
         # What a graph launches is not bound to the order in which it was recorded: on one hardware
         # queue a wait could come before that which it waits for.
         self._recordable = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
-        self._adder_rooms: dict[int, torch.Tensor] = {}
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
 
@@ -504,15 +503,6 @@ class CudaEngine(Engine):
             return CublasLt()
         return None
 
-    def _adder_room(self, stream: Any) -> torch.Tensor:
-        """Memory that products of one stream use in turns; graphs of it may, too."""
-        room = self._adder_rooms.get(int(stream))
-        if room is None:
-            with cu.uncaptured(), torch.cuda.stream(self.side), torch.inference_mode(False):
-                room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
-            self._adder_rooms[int(stream)] = room
-        return room
-
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         problem, out_region = program.plan.problem, product.out
         whole = (product.k_last - product.k_first, out_region.cols) == (problem.b_rows, problem.n)
@@ -533,9 +523,12 @@ class CudaEngine(Engine):
             addend = out if product.accumulate else None
             if product.addend is not None:
                 addend = self._view(program, call, product.addend)
-                adder, stream = self._adder, call.state[lane]
+                adder = self._adder
                 if adder is not None and adder.serves(addend, a, b, out):
-                    return adder.multiply(addend, a, b, out, self._adder_room(stream), stream)
+                    # From the allocator, as PyTorch's own: a graph has its own, so that graphs may
+                    # run side by side.
+                    room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
+                    return adder.multiply(addend, a, b, out, room, call.state[lane])
             multiply(a, b, out, addend)
 
         return op
@@ -879,4 +872,3 @@ class CudaEngine(Engine):
         self._lanes.clear()
         self._recorders.clear()
         self._recorded.clear()
-        self._adder_rooms.clear()
