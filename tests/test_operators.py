@@ -381,6 +381,26 @@ def test_memory_keeps_to_its_cap(device: str, operator: str, schedule: str) -> N
         assert held[0] >= held[1] > held[2]
 
 
+def _capped_anyhow(at: Rank, operator: str) -> int:
+    """Caps of any size, the smallest of which are refused; the number of those."""
+    case = Case(operator, rows_for(operator, at.world, "ragged"), 8, 250, schedule="shard-overlap")
+    refused = 0
+    for iteration, cap in enumerate(range(700, 9000, 131)):
+        with ficco.options(workspace_bytes=cap):
+            try:
+                exact(at, case, iteration)
+            except ValueError as error:
+                assert "workspace_bytes: required at least" in str(error)
+                refused += 1
+    return refused
+
+
+@pytest.mark.parametrize("operator", [*SUMS, "matmul_all_to_all"])
+def test_any_cap_is_exact_or_refused(operator: str) -> None:
+    refused = run(2, _capped_anyhow, operator)
+    assert len(set(refused)) == 1 and 0 < refused[0] < 40
+
+
 def _two_groups(at: Rank) -> None:
     """Data parallel times tensor parallel: every rank is in two groups, and uses them in turns."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]

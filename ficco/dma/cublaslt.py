@@ -7,6 +7,7 @@ Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API".
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
@@ -24,6 +25,7 @@ _FLOAT32 = 0
 _COMPUTE_FLOAT32 = 68  # cublasComputeType_t
 _TRANSPOSE_A = 3  # cublasLtMatmulDescAttributes_t
 _MAX_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
+_REDUCTIONS, _IN_FLOAT32 = 3, 2  # which ways to add up parts of k; cublasLtReductionScheme_t
 _ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C and D
 
 
@@ -37,6 +39,18 @@ class _Heuristic(ctypes.Structure):
         ("waves", c_float),
         ("reserved", c_int * 4),
     ]
+
+
+def _plain(matrix: torch.Tensor) -> bool:
+    """Whether a matrix has contiguous rows that do not overlap."""
+    return matrix.dim() == 2 and matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+
+
+def _reduced(dtype: torch.dtype) -> bool:
+    """Whether PyTorch allows parts of k to be added in the operands' dtype."""
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    found = getattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction")
+    return bool(found[0] if isinstance(found, tuple) else found)
 
 
 class CublasLt:
@@ -64,9 +78,10 @@ class CublasLt:
     def serves(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether the operands are such as the library takes as they are."""
         kinds = {tensor.dtype for tensor in (c, a, b, out)}
-        rows = all(tensor.dim() == 2 and tensor.stride(1) == 1 for tensor in (c, a, out))
         some = a.shape[0] and a.shape[1] and b.shape[1]
-        return bool(some) and rows and kinds <= set(_TYPES) and len(kinds) == 1 and 1 in b.stride()
+        rows = all(map(_plain, (c, a, out)))
+        sides = _plain(b) or _plain(b.t())
+        return bool(some) and rows and sides and kinds <= set(_TYPES) and len(kinds) == 1
 
     def multiply(
         self,
@@ -76,21 +91,26 @@ class CublasLt:
         out: torch.Tensor,
         workspace: torch.Tensor,
         stream: Any,
-    ) -> None:
-        """``out = c + a @ b`` on a stream, which has ``workspace``, bytes, for itself.
+    ) -> bool:
+        """``out = c + a @ b`` on a stream, which has ``workspace``, bytes, for itself; False where
+        the library has no way to do it.
 
         ``a`` is [m, k], ``c`` and ``out`` [m, n], all with contiguous rows; ``b`` is [k, n] or a
         transposed view of [n, k].
         """
-        transposed = b.stride(1) != 1
+        transposed = not _plain(b)
         pitch = b.stride(1) if transposed else b.stride(0)
         (m, k), n = a.shape, b.shape[1]
         pitches = a.stride(0), pitch, c.stride(0), out.stride(0)
         addresses = [tensor.data_ptr() for tensor in (b, a, c, out)]
         aligned = tuple(min(address & -address, 256) if address else 256 for address in addresses)
-        one = byref(self._one)
-        description, layouts, found = self._planned(m, n, k, pitches, transposed, a.dtype, aligned)
+        exact = not _reduced(a.dtype)
+        planned = self._planned(m, n, k, pitches, transposed, a.dtype, aligned, exact)
+        if planned is None:
+            return False
+        description, layouts, found = planned
         of_b, of_a, of_c, of_out = layouts
+        one = byref(self._one)
         self._call(
             "cublasLtMatmul",
             self._handle,
@@ -110,6 +130,7 @@ class CublasLt:
             c_size_t(workspace.numel()),
             c_void_p(int(stream)),
         )
+        return True
 
     def _plan(
         self,
@@ -120,11 +141,28 @@ class CublasLt:
         transposed: bool,
         dtype: torch.dtype,
         aligned: tuple[int, ...],
-    ) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic]:
-        """What describes such products, and the algorithm for them.
+        exact: bool,
+    ) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic] | None:
+        """What describes such products, and the algorithm for them; None if there is none.
 
-        The library counts by columns: it is asked for out^T = c^T + b^T @ a^T.
+        The library counts by columns: it is asked for out^T = c^T + b^T @ a^T. ``exact``: parts of
+        k are added in float32 alone.
         """
+        with contextlib.suppress(BackendError):
+            return self._found(m, n, k, pitches, transposed, dtype, aligned, exact)
+        return None
+
+    def _found(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        pitches: tuple[int, int, int, int],
+        transposed: bool,
+        dtype: torch.dtype,
+        aligned: tuple[int, ...],
+        exact: bool,
+    ) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic]:
         kind = _TYPES[dtype]
         description = c_void_p()
         create = "cublasLtMatmulDescCreate"
@@ -141,6 +179,8 @@ class CublasLt:
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         setter = "cublasLtMatmulPreferenceSetAttribute"
         self._set(setter, preference, _MAX_WORKSPACE, c_uint64(WORKSPACE))
+        if exact:
+            self._set(setter, preference, _REDUCTIONS, c_uint32(_IN_FLOAT32))
         for attribute, alignment in zip(_ALIGNMENTS, aligned, strict=True):
             self._set(setter, preference, attribute, c_uint32(alignment))
         found, count = _Heuristic(), c_int()

@@ -500,7 +500,8 @@ class CudaEngine(Engine):
     @cached_property
     def _adder(self) -> CublasLt | None:
         with contextlib.suppress(OSError, BackendError), torch.cuda.device(self.device):
-            return CublasLt()
+            with cu.uncaptured():
+                return CublasLt()
         return None
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
@@ -509,6 +510,7 @@ class CudaEngine(Engine):
         terms = slice(product.k_first, product.k_last)
         columns = slice(out_region.col, out_region.col_stop)
         batched = product.batch > 1
+        adder = self._adder if product.addend is not None else None
 
         def op(call: Call) -> None:
             b = call.b if whole else call.b[terms, columns]
@@ -523,12 +525,12 @@ class CudaEngine(Engine):
             addend = out if product.accumulate else None
             if product.addend is not None:
                 addend = self._view(program, call, product.addend)
-                adder = self._adder
                 if adder is not None and adder.serves(addend, a, b, out):
                     # From the allocator, as PyTorch's own: a graph has its own, so that graphs may
                     # run side by side.
                     room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
-                    return adder.multiply(addend, a, b, out, room, call.state[lane])
+                    if adder.multiply(addend, a, b, out, room, call.state[lane]):
+                        return
             multiply(a, b, out, addend)
 
         return op

@@ -177,8 +177,8 @@ def check_place(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """``ValueError`` unless the parts can be summed."""
-    if not 1 <= len(parts) <= MAX_PARTS:
-        raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}; sum them in turns")
+    if not parts:
+        raise ValueError("parts: required at least 1, got none")
     for part in parts:
         if part.shape != out.shape or (part.dtype, out.dtype) not in REDUCTIONS:
             raise ValueError(
@@ -265,6 +265,8 @@ class Kernels:
         """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may
         be one of the parts. Rows may lie apart, by the same distance in all parts."""
         check_reduce(out, parts)
+        if len(parts) > MAX_PARTS:
+            raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}")
         elements = out.numel()
         if not elements:
             return

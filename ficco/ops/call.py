@@ -77,7 +77,7 @@ def run(
     """
     workspace, bound, flat = _bound(operator, a, b, group, schedule, rows, return_gathered)
     if bound.columns:
-        whole = a.new_empty(bound.plan.shape("out"))
+        whole = a.new_empty(bound.plan.shape("out")) if out is None else out
         for first in range(0, b.shape[1], bound.columns):
             some = slice(first, first + bound.columns)
             run(operator, a, b[:, some], group, schedule, rows, out=whole[:, some])
@@ -281,6 +281,8 @@ def _plan(
     if (needed := workspace.engine.slot_bytes(0, whole.room)) <= left:
         return whole, True, 0
     columns = problem.n * left // needed // GRANULE * GRANULE
+    while columns and _room_of(workspace, whole, columns) > left:  # buffers are rounded up
+        columns -= GRANULE
     if not columns:
         least = cap - left + -(-needed * GRANULE // problem.n)
         raise ValueError(
@@ -288,6 +290,12 @@ def _plan(
             f"{schedule} on {problem}, got {cap}; allow more, or use serial:collective"
         )
     return whole, True, columns
+
+
+def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:
+    """Bytes of a slot, less its words, for some of a plan's columns."""
+    staging, publish = (-(-room * columns // whole.problem.n) for room in whole.room)
+    return workspace.engine.slot_bytes(0, (staging, publish))
 
 
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:

@@ -195,8 +195,9 @@ def _backward(
 ) -> list[torch.Tensor]:
     asked = _asked(operator, group, schedule, rows)
     kept = Kept(matrix(a), b, gathered, columns)
+    grads = [None if one is None else one.contiguous() for one in (grad, grad_gathered)]
     with carried(from_text(options)):
-        grad_a, grad_b = backward(asked, grad, grad_gathered, kept, (needs_a, needs_b))
+        grad_a, grad_b = backward(asked, *grads, kept, (needs_a, needs_b))
     found = (None if grad_a is None else grad_a.view(shape), grad_b)
     return [gradient for gradient in found if gradient is not None]
 
