@@ -8,6 +8,7 @@ every sum has one right answer in every dtype, and a stale, missing or misplaced
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
@@ -381,24 +382,32 @@ def test_memory_keeps_to_its_cap(device: str, operator: str, schedule: str) -> N
         assert held[0] >= held[1] > held[2]
 
 
-def _capped_anyhow(at: Rank, operator: str) -> int:
-    """Caps of any size, the smallest of which are refused; the number of those."""
-    case = Case(operator, rows_for(operator, at.world, "ragged"), 8, 250, schedule="shard-overlap")
-    refused = 0
-    for iteration, cap in enumerate(range(700, 9000, 131)):
+def _capped_anyhow(at: Rank, operator: str, n: int) -> list[int]:
+    """Exact with a cap of any size, or refused; what is then said to be required."""
+    case = Case(operator, rows_for(operator, at.world, "ragged"), 8, n, schedule="shard-overlap")
+    required = []
+    for iteration, cap in enumerate(range(100, 9000, 131)):
         with ficco.options(workspace_bytes=cap):
             try:
                 exact(at, case, iteration)
             except ValueError as error:
-                assert "workspace_bytes: required at least" in str(error)
-                refused += 1
-    return refused
+                found = re.search(r"workspace_bytes: required at least (\d+) for", str(error))
+                assert found is not None, error
+                required.append(int(found[1]))
+    ficco.close()
+    with ficco.options(workspace_bytes=max(required)):
+        exact(at, case, 0)
+    with ficco.options(workspace_bytes=max(required) - 1), pytest.raises(ValueError):
+        exact(at, case, 1)
+    return required
 
 
+@pytest.mark.parametrize("n", [250, 5])
 @pytest.mark.parametrize("operator", [*SUMS, "matmul_all_to_all"])
-def test_any_cap_is_exact_or_refused(operator: str) -> None:
-    refused = run(2, _capped_anyhow, operator)
-    assert len(set(refused)) == 1 and 0 < refused[0] < 40
+def test_any_cap_is_exact_or_refused(operator: str, n: int) -> None:
+    """What a refusal says is required does, and no byte less."""
+    one, two = run(2, _capped_anyhow, operator, n)
+    assert one == two and len(set(one)) == 1 and len(one) < 40
 
 
 def _two_groups(at: Rank) -> None:

@@ -275,7 +275,8 @@ def _plan(
     whole = plan(problem, schedule, rank)
     if cap is None or not whole.words:
         return whole, False, 0
-    left = max(0, cap - workspace.engine.slot_bytes(whole.words, (0, 0)))
+    words = workspace.engine.slot_bytes(whole.words, (0, 0))
+    left = max(0, cap - words)
     if not problem.kind.scatters:
         return plan(problem, schedule, rank, max(0, left - whole.room[1])), True, 0
     if (needed := workspace.engine.slot_bytes(0, whole.room)) <= left:
@@ -284,10 +285,11 @@ def _plan(
     while columns and _room_of(workspace, whole, columns) > left:  # buffers are rounded up
         columns -= GRANULE
     if not columns:
-        least = cap - left + -(-needed * GRANULE // problem.n)
+        few = min(GRANULE, problem.n)
         raise ValueError(
-            f"workspace_bytes: required at least {least} for {GRANULE} columns of schedule "
-            f"{schedule} on {problem}, got {cap}; allow more, or use serial:collective"
+            f"workspace_bytes: required at least {words + _room_of(workspace, whole, few)} for "
+            f"{few} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
+            "serial:collective"
         )
     return whole, True, columns
 
