@@ -26,17 +26,20 @@ class ScatterWorld:
         self.world = problem.world
         self.ring = schedule.grouping == "ring" and self.world > 1
         self.departures = [Departures(problem, schedule, rank) for rank in range(self.world)]
-        self._sent = [self.senders(rank) for rank in range(self.world)]
+        self._received = [self._senders(rank) for rank in range(self.world)]
         #: Words per pair of ranks: for what arrives, for sums that return, for what was fetched.
-        arriving = [len(units) for sent in self._sent for units in sent.values()]
+        arriving = [len(units) for sent in self._received for units in sent.values()]
         if self.ring:  # where blocks have fewer pieces than others, some words are left out
             arriving = [departures.groups for departures in self.departures]
         self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
         self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
 
-    def senders(self, rank: int) -> dict[int, list[Unit]]:
+    def received(self, rank: int) -> dict[int, list[Unit]]:
         """What comes to a rank, by the rank that it comes from, in order."""
+        return self._received[rank]
+
+    def _senders(self, rank: int) -> dict[int, list[Unit]]:
         if self.ring:
             left = (rank - 1) % self.world
             units = [unit for group in self.departures[left].by_group for unit in group]
@@ -46,7 +49,7 @@ class ScatterWorld:
 
     def sent(self, src: int, dst: int) -> list[Unit]:
         """The units that one rank sends to another, in order. In a ring they are for others."""
-        return self._sent[dst].get(src, [])
+        return self._received[dst].get(src, [])
 
     def _places(self, rank: int) -> list[int]:
         """Where the blocks of all ranks begin in a rank's staging."""
@@ -57,8 +60,7 @@ class ScatterWorld:
         """Rows of staging before those of returning sums."""
         if self.ring:
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
-        peers = range(self.world)
-        return sum(self.problem.block(peer, rank) for peer in peers if peer != rank)
+        return self._first[rank][self.world]
 
     def all_rows(self, rank: int) -> int:
         """Rows of staging."""
@@ -101,11 +103,10 @@ class ScatterWorld:
         base = self.world * (1 + sum(self.slots[:block]))
         first = last = 0
         if unit is not None:
+            there = self.departures[poster].region("", waiter, 0, unit)
             owner = poster if kind == "summed" else unit.peer
             first = self.problem.lands(poster, owner)
-            bounds = (unit.start, unit.stop) if self.schedule.dims == 1 else (0, None)
-            rows = self.departures[poster].block(unit.peer)
-            first, last = first + bounds[0], first + (rows if bounds[1] is None else bounds[1])
+            first, last = first + there.row, first + there.row_stop
         word = base + poster * self.slots[block] + slot
         return Signal(kind, poster, waiter, slot, word, first, last)
 
@@ -362,18 +363,13 @@ class Scatter:
 
     def _sum(self) -> None:
         """Sum each part of the own block once all ranks' products of it are there."""
-        lanes = self.compute_lanes
         for turn, unit in enumerate(self.mine.own):
-            lane = lanes[(self.mine.groups + turn) % len(lanes)]
+            lane = self._own_lane(turn)
             if self.schedule.beta and self.peers:
                 after = () if self.single else (self._reduce(unit),)
                 summed = self._product(lane, [unit], after)
-            elif self.alone:
-                summed = self._product(lane, [unit])
-                if self.peers:
-                    summed = self._reduce(unit, summed)
             else:
-                summed = self.made_by[unit]
+                summed = self._product(lane, [unit]) if self.alone else self.made_by[unit]
                 if self.peers:
                     summed = self._reduce(unit, summed)
             self.made_by[unit] = summed
@@ -382,7 +378,7 @@ class Scatter:
 
     def _addend(self, unit: Unit, lane: str) -> tuple[Region, tuple[Signal, ...], tuple[int, ...]]:
         """Where the sum of all others lies that comes from one peer, and what says so."""
-        ((peer, sent),) = self.world.senders(self.me).items()
+        ((peer, sent),) = self.world.received(self.me).items()
         waits: list[Signal] = []
         after: list[int] = []
         for one in sent:
@@ -425,21 +421,17 @@ class Scatter:
 
     def _gather_blocks(self) -> None:
         """Bring the blocks of an all-to-all to their places, in their order of arrival."""
+        there = self.problem.leaves(self.me, self.me)
         for turn, unit in enumerate(self.mine.own):
-            if self.alone or not self.peers:
-                if self.alone:
-                    lanes = self.compute_lanes
-                    self._product(lanes[(self.mine.groups + turn) % len(lanes)], [unit])
-                continue
-            there = self.problem.leaves(self.me, self.me)
-            source = self.mine.region(self.made, self.me, there, unit)
-            self._place(source, self._result(unit), 1 << self.me, after=(self.made_by[unit],))
-        order = (
-            list(self.lane_of)
-            if self.schedule.pull
-            else peers_in_order(self.me, self.problem.world)
-        )
-        coming = [(unit, peer) for peer in order for unit in self._coming(peer)]
+            if self.alone:
+                self._product(self._own_lane(turn), [unit])
+            elif self.peers:
+                source = self.mine.region(self.made, self.me, there, unit)
+                self._place(source, self._result(unit), 1 << self.me, after=(self.made_by[unit],))
+        order = peers_in_order(self.me, self.problem.world)
+        if self.schedule.pull:
+            order = list(self.lane_of)
+        coming = [(unit, peer) for peer in order for unit in self.world.sent(peer, self.me)]
         for unit, peer in sorted(coming, key=lambda one: one[0].group):
             waits, after = self._arrival(peer, unit)
             source = self.world.landing(peer, self.me, unit)
@@ -447,8 +439,9 @@ class Scatter:
             out = self.world.departures[peer].region("out", self.me, row, unit)
             self._place(source, out, 1 << peer, waits, after)
 
-    def _coming(self, peer: int) -> list[Unit]:
-        return self.world.sent(peer, self.me)
+    def _own_lane(self, turn: int) -> str:
+        """The lane of a part of the own product, where that is multiplied alone."""
+        return self.compute_lanes[(self.mine.groups + turn) % len(self.compute_lanes)]
 
     def _place(
         self,
