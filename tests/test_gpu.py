@@ -66,6 +66,7 @@ from test_operators import (  # noqa: F401  likewise
 )
 
 import ficco
+from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.workspace import workspaces
 
 pytestmark = pytest.mark.multigpu
@@ -948,3 +949,24 @@ def test_exit_with_a_call_in_flight(tmp_path: Path) -> None:
     found = end_of(start_ranks(tmp_path, SCRIPT, 2, "in-flight"), 60)
     assert all("done" in out for _, out, _ in found), found
     assert found[0][0] in (0, 1) and found[1][0] == 0, found
+
+
+def _adds(at: Rank) -> None:
+    lt, stream = CublasLt(), torch.cuda.current_stream().cuda_stream
+    room = torch.empty(WORKSPACE, dtype=torch.uint8, device=at.device)
+    for dtype in (torch.bfloat16, torch.float16):
+        for m, n, k in ((64, 48, 32), (7, 9, 5), (130, 264, 72), (4, 6, 1)):
+            for transposed in (False, True):
+                a = torch.randint(-2, 3, (m, k), device=at.device).to(dtype)
+                b = torch.randint(-1, 2, (k, n), device=at.device).to(dtype)
+                b = b.t().contiguous().t() if transposed else b
+                c = torch.randint(-9, 9, (m, n + 8), device=at.device).to(dtype)[:, :n]
+                out = torch.full((m, n + 16), 7.0, device=at.device, dtype=dtype)
+                assert CublasLt.serves(c, a, b, out[:, :n])
+                assert lt.multiply(c, a, b, out[:, :n], room, stream)
+                assert torch.equal(out[:, :n].double(), c.double() + a.double() @ b.double())
+                assert (out[:, n:] == 7).all()
+
+
+def test_the_library_adds_what_lies_elsewhere() -> None:
+    run(1, _adds, device="cuda")

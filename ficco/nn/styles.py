@@ -25,7 +25,26 @@ from ficco.schedules import Schedule
 _SHARED = "_ficco_shared"
 
 
-class ColwiseParallel(torch_style.ColwiseParallel):
+class _Scheduled:
+    """A style of PyTorch's, in front of which this stands, with a schedule."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str | Schedule = "auto",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.schedule = schedule
+
+
+class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
     """:class:`torch.distributed.tensor.parallel.ColwiseParallel`, overlapped.
 
     ===================  ================================  ===================================
@@ -48,28 +67,13 @@ class ColwiseParallel(torch_style.ColwiseParallel):
         NotImplementedError: the module is a subclass of ``nn.Linear``.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        schedule: str | Schedule = "auto",
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.schedule = schedule
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
             return _convert(module, _ColwiseLinear, self, device_mesh)
         return super()._apply(module, device_mesh)
 
 
-class RowwiseParallel(torch_style.RowwiseParallel):
+class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
     """:class:`torch.distributed.tensor.parallel.RowwiseParallel`, overlapped.
 
     ===================  ====================================  =============================
@@ -83,21 +87,6 @@ class RowwiseParallel(torch_style.RowwiseParallel):
     All else is as in :class:`ColwiseParallel`: an ``nn.Linear`` becomes a
     :class:`ficco.nn.RowParallelLinear`, its weight ``Shard(1)`` and its bias ``Replicate()``.
     """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        schedule: str | Schedule = "auto",
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.schedule = schedule
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):

@@ -148,7 +148,7 @@ def world_of(node: Node) -> int:
         return int(given["group_size"])
     try:
         return dist.distributed_c10d._get_group_size_by_name(given["group_name"])
-    except Exception:
+    except (RuntimeError, LookupError, TypeError, ValueError):  # no such group here
         return 0
 
 
