@@ -40,6 +40,10 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "ficco"])
 
+#: Ranks that may share a GPU. With more than one, tests of large groups run on few GPUs and prove
+#: what is computed, nothing about time. Their group is gloo's: NCCL wants a GPU for each rank.
+RANKS_PER_GPU = int(os.environ.get("FICCO_TESTS_RANKS_PER_GPU", "1"))
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -80,6 +84,11 @@ def ranks(*worlds: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world", worlds)
 
 
+def most_gpu_ranks() -> int:
+    """Ranks that this machine's GPUs can take."""
+    return torch.cuda.device_count() * RANKS_PER_GPU
+
+
 def run(
     world: int,
     fn: Callable[..., Any],
@@ -95,7 +104,8 @@ def run(
     """Call ``fn(at, *args)`` on every rank and return the results in the order of ranks.
 
     Args:
-        device: ``"cpu"`` with a gloo group, ``"cuda"`` with an NCCL group; ``backend`` overrides.
+        device: ``"cpu"`` with a gloo group, ``"cuda"`` with an NCCL group (gloo where ranks share
+            GPUs); ``backend`` overrides.
         catch: return an :class:`Escaped` or :class:`Died` in place of a missing result; otherwise
             any of them fails the test.
         fresh: use processes of their own.
@@ -105,9 +115,10 @@ def run(
             the first call of a pool also brings up the vendor's libraries.
     """
     timeout = timeout or {"cpu": 50.0, "cuda": 100.0}[device]
-    if device == "cuda" and torch.cuda.device_count() < world:
+    if device == "cuda" and most_gpu_ranks() < world:
         pytest.skip(f"needs {world} GPUs")
-    key = (world, device, backend or {"cpu": "gloo", "cuda": "nccl"}[device])
+    own_gpu = device == "cuda" and torch.cuda.device_count() >= world
+    key = (world, device, backend or ("nccl" if own_gpu else "gloo"))
     if fresh:
         pool = _Pool(*key, env or {})
     else:
@@ -159,11 +170,15 @@ class _Pool:
         self.processes = []
         # gloo would look for an interface by the name of the host, which a container may not have.
         settings = {"GLOO_SOCKET_IFNAME": "lo", **env}
+        gpus = torch.cuda.device_count() if device == "cuda" else world
+        if gpus < world:
+            settings["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         for rank in range(world):
             ours, theirs = _context.Pipe()
+            at = Rank(rank, world, torch.device(device, rank % gpus))
             process = _context.Process(
                 target=_serve,
-                args=(Rank(rank, world, torch.device(device, rank)), backend, theirs),
+                args=(at, backend, theirs),
                 kwargs={"log": str(self.logs[rank]), "env": settings},
                 name=f"rank{rank}",
                 daemon=True,
@@ -265,7 +280,7 @@ def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str,
     device_id = None
     if at.device.type == "cuda":
         torch.cuda.set_device(at.device)
-        device_id = at.device
+        device_id = at.device if backend == "nccl" else None
     patience = timedelta(seconds=60)
     if at.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)

@@ -23,7 +23,7 @@ from cases import (
     verify,
     weight_of,
 )
-from ranks import Died, Failure, Rank, caught, ranks, run
+from ranks import Died, Failure, Rank, caught, most_gpu_ranks, ranks, run
 from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
     KINDS,
     KNOBS,
@@ -352,7 +352,7 @@ def _replays(at: Rank, schedule: str, warm: bool) -> None:
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "warm"])
 @pytest.mark.parametrize("schedule", GRAPHED)
 def test_replays(schedule: str, warm: bool) -> None:
-    run(4 if torch.cuda.device_count() >= 4 else 2, _replays, schedule, warm, device="cuda")
+    run(4 if most_gpu_ranks() >= 4 else 2, _replays, schedule, warm, device="cuda")
 
 
 def _graphs_between_calls(at: Rank, seed: int) -> None:
@@ -668,7 +668,7 @@ def _everything(at: Rank, signals: str) -> None:
 def test_hardware_queues(connections: int) -> None:
     """Streams share hardware queues: with one connection all lanes are one FIFO."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
-    world = 4 if torch.cuda.device_count() >= 4 else 2
+    world = 4 if most_gpu_ranks() >= 4 else 2
     run(world, _everything, "auto", device="cuda", fresh=True, env=env)
 
 
@@ -707,7 +707,7 @@ def _peak(at: Rank, schedule: str) -> tuple[int, int]:
 
 
 def test_capped_memory_as_the_device_sees_it() -> None:
-    world = 4 if torch.cuda.device_count() >= 4 else 2
+    world = 4 if most_gpu_ranks() >= 4 else 2
     for extra, whole in run(world, _peak, "hetero-fused-1d:pieces=4", device="cuda"):
         assert 0 < extra < whole / 2, (extra, whole)
 
@@ -763,7 +763,7 @@ def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict
     ("victim", "schedule"), [(0, "growing"), (1, "hetero-fused-1d:pieces=4,pull")]
 )
 def test_killed_rank(victim: int, schedule: str, how: str, mode: str) -> None:
-    world = 4 if torch.cuda.device_count() >= 4 else 2
+    world = 4 if most_gpu_ranks() >= 4 else 2
     found = run(
         world,
         _casualty,

@@ -216,6 +216,15 @@ def _by_ficco(layer: Layer, group: ProcessGroup) -> Forward:
     return forward
 
 
+def _by_ficco_compiled(layer: Layer, group: ProcessGroup) -> Forward:
+    """Compiled as Async TP is, which fuses what stands between the products."""
+    on_gpus = dist.get_backend(group) == "nccl"
+    # Without GPUs the bench shows that it works, which needs no C++ compiler.
+    backend = "inductor" if on_gpus else "aot_eager"
+    compiled: Forward = torch.compile(_by_ficco(layer, group), fullgraph=True, backend=backend)
+    return compiled
+
+
 def _by_async_tp(layer: Layer, group: ProcessGroup) -> Forward:
     """PyTorch's Async TP: functional collectives, which the compiler fuses with products."""
     if dist.get_backend(group) != "nccl":
@@ -255,6 +264,7 @@ WAYS: dict[
     "pytorch-async-tp": (_by_async_tp, nullcontext),
     "ficco": (_by_ficco, nullcontext),
     "ficco, gathered A saved": (_by_ficco, _saving),
+    "ficco, compiled": (_by_ficco_compiled, nullcontext),
 }
 COLLECTIVES = ("collectives", "collectives, gathered again")
 ASYNC_TP = "pytorch-async-tp"
