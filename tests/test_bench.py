@@ -637,7 +637,7 @@ def test_layers_are_proven_and_timed(tmp_path: Path) -> None:
         else:
             assert row.ok and row.ms > 0 and row.error <= layers.TOLERANCE["float32"], row
     fastest = [row.speedup for row in rows if row.way in layers.COLLECTIVES]
-    assert len(fastest) == 4 and sum(speedup == 1.0 for speedup in fastest) >= 2
+    assert len(fastest) == 6 and sum(speedup == 1.0 for speedup in fastest) >= 2
     text = layers.report(layers.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
     assert "- pytorch-async-tp of attention: skipped" in text
@@ -650,6 +650,15 @@ def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> 
     ours = [way for way in layers.WAYS if way.startswith("ficco")]
     assert wrong == {(layer.name, way) for layer in layers.LAYERS["cpu"] for way in ours}
     assert all(row.note for row in rows if row.status == "wrong")
+
+
+def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:
+    def step() -> torch.Tensor:
+        return torch.ones(2) + 1
+
+    layers.require(("aten::add", "aten::ones"), step)
+    with pytest.raises(RuntimeError, match="does not call fused_all_gather"):
+        layers.require(("aten::add", "fused_all_gather"), step)
 
 
 def test_a_schedule_that_no_operator_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

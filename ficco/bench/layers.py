@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import ficco
 from ficco.bench import table
@@ -216,27 +218,19 @@ def _by_ficco(layer: Layer, group: ProcessGroup) -> Forward:
     return forward
 
 
-def _by_ficco_compiled(layer: Layer, group: ProcessGroup) -> Forward:
-    """Compiled as Async TP is, which fuses what stands between the products."""
-    on_gpus = dist.get_backend(group) == "nccl"
-    # Without GPUs the bench shows that it works, which needs no C++ compiler.
-    backend = "inductor" if on_gpus else "aot_eager"
-    compiled: Forward = torch.compile(_by_ficco(layer, group), fullgraph=True, backend=backend)
-    return compiled
+def _saving() -> AbstractContextManager[Any]:
+    return ficco.options(save_gathered=True)
 
 
-def _by_async_tp(layer: Layer, group: ProcessGroup) -> Forward:
-    """PyTorch's Async TP: functional collectives, which the compiler fuses with products."""
-    if dist.get_backend(group) != "nccl":
-        raise NotImplementedError("PyTorch has it on GPUs only")
-    import torch._inductor.config as inductor
+def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
+    """Functional collectives, which the compiler can see, and fuses with products if told to."""
     from torch.distributed import _functional_collectives as functional
     from torch.distributed import _symmetric_memory
 
-    enable = _symmetric_memory.enable_symm_mem_for_group
-    if not hasattr(enable, "__deprecated__"):  # older releases must be told
-        enable(group.group_name)
-    inductor._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # Deprecated as needless, and what the compiler still asks for before it fuses (2.11, 2.13).
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     names = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
     if not hasattr(functional, names[0]):  # renamed by newer releases
         names = ("all_gather_tensor_autograd", "reduce_scatter_tensor_autograd")
@@ -247,26 +241,57 @@ def _by_async_tp(layer: Layer, group: ProcessGroup) -> Forward:
         found: torch.Tensor = scatter(layer.between(y) @ second.t(), "sum", 0, group)
         return found
 
-    compiled: Forward = torch.compile(forward)
-    return compiled
+    return forward
 
 
-def _saving() -> AbstractContextManager[Any]:
-    return ficco.options(save_gathered=True)
+@dataclass(frozen=True)
+class Way:
+    """How a step is made.
+
+    Attributes:
+        make: gives the forward pass.
+        context: what the step runs inside of.
+        compiler: options of the compiler; None for an eager step.
+        calls: parts of names of operators, each of which a step must call: a compiler that does
+            not find what it should replace says nothing.
+    """
+
+    make: Callable[[Layer, Any], Forward]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compiler: dict[str, Any] | None = None
+    calls: tuple[str, ...] = ()
+
+    def forward(self, layer: Layer, group: ProcessGroup) -> Forward:
+        eager = self.make(layer, group)
+        if self.compiler is None:
+            return eager
+        how: dict[str, Any] = {"options": self.compiler}
+        if dist.get_backend(group) != "nccl":
+            if self.compiler:
+                raise NotImplementedError(f"PyTorch has {', '.join(self.compiler)} on GPUs only")
+            # Shows that it works, without a C++ compiler.
+            how = {"backend": "aot_eager"}
+        compiled: Forward = torch.compile(eager, fullgraph=True, **how)
+        return compiled
 
 
-#: How a step is made, and inside of what it runs. The first is what the others must agree with.
-WAYS: dict[
-    str, tuple[Callable[[Layer, Any], Forward], Callable[[], AbstractContextManager[Any]]]
-] = {
-    "collectives": (partial(_by_collectives, again=False), nullcontext),
-    "collectives, gathered again": (partial(_by_collectives, again=True), nullcontext),
-    "pytorch-async-tp": (_by_async_tp, nullcontext),
-    "ficco": (_by_ficco, nullcontext),
-    "ficco, gathered A saved": (_by_ficco, _saving),
-    "ficco, compiled": (_by_ficco_compiled, nullcontext),
+#: The first is what the others must agree with.
+WAYS = {
+    "collectives": Way(partial(_by_collectives, again=False)),
+    "collectives, gathered again": Way(partial(_by_collectives, again=True)),
+    "collectives, compiled": Way(_traceable, compiler={}),
+    "pytorch-async-tp": Way(
+        _traceable,
+        compiler={"_micro_pipeline_tp": True},
+        calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+    ),
+    "ficco": Way(_by_ficco),
+    "ficco, gathered A saved": Way(_by_ficco, _saving),
+    "ficco, compiled": Way(
+        _by_ficco, compiler={}, calls=("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")
+    ),
 }
-COLLECTIVES = ("collectives", "collectives, gathered again")
+COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
 ASYNC_TP = "pytorch-async-tp"
 
 
@@ -368,7 +393,7 @@ def _layer(layer: Layer, watch: Stopwatch, settings: Settings, seconds: float) -
         if forward is None:
             yield replace(named, way=way, **figures[way], note=why)
         else:
-            runners[way] = Runner(partial(step.run, forward), context=WAYS[way][1])
+            runners[way] = Runner(partial(step.run, forward), context=WAYS[way].context)
     step.fill(0)
     rest = max(seconds - (time.monotonic() - began), 0.0) / len(settings.modes)
     for mode in settings.modes:
@@ -393,19 +418,19 @@ def _layer(layer: Layer, watch: Stopwatch, settings: Settings, seconds: float) -
 
 def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dict[str, Any], str]:
     """A way that agrees with the first one, and what was seen; None if it does not, and why."""
-    make, context = WAYS[way]
-    reference = WAYS[COLLECTIVES[0]][0](step.layer, watch.group)
+    reference = WAYS[COLLECTIVES[0]].forward(step.layer, watch.group)
     forward, why, error, extra = None, "", 0.0, 0
     try:
-        made = make(step.layer, watch.group)
+        made = WAYS[way].forward(step.layer, watch.group)
         for turn in range(CHECKS):
             step.fill(turn + 1)
             wanted = step.results(reference)
-            with context():
+            with WAYS[way].context():
                 error = max(error, difference(step.results(made), wanted))
                 del wanted
                 _, extra = peak_bytes(partial(step.run, made), watch.device)
                 extra += _symmetric_bytes(way, watch.group)
+        require(WAYS[way].calls, partial(step.run, made))
         forward = made
     except FiccoError:
         raise  # peers may be stuck: there is no way on
@@ -421,6 +446,18 @@ def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dic
         return None, {"status": "wrong", "error": error}, f"differs by {error:.2g} of {limit:.2g}"
     on_gpu = watch.device.type == "cuda"
     return forward, {"error": error, "extra_bytes": float(extra) if on_gpu else NONE}, ""
+
+
+def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
+    """Raise if a step does not call an operator that is named after each of these."""
+    if not calls:
+        return
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    names = {event.key for event in seen.key_averages()}
+    for call in calls:
+        if not any(call in name for name in names):
+            raise RuntimeError(f"a step does not call {call}")
 
 
 def _symmetric_bytes(way: str, group: ProcessGroup) -> int:
@@ -460,9 +497,12 @@ HOW = (
     "sequences between layers (hidden width, columns of the first product and of what the second "
     "multiplies, on all ranks together). All ways run in shuffled order in every round; a round's "
     "time is that of its slowest rank, ratios are medians over the rounds. collectives: those of "
-    "the vendor's library through autograd, with the gathered activation kept, or gathered again "
-    "beside products in backward; ratios are against the faster one. Before it is timed every way "
-    "must agree with the first in result and gradients, within what rounding explains."
+    "the vendor's library through autograd, with the gathered activation kept, gathered again "
+    "beside products in backward, or under `torch.compile`, which fuses what stands between the "
+    "products, as it does for Async TP and for `ficco, compiled`; ratios are against the fastest "
+    "of the three. Before it is timed every way must agree with the first in result and "
+    "gradients, within what rounding explains, and must be seen to call the fused operators that "
+    "it is named after."
 )
 
 
