@@ -16,6 +16,7 @@ import torch
 import ficco
 import ficco.cli
 from ficco.bench import series
+from ficco.bench.calls import Runner
 from ficco.bench.cases import Case
 from ficco.errors import ConfigError
 from ficco.heuristics import decide
@@ -31,6 +32,7 @@ from ficco.machine import (
     Provenance,
     Thresholds,
     Topology,
+    configs,
     load,
     save,
     tuned_key,
@@ -127,6 +129,49 @@ def test_a_hot_round_is_taken_out_by_its_references() -> None:
     assert fits.steadied(times, ["r0", "r1"]) == {"x": 1.0}
 
 
+def rows_of_products(truth: Gemm, counts: tuple[int, ...], noise: float = 0.0) -> list[Any]:
+    """Rows of two products of 0.4 and 0.7 ms, every other one slower by a share."""
+    return [
+        fits.RowTime(name, count, truth.heated(count * each) * (1 + noise * (i % 2)))
+        for name, each in (("k-large", 0.4e-3), ("n-large", 0.7e-3))
+        for i, count in enumerate(counts)
+    ]
+
+
+COUNTS = effort.GPU.rows
+
+
+@pytest.mark.parametrize(("burst", "sustained"), [(2e-3, 0.81), (5e-3, 0.9), (1e-3, 0.6)])
+def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float) -> None:
+    truth = replace(BLOCKS["gemm"], burst=burst, sustained=sustained)
+    found = fits.heat(rows_of_products(truth, COUNTS))
+    assert found.limited and found.error < 1e-3
+    assert found.burst == pytest.approx(burst, rel=0.02)
+    assert found.sustained == pytest.approx(sustained, rel=0.005)
+    # Times of each product by itself come back, and the model gives the rows again.
+    model = replace(truth, burst=found.burst, sustained=found.sustained)
+    for row in rows_of_products(truth, COUNTS):
+        each = 0.4e-3 if row.product == "k-large" else 0.7e-3
+        assert found.cold(row.seconds) == pytest.approx(row.count * each, rel=0.01)
+        assert model.heated(row.count * each) == pytest.approx(row.seconds, rel=0.01)
+    noisy = fits.heat(rows_of_products(truth, COUNTS, noise=0.02))
+    assert noisy.burst == pytest.approx(burst, rel=0.3)
+    assert noisy.sustained == pytest.approx(sustained, rel=0.03)
+
+
+@pytest.mark.parametrize(("sustained", "noise"), [(1.0, 0.0), (1.0, 0.1), (0.98, 0.0)])
+def test_a_device_without_a_power_limit_is_given_none(sustained: float, noise: float) -> None:
+    truth = replace(BLOCKS["gemm"], burst=2e-3, sustained=sustained)
+    found = fits.heat(rows_of_products(truth, COUNTS, noise))
+    assert (found.burst, found.sustained, found.limited) == (float("inf"), 1.0, False)
+    assert found.cold(5.0) == fits.COLD.cold(5.0) == 5.0
+
+
+def test_rows_of_two_lengths_show_no_bend() -> None:
+    with pytest.raises(ValueError, match="required rows of three lengths"):
+        fits.heat(rows_of_products(BLOCKS["gemm"], (1, 64)))
+
+
 # What is measured.
 
 
@@ -139,9 +184,79 @@ def test_steps_have_names_and_times_and_blocks() -> None:
         assert set(made.seconds) == set(steps)
         assert sum(made.seconds.values()) < most
         assert len(made.sizes) >= 2 and len(set(made.pieces)) == 2
+        assert len(made.heating) == 2 and len(set(made.rows)) >= 3
     assert 170 <= len(effort.GPU.gemms) <= 220
     assert 20 <= len(effort.CPU.gemms) <= 30
     assert len(effort.GPU.gemms) == len(set(effort.GPU.gemms))
+
+
+class MadeUp(measures.Site):
+    """Where products take as long as a model says, in rows as long as a limit allows."""
+
+    def parts(self) -> Any:
+        return Anything()
+
+    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+        truth, found = TRUTH, {}
+        for name, call in calls.items():
+            shape, count = call.run if isinstance(call, Runner) else call
+            m, n, k, batch, wide = shape
+            seconds = truth.heated(count * truth.seconds(m, n, k, batch=batch, wide=wide))
+            found[name] = series.Series((seconds,) * 3, (0.0,))
+        return found
+
+
+class Anything:
+    def matrix(self, *sizes: Any) -> None:
+        return None
+
+
+#: A card at its limit after 2 ms.
+TRUTH = replace(load(configs() / "h200-4.yaml").gemm, burst=2e-3, sustained=0.81)  # type: ignore
+
+
+@pytest.fixture
+def made_up(monkeypatch: Any) -> measures.Site:
+    monkeypatch.setattr(measures, "_row", lambda parts, shape, count: (shape, count))
+    monkeypatch.setattr(measures, "_adds_wide", lambda site: True)
+    monkeypatch.setattr(measures, "units", lambda site: TRUTH.units)
+    monkeypatch.setattr(measures, "peak", lambda site: TRUTH.peak)
+    # A third, for a fit in seconds, and all that take the card to its limit.
+    large = [shape for shape in effort.GPU.gemms if shape.flops > 1.7e12]
+    gpu = replace(effort.GPU, gemms=(*effort.GPU.gemms[::3], *large))
+    known = Machine("m", "NVIDIA H200", 2, gemm=replace(TRUTH, burst=1.0, sustained=0.5))
+    return MadeUp(None, gpu, known, lambda kind, note: Provenance(kind, note=note))  # type: ignore
+
+
+def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: measures.Site) -> None:
+    found = measures.gemm(made_up)
+    assert found.burst == pytest.approx(2e-3, rel=0.03), "not what the file had"
+    assert found.sustained == pytest.approx(0.81, rel=0.01)
+    assert "burst and sustained: 20 rows of products of up to 28.5 ms" in found.provenance.note
+    # A fit that took the largest as they are would be slow.
+    for m, n, k in ((16384, 8192, 8192), (4096, 4096, 4096)):
+        assert found.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
+
+
+def test_a_device_that_stays_cold_takes_a_limit_out_of_the_file(
+    made_up: measures.Site, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(globals(), "TRUTH", replace(TRUTH, burst=float("inf"), sustained=1.0))
+    found = measures.gemm(made_up)
+    assert (found.burst, found.sustained) == (float("inf"), 1.0)
+    assert "no power limit in 20 rows" in found.provenance.note
+
+
+def test_a_check_sees_a_limit_that_no_longer_holds(made_up: measures.Site) -> None:
+    def points(gemm: Gemm) -> dict[str, float]:
+        made_up.machine = replace(made_up.machine, gemm=gemm)
+        return {point.what: point.ratio for point in check._gemm(made_up)}
+
+    row = "64 of 4096 x 4096 x 8192 in a row"
+    assert list(points(TRUTH))[-1] == row
+    assert list(points(TRUTH).values()) == pytest.approx([1.0] * 5)
+    now = points(replace(TRUTH, sustained=0.6))
+    assert now.pop(row) < 1 / 1.25 and list(now.values()) == pytest.approx([1.0] * 4)
 
 
 def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
@@ -460,6 +575,8 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         "gemm", "copies", "collective", "reduce_scatter", "all_to_all", "all_reduce", "memory",
         "call",
     }  # fmt: skip
+    assert sum(p.what.endswith(" in a row") for p in points) == 1
+    assert " rows of products of up to " in machine.gemm.provenance.note
     generous = 30.0  # the machine is shared with whatever else runs on it
     assert all(point.holds(generous) for point in points), check.report(points, generous)
     slow = replace(machine.gemm, peak=machine.gemm.peak / 1e4, start=1.0)

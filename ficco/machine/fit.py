@@ -81,7 +81,8 @@ def fit(
             was seen where it is not known.
         launch: seconds between two products that are not in the samples' times.
         known: a model of the same device, for what samples do not tell: the shares of dtypes that
-            were not measured, and what the power limit does. They stay as they are there.
+            were not measured, and what the power limit does. They stay as they are there. Samples
+            are of a device that is not at its limit.
         provenance: of the block.
 
     Raises:

@@ -83,9 +83,16 @@ def _gemm(site: Site) -> Iterator[Point]:
     usual = [shape for shape in site.effort.gemms if not shape.wide and shape.batch == 1]
     usual.sort(key=lambda shape: shape.flops)
     chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
+    itemsize = getattr(torch, site.effort.dtype).itemsize
+    rows = {f"{s.m} x {s.n} x {s.k}": measures.in_a_row(s) for s in chosen}
     for one in measures.samples(site, chosen):
-        stored = model.seconds(one.m, one.n, one.k, itemsize=one.itemsize)
-        yield Point("gemm", f"{one.m} x {one.n} x {one.k}", stored, one.seconds)
+        name = f"{one.m} x {one.n} x {one.k}"
+        stored = model.seconds(one.m, one.n, one.k, itemsize=itemsize)
+        yield Point("gemm", name, model.heated(stored * rows[name]) / rows[name], one.seconds)
+    shape, longest = site.effort.heating[0], site.effort.rows[-1]
+    (row,) = measures.row_times(site, (shape,), (longest,))
+    stored = longest * model.seconds(*shape[:3], itemsize=itemsize)
+    yield Point("gemm", f"{longest} of {row.product} in a row", model.heated(stored), row.seconds)
 
 
 def _copies(site: Site) -> Iterator[Point]:

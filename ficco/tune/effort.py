@@ -30,6 +30,8 @@ class Effort:
     Attributes:
         dtype: of all operands.
         gemms: products, and ``reference`` one that tells how hot the device is.
+        heating: products, with many terms and with many columns, and ``rows`` how many of them
+            follow each other until the device is at its power limit; three numbers or more.
         sizes: bytes of a copy, and of what a rank has for another in a collective.
         pieces: copies to each peer in a row; two different numbers.
         least_bytes: copies of more than this are measured with fewer pieces.
@@ -46,6 +48,8 @@ class Effort:
     dtype: str
     gemms: tuple[Shape, ...]
     reference: Shape
+    heating: tuple[Shape, ...]
+    rows: tuple[int, ...]
     sizes: tuple[int, ...]
     pieces: tuple[int, int]
     least_bytes: int
@@ -108,6 +112,8 @@ GPU = Effort(
         200,
     ),
     reference=Shape(4096, 4096, 4096),
+    heating=(Shape(4096, 4096, 8192), Shape(8192, 8192, 2048)),
+    rows=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
     sizes=tuple(size * KIB for size in (64, 256, 1024, 4096, 16384, 65536, 131072)),
     pieces=(1, 4),
     least_bytes=16 * MIB,
@@ -128,11 +134,15 @@ CPU = Effort(
     dtype="float32",
     gemms=grid((16, 64, 128, 256, 512), (32, 64, 128, 256), (64, 128, 256, 512), 1.5e8, 28),
     reference=Shape(128, 128, 128),
+    heating=(Shape(128, 128, 512), Shape(128, 512, 128)),
+    rows=(1, 2, 4, 8, 16),
     sizes=tuple(size * KIB for size in (16, 64, 256, 1024, 4096)),
     pieces=(1, 4),
     least_bytes=4 * MIB,
-    products=(Shape(256, 128, 256), Shape(512, 256, 256)),
-    traffic=1 * MIB,
+    # Long against the slices in which ranks that share cores take turns: what is shorter waits for
+    # whole slices of others, and seems to be ten times as slow.
+    products=(Shape(512, 512, 512), Shape(1024, 512, 512)),
+    traffic=4 * MIB,
     moves=(256 * KIB, 1 * MIB, 16 * MIB),
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,11 @@ MESH_GAIN = 1.5
 
 #: Largest share of a small copy's time that counts as the gap behind it.
 MOST_GAP = 0.95
+
+
+#: A device that loses less of its rate than this in long rows is at no limit, and a limit that
+#: leaves more than this share of the differences unexplained is none.
+LEAST_HEAT, MOST_LEFT = 0.03, 0.5
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,80 @@ def contention(alone: Sequence[float], under: Sequence[float]) -> float:
     """Median of the slowdown round by round; at least 1."""
     ratios = [b / a for a, b in zip(alone, under, strict=True)]
     return max(float(median(ratios)), 1.0)
+
+
+@dataclass(frozen=True)
+class RowTime:
+    """Seconds of ``count`` products of the same sizes, one behind the other, on a rested device."""
+
+    product: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Heat:
+    """What :meth:`ficco.machine.Gemm.heated` needs; ``error``: mean relative error on the rows."""
+
+    burst: float = math.inf
+    sustained: float = 1.0
+    error: float = 0.0
+
+    @property
+    def limited(self) -> bool:
+        """Whether the device has a power limit that shows."""
+        return self.sustained < 1.0
+
+    def cold(self, seconds: Any) -> Any:
+        """What products that took so many seconds in a row take one by one; the other way round
+        than ``heated``. A number, or an array of them."""
+        return seconds - np.maximum(0.0, seconds - self.burst) * (1.0 - self.sustained)
+
+
+#: A device whose rows take as long as their products one by one.
+COLD = Heat()
+
+
+def heat(found: Sequence[RowTime]) -> Heat:
+    """Seconds after which a device is at its power limit, and the share of its rate left then.
+
+    With the right ones every product of a row takes the same time by itself, whatever the length of
+    the row: they are those with which these times differ least. All of a grid are tried, then all
+    of a finer one about the best. A device that gets little slower, or whose rows say the same
+    without a limit (:data:`LEAST_HEAT`, :data:`MOST_LEFT`), has none: infinite and 1.
+
+    Raises:
+        ValueError: no product with rows of three lengths, which is the least that shows a bend.
+    """
+    rows = {one.product: [r for r in found if r.product == one.product] for one in found}
+    lengths = {name: sorted({one.count for one in of}) for name, of in rows.items()}
+    if max(map(len, lengths.values()), default=0) < 3:
+        raise ValueError(f"heat: required rows of three lengths of a product, got {lengths}")
+    pairs = [np.array([(one.count, one.seconds) for one in of]).T for of in rows.values()]
+
+    def errors(bursts: np.ndarray, shares: np.ndarray) -> np.ndarray:
+        """Of every pair of both."""
+        off = []
+        for counts, seconds in pairs:
+            over = np.maximum(0.0, seconds - bursts[:, None])
+            each = np.log((seconds - over[:, None] * (1.0 - shares[:, None])) / counts)
+            off.append(np.abs(each - np.median(each, axis=-1, keepdims=True)))
+        return np.concatenate(off, axis=-1).mean(axis=-1)
+
+    def best(bursts: np.ndarray, shares: np.ndarray) -> tuple[float, float, float]:
+        found = errors(bursts, shares)
+        i, j = np.unravel_index(np.argmin(found), found.shape)
+        return float(bursts[i]), float(shares[j]), float(found[i, j])
+
+    ends = min(one.seconds for one in found), max(one.seconds for one in found)
+    burst, sustained, _ = best(np.geomspace(*ends, 60), np.linspace(0.4, 1.0, 61))
+    finer = np.linspace(-1.0, 1.0, 41)
+    shares = np.clip(sustained + 0.01 * finer, 0.01, 1.0)
+    burst, sustained, left = best(burst * (ends[1] / ends[0]) ** (finer / 59), shares)
+    without = float(errors(np.array([ends[1]]), np.ones(1)).item())
+    if sustained > 1 - LEAST_HEAT or left > MOST_LEFT * without:
+        return Heat(error=without)
+    return Heat(burst, sustained, left)
 
 
 def steadied(times: Mapping[str, Sequence[float]], references: Sequence[str]) -> dict[str, float]:

@@ -5,8 +5,9 @@ Every rank ends a step with the same figures, those of the slowest rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import ficco
 from ficco.bench import calls as library
+from ficco.bench.calls import Runner
 from ficco.bench.inputs import Operands
 from ficco.bench.series import Parts, Series, Stopwatch, add, behind, beside
 from ficco.bench.stats import geomean
@@ -65,6 +67,9 @@ ENQUEUED = (
 )
 #: Products in a row that are timed at once, where they are of fewer operations than this.
 ROW_OF_PRODUCTS, SMALL_FLOPS = 4, 2e11
+#: Of the seconds for products those in which rows heat the device up, and how long it rests before
+#: each row.
+HEAT_SHARE, REST_S = 0.1, 10e-3
 #: Products in a row whose host time is taken at once.
 PRODUCTS = 8
 #: Calls before host time is taken: an engine may keep what it does of the first few.
@@ -115,9 +120,9 @@ class Step:
 # Products.
 
 
-def samples(site: Site, shapes: Sequence[Shape], step: str = "gemm") -> list[Sample]:
+def samples(site: Site, shapes: Sequence[Shape], heat: fits.Heat = fits.COLD) -> list[Sample]:
     """Seconds of products, each in a row of several, less what the device's temperature does to
-    all of them."""
+    all of them and less what ``heat`` does to a row."""
     parts, reference = site.parts(), site.effort.reference
     # The largest first: operands are cut from memory that is grown.
     order = sorted(shapes, key=lambda s: s.batch * s.m * s.k + s.k * s.n, reverse=True)
@@ -132,11 +137,11 @@ def samples(site: Site, shapes: Sequence[Shape], step: str = "gemm") -> list[Sam
     calls = {str(i): _row(parts, shape, in_a_row(shape)) for i, shape in enumerate(order)}
     references = [f"reference {i}" for i in range(3)]
     calls |= {name: _row(parts, reference, 1) for name in references}
-    found = site.time(step, calls)
+    found = site.time("gemm", calls, share=1.0 - HEAT_SHARE)
     seconds = fits.steadied({name: one.times for name, one in found.items()}, references)
     itemsize = getattr(torch, site.effort.dtype).itemsize
     return [
-        Sample(s.m, s.n, s.k, s.batch, itemsize, s.wide, seconds[str(i)] / in_a_row(s))
+        Sample(s.m, s.n, s.k, s.batch, itemsize, s.wide, heat.cold(seconds[str(i)]) / in_a_row(s))
         for i, s in enumerate(order)
     ]
 
@@ -156,18 +161,46 @@ def _row(parts: Parts, shape: Shape, count: int) -> Callable[[], Any]:
     return run
 
 
+def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[fits.RowTime]:
+    """Seconds of so many products in a row, few and so many that the device heats up, shuffled."""
+    parts, calls = site.parts(), {}
+    for shape in shapes:
+        for count in rows:
+            calls[shape, count] = Runner(_row(parts, shape, count), context=_rested)
+    found = site.time(
+        "gemm", {str(i): one for i, one in enumerate(calls.values())}, share=HEAT_SHARE
+    )
+    return [
+        fits.RowTime(f"{s.m} x {s.n} x {s.k}", count, found[str(i)].seconds)
+        for i, (s, count) in enumerate(calls)
+    ]
+
+
+@contextmanager
+def _rested() -> Iterator[None]:
+    """What ran before leaves the device as a pause between two calls does."""
+    time.sleep(REST_S)
+    yield
+
+
 def gemm(site: Site) -> Gemm:
+    rows = row_times(site, site.effort.heating, site.effort.rows)
+    heat = fits.heat(rows)
     shapes = site.effort.gemms
     if not _adds_wide(site):
         shapes = tuple(shape for shape in shapes if not shape.wide)
-    found = samples(site, shapes)
+    found = samples(site, shapes, heat)
     fitted = fit(found, units=units(site), peak=peak(site), known=site.machine.gemm)
     error = errors(fitted, found)
+    longest = max(one.seconds for one in rows)
     note = (
         f"{len(found)} products of {site.effort.dtype}, errors {error.median:.1%} median, "
-        f"{error.mean:.1%} mean, {error.worst:.1%} worst"
+        f"{error.mean:.1%} mean, {error.worst:.1%} worst; "
+        + ("burst and sustained: " if heat.limited else "no power limit in ")
+        + f"{len(rows)} rows of products of up to {longest * 1e3:.3g} ms, errors {heat.error:.1%}"
     )
-    return replace(fitted, provenance=site.source("fitted", note))
+    source = site.source("fitted", note)
+    return replace(fitted, burst=heat.burst, sustained=heat.sustained, provenance=source)
 
 
 def _adds_wide(site: Site) -> bool:
