@@ -384,19 +384,19 @@ def test_gradients_of_random_data(operator: str, dtype: str, device: str) -> Non
 
 
 @contextmanager
-def noted(into: list[Any]) -> Iterator[None]:
-    """Note the calls that backwards make: operator, columns of b, options."""
-    real = gradients.run
+def noted(into: list[Any], module: Any = gradients) -> Iterator[None]:
+    """Note the calls that backwards make, or another module: operator, columns of b, options."""
+    real = module.run
 
     def spy(operator: str, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
         into.append((operator, "product" if b.shape[1] else "gather", current()))
         return real(operator, a, b, *rest, **more)
 
-    gradients.run = spy  # type: ignore[assignment]
+    module.run = spy
     try:
         yield
     finally:
-        gradients.run = real
+        module.run = real
 
 
 def _calls(at: Rank, case: Case, **options: Any) -> list[str]:

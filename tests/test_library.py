@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 import ficco
+from ficco.nn.functional import copied_linear
 from ficco.ops import library
 from ficco.ops.gradients import by_columns
 from ficco.ops.library import OPS
@@ -360,6 +361,28 @@ def _options(at: Rank) -> int:
 def test_options_of_a_compiled_forward_are_those_of_its_backward() -> None:
     # Once outside of blocks, once with each of 33 s, kept, 44 s, and defaults inside a block.
     assert run(2, _options) == [5, 5]
+
+
+def _options_within(at: Rank) -> list[float]:
+    """Of a call that the backward of a layer makes, compiled in one block and run in another."""
+    torch._dynamo.reset()
+    layer = torch.compile(
+        lambda x, w: copied_linear(x, w, None, group=dist.group.WORLD),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    x, w = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
+    with ficco.options(timeout_s=33.0):
+        y = layer(x, w)
+    seen: list[Any] = []
+    with noted(seen, library), ficco.options(timeout_s=19.0):
+        y.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 8), 6.0 * at.world))
+    return [options.timeout_s for _, _, options in seen]
+
+
+def test_options_of_a_call_inside_a_compiled_backward() -> None:
+    assert run(2, _options_within) == [[33.0]] * 2
 
 
 def _refused(at: Rank, a: torch.Tensor, b: torch.Tensor) -> Any:

@@ -8,14 +8,16 @@ For each operator there are, in the namespace ``ficco``:
   :mod:`ficco.ops.gradients`; one operator, so that what overlaps in it stays together.
 
 A group goes by its name, as in PyTorch's functional collectives; ``rows`` is a flat list, also that
-of an all-to-all's table; a schedule is its name. A forward runs under the options in force when it
-runs. ``options`` is what its backward runs under, see :func:`ficco.options.current_text`; default:
-those in force at the call. Eager calls do not come here, see :mod:`ficco.ops.operate`.
+of an all-to-all's table; a schedule is its name. ``options`` is what a call and its backward run
+under, see :func:`ficco.options.current_text`; default: those in force at the call. So a call inside
+a backward that was compiled runs under those of its compilation, wherever the backward runs. Eager
+calls do not come here, see :mod:`ficco.ops.operate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -93,7 +95,8 @@ def _forward(
     options: str = "",
 ) -> Any:
     asked = _asked(operator, group, schedule, rows)
-    result = run(operator, a, b, asked.group, schedule, asked.rows, return_gathered)
+    with carried(from_text(options)) if options else nullcontext():
+        result = run(operator, a, b, asked.group, schedule, asked.rows, return_gathered)
     return result if return_gathered else result[0]
 
 
