@@ -40,7 +40,14 @@ import torch.distributed as dist
 #: It never uses a device, so that its forks can.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "ficco", "pytest", "hypothesis", "yaml"]
+    [
+        "torch",
+        "torch.distributed._symmetric_memory",
+        "ficco",
+        "pytest",
+        "hypothesis",
+        "yaml",
+    ]
 )
 
 #: Ranks that may share a GPU. With more than one, tests of large groups run on few GPUs and prove

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +35,7 @@ from cases import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from programs import Ended, Program
 from ranks import Rank, ranks, run
 
 import ficco
@@ -748,26 +747,20 @@ elif how == "in-flight":
 
 def start_ranks(
     folder: Path, script: str, world: int, *args: str, env: dict[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
+) -> list[Program]:
     """Plain processes that find each other as under torchrun, without a launcher."""
-    path = folder / "script.py"
-    path.write_text(script)
-    root = str(Path(ficco.__file__).parents[1])
     return [
-        subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", str(path), *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": root,
+        Program(
+            folder,
+            f"rank{rank}",
+            script,
+            args,
+            {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(_free_port(folder)),
-                "GLOO_SOCKET_IFNAME": "lo",
                 **(env or {}),
             },
         )
@@ -787,24 +780,17 @@ def _free_port(folder: Path) -> int:
     return int(note.read_text())
 
 
-def end_of(
-    processes: list[subprocess.Popen[str]], timeout: float = 60.0
-) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of every process."""
+def end_of(programs: list[Program], timeout: float = 60.0) -> list[Ended]:
+    """How every one of them ended."""
     deadline = time.monotonic() + timeout
     try:
-        found = []
-        for process in processes:
-            out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            found.append((process.returncode, out, err))
-        return found
+        return [program.end(deadline) for program in programs]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for program in programs:
+            program.kill()
 
 
-def shared_memory(found: list[tuple[int, str, str]]) -> set[str]:
+def shared_memory(found: list[Ended]) -> set[str]:
     """Files in shared memory that the ranks had mapped, by what they printed."""
     return {
         name
