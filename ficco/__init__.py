@@ -1,6 +1,6 @@
 """ficco hides communication behind the matrix product that depends on it."""
 
-from ficco.api import empty, explain, memory, synchronize
+from ficco.api import close, empty, explain, memory, synchronize
 from ficco.errors import BackendError, ConfigError, FiccoError, RankMismatch, SignalTimeout
 from ficco.heuristics import Decision
 from ficco.ops.all_gather_matmul import all_gather_matmul
@@ -12,7 +12,6 @@ from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ficco.options import Options, options, set_options
 from ficco.problem import Problem
 from ficco.schedules import Schedule
-from ficco.workspace import close
 
 __all__ = [
     "BackendError",

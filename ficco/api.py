@@ -13,17 +13,19 @@ from ficco.heuristics import Decision, decide, problem_of, where
 from ficco.machine import Fingerprint, Machine
 from ficco.ops.call import process_group
 from ficco.schedules import Schedule
+from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def empty(
     shape: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """An uninitialised tensor in memory that every rank of a group can read.
@@ -35,17 +37,21 @@ def empty(
         shape, dtype: as for :func:`torch.empty`; dtype defaults to PyTorch's default.
         group: the ranks that can read it; default WORLD.
         device: default: the current GPU for a NCCL group, else cpu.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: no engine serves the device.
     """
-    shape = tuple(shape)
-    if any(not isinstance(size, int) or size < 0 for size in shape):
-        raise ValueError(f"shape: required sizes of at least 0, got {list(shape)}")
+    if not isinstance(shape, Sequence) or any(not _is_size(size) for size in shape):
+        raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
     group = process_group(group)
     if device is None:
-        on_gpu = "nccl" in str(torch.distributed.get_backend(group))
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
-    workspace = workspace_of(group, torch.device(device))
+        device = "cuda" if "nccl" in str(torch.distributed.get_backend(group)) else "cpu"
+    workspace = workspace_of(group, _device(device))
     workspace.raise_error()
-    return workspace.empty(shape, dtype or torch.get_default_dtype())
+    return workspace.empty(tuple(shape), dtype or torch.get_default_dtype())
 
 
 def explain(
@@ -81,6 +87,9 @@ def explain(
         ValueError: an argument is wrong.
         ConfigError: there is no such machine, or its file is damaged.
     """
+    for size_of, size in (("m", m), ("n", n), ("k", k), ("world", world)):
+        if not _is_size(size):
+            raise ValueError(f"{size_of}: required a whole number of at least 0, got {size!r}")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     asked = where(machine, world, Fingerprint(here, world), captured=captured)
     name = str(dtype).removeprefix("torch.")
@@ -88,18 +97,18 @@ def explain(
     return decide(problem, schedule, machine=asked.machine, mode=asked.mode, search=search)
 
 
-def memory(group: ProcessGroup | None = None) -> int:
+def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:
     """Bytes of symmetric memory that ficco's calls hold for a group (default: for all groups)."""
-    return sum(workspace.nbytes for workspace in workspaces(group))
+    return sum(workspace.nbytes for workspace in workspaces(_asked(group)))
 
 
-def synchronize(group: ProcessGroup | None = None) -> None:
+def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """Wait until this rank's calls are over (of a group, default: of all groups).
 
     Raises:
         SignalTimeout, RankMismatch: a call failed, under ``options(on_timeout="raise")``.
     """
-    for workspace in workspaces(group):
+    for workspace in workspaces(_asked(group)):
         workspace.engine.synchronize()
         workspace.raise_error()
         try:
@@ -107,3 +116,34 @@ def synchronize(group: ProcessGroup | None = None) -> None:
         except FiccoError as error:
             workspace.fail(error)
             raise
+
+
+def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
+    """Free what ficco holds for a group, or for all groups.
+
+    Waits for this rank's calls first, unless they failed. Graphs that captured calls of the group
+    must not be replayed any more. A later call makes a new workspace, which is collective.
+    """
+    close_workspaces(_asked(group))
+
+
+def _asked(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The group that is meant, None for all: what holds nothing is no reason to do nothing."""
+    return None if group is None else process_group(group)
+
+
+def _device(asked: torch.device | str) -> torch.device:
+    """A device as tensors name it, with the number that "cuda" leaves out."""
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: required one such as cpu or cuda:0, got {asked!r}") from None
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: required a GPU that torch sees, got {device} and none is seen")
+    return torch.empty(0, device=device).device
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -54,7 +54,8 @@ class RankMismatch(FiccoError):
             "the ranks of this group disagree on what to compute:\n"
             + "\n".join(lines)
             + "\ncall ficco with the same sizes, schedule, options and machine file on every rank, "
-            "in the same order; unequal shards need rows="
+            "in the same order; unequal shards need rows=. To use the group again, call "
+            "ficco.close(group) on every rank"
         )
 
 

@@ -90,6 +90,10 @@ def test_plan_of_unequal_shards_in_a_ring(capsys: pytest.CaptureFixture[str]) ->
         (["growing", *SIZES, "--draw", "x.png", "--machine", "abacus"], "abacus"),
         (["growing", *SIZES, "--draw", "x"], "--draw: required a file with one of the suffixes"),
         (["growing", *SIZES, "--workspace-bytes", "1"], "workspace_bytes"),
+        (
+            ["growing", *SIZES, "--workspace-bytes", "1", "--operator", "matmul_reduce_scatter"],
+            "--workspace-bytes: required an operator that gathers",
+        ),
         (["growing", *SIZES[:-2]], "--world"),
     ],
 )

@@ -179,10 +179,46 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
         "ValueError",
         ("shape", "-1"),
     ),
+    "empty with a number": (lambda: lambda: ficco.empty(4), "ValueError", ("shape: required", "4")),
+    "empty of a name": (
+        lambda: lambda: ficco.empty((4, 4), dtype="float32"),  # type: ignore[arg-type]
+        "ValueError",
+        (r"dtype: required a torch\.dtype", "'float32'"),
+    ),
+    "empty on no device": (
+        lambda: lambda: ficco.empty((4, 4), device="gpu"),
+        "ValueError",
+        ("device: required", "cpu", "'gpu'"),
+    ),
+    "memory of no group": (
+        lambda: lambda: ficco.memory("tp"),  # type: ignore[arg-type]
+        "ValueError",
+        ("group: required", "'tp'"),
+    ),
+    "synchronize with no group": (
+        lambda: lambda: ficco.synchronize(3),  # type: ignore[arg-type]
+        "ValueError",
+        ("group: required", "3"),
+    ),
+    "close of no group": (
+        lambda: lambda: ficco.close("tp"),  # type: ignore[arg-type]
+        "ValueError",
+        ("group: required", "'tp'"),
+    ),
     "explain of an unknown operator": (
         lambda: lambda: ficco.explain("conv", m=8, n=8, k=8, world=2),
         "ValueError",
         ("operator", "all_gather_matmul", "'conv'"),
+    ),
+    "explain of half a row": (
+        lambda: lambda: ficco.explain("all_gather_matmul", m=8.5, n=8, k=8, world=2),  # type: ignore[arg-type]
+        "ValueError",
+        ("m: required a whole number", r"8\.5"),
+    ),
+    "explain for ranks in words": (
+        lambda: lambda: ficco.explain("all_gather_matmul", m=8, n=8, k=8, world="2"),  # type: ignore[arg-type]
+        "ValueError",
+        ("world: required a whole number", "'2'"),
     ),
     "explain for no ranks": (
         lambda: lambda: ficco.explain("all_gather_matmul", m=8, n=8, k=8, world=0),
@@ -251,6 +287,40 @@ def test_group_that_this_rank_is_not_in() -> None:
     assert isinstance(found, Failure) and found.type == "ValueError", found
     for word in ("group", "required", "this rank is in"):
         assert word in found.text
+
+
+def _mesh(at: Rank) -> None:
+    """A mesh means its group, everywhere."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    assert (ficco.all_gather_matmul(_a(), _b(), group=mesh) == K).all()
+    held = ficco.memory(mesh)
+    assert held == ficco.memory(mesh.get_group()) > 0
+    assert ficco.empty((2, 2), group=mesh).shape == (2, 2)
+    ficco.synchronize(mesh)
+    ficco.close(mesh)
+    assert ficco.memory(mesh) == 0
+
+
+def test_a_mesh_is_a_group() -> None:
+    run(2, _mesh)
+
+
+def _close_after_mismatch(at: Rank) -> Any:
+    group = dist.new_group()
+    found = caught(_call(_a(), _b(K, N + at.rank), group=group))
+    again = caught(_call(_a(), _b(), group=group))
+    ficco.close(group)
+    assert (ficco.all_gather_matmul(_a(), _b(), group=group) == K).all()
+    ficco.close(group)
+    return found, again
+
+
+def test_a_mismatch_says_what_to_do_with_the_group() -> None:
+    for failures in run(2, _close_after_mismatch):
+        for failure in failures:
+            assert failure.type == "RankMismatch" and "ficco.close(group)" in failure.text
 
 
 def test_no_process_group() -> None:

@@ -247,7 +247,7 @@ def _wrong_use(at: Rank) -> list[Failure]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    from ficco.nn import ColumnParallelLinear, RowParallelLinear, gather_once
+    from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, gather_once
 
     column, row = ColumnParallelLinear(8, 16), RowParallelLinear(8, 16)
     batched = ColumnParallelLinear(8, 16, sequence_dim=1)
@@ -267,6 +267,14 @@ def _wrong_use(at: Rank) -> list[Failure]:
         lambda: column(torch.zeros(3, 8), rows=[1, 2, 1, 2]),
         lambda: column(distribute_tensor(torch.zeros(4, 8), mesh_of(at))),
         lambda: gather_once(torch.zeros(4, 3, 8), column, batched),
+        lambda: gather_once(torch.zeros(4, 8), nn.Linear(8, 4)),
+        lambda: gather_once(torch.zeros(4, 8), [column, column]),
+        lambda: column(None),
+        lambda: column(torch.zeros(4, 8), rows=4),
+        lambda: ColumnParallelLinear(8, 4, schedule="slowing"),
+        lambda: ColumnParallelLinear(8, 4, schedule=None),
+        lambda: ColwiseParallel(schedule="slowing"),
+        lambda: ColumnParallelLinear(8, 4, sequence_dim="s"),
     ]
     return [caught(call) for call in wrong]
 
@@ -287,11 +295,38 @@ def test_wrong_use_says_what_is_required() -> None:
         "required rows[",
         "required a plain tensor, got a DTensor",
         "required one group, sequence_dim and in_features",
+        "required ColumnParallelLinear layers, each as an argument, got Linear",
+        "required ColumnParallelLinear layers, each as an argument, got list",
+        "x: required a torch.Tensor, got NoneType",
+        "required 4 sequence lengths, one per rank, none negative, got 4",
+        "got 'slowing'",
+        "schedule: required 'auto', a name or a Schedule, got None",
+        "got 'slowing'",
+        "sequence_dim: required a dimension, got 's'",
     )
     for failures in run(4, _wrong_use):
         for failure, text in zip(failures, words, strict=True):
             assert isinstance(failure, Failure), f"no error: {text}"
             assert failure.type == "ValueError" and text in failure.text, failure.traceback
+
+
+def _cannot_be_kept(at: Rank) -> list[Failure]:
+    import io
+
+    from ficco.nn import ColumnParallelLinear
+
+    layer = ColumnParallelLinear(8, 4 * at.world)
+    return [
+        caught(lambda: torch.save(layer, io.BytesIO())),
+        caught(lambda: layer.load_state_dict(nn.Linear(8, 3).state_dict())),
+    ]
+
+
+def test_what_is_kept_is_the_state_dict() -> None:
+    for pickled, loaded in run(2, _cannot_be_kept):
+        assert pickled.type == "NotImplementedError" and "full_state_dict" in pickled.text
+        assert "weight: required shape [8, 8], the unsharded layer's, or [4, 8]" in loaded.text
+        assert "bias: required shape [8]" in loaded.text and "got [3]" in loaded.text
 
 
 @contextmanager

@@ -756,6 +756,13 @@ def test_no_graph_is_an_error() -> None:
         passes.replace(torch.relu)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="inner: required"):
         passes.backend("nonsense")
+    for make in (passes.backend, passes.inductor_pass):
+        with pytest.raises(ValueError, match="got 'slowing'"):
+            make(schedule="slowing")
+        with pytest.raises(ValueError, match="schedule: required"):
+            make(schedule=3)
+        with pytest.raises(ValueError, match="group: required"):
+            make(group=3)
 
 
 def test_regions_are_graphs_of_their_own(groups: dict[int, Any]) -> None:

@@ -69,7 +69,7 @@ def _fail(error: object, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Overlap an all-gather with the product that depends on it."
+        prog=PROGRAM, description="Hide communication behind the matrix product that depends on it."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")

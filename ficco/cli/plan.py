@@ -44,6 +44,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     asked_of = _problem(arguments)
     if not 0 <= arguments.rank < asked_of.world:
         raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
+    if arguments.workspace_bytes is not None and asked_of.kind.scatters:
+        raise ValueError(
+            f"--workspace-bytes: required an operator that gathers, got {asked_of.operator}, whose "
+            "calls go by columns of b under a cap; plan fewer columns with --n"
+        )
     picture(arguments.draw)
     asked = site(arguments.machine, asked_of.world, default=MACHINE)
     drawn = asked.simulated if arguments.draw or arguments.trace else None

@@ -36,6 +36,12 @@ class Ranks:
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # a copied layer runs on the same ranks
 
+    def __reduce__(self) -> Any:
+        raise NotImplementedError(
+            "pickling a parallel layer is not served, since its ranks are those of this process; "
+            "save the state_dict of the model, or ficco.nn.full_state_dict(model)"
+        )
+
 
 def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
     """The ranks of an argument ``group``."""
@@ -47,6 +53,14 @@ def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
             'it, such as mesh["tp"]'
         )
     return Ranks(group.get_group(), group)
+
+
+def check_schedule(schedule: str | Schedule) -> None:
+    """``ValueError`` where a layer is made, and not when it runs, if there is no such schedule."""
+    if isinstance(schedule, str) and schedule != "auto":
+        Schedule.parse(schedule)
+    elif not isinstance(schedule, (str, Schedule)):
+        raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {schedule!r}")
 
 
 class _ParallelLinear(nn.Linear):
@@ -113,6 +127,9 @@ class _ParallelLinear(nn.Linear):
     def settle(self, ranks: Ranks, sequence_dim: int, schedule: str | Schedule) -> None:
         """Where and how this layer runs."""
         self.check_features(self.in_features, self.out_features, ranks.group.size())
+        check_schedule(schedule)
+        if not isinstance(sequence_dim, int):
+            raise ValueError(f"sequence_dim: required a dimension, got {sequence_dim!r}")
         self.ranks, self.sequence_dim, self.schedule = ranks, sequence_dim, schedule
 
     @classmethod
@@ -188,12 +205,18 @@ class _ParallelLinear(nn.Linear):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Take parts where the unsharded layer's tensors are given."""
+        errors: list[str] = args[-1] if args else kwargs["error_msgs"]
         for name, param in self._parameters.items():
             value = state_dict.get(prefix + name)
             if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
             if value.shape == self._full_shape(name):
                 state_dict[prefix + name] = self._like(name, value.detach())
+            elif value.shape != param.shape:
+                errors.append(
+                    f"{prefix}{name}: required shape {list(self._full_shape(name))}, the unsharded "
+                    f"layer's, or {list(param.shape)}, this rank's part, got {list(value.shape)}."
+                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def whole(self, name: str) -> torch.Tensor:
@@ -316,6 +339,11 @@ def gather_once(
         return ()
     first = layers[0]
     for layer in layers:
+        if not isinstance(layer, ColumnParallelLinear):
+            raise ValueError(
+                "layers: required ColumnParallelLinear layers, each as an argument, got "
+                f"{type(layer).__name__}"
+            )
         if (layer.group, layer.sequence_dim, layer.in_features) != (
             first.group,
             first.sequence_dim,
@@ -360,6 +388,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"x: required a torch.Tensor, got {type(x).__name__}")
     if isinstance(x, DTensor):
         raise ValueError(
             f"x: required a plain tensor, got a DTensor with {x.placements}; pass x.to_local(), or "

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import style as torch_style
 
 from ficco.nn.functional import copied_linear, gathered_linears, reduced_linear, scattered_linear
-from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, ranks_of
+from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, check_schedule, ranks_of
 from ficco.schedules import Schedule
 
 #: Where :class:`PrepareModuleInput` leaves word, on an input, of the layers that share it.
@@ -41,6 +41,7 @@ class _Scheduled:
             output_layouts=output_layouts,
             use_local_output=use_local_output,
         )
+        check_schedule(schedule)
         self.schedule = schedule
 
 

@@ -9,10 +9,11 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from ficco.passes.report import Report
-from ficco.passes.rewrite import replace
+from ficco.passes.rewrite import named, replace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Inductor's setting that takes the pass. It runs on forward and backward graphs, one by one,
 #: before any pass of Inductor's own that looks for collectives.
@@ -77,7 +78,7 @@ class Backend:
 def backend(
     inner: str | Callable[..., Any] = "inductor",
     *,
-    group: ProcessGroup | str | None = None,
+    group: ProcessGroup | DeviceMesh | str | None = None,
     schedule: str = "auto",
 ) -> Backend:
     """A backend for torch.compile that puts ficco's operators into forward and backward.
@@ -91,7 +92,7 @@ def backend(
         group, schedule: as in :func:`replace`.
 
     Raises:
-        ValueError: ``inner`` is none of these.
+        ValueError: ``inner`` is none of these, or the group or the schedule is none.
 
     Example::
 
@@ -105,11 +106,11 @@ def backend(
             f"inner: required 'inductor', 'aot_eager' or a function, got {inner!r}; other "
             "backends take replace() as a function on their own graphs"
         )
-    return Backend(inner, group, schedule)
+    return Backend(inner, named(group, schedule), schedule)
 
 
 def inductor_pass(
-    *, group: ProcessGroup | str | None = None, schedule: str = "auto"
+    *, group: ProcessGroup | DeviceMesh | str | None = None, schedule: str = "auto"
 ) -> Callable[[Graph], None]:
     """The pass for ``torch._inductor.config.post_grad_custom_pre_pass``, with a ``report``.
 
@@ -118,12 +119,14 @@ def inductor_pass(
 
     Raises:
         NotImplementedError: this PyTorch has no such setting.
+        ValueError: the group or the schedule is none.
     """
     _hook()
+    name = named(group, schedule)
     report = Report()
 
     def run(graph: Graph) -> None:
-        report.add(replace(graph, group=group, schedule=schedule))
+        report.add(replace(graph, group=name, schedule=schedule))
 
     found = _pass_class()(run, None)
     found.report = report

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ficco.ops.call import process_group
 from ficco.ops.library import OPS
 from ficco.passes.graph import (
     COLLECTIVES,
@@ -38,12 +39,17 @@ from ficco.passes.match import (
     world_of,
 )
 from ficco.passes.report import Entry, Report
+from ficco.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def replace(
     graph: GraphModule | Graph,
     *,
-    group: torch.distributed.ProcessGroup | str | None = None,
+    group: ProcessGroup | DeviceMesh | str | None = None,
     schedule: str = "auto",
 ) -> Report:
     """Replace collectives that feed a product, or are fed by one, by ficco's operators.
@@ -54,18 +60,18 @@ def replace(
 
     Args:
         graph: a graph or its module, which is recompiled.
-        group: replace only collectives of this group; all groups by default.
+        group: replace only collectives of this group (or its name); all groups by default.
         schedule: the schedule of every operator.
 
     Raises:
-        ValueError: the graph is none.
+        ValueError: the graph, the group or the schedule is none.
     """
+    name = named(group, schedule)
     if not isinstance(graph, Graph | GraphModule):
         raise ValueError(
             f"graph: required a torch.fx Graph or GraphModule, got {type(graph).__name__}; "
             "compile a model with ficco.passes.backend()"
         )
-    name = group if isinstance(group, str) or group is None else group.group_name
     if isinstance(graph, Graph):
         return _replace(graph, name, schedule)
     report = Report()
@@ -76,6 +82,15 @@ def replace(
                 module.recompile()
             report.add(found)
     return report
+
+
+def named(group: Any, schedule: Any) -> str | None:
+    """The name of a group, None for all; ``ValueError`` if it or the schedule is none."""
+    if not isinstance(schedule, str):
+        raise ValueError(f"schedule: required 'auto' or a name, got {schedule!r}")
+    if schedule != "auto":
+        Schedule.parse(schedule)
+    return group if isinstance(group, str) or group is None else process_group(group).group_name
 
 
 def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
