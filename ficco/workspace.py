@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 #: be through with the one before.
 SLOTS = 2
 
+#: Kinds of calls that are remembered, about 0.1 MB each in a group of 8. Programs whose rows change
+#: in every step, as those of experts do, would need more and more.
+KINDS = 1024
+
 #: Seconds that a process waits at its end for stuck calls, beside the time a call may be stuck.
 GRACE_S = 2.0
 
@@ -92,6 +96,9 @@ class Workspace:
     def fail(self, error: BaseException) -> None:
         """Remember why the group can no longer be used: its words do not say who is where."""
         if not isinstance(error, FiccoError):
+            # Peers that wait for this rank learn why it does not come.
+            text = f"broken off by {type(error).__name__}: {error}"
+            self.board.post(self.calls, self.board.describe(text, same_as="broken off"))
             error = FiccoError(
                 f"a call of this group was broken off by {type(error).__name__}: {error}. Its "
                 "ranks are no longer in step: destroy the group and make a new one"
@@ -115,6 +122,16 @@ class Workspace:
             fingerprint = self.engine.fingerprint()
             self._known[wanted] = Known.of(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
+
+    def keep(self, key: Hashable, bound: Any) -> None:
+        """Remember a kind of call. Of too many, half of those that no graph has captured go, which
+        were not called for longest; a rank that meets one again asks its peers, as at first."""
+        if len(self.programs) >= KINDS and not self.engine.capturing():
+            self.engine.synchronize()  # a watchdog must find what is running
+            old = [(kept.latest, key) for key, kept in self.programs.items() if not kept.captured]
+            for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
+                self.programs.pop(gone).drop()
+        self.programs[key] = bound
 
     def slot(self, plan: Plan, single: bool) -> Slot | None:
         """The slot for the latest call; grown first if the plan needs more. Growing is collective.

@@ -20,6 +20,7 @@ from ranks import Died, Failure, Rank, caught
 from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
+from ficco.ops import call as calls
 
 #: Seconds after which the calls of these tests give up on a peer.
 PATIENCE_S = 1.5
@@ -581,3 +582,46 @@ def test_one_rank_with_wrong_arguments(what: str, warm: bool) -> None:
     # Alone in the group, the rank that was wrong fails as well, and ends.
     assert isinstance(found[odd]["again"], Failure)
     assert found[odd]["waited_again"] < PATIENCE_S + SLACK_S
+
+
+# Ranks that fail by themselves, before a call or in it.
+
+
+def _short_of_memory(at: Rank, case: Case, warm: bool, what: str) -> dict[str, Any]:
+    group = dist.new_group(list(range(at.world)))
+    if warm:
+        for iteration in range(3):
+            exact(at, case, iteration, group)
+    made = make(at, case, 4, group)
+
+    def refuse(*_: Any) -> Any:
+        raise MemoryError("64 GiB are not to be had")
+
+    real = getattr(calls, what)
+    if at.rank == 1:
+        setattr(calls, what, refuse)
+    try:
+        with ficco.options(timeout_s=10 * PATIENCE_S):
+            first, waited = timed(lambda: call(case, made.a, made.b, group))
+    finally:
+        setattr(calls, what, real)
+    with ficco.options(timeout_s=PATIENCE_S):
+        again, waited_again = timed(lambda: call(case, made.a, made.b, group))
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return {"first": first, "waited": waited, "again": again, "waited_again": waited_again}
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize("what", ["_readable", "_operands", "_execute"])
+def test_a_rank_without_memory_tells_its_peers(what: str, warm: bool) -> None:
+    """At once: none of them waits for as long as a call may take."""
+    case = equal(2, 8, 8, 8, schedule="growing")
+    other, odd = run(2, _short_of_memory, case, warm, what)
+    assert odd["first"].type == "MemoryError"
+    assert other["first"].type == "RankMismatch", other["first"]
+    assert "MemoryError: 64 GiB are not to be had" in other["first"].fields["values"][1]
+    assert other["waited"] < AT_ONCE_S + SLACK_S
+    assert isinstance(other["again"], Failure) and isinstance(odd["again"], Failure)
+    assert odd["waited_again"] < PATIENCE_S + SLACK_S

@@ -7,9 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from cases import Case, exact
+from ranks import Rank, run
 
-from ficco.dma.engine import Slot
+import ficco
+from ficco import workspace as workspaces
+from ficco.dma.engine import Program, Slot
 from ficco.errors import FiccoError
+from ficco.ops.call import Bound
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
@@ -89,3 +95,64 @@ def test_a_process_settles_before_it_ends() -> None:
     stuck.error = None
     stuck.settle()
     assert 0.2 + GRACE_S <= time.monotonic() - begin < 0.2 + GRACE_S + 2
+
+
+def _program(slot: Slot) -> Program:
+    program = Program(a_plan(), slot, [("compute0", lambda call: None)])
+    slot.number(program)
+    return program
+
+
+def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workspaces, "KINDS", 4)
+    slot, graphs = Slot(None, 1, (0, 0), (0, 0)), Slot(None, 1, (0, 0), (0, 0), captured=True)
+    engine = Engine()
+    workspace = workspace_on(engine, slot, None)
+    made = {
+        name: Bound(a_plan(), 0, False, None, programs={id(at): _program(at)}, latest=latest)
+        for name, at, latest in (
+            ("in a graph", graphs, 1),
+            ("seldom", slot, 2),
+            ("often", slot, 9),
+            ("now and then", slot, 5),
+            ("new", slot, 10),
+            ("newer", slot, 11),
+        )
+    }
+    for name, bound in made.items():
+        workspace.keep(name, bound)
+    # A program that runs is on its slot, for the watchdog: so nothing runs when one goes.
+    assert engine.did == ["synchronize"] * 2
+    assert list(workspace.programs) == ["in a graph", "often", "new", "newer"]
+    assert made["seldom"].programs == {} and made["often"].programs
+    left = {
+        id(program)
+        for name in ("often", "new", "newer")
+        for program in made[name].programs.values()
+    }
+    assert {id(program) for program in slot.programs.values()} == left
+    assert len(graphs.programs) == 1
+
+
+def _many_kinds(at: Rank, rounds: int) -> list[int]:
+    """Rows that differ in every call, on ranks that remember more or less of them."""
+    group = dist.new_group(list(range(at.world)))
+    before, workspaces.KINDS = workspaces.KINDS, (4, 7, 64)[at.rank]
+    try:
+        for iteration in range(rounds):
+            rows = [(iteration % 11 + 3 * rank) % 6 for rank in range(at.world)]
+            schedule = ("growing", "hetero-fused-1d:pieces=2,pull")[iteration % 3 == 0]
+            exact(at, Case(tuple(rows), 8, 8, schedule=schedule), iteration, group)
+        [workspace] = [found for found in workspaces.workspaces(group)]
+        return [len(workspace.programs), sum(len(slot.programs) for slot in workspace.slots)]
+    finally:
+        workspaces.KINDS = before
+        ficco.close(group)
+        dist.destroy_process_group(group)
+
+
+def test_ranks_may_remember_other_kinds_of_calls() -> None:
+    found = run(3, _many_kinds, 40)
+    assert found[0][0] <= 4 and found[1][0] <= 7 < found[2][0]

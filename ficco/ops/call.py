@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
-from ficco.errors import ConfigError
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.options import Options, current
@@ -37,6 +36,7 @@ class Bound:
     """What is kept of a kind of call: its Plan, and a Program per slot.
 
     ``columns``: the Plan needs more memory than is allowed; so many columns of b at a time do not.
+    ``latest``: number of the latest call of the kind.
     """
 
     plan: Plan
@@ -45,6 +45,7 @@ class Bound:
     source: tuple[Symmetric, int] | None
     columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
+    latest: int = 0
 
     def program(self, workspace: Workspace, slot: Slot | None) -> Program:
         found = self.programs.get(id(slot))
@@ -58,6 +59,19 @@ class Bound:
         program = self.programs.pop(id(slot), None)
         if program is not None:
             program.clear()
+
+    @property
+    def captured(self) -> bool:
+        """Whether a graph holds a call of the kind, and may be replayed."""
+        return any(program.slot and program.slot.captured for program in self.programs.values())
+
+    def drop(self) -> None:
+        """Let go of all programs."""
+        for program in self.programs.values():
+            if program.slot is not None:
+                program.slot.programs.pop(program.number, None)
+            program.clear()
+        self.programs.clear()
 
 
 def run(
@@ -75,18 +89,16 @@ def run(
     ``rows`` are one number for each rank, or for an all-to-all a table of W x W. ``out`` is where
     the result goes.
     """
-    workspace, bound, flat = _bound(operator, a, b, group, schedule, rows, return_gathered)
-    if bound.columns:
+    workspace, bound, call = _begin(operator, a, b, group, schedule, rows, return_gathered, out)
+    if call is None:
         whole = a.new_empty(bound.plan.shape("out")) if out is None else out
         for first in range(0, b.shape[1], bound.columns):
             some = slice(first, first + bound.columns)
             run(operator, a, b[:, some], group, schedule, rows, out=whole[:, some])
         return whole, None
-    a = flat
     try:
         slot = workspace.slot(bound.plan, bound.single)
         program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
-        call = _operands(bound.plan, a, b, out)
         _execute(workspace, program, call)
     except BaseException as error:
         workspace.fail(error)
@@ -103,11 +115,15 @@ def run_traced(
     rows: Rows = None,
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
     """One call that notes when each step of its Plan ran on this rank; waits for it."""
-    workspace, bound, a = _bound(operator, a, b, group, schedule, rows, False)
+    workspace, bound, call = _begin(operator, a, b, group, schedule, rows, False)
+    if call is None:
+        raise NotImplementedError(
+            f"a call that goes by {bound.columns} columns at a time, to keep to workspace_bytes, "
+            "is several; trace it without that cap"
+        )
     try:
         slot = workspace.slot(bound.plan, bound.single)
         program = compile(bound.plan, workspace.engine, slot, bound.source, trace=True)
-        call = _operands(bound.plan, a, b)
         _execute(workspace, program, call)
         spans = workspace.engine.spans(program, call)
     except BaseException as error:
@@ -152,7 +168,7 @@ def _operands(
     return call
 
 
-def _bound(
+def _begin(
     operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -160,94 +176,103 @@ def _bound(
     schedule: str | Schedule,
     rows: Rows,
     return_gathered: bool,
-) -> tuple[Workspace, Bound, torch.Tensor]:
-    """The workspace, what is kept of such calls, and A as a matrix that copies can read."""
+    out: torch.Tensor | None = None,
+) -> tuple[Workspace, Bound, Call | None]:
+    """The workspace, what is kept of such calls, and this one with memory for its results, once
+    the board has it; no call where it goes by columns."""
     group = process_group(group)
     options = current()
     workspace = _workspace(group, a, b, operator)
     workspace.raise_error()
-    engine = workspace.engine
+    engine, board = workspace.engine, workspace.board
     engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
     workspace.calls += 1
     number = workspace.calls
-    kind = OPERATORS[operator]
-    rows = frozen(rows)
-    a, source = _flat(a), None
-    if not kind.scatters:
-        a, source = _readable(workspace, a)
-    mode = "eager" if engine.asynchronous else "idle"
-    if mode == "eager" and schedule == "auto" and engine.capturing():
-        mode = "queued"
-    key = (
-        operator,
-        a.shape,
-        a.dtype,
-        b.shape,
-        b.dtype,
-        a.device,
-        b.device,
-        a.layout,
-        b.layout,
-        schedule,
-        mode,
-        rows,
-        return_gathered,
-        options.workspace_bytes,
-        options.machine,
-        options.search,
-        source and (source[0].serial, source[1]),
-    )
-    bound = workspace.programs.get(key)
-    if bound is not None and bound.columns:
-        workspace.calls -= 1  # its parts are calls
-        return workspace, bound, a
-    if bound is not None:
-        workspace.board.post(number, bound.digest)
-        if not bound.programs:  # its slot is gone: growing again must begin in agreement
-            try:
-                workspace.board.agree(number, options.timeout_s, operator, bound.plan.schedule)
-            except BaseException as error:
-                workspace.fail(error)
-                raise
-        return workspace, bound, a
     try:
-        problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
-        problem_log.note(options.log_problems, problem, engine.rank)
-        known = workspace.known(options.machine)
-        decision = decide(
-            problem,
+        kind = OPERATORS[operator]
+        rows = frozen(rows)
+        a, source = _flat(a), None
+        if not kind.scatters:
+            a, source = _readable(workspace, a)
+        mode = "eager" if engine.asynchronous else "idle"
+        if mode == "eager" and schedule == "auto" and engine.capturing():
+            mode = "queued"
+        key = (
+            operator,
+            a.shape,
+            a.dtype,
+            b.shape,
+            b.dtype,
+            a.device,
+            b.device,
+            a.layout,
+            b.layout,
             schedule,
-            machine=known.machine,
-            mode=mode,
-            search=options.search,
-            movers=engine.capabilities().movers,
-            saved=known.saved,
+            mode,
+            rows,
+            return_gathered,
+            options.workspace_bytes,
+            options.machine,
+            options.search,
+            source and (source[0].serial, source[1]),
         )
-        chosen = decision.schedule
-        if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:
-            warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
-        made, single, columns = _plan(workspace, problem, chosen, options)
-    except (ValueError, NotImplementedError, ConfigError) as error:
+        bound = workspace.programs.get(key)
+        known = bound is not None
+        if bound is None:
+            problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
+            bound = _bound(workspace, problem, schedule, mode, source, options)
+        call = None if bound.columns else _operands(bound.plan, a, b, out)
+    except BaseException as error:
         # The peers learn of it, so that they do not wait for this rank. Where all refuse, they
         # agree, whatever each of them says.
         text = f"{type(error).__name__}: {error}"
-        workspace.board.post(number, workspace.board.describe(text, same_as="refused"))
+        board.post(number, board.describe(text, same_as="refused"))
         raise
+    bound.latest = number
+    if call is None:
+        workspace.calls -= 1  # its parts are calls
+    else:
+        board.post(number, bound.digest)
+        if not bound.programs:  # new, or its slot is gone: growing must begin in agreement
+            try:
+                board.agree(number, options.timeout_s, operator, bound.plan.schedule)
+            except BaseException as error:
+                workspace.fail(error)
+                raise
+    if not known:
+        workspace.keep(key, bound)
+    return workspace, bound, call
+
+
+def _bound(
+    workspace: Workspace,
+    problem: Problem,
+    schedule: str | Schedule,
+    mode: str,
+    source: tuple[Symmetric, int] | None,
+    options: Options,
+) -> Bound:
+    """What is kept of calls that are seen for the first time."""
+    engine = workspace.engine
+    problem_log.note(options.log_problems, problem, engine.rank)
+    known = workspace.known(options.machine)
+    decision = decide(
+        problem,
+        schedule,
+        machine=known.machine,
+        mode=mode,
+        search=options.search,
+        movers=engine.capabilities().movers,
+        saved=known.saved,
+    )
+    chosen = decision.schedule
+    if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:
+        warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
+    made, single, columns = _plan(workspace, problem, chosen, options)
     if columns:
-        bound = workspace.programs[key] = Bound(made, 0, single, None, columns)
-        workspace.calls -= 1
-        return workspace, bound, a
-    text = _text(made, options, known, source if chosen.pull else None)
-    digest = workspace.board.describe(text)
-    bound = Bound(made, digest, single, None if made.publish else source)
-    workspace.board.post(number, digest)
-    try:
-        workspace.board.agree(number, options.timeout_s, operator, made.schedule)
-    except BaseException as error:
-        workspace.fail(error)
-        raise
-    workspace.programs[key] = bound
-    return workspace, bound, a
+        return Bound(made, 0, single, None, columns)
+    digest = workspace.board.describe(_text(made, options, known, source if chosen.pull else None))
+    return Bound(made, digest, single, None if made.publish else source)
 
 
 def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, int] | None) -> str:
