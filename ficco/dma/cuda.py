@@ -43,6 +43,7 @@ from ficco.dma.engine import (
     Span,
     Symmetric,
 )
+from ficco.dma.gate import Gate
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.rendezvous import Rendezvous
 from ficco.errors import BackendError
@@ -60,6 +61,13 @@ MAX_WATCHED = 4096
 #: Recordings that are kept, over all programs. One takes about 0.2 MB of the device's memory (H200,
 #: 2 ranks, growing).
 MAX_RECORDED = 512
+
+#: Seconds between two looks at whether calls are over.
+PAUSE_S = 1e-4
+
+_gate = Gate()
+#: The engines of this process that are not closed.
+_engines: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
 
 #: What changes the kernels that PyTorch picks for the same operands.
 _SETTINGS = [
@@ -105,6 +113,10 @@ class CudaMemory(Symmetric):
         del self.tensor, self._handle
 
 
+#: Memory to be freed once no call is in flight.
+_unwanted: list[CudaMemory] = []
+
+
 class _Watch:
     """Two words in pinned host memory that a slot's calls write."""
 
@@ -133,11 +145,14 @@ class _Watch:
 class _SlotState:
     """What the engine keeps with a slot."""
 
-    def __init__(self, watch: _Watch, index: int) -> None:
-        self.watch, self.index = watch, index
+    def __init__(self, watch: _Watch, index: int, captured: bool) -> None:
+        self.watch, self.index, self.captured = watch, index, captured
         self.over = cu.Event()  # the caller's stream is through with the latest call
         self.retired = cu.Event()  # and the slot has been handed on
         self.used = False
+
+    def idle(self) -> bool:
+        return not self.watch.running() and (self.captured or self.retired.over())
 
 
 #: Streams of engines that are closed, by device and priority: an engine's workspaces of PyTorch's
@@ -245,6 +260,7 @@ class CudaEngine(Engine):
             self.side, self._rescue = _stream(-1), _stream(-1)
             self._watched = torch.zeros(2 * MAX_WATCHED, dtype=torch.int32, pin_memory=True)
         self._watches = list(range(MAX_WATCHED))  # those that no slot has
+        self._states: set[_SlotState] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
         self._streams: dict[bool, dict[str, torch.cuda.Stream]] = {False: {}, True: {}}
@@ -256,6 +272,7 @@ class CudaEngine(Engine):
         self._recordable = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
+        _engines.add(self)
 
     # Memory.
 
@@ -265,12 +282,33 @@ class CudaEngine(Engine):
             return CudaMemory(_align(nbytes), self, self._serial)
 
     def free(self, memory: Symmetric) -> None:
+        """As of any engine. Where other threads go on with calls, the memory goes later, behind
+        that of another call."""
         assert isinstance(memory, CudaMemory)
-        memory.free()
+        _unwanted.append(memory)
+        passed, end = _gate.passed, time.monotonic() + self.timeout_s
+        while time.monotonic() < end:
+            with _gate.closed() as alone:
+                if alone and all(engine.quiet() for engine in _engines):
+                    # Fails where another thread captures a graph of its own, or the device has.
+                    with contextlib.suppress(RuntimeError):
+                        torch.cuda.synchronize(self.device)
+                        while _unwanted:
+                            _unwanted.pop().free()
+                    return
+                if _gate.passed != passed:
+                    return
+            time.sleep(PAUSE_S)
+
+    def quiet(self) -> bool:
+        """Whether no call is in flight here."""
+        with torch.cuda.device(self.device), cu.uncaptured():
+            return all(state.idle() for state in self._states)
 
     def discard(self, slot: Slot) -> None:
-        super().discard(slot)
+        self._states.discard(slot.state)
         self._watches.append(slot.state.index)
+        super().discard(slot)
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
         return sum(map(_align, ((words + SCRATCH) * WORD, *room)))
@@ -287,17 +325,19 @@ class CudaEngine(Engine):
             with torch.cuda.stream(self.side):
                 memory.tensor[words * WORD :].view(torch.int32)[1].fill_(1)
             self.side.synchronize()
-        return Slot(memory, words, room, (staging, publish), captured, state=self._slot_state())
+        return Slot(memory, words, room, (staging, publish), captured, state=self._state(captured))
 
     def watch(self, captured: bool) -> Slot:
-        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state())
+        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(captured))
 
-    def _slot_state(self) -> _SlotState:
+    def _state(self, captured: bool) -> _SlotState:
         if not self._watches:
             raise NotImplementedError(f"more than {MAX_WATCHED // 3} graphs capture ficco calls")
         index = self._watches.pop()
         with cu.uncaptured(), torch.cuda.device(self.device):
-            return _SlotState(_Watch(self._watched, index), index)
+            state = _SlotState(_Watch(self._watched, index), index, captured)
+        self._states.add(state)
+        return state
 
     def retire(self, slot: Slot) -> None:
         if slot.state.used:
@@ -377,7 +417,10 @@ class CudaEngine(Engine):
         return lambda call: event.hold(call.state[lane])
 
     def _event(self, program: Program, step: int) -> cu.Event:
-        found: cu.Event = program.state.setdefault(("event", step), cu.Event())
+        key = "event", step
+        if key not in program.state:
+            program.state[key] = cu.Event()
+        found: cu.Event = program.state[key]
         return found
 
     # Copies.
@@ -572,6 +615,10 @@ class CudaEngine(Engine):
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.execute(program, call)
+        with _gate:
+            self._execute(program, call)
+
+    def _execute(self, program: Program, call: Call) -> None:
         slot = program.slot
         key = torch._C._cuda_getCurrentRawStream(self.device.index), bool(slot and slot.captured)
         lanes = self._lanes.get(key)
@@ -676,7 +723,8 @@ class CudaEngine(Engine):
                 run.seen.clear()
             run.seen.add(key)
             return None
-        recording = self._record(run, call, raw)
+        with _gate.recording() as allowed:
+            recording = self._record(run, call, raw) if allowed else None
         if recording is not None:
             self._make_room()
             self._recorded.append((weakref.ref(run), key))
@@ -740,7 +788,7 @@ class CudaEngine(Engine):
         return op
 
     def spans(self, program: Program, call: Call) -> list[Span]:
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         base = program.state["base"]
         return [
             Span(
@@ -758,14 +806,12 @@ class CudaEngine(Engine):
         return cu.capture_id(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        with _gate.waiting():
+            torch.cuda.synchronize(self.device)
 
     def idle(self, slots: Sequence[Slot]) -> bool:
         with torch.cuda.device(self.device), cu.uncaptured():
-            return not any(
-                slot.state.watch.running() or not (slot.captured or slot.state.retired.over())
-                for slot in slots
-            )
+            return all(slot.state.idle() for slot in slots)
 
     # Watching.
 
@@ -860,6 +906,7 @@ class CudaEngine(Engine):
         )
 
     def close(self) -> None:
+        _engines.discard(self)
         self.rendezvous.close()
         used = [self._streams[False], self._streams[True]]
         for recorder in self._recorders.values():

@@ -168,6 +168,10 @@ class Event:
         """Whether everything before the latest record is complete, or failed."""
         return driver.cuEventQuery(self._event)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
 
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            driver.cuEventDestroy(self._event)  # what waits for it still does
+
 
 class Recording:
     """What a stream was given, as a graph that gives it again."""
