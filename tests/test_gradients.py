@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ficco
+from ficco.nn import functional
 from ficco.ops import gradients
 from ficco.options import current
 
@@ -896,3 +897,39 @@ def test_backwards_inside_autocast(device: str) -> None:
 def test_gradients_under_autocast(world: int, device: str) -> None:
     for operator in OPERATORS:
         run(world, _autocast, operator, device=device)
+
+
+def _layers_of_a_part(at: Rank) -> list[int]:
+    """What layers keep whose weights are frozen, and what autocast makes of float64."""
+    world = dist.group.WORLD
+    x, one, two = torch.ones(4, 8), torch.ones(6, 8), torch.ones(2, 8)
+    calls = (
+        lambda: functional.gathered_linears(x, [one, two], [None] * 2, group=world)[0],
+        lambda: functional.reduced_linear(x, one, None, group=world),
+        lambda: functional.copied_linear(x, one, None, group=world),
+    )
+    for layer in calls:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer().dtype == torch.bfloat16
+    x.requires_grad_()
+    kept: list[int] = []
+    shapes: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: shapes.append(t.shape) or t, lambda t: t
+    ):
+        for layer in calls:
+            for save in (False, True):
+                with ficco.options(save_gathered=save):
+                    y = layer()
+                kept.append(sum(shape[0] not in (len(one), len(two)) for shape in shapes))
+                shapes.clear()
+                y.sum().backward()
+    x, one, two = x.detach().double(), one.double(), two.double()
+    for layer in calls:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer().dtype == torch.float64
+    return kept
+
+
+def test_layers_keep_and_cast_what_torch_does() -> None:
+    assert run(2, _layers_of_a_part) == [[0] * 6] * 2

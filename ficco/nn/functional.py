@@ -19,6 +19,7 @@ from ficco.ops.all_gather_matmul import all_gather_matmul
 from ficco.ops.gradients import Asked, Kept, backward
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from ficco.ops.operate import cast
 from ficco.options import carried, current
 from ficco.schedules import Schedule
 
@@ -185,8 +186,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    return tuple(cast(tensor, kind) for tensor in tensors)
 
 
 class _Joined(torch.autograd.Function):
@@ -202,13 +202,14 @@ class _Joined(torch.autograd.Function):
         _, group, schedule, rows = asked
         joined = torch.cat(weights).t()
         gathered = None
-        if ctx.options.save_gathered:
+        if ctx.options.save_gathered and any(ctx.needs_input_grad[2:]):
             y, gathered = all_gather_matmul(
                 x, joined, group=group, schedule=schedule, rows=rows, return_gathered=True
             )
         else:
             y = all_gather_matmul(x, joined, group=group, schedule=schedule, rows=rows)
-        ctx.save_for_backward(None if ctx.options.save_gathered else x, gathered, *weights)
+        some = any(ctx.needs_input_grad[2:])
+        ctx.save_for_backward(x if some and gathered is None else None, gathered, *weights)
         return y
 
     @staticmethod
@@ -240,6 +241,12 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
+def _save(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """What the gradients of a linear layer need that are needed."""
+    of_x, of_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+
+
 class _Reduced(torch.autograd.Function):
     """[m, k] x [n, k] -> [m, n], summed over ranks; the dual of :class:`_Copied`."""
 
@@ -251,7 +258,7 @@ class _Reduced(torch.autograd.Function):
         group: ProcessGroup,
         schedule: str | Schedule,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        _save(ctx, x, weight)
         return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
 
     @staticmethod
@@ -269,7 +276,7 @@ class _Copied(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        _save(ctx, x, weight)
         ctx.group = group
         # What is compiled has the options of its compilation, forward and backward.
         ctx.options = None if torch.compiler.is_compiling() else current()

@@ -43,7 +43,7 @@ def operate(
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
     kind = a.device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-        a, b = _cast(a, kind), _cast(b, kind)
+        a, b = cast(a, kind), cast(b, kind)
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -59,7 +59,7 @@ def operate(
     return run(operator, a, b, group, schedule, rows, return_gathered)
 
 
-def _cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
+def cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
     """An operand as ``torch.mm`` would take it under autocast; gradients are cast back."""
     if operand.device.type != kind or not operand.is_floating_point():
         return operand
