@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -527,6 +529,49 @@ def test_two_groups_on_two_streams() -> None:
     run(2, _groups_on_two_streams, device="cuda")
 
 
+def _growth_beside_recordings(at: Rank) -> None:
+    """One thread's calls are recorded, each at its second sight, while memory of another's, which
+    need more every time, is freed behind a wait for the device."""
+    from ficco.dma import cuda  # which needs the driver
+
+    groups = [everyone(at) for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def recorded(i: int) -> None:
+        made = make(at, case := equal(at.world, 16, 32, 24, schedule="growing"), i, groups[0])
+        for _ in range(3):
+            verify(case, call(case, made.a, made.b, groups[0]), made, f"recorded call {i}:")
+
+    def growing(i: int) -> None:
+        exact(at, equal(at.world, 8 * (i + 1), 64, 32, schedule="hetero-fused-1d"), i, groups[1])
+
+    def work(one: Callable[[int], None]) -> None:
+        try:
+            torch.cuda.set_device(at.device)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i in range(60):
+                    one(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(one,)) for one in (recorded, growing)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+    # What could not be freed while the other thread went on is, now.
+    exact(at, equal(at.world, 8 * 62, 64, 32, schedule="hetero-fused-1d"), 0, groups[1])
+    assert not cuda._unwanted
+    leave(*groups)
+
+
+@ranks(2, 4)
+def test_memory_is_freed_beside_recorded_calls(world: int) -> None:
+    run(world, _growth_beside_recordings, device="cuda")
+
+
 def _reused_memory(at: Rank, schedule: str, layout: str) -> None:
     """The caching allocator hands an operand's memory out again right behind the call."""
     case = equal(at.world, 256, 512, 256, dtype="bfloat16", schedule=schedule, a=layout)
@@ -707,7 +752,7 @@ def _peak(at: Rank, schedule: str) -> tuple[int, int]:
 
 
 def test_capped_memory_as_the_device_sees_it() -> None:
-    world = 4 if most_gpu_ranks() >= 4 else 2
+    world = 4 if torch.cuda.device_count() >= 4 else 2  # each sees its own device
     for extra, whole in run(world, _peak, "hetero-fused-1d:pieces=4", device="cuda"):
         assert 0 < extra < whole / 2, (extra, whole)
 

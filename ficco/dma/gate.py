@@ -1,0 +1,67 @@
+"""What threads of one process may not do to a device at the same time.
+
+While a call is recorded as a graph, nobody may wait for the whole device: the one who waits gets an
+error, and so may the recording (CUDA Programming Guide, "Prohibited and Unhandled Operations"). And
+PyTorch frees symmetric memory behind such a wait, in which it keeps the interpreter to itself: no
+call of another thread may be half enqueued, or in flight, since its peers may wait for the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """Of one process; ``with gate:`` around what enqueues a call. Calls never wait here for each
+    other, nor for those who wait for the device.
+
+    Attributes:
+        passed: how many calls have gone in.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._calls = self._recordings = self._waiting = 0
+        self.passed = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._calls += 1
+            self.passed += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._calls -= 1
+
+    @contextmanager
+    def recording(self) -> Iterator[bool]:
+        """A call is recorded here, if that is allowed now."""
+        with self._changed:
+            allowed = not self._waiting
+            self._recordings += allowed
+        try:
+            yield allowed
+        finally:
+            with self._changed:
+                self._recordings -= allowed
+                self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """One may wait for the device here: nothing is being recorded."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._recordings)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+
+    @contextmanager
+    def closed(self) -> Iterator[bool]:
+        """No call begins before the end; gives whether none is half enqueued, either."""
+        with self._changed:
+            yield not self._calls

@@ -1,0 +1,106 @@
+"""What threads of a process may do to a device at the same time: ficco.dma.gate."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ficco.dma.gate import Gate
+
+#: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
+PATIENCE_S = 10.0
+#: Seconds in which one that is not would have shown itself.
+MOMENT_S = 0.05
+
+
+def beside(work: Callable[[], None]) -> threading.Event:
+    """Set once the work, which runs in a thread of its own, is over."""
+    over = threading.Event()
+
+    def run() -> None:
+        work()
+        over.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return over
+
+
+def test_calls_go_in_beside_each_other_and_beside_who_waits_for_the_device() -> None:
+    gate = Gate()
+
+    def call() -> None:
+        with gate:
+            pass
+
+    with gate:
+        assert beside(call).wait(PATIENCE_S)
+        with gate.waiting():
+            assert beside(call).wait(PATIENCE_S)
+    assert gate.passed == 3
+
+
+def test_nothing_is_recorded_while_somebody_waits_for_the_device() -> None:
+    gate = Gate()
+    with gate.waiting():
+        with gate.recording() as allowed:
+            assert not allowed
+        with gate.waiting():
+            pass
+        with gate.recording() as allowed:
+            assert not allowed
+    with gate.recording() as allowed:
+        assert allowed
+
+
+def test_who_waits_for_the_device_lets_recordings_end() -> None:
+    gate = Gate()
+
+    def wait() -> None:
+        with gate.waiting():
+            pass
+
+    with gate.recording() as first, gate.recording() as second:
+        assert first and second
+        over = beside(wait)
+        assert not over.wait(MOMENT_S)
+        # Those that begin behind it do not keep it waiting.
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            with gate.recording() as allowed:
+                if not allowed:
+                    break
+        assert not allowed
+    assert over.wait(PATIENCE_S)
+
+
+def test_a_closed_gate_lets_no_call_begin_and_tells_of_those_inside() -> None:
+    gate = Gate()
+
+    def call() -> None:
+        with gate:
+            pass
+
+    with gate, gate.closed() as alone:
+        assert not alone
+    with gate.closed() as alone:
+        assert alone
+        over = beside(call)
+        assert not over.wait(MOMENT_S) and gate.passed == 1
+    assert over.wait(PATIENCE_S)
+    assert gate.passed == 2
+
+
+def test_a_call_that_fails_leaves_the_gate() -> None:
+    gate = Gate()
+    for enter in (lambda: gate, gate.recording, gate.waiting, gate.closed):
+        try:
+            with enter():  # type: ignore[attr-defined]
+                raise ValueError
+        except ValueError:
+            pass
+    with gate.closed() as alone:
+        assert alone
+    with gate.recording() as allowed:
+        assert allowed
+    assert beside(lambda: gate.waiting().__enter__()).wait(PATIENCE_S)
