@@ -6,6 +6,7 @@ import ast
 import re
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,29 +108,43 @@ def unit_of(path: Path, package: Path = PACKAGE) -> str:
 
 def sources(package: Path = PACKAGE) -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted(package.rglob("*.py")):
-        yield path, ast.parse(path.read_text(), str(path))
+        yield path, parsed(path, path.read_text())
+
+
+@cache
+def parsed(path: Path, text: str) -> ast.Module:
+    return ast.parse(text, str(path))
 
 
 def imports(package: Path = PACKAGE) -> Iterator[Import]:
     """Every import in the package, inside functions, too."""
     for path, tree in sources(package):
-        for_types = {
-            id(node)
-            for test in ast.walk(tree)
-            if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.unparse(test.test)
-            for part in test.body
-            for node in ast.walk(part)
-        }
-        for node in ast.walk(tree):
-            where = f"{path.relative_to(package.parent)}:{getattr(node, 'lineno', 0)}"
-            unit, only = unit_of(path, package), id(node) in for_types
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(unit, alias.name, (), only, where)
-            elif isinstance(node, ast.ImportFrom):
-                names = tuple(alias.name for alias in node.names)
-                assert node.level == 0, f"{where}: imports are absolute in this package"
-                yield Import(unit, node.module or "", names, only, where)
+        yield from imports_of(path, tree, package)
+
+
+@cache
+def imports_of(path: Path, tree: ast.Module, package: Path) -> list[Import]:
+    """Those of a file."""
+    for_types = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.unparse(test.test)
+        for part in test.body
+        for node in ast.walk(part)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        where = f"{path.relative_to(package.parent)}:{node.lineno}"
+        unit, only = unit_of(path, package), id(node) in for_types
+        if isinstance(node, ast.Import):
+            found += [Import(unit, alias.name, (), only, where) for alias in node.names]
+        else:
+            names = tuple(alias.name for alias in node.names)
+            assert node.level == 0, f"{where}: imports are absolute in this package"
+            found.append(Import(unit, node.module or "", names, only, where))
+    return found
 
 
 def targets(found: Import, package: Path = PACKAGE) -> set[str]:
