@@ -310,6 +310,9 @@ def test_a_file_of_another_world_is_not_merged(tmp_path: Path, capsys: Any) -> N
     assert "ranks: required 2, as this run has, got 4" in capsys.readouterr().err
     assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, "--check") == 2
     assert path.read_bytes() == before
+    path.unlink()
+    assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, "--check") == 2
+    assert f"--check: required a machine's file, got none at {path}; run" in capsys.readouterr().err
 
 
 def test_a_damaged_file_is_kept_and_left_only_when_asked_for(tmp_path: Path, capsys: Any) -> None:

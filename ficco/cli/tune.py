@@ -179,6 +179,11 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
     from ficco.tune.run import fingerprint
 
     tolerance = arguments.tolerance or TOLERANCE
+    if not path.exists():
+        raise ValueError(
+            f"--check: required a machine's file, got none at {path}; run `{_again(arguments)}` "
+            "first, or give another file with --out"
+        )
     machine = load(path)
     here: Fingerprint = fingerprint(device, ranks)
     if not here.matches(machine):

@@ -166,7 +166,7 @@ def _lengths(
 
 
 def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
-    lengths = tuple(rows)
+    lengths = tuple(rows) if isinstance(rows, Sequence) else ()
     if len(lengths) != world or any(
         not isinstance(length, int) or length < 0 for length in lengths
     ):
