@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import ranks
 import torch
+from hypothesis import settings
 
 #: GPUs that a marker asks for. In a module of multigpu tests, one marked gpu needs no second.
 NEEDS = {"gpu": 1, "multigpu": 2}
@@ -18,6 +19,10 @@ FOLDER = tempfile.mkdtemp(prefix="ficco-tests-")
 os.environ["FICCO_CONFIG_DIR"] = os.path.join(FOLDER, "config")
 os.environ["FICCO_CACHE_DIR"] = os.path.join(FOLDER, "cache")
 os.environ.pop("FICCO_MACHINE", None)
+
+#: No example has to end within a time: a busy machine may take a core away at any moment.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
