@@ -507,10 +507,18 @@ class CpuEngine(Engine):
         wide = torch.float64 if program.plan.problem.dtype == "float64" else torch.float32
 
         def op(call: Call) -> None:
-            total = parts[0](call).to(wide, copy=True)
-            for part in parts[1:]:
-                total += part(call)
-            out(call).copy_(total)
+            # No pass over memory beside the sums themselves. The result comes last: a part may lie
+            # where it goes.
+            first, *others = (part(call) for part in parts)
+            result, total = out(call), first.to(wide)
+            for i, other in enumerate(others[:-1]):
+                total = total + other if i == 0 else total.add_(other)
+            if not others:
+                result.copy_(total)
+            elif result.dtype == wide:
+                torch.add(total, others[-1], out=result)
+            else:
+                result.copy_(total + others[-1])
 
         return self._disturbed(step, op)
 

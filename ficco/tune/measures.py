@@ -5,8 +5,10 @@ Every rank ends a step with the same figures, those of the slowest rank.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +69,8 @@ ENQUEUED = (
 )
 #: Products in a row that are timed at once, where they are of fewer operations than this.
 ROW_OF_PRODUCTS, SMALL_FLOPS = 4, 2e11
+#: How ranks that share cores are timed.
+CROWDED = "seconds of all ranks on the cores that they share"
 #: Of the seconds for products those in which rows heat the device up, and how long it rests before
 #: each row.
 HEAT_SHARE, REST_S = 0.1, 10e-3
@@ -100,13 +104,57 @@ class Site:
         dtype = getattr(torch, self.effort.dtype)
         return Parts(self.watch.group, self.watch.device, dtype)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks share their cores, so that all are busy while a call is under way."""
+        return not self.watch.on_gpu and self.world >= cores()
+
     def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, Series]:
-        """Time calls in the seconds of a step, or a share of them."""
+        """Time calls in the seconds of a step, or a share of them.
+
+        Ranks that share cores are timed by what the cores do: a call takes as long as all threads
+        of all ranks together, over the cores. What else runs on the host does not count then; by
+        the clock it would, and most where many threads wait for each other.
+        """
         share = settings.pop("share", 1.0)
         settings.setdefault("least", self.effort.least)
         settings.setdefault("most", 40)
-        seconds = self.effort.seconds[step] * share
-        return self.watch.time(calls, seconds=seconds, tick=self.tick, **settings)
+        settings |= {"seconds": self.effort.seconds[step] * share, "tick": self.tick}
+        if not self.crowded:
+            return self.watch.time(calls, **settings)
+        spent: dict[str, list[float]] = {name: [] for name in calls}
+        counted = {name: _counted(call, spent[name]) for name, call in calls.items()}
+        found = self.watch.time(counted, **settings)
+        rounds = len(next(iter(found.values())).times) if found else 0  # behind those to warm up
+        everyone = self.watch.gather({name: times[-rounds:] for name, times in spent.items()})
+        return {
+            name: replace(
+                one,
+                times=tuple(
+                    sum(by_rank) / cores()
+                    for by_rank in zip(*(times[name] for times in everyone), strict=True)
+                ),
+            )
+            for name, one in found.items()
+        }
+
+
+def cores() -> int:
+    """Cores that this process can use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _counted(call: Any, spent: list[float]) -> Runner:
+    """The call, which notes what all threads of this process took in it."""
+    runner = call if isinstance(call, Runner) else Runner(call)
+
+    def run() -> Any:
+        begin = time.process_time()
+        result = runner.run()
+        spent.append(time.process_time() - begin)
+        return result
+
+    return replace(runner, run=run)
 
 
 @dataclass(frozen=True)
@@ -282,10 +330,14 @@ def _copies(site: Site, step: str, mover: str, engines: int) -> Copies:
         f"push, one queue, peer after peer, {sizes[0]} to {sizes[-1]} bytes; largest error "
         f"{fit.error:.1%}"
     )
+    latency, gap = fit.latency, fit.gap
+    if site.crowded:
+        latency = gap = 0.0
+        note += f"; {CROWDED}; what a copy takes beside its bytes is in the block host"
     return Copies(
         engines=engines,
-        latency=fit.latency,
-        gap=fit.gap,
+        latency=latency,
+        gap=gap,
         curve=fit.curve,
         provenance=site.source("fitted", note),
     )
@@ -393,6 +445,55 @@ def _needs_peers(site: Site) -> None:
 
 def contention(site: Site) -> Contention:
     _needs_peers(site)
+    return _crowded_contention(site) if site.crowded else _contention(site)
+
+
+def _crowded_contention(site: Site) -> Contention:
+    """Two things that run at the same time on cores that are all busy have half of them each, and
+    together take a little more than one after the other."""
+    parts, shapes, traffic = site.parts(), site.effort.products, site.effort.traffic
+    products = {str(shape): parts.matmul(*shape[:3]) for shape in shapes}
+    moves = {
+        "copies": parts.copies(ONE_BY_ONE, traffic),
+        "collective": parts.collective(traffic),
+    }
+    both = {
+        f"{product} and {move}": _together(multiplying, moving)
+        for product, multiplying in products.items()
+        for move, moving in moves.items()
+    }
+    found = site.time("contention", {**products, **moves, **both})
+
+    def factor(move: str) -> float:
+        more = [
+            fits.contention(
+                [a + b for a, b in zip(found[name].times, found[move].times, strict=True)],
+                found[f"{name} and {move}"].times,
+            )
+            for name in products
+        ]
+        return 2 * geomean(more)
+
+    note = f"{len(products)} products, shards of {traffic} bytes; {CROWDED}"
+    copies, collective = factor("copies"), factor("collective")
+    return Contention(
+        copies, copies, collective, collective, provenance=site.source("measured", note)
+    )
+
+
+def _together(front: Callable[[], Any], back: Callable[[], Any]) -> Callable[[], Any]:
+    """Both at the same time, until both are over."""
+
+    def run() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            behind = pool.submit(back)
+            front()
+            behind.result()
+
+    return run
+
+
+def _contention(site: Site) -> Contention:
     parts, shapes, traffic = site.parts(), site.effort.products, site.effort.traffic
     moves = {
         "copies": parts.copies(ONE_BY_ONE, traffic),
@@ -495,6 +596,8 @@ def host(site: Site) -> Host:
     product = parts.matmul(rows, n, k)
     kinds: dict[str, Any] = {name: call(name) for name in (*ENQUEUED, "serial:collective")}
     kinds["products"] = lambda: [product() for _ in range(PRODUCTS)]
+    if not site.watch.on_gpu:
+        kinds["collective"] = parts.collective(rows * k * a.element_size())
     for kind in kinds.values():
         for _ in range(WARM_CALLS):
             kind()
@@ -521,12 +624,15 @@ def host(site: Site) -> Host:
         matmuls, moved, signals = counts(plan(problem, Schedule.parse(name), rank))
         rows_of.append(fits.Enqueued(taken[name], 1, matmuls, moved, signals))
     each = fits.host(site.watch.gather(rows_of)[0])
-    collective_call = max(taken["serial:collective"] - each["matmul"], 0.0)
+    # A CPU carries the collective out, too, whose own time is in its own block.
+    alone_s = taken.get("collective", 0.0)
+    collective_call = max(taken["serial:collective"] - alone_s - each["matmul"], 0.0)
     note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank"
     if replays:
         note += "; warm calls, which the engine replays"
     if not site.watch.on_gpu:
         note += "; on a CPU a call is carried out by its host"
+    note += f"; {CROWDED}" * site.crowded
     source = site.source("fitted", note)
     return Host(collective_call=collective_call, wake=wake, provenance=source, **each)
 
