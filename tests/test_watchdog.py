@@ -127,7 +127,7 @@ def test_calls_behind_a_stuck_one_are_released_too(watch: Callable[..., Workspac
 
 def test_the_time_of_a_slot_goes_with_it(watch: Callable[..., Workspace]) -> None:
     workspace = watch(running=7)
-    time.sleep(0.7 * TIMEOUT_S)
+    time.sleep(0.5 * TIMEOUT_S)
     slots, workspace.slots = workspace.slots, []
     time.sleep(3 * PERIOD_S)
     workspace.slots = slots  # as far as the watchdog can tell, another one
