@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ranks import Failure, Rank, caught, run
 from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import (
@@ -90,6 +92,27 @@ def test_opcheck(operator: str) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_opcheck_of_the_backward(operator: str) -> None:
     run(2, _opcheck_backward, cases_of(operator, 2))
+
+
+def _second_derivatives(at: Rank) -> list[Any]:
+    """First ones are right where second ones may be asked for, which are refused."""
+    name, found = dist.group.WORLD.group_name, []
+    for operator in OPERATORS:
+        case = case_of(operator, at.world, 4, 6, 8)
+        made = make(case, at.world)
+        a, b = operands(case, made, at)
+        y = OPS[operator].product(a, b, name)
+        g = made.g[at.rank].to(y).requires_grad_()
+        grad_a, grad_b = torch.autograd.grad(y, (a, b), g, create_graph=True)
+        same(grad_a, made.grad_a[at.rank], "a")
+        same(grad_b, made.grad_b[at.rank], "b")
+        found.append(caught(partial(torch.autograd.grad, grad_a.sum(), b)))
+    return found
+
+
+def test_second_derivatives_are_refused_here_too() -> None:
+    for failure in (failure for rank in run(2, _second_derivatives) for failure in rank):
+        assert failure.type == "NotImplementedError" and "second derivatives" in failure.text
 
 
 def _strides(at: Rank, case: Case) -> None:
@@ -507,3 +530,25 @@ def test_layout_of_a_transposed_view() -> None:
     weight = torch.ones(3, 4)
     assert by_columns(weight.t()) and not by_columns(weight)
     assert not by_columns(torch.ones(3, 8)[:, ::2])
+
+
+def _transformed(at: Rank) -> list[Any]:
+    """What ``torch.func`` makes of a call: many of them, or no derivative that is none."""
+    found = []
+    for operator in OPERATORS:
+        case = case_of(operator, at.world, 4, 6, 8, needs="")
+        a, b = operands(case, make(case, at.world), at)
+        with_a, with_b = partial(called, case, a), partial(called, case, b=b)
+        many = torch.vmap(with_b)(torch.stack([a, a + 1]))
+        assert torch.equal(many, torch.stack([with_b(a), with_b(a + 1)]))
+        found.append(caught(partial(torch.func.jvp, with_b, (a,), (a,))))
+        with forward_ad.dual_level():
+            found.append(caught(partial(with_a, forward_ad.make_dual(b, b))))
+            assert torch.equal(with_a(b), many[0])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_torch_func() -> None:
+    for failure in (failure for rank in run(2, _transformed) for failure in rank):
+        assert failure.type == "NotImplementedError" and "forward mode" in failure.text

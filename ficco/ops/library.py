@@ -262,7 +262,12 @@ def _operator(operator: str) -> Registered:
         partial(_backward, operator),
         partial(_fake_backward, operator),
     )
+    torch.library.register_autograd(f"ficco::{operator}_backward", _second_derivative)
     return Registered(found[0], found[1] if len(found) > 1 else None, back)
+
+
+def _second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError("second derivatives of ficco's operators are not served")
 
 
 OPS = {operator: _operator(operator) for operator in DUAL}

@@ -2,7 +2,8 @@
 
 An eager call that needs no gradient pays for a few looks at its operands. One that needs gradients
 goes through an ``autograd.Function``. One that is traced or watched, by ``torch.compile``, fake
-tensors or a dispatch mode such as that of selective checkpointing, is an operator of the library.
+tensors, a dispatch mode such as that of selective checkpointing or a transform of ``torch.func``,
+is an operator of the library.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ficco.ops import library
 from ficco.ops.call import Result, frozen, process_group, run
@@ -41,12 +43,15 @@ def operate(
     """One call of an operator: the product, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(a, b)
     kind = a.device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         a, b = cast(a, kind), cast(b, kind)
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or not (type(a) in _PLAIN and type(b) in _PLAIN)
     ):
         name = process_group(group).group_name
@@ -57,6 +62,14 @@ def operate(
         found = Differentiable.apply(a, b, asked, return_gathered)
         return found if return_gathered else (found, None)
     return run(operator, a, b, group, schedule, rows, return_gathered)
+
+
+def _refuse_tangents(*operands: torch.Tensor) -> None:
+    if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
+        raise NotImplementedError(
+            "derivatives in forward mode (torch.func.jvp, dual tensors) are not served; use "
+            "backward() or torch.autograd.grad"
+        )
 
 
 def cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
