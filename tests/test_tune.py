@@ -193,6 +193,8 @@ def test_steps_have_names_and_times_and_blocks() -> None:
 class MadeUp(measures.Site):
     """Where products take as long as a model says, in rows as long as a limit allows."""
 
+    crowded = False
+
     def parts(self) -> Any:
         return Anything()
 

@@ -69,8 +69,6 @@ ENQUEUED = (
 )
 #: Products in a row that are timed at once, where they are of fewer operations than this.
 ROW_OF_PRODUCTS, SMALL_FLOPS = 4, 2e11
-#: How ranks that share cores are timed.
-CROWDED = "seconds of all ranks on the cores that they share"
 #: Of the seconds for products those in which rows heat the device up, and how long it rests before
 #: each row.
 HEAT_SHARE, REST_S = 0.1, 10e-3
@@ -99,6 +97,12 @@ class Site:
     @property
     def world(self) -> int:
         return self.watch.world
+
+    def provenance(self, kind: str, note: str) -> Provenance:
+        """Of a block, with how its times were taken where that is not by the clock."""
+        if self.crowded:
+            note += f"; what {self.world} ranks take of the {cores()} cores that they share"
+        return self.source(kind, note)
 
     def parts(self) -> Parts:
         dtype = getattr(torch, self.effort.dtype)
@@ -247,7 +251,7 @@ def gemm(site: Site) -> Gemm:
         + ("burst and sustained: " if heat.limited else "no power limit in ")
         + f"{len(rows)} rows of products of up to {longest * 1e3:.3g} ms, errors {heat.error:.1%}"
     )
-    source = site.source("fitted", note)
+    source = site.provenance("fitted", note)
     return replace(fitted, burst=heat.burst, sustained=heat.sustained, provenance=source)
 
 
@@ -333,13 +337,13 @@ def _copies(site: Site, step: str, mover: str, engines: int) -> Copies:
     latency, gap = fit.latency, fit.gap
     if site.crowded:
         latency = gap = 0.0
-        note += f"; {CROWDED}; what a copy takes beside its bytes is in the block host"
+        note += "; what a copy takes beside its bytes is in the block host"
     return Copies(
         engines=engines,
         latency=latency,
         gap=gap,
         curve=fit.curve,
-        provenance=site.source("fitted", note),
+        provenance=site.provenance("fitted", note),
     )
 
 
@@ -379,7 +383,7 @@ def topology(site: Site) -> Topology:
             f"a rank receives {one_by_one / 1e9:.4g} GB/s from its peers one after the other, "
             f"{at_once / 1e9:.4g} GB/s from all at once"
         )
-    provenance = site.source("measured", note)
+    provenance = site.provenance("measured", note)
     return Topology(kind, bandwidth, provenance, sharing)
 
 
@@ -389,7 +393,7 @@ def collective(site: Site) -> Collective:
     parts.collective(max(sizes))  # grows the memory that the others share
     found = site.time("collective", {str(size): parts.collective(size) for size in sizes})
     curve = tuple((float(size), found[str(size)].seconds) for size in sizes)
-    return Collective(curve, site.source("measured", "all-gather, bytes per rank"))
+    return Collective(curve, site.provenance("measured", "all-gather, bytes per rank"))
 
 
 def reduce_scatter(site: Site) -> Collective:
@@ -432,7 +436,7 @@ def _exchange(
     call(parts, max(sizes))  # grows the memory that the others share
     found = site.time(step, {str(size): call(parts, size) for size in sizes})
     curve = tuple((float(size), found[str(size)].seconds) for size in sizes)
-    return Collective(curve, site.source("measured", f"{step.replace('_', '-')}, {unit}"))
+    return Collective(curve, site.provenance("measured", f"{step.replace('_', '-')}, {unit}"))
 
 
 def _needs_peers(site: Site) -> None:
@@ -474,10 +478,10 @@ def _crowded_contention(site: Site) -> Contention:
         ]
         return 2 * geomean(more)
 
-    note = f"{len(products)} products, shards of {traffic} bytes; {CROWDED}"
+    note = f"{len(products)} products, shards of {traffic} bytes; medians of paired ratios"
     copies, collective = factor("copies"), factor("collective")
     return Contention(
-        copies, copies, collective, collective, provenance=site.source("measured", note)
+        copies, copies, collective, collective, provenance=site.provenance("measured", note)
     )
 
 
@@ -532,7 +536,7 @@ def _contention(site: Site) -> Contention:
         copies_under_gemm=factor(lambda product, move: move, "copies"),
         gemm_under_collective=factor(lambda product, move: product, "collective"),
         collective_under_gemm=factor(lambda product, move: move, "collective"),
-        provenance=site.source("measured", note),
+        provenance=site.provenance("measured", note),
     )
 
 
@@ -551,7 +555,7 @@ def memory(site: Site) -> Memory:
     found = site.time("memory", calls)
     pairs = [(2.0 * size, found[str(size)].seconds) for size in site.effort.moves]
     bandwidth, latency = fits.memory(pairs)
-    source = site.source("measured", "copies within a rank, bytes read and written")
+    source = site.provenance("measured", "copies within a rank, bytes read and written")
     return Memory(capacity(site), bandwidth, source, latency)
 
 
@@ -632,8 +636,7 @@ def host(site: Site) -> Host:
         note += "; warm calls, which the engine replays"
     if not site.watch.on_gpu:
         note += "; on a CPU a call is carried out by its host"
-    note += f"; {CROWDED}" * site.crowded
-    source = site.source("fitted", note)
+    source = site.provenance("fitted", note)
     return Host(collective_call=collective_call, wake=wake, provenance=source, **each)
 
 
@@ -659,7 +662,7 @@ def thresholds(site: Site) -> Thresholds:
         observed.append(Observation(problem, seconds))
         site.watch.release()
     fitted = fit_thresholds(observed)
-    return replace(fitted, provenance=site.source("fitted", fitted.provenance.note))
+    return replace(fitted, provenance=site.provenance("fitted", fitted.provenance.note))
 
 
 #: In this order: what a step needs of the machine comes before it.
