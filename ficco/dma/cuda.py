@@ -745,21 +745,22 @@ class CudaEngine(Engine):
 
     def _record(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
         """Record the body of a call; None, and never again, where that cannot be done."""
-        recorder = self._recorders.get(raw)
-        if recorder is None:
-            recorder = self._recorders[raw] = _Recorder()
-        lanes, call.state = call.state, recorder.lanes
-        stream, sync = recorder.lanes["compute0"], recorder.lanes["sync"]
-        end = recorder.lanes.joins["sync"]
-
-        def enqueue() -> None:
-            self._enqueue(run, call)
-            end.record(sync)
-            end.hold(stream)
-
+        lanes = call.state
         collecting = gc.isenabled()
         gc.disable()  # what it frees must not be freed during a capture
         try:
+            recorder = self._recorders.get(raw)
+            if recorder is None:  # not every allocator of PyTorch has pools
+                recorder = self._recorders[raw] = _Recorder()
+            call.state = recorder.lanes
+            stream, sync = recorder.lanes["compute0"], recorder.lanes["sync"]
+            end = recorder.lanes.joins["sync"]
+
+            def enqueue() -> None:
+                self._enqueue(run, call)
+                end.record(sync)
+                end.hold(stream)
+
             with torch.cuda.stream(recorder.stream), torch.cuda.use_mem_pool(recorder.memory):
                 return cu.Recording(stream, enqueue)
         except (RuntimeError, BackendError) as error:
