@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import hashlib
 import os
@@ -52,13 +53,15 @@ def compiled(source: Path, name: str, *flags: str) -> Path:
     digest = hashlib.sha256(text).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ficco-hip-double-{os.getuid()}-{digest}"
     made = folder / name
-    if not made.exists():
-        folder.mkdir(exist_ok=True)
-        part = folder / f"{os.getpid()}.so"
-        command = ["g++", *common, *named, str(source), "-o", str(part), *flags]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        part.rename(made)
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # who tests beside this process waits
+        if not made.exists():
+            part = folder / f"{os.getpid()}.so"
+            command = ["g++", *common, *named, str(source), "-o", str(part), *flags]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            part.rename(made)
     return made
 
 
