@@ -111,8 +111,10 @@ def call(
 def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
     """What ``auto`` stands for in a call of this group, or in one of a mode."""
     mode = mode or ("idle" if device.type == "cpu" else "eager")
-    known = workspace_of(group, device).known(current().machine)
-    return decide(problem, machine=known.machine, mode=mode, search=current().search)
+    workspace, asked = workspace_of(group, device), current()
+    machine = workspace.known(asked.machine).machine
+    movers = workspace.engine.capabilities().movers
+    return decide(problem, machine=machine, mode=mode, search=asked.search, movers=movers)
 
 
 def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
