@@ -391,6 +391,11 @@ def test_capped_calls_between_others(device: str) -> None:
 # Groups.
 
 
+#: Processes of their own for two threads with groups of their own: CUDA waits for the device before
+#: it loads a kernel, and two ranks that do so for each other's calls wait for ever.
+EAGER = {"fresh": True, "env": {"CUDA_MODULE_LOADING": "EAGER"}}
+
+
 def _two_groups_at_once(at: Rank, count: int) -> None:
     groups = [dist.new_group(list(range(at.world))) for _ in range(2)]
     errors: list[BaseException] = []
@@ -429,7 +434,8 @@ def _two_groups_at_once(at: Rank, count: int) -> None:
 
 @ranks(2, 4)
 def test_two_groups_at_once(world: int, device: str) -> None:
-    run(world, _two_groups_at_once, 25, device=device)
+    own = EAGER if device == "cuda" else {}
+    run(world, _two_groups_at_once, 25, device=device, **own)
 
 
 def _interleaved_groups(at: Rank) -> None:

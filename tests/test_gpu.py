@@ -27,6 +27,7 @@ from cases import (
 )
 from ranks import Died, Failure, Rank, caught, most_gpu_ranks, ranks, run
 from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
+    EAGER,
     KINDS,
     KNOBS,
     NAMES,
@@ -569,7 +570,7 @@ def _growth_beside_recordings(at: Rank) -> None:
 
 @ranks(2, 4)
 def test_memory_is_freed_beside_recorded_calls(world: int) -> None:
-    run(world, _growth_beside_recordings, device="cuda")
+    run(world, _growth_beside_recordings, device="cuda", **EAGER)
 
 
 def _reused_memory(at: Rank, schedule: str, layout: str) -> None:
