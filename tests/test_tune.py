@@ -261,6 +261,74 @@ def test_a_check_sees_a_limit_that_no_longer_holds(made_up: measures.Site) -> No
     assert now.pop(row) < 1 / 1.25 and list(now.values()) == pytest.approx([1.0] * 4)
 
 
+class Watch:
+    """A stopwatch of two ranks on a CPU, by whose clock everything takes a minute."""
+
+    on_gpu, world = False, 2
+
+    def time(self, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+        for call in calls.values():
+            for _ in range(3):  # the first warms up
+                call.run()
+        return {name: series.Series((60.0, 60.0), (0.0, 0.0)) for name in calls}
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, {name: [2 * taken for taken in times] for name, times in value.items()}]
+
+
+def test_ranks_that_share_cores_are_timed_by_what_the_cores_do(monkeypatch: Any) -> None:
+    spent = iter([0.0, 100.0, 100.0, 103.0, 200.0, 209.0])  # of one rank, in three calls
+    monkeypatch.setattr(measures.time, "process_time", lambda: next(spent))
+    site = measures.Site(Watch(), effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
+    monkeypatch.setattr(measures, "cores", lambda: 2)
+    assert site.crowded
+    assert site.time("memory", {"x": lambda: None})["x"].times == (9 / 2, 27 / 2)
+    assert site.provenance("measured", "x").note.endswith(
+        "2 ranks take of the 2 cores that they share"
+    )
+    monkeypatch.setattr(measures, "cores", lambda: 3)
+    assert not site.crowded
+    assert site.time("memory", {"x": Runner(lambda: None)})["x"].times == (60.0, 60.0)
+    assert site.provenance("measured", "x").note == "x"
+
+
+class Crowded(MadeUp):
+    """Where a product takes 4 s, what is communicated 2 s, and both at once 9 s."""
+
+    crowded = True
+
+    def parts(self) -> Any:
+        names = {"matmul": "product", "copies": "move", "collective": "move"}
+        return type("", (), {k: lambda *a, v=v: lambda: v for k, v in names.items()})()
+
+    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+        seconds = {"copies": 2.0, "collective": 2.0}
+        return {
+            name: series.Series((9.0 if " and " in name else seconds.get(name, 4.0),) * 3, ())
+            for name in calls
+        }
+
+
+def test_on_crowded_cores_each_of_two_has_half_of_them() -> None:
+    watch = type("", (), {"world": 4, "on_gpu": False})()
+    site = Crowded(watch, effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
+    found = measures.contention(site)
+    assert found.gemm_under_copies == found.copies_under_gemm == pytest.approx(2 * 9 / 6)
+    assert found.gemm_under_collective == found.collective_under_gemm == pytest.approx(2 * 9 / 6)
+
+
+def test_what_runs_at_the_same_time_is_waited_for_and_may_fail() -> None:
+    done = []
+    measures._together(lambda: done.append("front"), lambda: done.append("back"))()
+    assert sorted(done) == ["back", "front"]
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        measures._together(lambda: None, fail)()
+
+
 def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
     problem = Problem("all_gather_matmul", (8, 8), 8, 8, "float32")
     # Acquire waits; the copy posts; the product of the peer waits; retire is behind others, posts.

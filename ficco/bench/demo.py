@@ -52,6 +52,9 @@ WORDS = {True: "exact", False: "[bold red]wrong[/]", None: "not served"}
 #: Calls of each schedule, each with inputs of its own.
 CALLS = 5
 
+#: Rounds of an operator beside torch's composition.
+TURNS = 15
+
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
 SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
 
@@ -194,35 +197,50 @@ def _operands(operator: str, group: ProcessGroup, device: torch.device) -> Opera
 
 
 def _operator(operator: str, group: ProcessGroup, device: torch.device) -> Served:
-    """An operator by what ``auto`` takes, and by torch's collective."""
+    """An operator by what ``auto`` takes and by torch's collective, in turns: others may use the
+    cores, too."""
     operands = _operands(operator, group, device)
-    torchs = _calls(TORCH, operands, group, 0)
-    result = _calls(parse("auto"), operands, group, CALLS)
+    torchs, result = _rounds([TORCH, parse("auto")], operands, group, 0, TURNS)
     schedule = str(taken(operands.problem, group, device).schedule)
     return Served(operator, schedule, result, torchs)
 
 
 def _calls(candidate: Candidate, operands: Operands, group: ProcessGroup, seed: int) -> Result:
     """Call with fresh inputs a few times, compare every result, and time."""
-    run = build(candidate, operands, group).run
-    times: list[float] = []
-    exact = True
     try:
-        for call in range(CALLS + 1):
-            operands.exact(seed + call)
+        return _rounds([candidate], operands, group, seed, CALLS)[0]
+    except NotImplementedError as error:
+        return Result(candidate.name, None, float("nan"), str(error))
+
+
+def _rounds(
+    candidates: list[Candidate], operands: Operands, group: ProcessGroup, seed: int, count: int
+) -> list[Result]:
+    """Call all candidates in turns, so many times and once to warm up, each round on inputs of its
+    own."""
+    runs = [build(candidate, operands, group).run for candidate in candidates]
+    times: list[list[float]] = [[] for _ in runs]
+    exact = [True] * len(runs)
+    for number in range(count + 1):
+        operands.exact(seed + number)
+        for i, run in enumerate(runs):
             _wait(operands.device)
             dist.barrier(group)
             start = time.perf_counter()
             result = run()
             _wait(operands.device)
-            times.append(time.perf_counter() - start)
-            exact = exact and torch.equal(result, operands.reference())
-    except NotImplementedError as error:
-        return Result(candidate.name, None, float("nan"), str(error))
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (times[1:], exact), group=group)  # the first one warms up
-    seconds = median(slowest([found for found, _ in everyone]))
-    return Result(candidate.name, all(right for _, right in everyone), seconds * 1e3)
+            times[i].append(time.perf_counter() - start)
+            exact[i] = exact[i] and torch.equal(result, operands.reference())
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, (times, exact), group=group)
+    return [
+        Result(
+            candidate.name,
+            all(right[i] for _, right in found),
+            median(slowest([ran[i][1:] for ran, _ in found])) * 1e3,
+        )
+        for i, candidate in enumerate(candidates)
+    ]
 
 
 def _wait(device: torch.device) -> None:
