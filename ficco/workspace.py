@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import time
-import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,7 +83,7 @@ class Workspace:
         self._captured: dict[int, list[Slot | None]] = {}
         self._watched: dict[int, Slot | None] = {}  # for collectives, by capture
         self._pinned: list[Slot] = []
-        self._empty: dict[int, tuple[weakref.ref[torch.Tensor], Symmetric]] = {}
+        self._empty: dict[int, Symmetric] = {}  # by address; freed with the workspace
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
         self.engine.interrupt = self.interrupt
 
@@ -198,7 +197,7 @@ class Workspace:
         memory = self.engine.symmetric(max(nbytes, dtype.itemsize))
         tensor = memory.tensor[:nbytes].view(dtype).view(shape)
         start = memory.tensor.data_ptr()
-        self._empty[start] = (weakref.ref(tensor.untyped_storage()), memory)
+        self._empty[start] = memory
         return tensor
 
     def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
@@ -208,7 +207,7 @@ class Workspace:
         found = self._empty.get(a.untyped_storage().data_ptr())
         if found is None:
             return None
-        return found[1], a.storage_offset() * a.itemsize  # an empty tensor has no address
+        return found, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
 
     def settle(self) -> None:
         """Wait for this rank's calls, until the watchdog has found a fault or had the time to."""
@@ -234,7 +233,7 @@ class Workspace:
         self._captured.clear()
         self._watched.clear()
         self._pinned.clear()
-        for _, memory in self._empty.values():
+        for memory in self._empty.values():
             self.engine.free(memory)
         self._empty.clear()
         self.engine.close()
