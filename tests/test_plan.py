@@ -1470,15 +1470,16 @@ def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
     assert found[0].extra_bytes < problem.gathered_bytes / 2
 
 
-#: How much slower than a quiet machine, where both take less than 5 s, a shared runner may be.
-SLACK = 3
+#: Seconds that building and checking what takes longest may take on a quiet core, and how much
+#: slower a shared runner may be.
+LIMIT, SLACK = 6, 3
 
 
 @pytest.mark.parametrize(
     ("operator", "name"),
     [
-        ("all_gather_matmul", "hetero-fused-1d"),
-        ("matmul_reduce_scatter", "hetero-fused-1d:pieces=32"),
+        ("all_gather_matmul", "uniform-unfused-2d"),
+        ("matmul_reduce_scatter", "hetero-fused-1d"),
         ("matmul_all_reduce", "ring"),
     ],
 )
@@ -1486,4 +1487,4 @@ def test_64_ranks_with_many_pieces_build_and_check_in_time(operator: str, name: 
     problem = Problem(operator, (4096,) * 64, 512, 4096, "bfloat16")
     begin = time.process_time()
     check(made(name, problem))
-    assert time.process_time() - begin < 5 * SLACK
+    assert time.process_time() - begin < LIMIT * SLACK

@@ -37,8 +37,9 @@ numbers, one array for each field: 64 ranks with 64 pieces make a million of the
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,7 +47,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ficco.plan.collector import paused
-from ficco.plan.model import SHARED_BUFFERS, Plan, Product, Reduction, Region, Signal, Step
+from ficco.plan.model import (
+    SHARED_BUFFERS,
+    Plan,
+    Product,
+    Reduction,
+    Region,
+    Signal,
+    Step,
+    Transfer,
+)
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -102,9 +112,10 @@ def check(plans: Sequence[Plan]) -> None:
 
 
 class _Uses(NamedTuple):
-    """All posts, all waits or all clears of signals."""
+    """All posts, all waits or all clears of signals; ``of`` has their fields."""
 
     signals: list[Signal]
+    of: Any
     step: Ints
     word: Ints  # the words of all ranks numbered through
 
@@ -185,12 +196,14 @@ class _Proof:
         sizes = [len(plan.steps) for plan in plans]
         self.start = np.cumsum([0, *sizes])
         self.rank = np.repeat(np.arange(self.world), sizes)
+        self.of = _unzipped(self.steps, Step)
         self.lanes: list[tuple[int, str]] = []
         lane_of: list[int] = []
-        for rank, plan in enumerate(plans):
-            number = {lane: len(self.lanes) + i for i, lane in enumerate(plan.lanes)}
+        for rank, (first, last) in enumerate(pairwise(self.start.tolist())):
+            lanes = self.of.lane[first:last]
+            number = {lane: len(self.lanes) + i for i, lane in enumerate(dict.fromkeys(lanes))}
             self.lanes += [(rank, lane) for lane in number]
-            lane_of += [number[step.lane] for step in plan.steps]
+            lane_of += map(number.__getitem__, lanes)
         self.lane = np.array(lane_of, np.int64)
         self.claims: list[_Claim] = []
         self.numbers = {0: 0}  # of the sets of ranks whose products are summed somewhere
@@ -216,14 +229,10 @@ class _Proof:
         """A rule that takes steps to be in order, or to be the same."""
         self.claims.append(_Claim(first, second, who, why))
 
-    def _held(self, field: str) -> tuple[list[Any], Ints]:
+    def _held(self, column: Sequence[Sequence[Any]]) -> tuple[list[Any], Ints]:
         """What steps hold in one of their fields, and which step each of it belongs to."""
-        numbers = [
-            number for number, found in enumerate(map(attrgetter(field), self.steps)) if found
-        ]
-        found = [getattr(self.steps[number], field) for number in numbers]
-        step = np.repeat(np.array(numbers, np.int64), _ints(map(len, found)))
-        return list(chain.from_iterable(found)), step
+        step = np.repeat(np.arange(len(column)), _ints(map(len, column)))
+        return list(chain.from_iterable(column)), step
 
     def name(self, step: int) -> str:
         rank = int(self.rank[step])
@@ -284,11 +293,9 @@ class _Proof:
 
     def _shapes(self) -> None:
         """A step holds what its operation says, and that alone."""
-
-        shapes = [
-            (s.op, s.mover, s.transfer is not None, bool(s.products), s.reduction is not None)
-            for s in self.steps
-        ]
+        of = self.of
+        held = [map(bool, column) for column in (of.transfer, of.products, of.reduction)]
+        shapes = list(zip(of.op, of.mover, *held, strict=True))
         right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
         found = set(shapes)
         for wrong in found - right:
@@ -314,10 +321,11 @@ class _Proof:
 
     # 1. Signals.
 
-    def _uses(self, role: str) -> _Uses:
-        signals, step = self._held(role)
-        word, waiter = _column(signals, "word"), _column(signals, "waiter")
-        uses = _Uses(signals, step, waiter * self.words + word)
+    def _uses(self, column: Sequence[Sequence[Signal]]) -> _Uses:
+        signals, step = self._held(column)
+        of = _unzipped(signals, Signal)
+        word, waiter = _ints(of.word), _ints(of.waiter)
+        uses = _Uses(signals, of, step, waiter * self.words + word)
         inside = (word >= 0) & (word < self.words) & (waiter >= 0) & (waiter < self.world)
         self.demand(inside, uses.who, "has its word outside the pads")
         return uses
@@ -333,7 +341,8 @@ class _Proof:
         return table
 
     def _words(self) -> None:
-        posts, waits, clears = map(self._uses, ("posts", "waits", "clears"))
+        of = self.of
+        posts, waits, clears = map(self._uses, (of.posts, of.waits, of.clears))
         self.poster, self.waiter, self.clearer = map(self._step_by_word, (posts, waits, clears))
         dirty = "so that its word stays dirty"
         self.demand(self.poster[waits.word] >= 0, waits.who, "is waited for and never posted")
@@ -350,12 +359,12 @@ class _Proof:
                 if one is not two and one != two:
                     raise PlanError(f"signal {two.name} shares its word with {one.name}")
         waiter, word = np.divmod(posts.word, max(self.words, 1))
-        own = self.rank[posts.step] == _column(posts.signals, "poster")
+        own = self.rank[posts.step] == _ints(posts.of.poster)
         own &= self.rank[self.waiter[posts.word]] == waiter
         own &= self.rank[self.clearer[posts.word]] == waiter
         self.demand(own, posts.who, "is used by another rank than it says")
         # Words that rest at 1 have the same poster whatever the schedule; the others rest at 0.
-        released = _ints(signal.released for signal in posts.signals) > 0
+        released = _bools(map(attrgetter("released"), posts.signals))
         rests = np.where(released, word == self.rank[posts.step], word >= self.world)
         self.demand(rests, posts.who, "has a word that rests at another value")
         self.posts, self.waits, self.clears = posts, waits, clears
@@ -375,7 +384,7 @@ class _Proof:
 
     def _execute(self) -> None:
         """Find an order in which every step can run, each rank's plan as one queue."""
-        found, step = self._held("after")
+        found, step = self._held(self.of.after)
         after = np.array(found, np.int64)
         there = (after >= 0) & (after < np.diff(self.start)[self.rank[step]])
         self.demand(there, self.by_step(step), "comes after a step that is not there")
@@ -414,9 +423,9 @@ class _Proof:
                 while head < len(steps):
                     step = steps[head]
                     first, last = joins[step], joins[step + 1]
-                    if first < last and not all(map(done.__getitem__, sources[first:last])):
+                    if 0 in [done[source] for source in sources[first:last]]:
                         break
-                    done[step] = True
+                    done[step] = 1
                     order.append(step)
                     head += 1
                 moved = moved or head > heads[number]
@@ -445,7 +454,7 @@ class _Proof:
         return plan.shape(name) if there.get(name, True) else (0, 0)
 
     def _regions(self, regions: Sequence[Region], step: Ints) -> _Regions:
-        names, *bounds = zip(*regions, strict=True) if regions else [()] * len(Region._fields)
+        names, *bounds = _unzipped(regions, Region)
         numbers = dict.fromkeys(names, -1) | {name: i for i, name in enumerate(BUFFERS)}
         buffer = _ints(map(numbers.__getitem__, names))
         self.demand(buffer >= 0, self.by_step(step), "names no buffer")
@@ -469,13 +478,11 @@ class _Proof:
         return np.where(needs, self.lands[src, dst] - first, 0)
 
     def _transfers(self) -> tuple[_Accesses, _Accesses]:
-        transfers = [step.transfer for step in self.steps]
+        transfers = list(self.of.transfer)
         for number in self.collective:
             transfers[number] = None
-        numbers = [number for number, transfer in enumerate(transfers) if transfer]
-        moved = zip(*filter(None, transfers), strict=True) if numbers else [()] * 3
-        sources, targets, named = moved
-        step = np.array(numbers, np.int64)
+        step = np.flatnonzero(_bools(map(bool, transfers)))
+        sources, targets, named = _unzipped(list(filter(None, transfers)), Transfer)
         who, me = self.by_step(step), self.rank[step]
         src, dst = self._regions(sources, step), self._regions(targets, step)
         terms = self._terms(named)
@@ -483,7 +490,7 @@ class _Proof:
         self.demand(
             (terms > 0) == scatters, who, "does not say whose products it moves, or says so of A"
         )
-        copy = np.array([self.steps[number].op == "copy" for number in numbers], np.bool_)
+        copy = _bools(map("copy".__eq__, self.of.op))[step]
         ends = (src.rank == me).astype(int) + (dst.rank == me)
         self.demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
         for region in (src, dst):
@@ -505,7 +512,7 @@ class _Proof:
         here = np.where(staged, begins - down, self.begins[src.buffer, src.rank])
         here_across = np.where(staged & (dst.buffer != STAGING), -across, 0)
         on = np.flatnonzero(staged & (dst.buffer == STAGING))
-        posts = [self.steps[number].posts for number in step[on]]
+        posts = [self.of.posts[number] for number in step[on]]
         here[on] = _ints(found[0].first if found else 0 for found in posts) - src.row[on]
         there, there_across = here + down + way, here_across + across
         home = (dst.buffer == STAGING) | (there == begins) & (there_across == 0)
@@ -524,22 +531,21 @@ class _Proof:
         at[copy] = np.arange(len(copy))
         at = at[self.posts.step]
         row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts behind no copy
-        first, last = _column(self.posts.signals, "first"), _column(self.posts.signals, "last")
+        first, last = _ints(self.posts.of.first), _ints(self.posts.of.last)
         gated = (first <= row[at]) & (row_stop[at] <= last)
         self.demand(gated | (at < 0), self.posts.who, "gates other rows than those copied")
 
     def _products(self) -> tuple[_Accesses, _Accesses]:
         problem = self.problem
-        made: list[Product]
-        made, step = self._held("products")
+        found, step = self._held(self.of.products)
+        made = _unzipped(found, Product)
         who, me = self.by_step(step), self.rank[step]
-        a = self._regions([product.a for product in made], step)
-        out = self._regions([product.out for product in made], step)
-        k_first, k_last, adds, batch = (
-            _column(made, field) for field in ("k_first", "k_last", "accumulate", "batch")
+        a, out = self._regions(made.a, step), self._regions(made.out, step)
+        k_first, k_last, adds, batch = map(
+            _ints, (made.k_first, made.k_last, made.accumulate, made.batch)
         )
         inner = problem.kind.inner
-        turned = np.array([product.transposed for product in made], np.bool_)
+        turned = _bools(made.transposed)
         self.demand(turned == inner, who, "multiplies A the wrong way round")
         summed, left = (a.rows, a.cols) if inner else (a.cols, a.rows)
         fits = (summed == k_last - k_first) & (left == out.rows)
@@ -559,11 +565,13 @@ class _Proof:
             self.demand(exact, who, "adds to what has been rounded")
         self.demand(buffers, who, "multiplies in the wrong buffers")
         adds, joins, terms = self._joined(made, adds, me, who)
+        which = np.flatnonzero(_bools(map(bool, made.addend)))
+        adding = step[which]
         # One access for each product of a batch.
-        each = np.repeat(np.arange(len(made)), batch)
+        each = np.repeat(np.arange(len(step)), batch)
         turn = np.arange(len(each)) - np.repeat(np.cumsum(batch) - batch, batch)
-        a = a.at(each).down(turn * _column(made, "a_stride")[each])
-        out = out.at(each).down(turn * _column(made, "out_stride")[each])
+        a = a.at(each).down(turn * _ints(made.a_stride)[each])
+        out = out.at(each).down(turn * _ints(made.out_stride)[each])
         k_first, k_last, adds, step = k_first[each], k_last[each], adds[each], step[each]
         who, mine, kept = self.by_step(step), a.buffer == A, ~np.isin(out.buffer, LEAVING)
         way = self._of_block(a, a.rank, out.rank, mine & kept, who)
@@ -577,52 +585,50 @@ class _Proof:
         here = np.where(mine, 0, row - a.row)
         none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
         read = _Accesses(step, *a, here, across, none, none, zero, zero, none)
+        added = self._addends([found[index] for index in which], adding)
         return (
-            _Accesses(*map(np.concatenate, zip(read, self._addends(made), strict=True))),
+            _Accesses(*map(np.concatenate, zip(read, added, strict=True))),
             _Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
         )
 
-    def _addends(self, made: list[Product]) -> _Accesses:
+    def _addends(self, products: list[Product], step: Ints) -> _Accesses:
         """What products add themselves to without being in the same place."""
-        _, step = self._held("products")
-        which = np.flatnonzero([product.addend is not None for product in made])
-        found, step = [made[index] for index in which], step[which]
+        made = _unzipped(products, Product)
         who = self.by_step(step)
-        addend = self._regions([p.addend for p in found if p.addend], step)
-        out = self._regions([product.out for product in found], step)
+        addend, out = self._regions(made.addend, step), self._regions(made.out, step)
         fits = (addend.rows == out.rows) & (addend.col == out.col) & (addend.cols == out.cols)
-        fits &= (_column(found, "batch") == 1) & (_column(found, "accumulate") == 0)
+        fits &= (_ints(made.batch) == 1) & (_ints(made.accumulate) == 0)
         self.demand(fits, who, "adds itself to a region that does not fit")
         local = (addend.rank == self.rank[step]) & _among(addend.buffer, STAGING)
         self.demand(local & (out.buffer == OUT), who, "adds itself to the wrong buffer")
         down = out.row + self.begins[out.buffer, out.rank] - addend.row
         none, zero = np.full(len(step), -1), np.zeros(len(step), np.int64)
-        terms = self._terms(product.terms for product in found)
+        terms = self._terms(made.terms)
         return _Accesses(step, *addend, down, zero, none, none, zero, terms, none)
 
-    def _joined(self, made: list[Product], adds: Ints, me: Ints, who: Who) -> tuple[Ints, ...]:
+    def _joined(self, made: Any, adds: Ints, me: Ints, who: Who) -> tuple[Ints, ...]:
         """Which products add a part of k, which sums others add to, and what all leave."""
-        found = [product.terms for product in made]
+        added = _bools(map(bool, made.addend))
         if not self.problem.kind.scatters:
-            plain = np.array([not (p.terms or p.addend) for p in made], np.bool_)
+            plain = ~(_bools(map(bool, made.terms)) | added)
             self.demand(plain, who, "adds itself to what another rank made")
-            return adds, np.full(len(made), -1), np.zeros(len(made), np.int64)
-        own = [1 << rank for rank in me.tolist()]
-        joined = (adds > 0) | np.array([p.addend is not None for p in made], np.bool_)
-        said = np.array([mask > 0 for mask in found], np.bool_) == joined
+            return adds, np.full(len(adds), -1), np.zeros(len(adds), np.int64)
+        joined = (adds > 0) | added
+        said = _bools(mask > 0 for mask in made.terms) == joined
         self.demand(said, who, "does not say whose products it adds itself to")
-        pairs = list(zip(found, own, strict=True))
+        own = [1 << rank for rank in me.tolist()]
+        pairs = list(zip(made.terms, own, strict=True))
         new = np.array([not mask & mine for mask, mine in pairs], np.bool_)
         self.demand(new, who, "adds itself to a sum that it is in")
-        joins = np.where(adds > 0, self._terms(found), -1)
+        joins = np.where(adds > 0, self._terms(made.terms), -1)
         return np.zeros_like(adds), joins, self._terms(mask | mine for mask, mine in pairs)
 
     def _reductions(self) -> tuple[_Accesses, _Accesses]:
         made: list[Reduction] = []
         numbers: list[int] = []
         if "reduce" in self.operations:
-            made = [step.reduction for step in self.steps if step.reduction]
-            numbers = [number for number, step in enumerate(self.steps) if step.reduction]
+            made = list(filter(None, self.of.reduction))
+            numbers = [number for number, found in enumerate(self.of.reduction) if found]
         step = np.array(numbers, np.int64)
         who, me = self.by_step(step), self.rank[step]
         parts = _ints(len(reduction.parts) for reduction in made)
@@ -889,6 +895,7 @@ class _Proof:
         stop = np.cumsum([len(claim.first) for claim in self.claims])
         for claim, part in zip(self.claims, np.split(holds, stop[:-1]), strict=True):
             self.demand(part, claim.who, claim.why)
+        self.claims.clear()  # what they say of `who` is a cycle, which nobody collects meanwhile
 
     def _direct(self, first: Ints, second: Ints) -> Bools:
         """Whether the second step waits for the first, or for one behind that on its lane."""
@@ -914,21 +921,25 @@ class _Proof:
         lane_of_first = self.lane[first]
         answers = np.zeros(len(first), np.bool_)
 
-        sources, joins, lanes = self.source.tolist(), self.joins.tolist(), self.lane.tolist()
-        to_come = np.bincount(self.source, minlength=len(self.steps)).tolist()
+        source, reader = self._telling(asked)
+        joins: dict[int, list[int]] = {}  # by step, those whose clocks it takes in
+        for one, two in zip(source.tolist(), reader.tolist(), strict=True):
+            joins.setdefault(two, []).append(one)
+        told = np.unique(np.concatenate([source, reader, asked]))
+        lanes, to_come = self.lane.tolist(), Counter(source.tolist())
         clocks = list(np.zeros((len(self.lanes), len(self.lanes)), np.int64))
         kept: dict[int, Ints] = {}  # by step, for those that will wait for it
         in_use = [False] * len(clocks)  # a kept clock must not change
-        for step in self.order:
+        for step in told[np.argsort(self.when[told])].tolist():
             lane = lanes[step]
-            for source in sources[joins[step] : joins[step + 1]]:
-                to_come[source] -= 1
-                other = kept[source] if to_come[source] else kept.pop(source)
-                if clocks[lane][lanes[source]] <= source:
+            for other in joins.get(step, ()):
+                to_come[other] -= 1
+                clock = kept[other] if to_come[other] else kept.pop(other)
+                if clocks[lane][lanes[other]] <= other:
                     if in_use[lane]:
                         clocks[lane], in_use[lane] = clocks[lane].copy(), False
-                    np.maximum(clocks[lane], other, out=clocks[lane])
-                    clocks[lane][lanes[source]] = source + 1
+                    np.maximum(clocks[lane], clock, out=clocks[lane])
+                    clocks[lane][lanes[other]] = other + 1
             if to_come[step]:
                 kept[step], in_use[lane] = clocks[lane], True
             if step in questions:
@@ -937,6 +948,24 @@ class _Proof:
         holds = np.empty(len(answers), np.bool_)
         holds[by_second] = answers
         return holds
+
+    def _telling(self, asked: Ints) -> tuple[Ints, Ints]:
+        """The waits between lanes that a clock can tell: what is waited for, and who tells first.
+
+        Clocks are read where others wait for a step, or ask. Of what a lane has waited for up to
+        there, the latest step of each other lane tells of those before it.
+        """
+        steps, lanes = len(self.steps), len(self.lanes)
+        read = np.unique(np.concatenate([self.source, asked]))
+        read = np.sort(self.lane[read] * steps + read)
+        wait = self.lane[self.target] * steps + self.target
+        reader = np.append(read, -1)[np.searchsorted(read, wait)]
+        told = np.flatnonzero(reader // steps == self.lane[self.target])
+        source, reader = self.source[told], reader[told] % steps
+        pair = (reader * lanes + self.lane[source]) * steps + source
+        pair = np.sort(pair)
+        pair = pair[np.diff(pair // steps, append=-1) != 0]
+        return pair % steps, pair // steps // lanes
 
 
 def _cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
@@ -967,5 +996,19 @@ def _ints(values: Iterable[int]) -> Ints:
     return np.fromiter(values, np.int64)
 
 
-def _column(rows: Iterable[NamedTuple], field: str) -> Ints:
-    return _ints(map(attrgetter(field), rows))
+def _bools(values: Iterable[object]) -> Bools:
+    return np.fromiter(values, np.bool_)
+
+
+def _unzipped(rows: Sequence[Any], kind: type[Any]) -> Any:
+    """The fields of rows of a kind as columns, under the same names.
+
+    It reads few rows at a time, which are then still in a cache for their other fields.
+    """
+    columns: list[list[Any]] = [[] for _ in kind._fields]
+    for start in range(0, len(rows), 4096):
+        for column, part in zip(
+            columns, zip(*rows[start : start + 4096], strict=True), strict=True
+        ):
+            column += part
+    return kind(*columns)

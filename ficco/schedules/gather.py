@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import Problem
@@ -81,26 +82,31 @@ class _Staging:
     def regions(self, peer: int) -> list[Region]:
         """Where the units of a peer lie, in order of arrival."""
         if peer not in self._regions:
-            self._regions[peer] = list(self._place(peer))
+            self._regions[peer] = self._place(peer)
         return self._regions[peer]
 
-    def _place(self, peer: int) -> Iterator[Region]:
-        problem, rank = self.arrivals.problem, self.arrivals.rank
-        first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
-        rows, cols = problem.block(peer, rank), problem.k
-        for unit in self.arrivals.units(peer):
-            row, col = first, 0
-            if self.by_columns:
-                col, cols = unit.start, unit.stop - unit.start
-            else:
-                row, rows = first + unit.start, unit.stop - unit.start
-            if peer == rank and not self._lands(unit):
-                yield self.arrivals.in_shard("a", unit)
-                continue
-            if self.stages:
-                row = self._turn[unit.group] % self.stages * self._stage_rows + self._row[unit]
-                col = 0
-            yield Region("staging", rank, row, row + rows, col, col + cols)
+    def _place(self, peer: int) -> list[Region]:
+        units = self.arrivals.units(peer)
+        if peer != self.arrivals.rank:
+            return self._landing(peer, units)
+        stays = self.arrivals.in_shard("a", peer)
+        return [
+            self._landing(peer, [unit])[0] if self._lands(unit) else stays[unit.ordinal]
+            for unit in units
+        ]
+
+    def _landing(self, peer: int, units: list[Unit]) -> list[Region]:
+        if self.stages:
+            return [self._on_ring(unit) for unit in units]
+        rank = self.arrivals.rank
+        first = self.arrivals.problem.lands(peer, rank)
+        first -= self.own_rows_absent if peer > rank else 0
+        return self.arrivals.regions("staging", rank, first, units)
+
+    def _on_ring(self, unit: Unit) -> Region:
+        row = self._turn[unit.group] % self.stages * self._stage_rows + self._row[unit]
+        cols = unit.stop - unit.start if self.by_columns else self.arrivals.problem.k
+        return Region("staging", self.arrivals.rank, row, row + self._unit_rows(unit), 0, cols)
 
 
 class GatherWorld:
@@ -164,8 +170,8 @@ class GatherWorld:
             first = self.word(kind, poster, waiter).word
             arrivals = self.arrivals[receiver]
             self._of_units[kind, poster, waiter] = [
-                Signal(kind, poster, waiter, slot, first + slot, *arrivals.rows(unit))
-                for slot, unit in enumerate(arrivals.units(sender))
+                Signal(kind, poster, waiter, slot, first + slot, *rows)
+                for slot, rows in enumerate(arrivals.rows(sender))
             ]
         return self._of_units[kind, poster, waiter]
 
@@ -185,18 +191,22 @@ class Gather:
         pushers = [] if self.schedule.pull else self.peers
         self.ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
         self.sum = "sum" if world.partial and self.problem.rounds else "out"
-        self.started: set[int] = set()  # shards whose partial sums have a first term
         self.steps: list[Step] = []
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
         self.source = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
-        self.sources: dict[tuple[int, int, int, int], Region] = {}
+        self.sources: dict[tuple[int, int, int, int], list[Region]] = {}
         self.acquired: dict[str, int] = {}  # copy lane -> the step that takes over its peers' slots
         self.compute_lanes = [
             f"compute{i}" for i in range(min(self.schedule.compute, len(self.groups) + 1))
         ]
         in_turn = sorted(self.peers, key=self._turn)
         self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
+
+    @cached_property
+    def shard(self) -> list[Region]:
+        """Where the own units lie in the operand."""
+        return self.mine.in_shard("a", self.me)
 
     def _turn(self, peer: int) -> tuple[int, int, int]:
         """Sorts peers by when this rank first copies from (pull) or to them."""
@@ -249,23 +259,24 @@ class Gather:
 
     def _pushes(self) -> list[list[Step]]:
         me, mover, world = self.me, self.schedule.mover, self.world
-        found: list[list[Step]] = []
+        groups = max(arrivals.groups for arrivals in world.arrivals)
+        found: list[list[Step]] = [[] for _ in range(groups)]
         for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
             lane, landing = self.lane_of[target], world.landing[target]
-            ready = world.of_units("ready", me, target)
-            for unit, region in zip(landing.arrivals.units(me), landing.regions(me), strict=True):
-                step = Step(
-                    "copy",
-                    lane,
-                    f"{me}.{unit.ordinal}>{target}",
-                    waits=self._room(target, unit) if landing.stages else (),
-                    posts=(ready[unit.ordinal],),
-                    transfer=Transfer(self._source(unit, landing.arrivals), region),
-                    mover=mover,
+            units, sources = landing.arrivals.units(me), self._sources(me, landing.arrivals)
+            ready, regions = world.of_units("ready", me, target), landing.regions(me)
+            for unit, signal, source, region in zip(units, ready, sources, regions, strict=True):
+                found[unit.group].append(
+                    Step(
+                        "copy",
+                        lane,
+                        f"{me}.{unit.ordinal}>{target}",
+                        waits=self._room(target, unit) if landing.stages else (),
+                        posts=(signal,),
+                        transfer=Transfer(source, region),
+                        mover=mover,
+                    )
                 )
-                while len(found) <= unit.group:
-                    found.append([])
-                found[unit.group].append(step)
         return found
 
     def _pulls(self) -> list[list[Step]]:
@@ -282,7 +293,9 @@ class Gather:
             f"{peer}.{unit.ordinal}>{self.me}",
             waits=() if unit.ordinal else (self._valid(peer, self.me),),
             posts=(self._done(self.me, peer),) if last else (),
-            transfer=Transfer(self._source(unit, self.mine), self.regions[peer][unit.ordinal]),
+            transfer=Transfer(
+                self._sources(peer, self.mine)[unit.ordinal], self.regions[peer][unit.ordinal]
+            ),
             mover=self.schedule.mover,
         )
 
@@ -296,12 +309,12 @@ class Gather:
         after = () if before is None else (self.last_use[before],)
         self.pulled[group] = {step.lane: self._add(step._replace(after=after)) for step in steps}
 
-    def _source(self, unit: Unit, arrivals: Arrivals) -> Region:
-        """Where a unit is copied from; several peers may get the same."""
-        first = self.problem.leaves(unit.peer, arrivals.rank)
-        key = unit.peer, first, unit.start, unit.stop
+    def _sources(self, peer: int, arrivals: Arrivals) -> list[Region]:
+        """Where the units of a peer are copied from; several ranks may get the same."""
+        first, rows = self.problem.leaves(peer, arrivals.rank), arrivals.block(peer)
+        key = peer, first, rows, len(arrivals.units(peer))
         if key not in self.sources:
-            self.sources[key] = arrivals.in_shard(self.source, unit)
+            self.sources[key] = arrivals.in_shard(self.source, peer)
         return self.sources[key]
 
     def _room(self, target: int, unit: Unit) -> tuple[Signal, ...]:
@@ -424,7 +437,6 @@ class Gather:
         remote = [unit for unit in units if unit.peer != self.me]
         if remote and len(remote) < len(units):
             self._place_own(group, lane, units)
-        sources = [self.regions[unit.peer][unit.ordinal] for unit in units]
         ready = [self.ready[unit.peer][unit.ordinal] for unit in remote] if self.ready else []
         multiply = Step(
             "matmul",
@@ -432,15 +444,14 @@ class Gather:
             " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
             waits=tuple(ready),
             after=tuple(self.pulled.pop(group).values()) if self.schedule.pull else (),
-            products=self._products(group, units, sources),
+            products=self._products(group),
         )
         last_use = self._add(multiply)
         if self.problem.return_gathered:
-            for unit, region in zip(units, sources, strict=True):
-                first, last = self.mine.rows(unit)
-                col = unit.start if self.schedule.dims == 2 else 0
-                dst = Region("gathered", self.me, first, last, col, col + region.cols)
-                last_use = self._place(lane, region, dst)
+            for unit in units:
+                first = self.problem.lands(unit.peer, self.me)
+                gathered = self.mine.region("gathered", self.me, first, unit)
+                last_use = self._place(lane, self.regions[unit.peer][unit.ordinal], gathered)
         if self.sum == "sum":
             self._round(lane, group)
         if self.staging.stages:
@@ -455,26 +466,30 @@ class Gather:
         for unit in units:
             if unit.peer == self.me:
                 there = self.regions[self.me][unit.ordinal]
-                self._place(lane, self.mine.in_shard("a", unit), there, after)
+                self._place(lane, self.shard[unit.ordinal], there, after)
 
-    def _products(
-        self, group: int, units: list[Unit], sources: list[Region]
-    ) -> tuple[Product, ...]:
+    def _products(self, group: int) -> tuple[Product, ...]:
+        units = sorted(self.groups[group])
+        return merged([self.products[peer][ordinal] for peer, ordinal, _, _, _ in units])
+
+    @cached_property
+    def products(self) -> dict[int, list[Product]]:
+        """The product of each unit of each rank, in order of arrival."""
+        return {peer: list(self._of_peer(peer)) for peer in self.regions}
+
+    def _of_peer(self, peer: int) -> Iterator[Product]:
         by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
-        found = []
-        for unit, a in sorted(zip(units, sources, strict=True)):
-            terms = (unit.start, unit.stop) if by_columns else (0, k)
-            out = Region(self.sum, self.me, *self.mine.rows(unit), 0, n)
-            adds = self.world.partial and unit.peer in self.started
-            found.append(Product(a, *terms, out, adds))
-        if self.world.partial:
-            self.started.update(unit.peer for unit in units)
-        return merged(found)
+        units, rows = self.mine.units(peer), self.mine.rows(peer)
+        pieces = zip(units, self.regions[peer], rows, strict=True)
+        for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
+            first, last = (start, stop) if by_columns else (0, k)
+            out = Region(self.sum, self.me, row, row_stop, 0, n)
+            yield Product(a, first, last, out, self.world.partial and ordinal > 0)
 
     def _summed(self, group: int) -> Iterable[tuple[int, int]]:
         """Rows of the sums whose last term a group adds, rising."""
-        units = sorted(self.groups[group])
-        return (self.mine.rows(unit) for unit in units if unit.stop == self.problem.k)
+        done = [unit.peer for unit in self.groups[group] if unit.stop == self.problem.k]
+        return [self._block(peer, self.me) for peer in sorted(done)]
 
     def _round(self, lane: str, group: int) -> None:
         """Round the sums whose last term has been added."""

@@ -162,6 +162,20 @@ class Groups(ABC):
             self._units[peer] = found
         return self._units[peer]
 
+    def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
+        """Where a unit lies in a buffer where its block begins at a row."""
+        return self.regions(buffer, rank, row, [unit])[0]
+
+    def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
+        """Where units of one block lie in a buffer where it begins at a row."""
+        if self.schedule.dims == 2:
+            stop = row + self.block(units[0].peer) if units else row
+            return [Region(buffer, rank, row, stop, first, last) for _, _, first, last, _ in units]
+        cols = self.columns
+        return [
+            Region(buffer, rank, row + first, row + last, 0, cols) for _, _, first, last, _ in units
+        ]
+
     @cached_property
     def by_group(self) -> list[list[Unit]]:
         """The units of every group."""
@@ -200,21 +214,16 @@ class Arrivals(Groups):
     def columns(self) -> int:
         return self.problem.k
 
-    def rows(self, unit: Unit) -> tuple[int, int]:
-        """Rows of the gathered A that a unit holds."""
-        first = self.problem.lands(unit.peer, self.rank)
+    def rows(self, peer: int) -> list[tuple[int, int]]:
+        """Rows of the gathered A that each unit of a peer holds, in order."""
+        row, units = self.problem.lands(peer, self.rank), self.units(peer)
         if self.schedule.dims == 2:
-            return first, first + self.block(unit.peer)
-        return first + unit.start, first + unit.stop
+            return [(row, row + self.block(peer))] * len(units)
+        return [(row + first, row + last) for _, _, first, last, _ in units]
 
-    def in_shard(self, buffer: str, unit: Unit) -> Region:
-        """Where a unit lies in its rank's operand, or in the published copy of that."""
-        first = self.problem.leaves(unit.peer, self.rank)
-        if self.schedule.dims == 2:
-            rows = self.block(unit.peer)
-            return Region(buffer, unit.peer, first, first + rows, unit.start, unit.stop)
-        row, row_stop = first + unit.start, first + unit.stop
-        return Region(buffer, unit.peer, row, row_stop, 0, self.problem.k)
+    def in_shard(self, buffer: str, peer: int) -> list[Region]:
+        """Where units lie in their rank's operand, or in the published copy of that, in order."""
+        return self.regions(buffer, peer, self.problem.leaves(peer, self.rank), self.units(peer))
 
 
 class Departures(Groups):
@@ -250,9 +259,3 @@ class Departures(Groups):
     def of(self, peer: int) -> list[Unit]:
         """The units for a rank, in order."""
         return self.own if peer == self.rank else self.units(peer)
-
-    def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
-        """Where a unit lies in a buffer where its block begins at a row."""
-        if self.schedule.dims == 2:
-            return Region(buffer, rank, row, row + self.block(unit.peer), unit.start, unit.stop)
-        return Region(buffer, rank, row + unit.start, row + unit.stop, 0, self.problem.n)

@@ -7,15 +7,17 @@ copies. Pieces of columns make rows of the result.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterable
 from itertools import chain
+from operator import itemgetter
 
 from ficco.plan.model import Product, Region
 from ficco.schedules.gather import Gather, GatherWorld
 from ficco.schedules.groups import Unit
 from ficco.schedules.runs import joined
 
-#: Rows of the result, apart from each other.
+#: Rows of the result, apart from each other, rising.
 Spans = list[tuple[int, int]]
 
 
@@ -26,9 +28,12 @@ class InnerGather(Gather):
     def __init__(self, world: GatherWorld, rank: int) -> None:
         super().__init__(world, rank)
         whole = (0, self.problem.k)
+        self.sum = "sum" if self.problem.rounds else "out"
         self.made = self._adding([whole] if self._own_is_alone() else [])
         self.adds = any(product.accumulate for product in chain.from_iterable(self.made))
-        self.sum = "sum" if self.adds and self.problem.rounds else "out"
+        if not self.adds and self.problem.rounds:  # what is made at once is rounded at once
+            self.sum = "out"
+            self.made = [[_into_out(product) for product in products] for products in self.made]
         self.last = self._last()
 
     def _adding(self, begun: Spans) -> list[list[Product]]:
@@ -40,7 +45,7 @@ class InnerGather(Gather):
                 if _within(product, begun):
                     products[index] = product._replace(accumulate=True)
                 else:
-                    begun.append((product.out.row, product.out.row_stop))
+                    insort(begun, (product.out.row, product.out.row_stop))
             found.append(products)
         return found
 
@@ -53,15 +58,15 @@ class InnerGather(Gather):
             for product in products:
                 if not _within(product, over):  # a tail's pieces are the last of their rows
                     spans.append((product.out.row, product.out.row_stop))
-                    over.append(spans[-1])
+                    insort(over, spans[-1])
             found.append(sorted(spans))
         return found[::-1]
 
     def _product(self, unit: Unit) -> Product:
         a = self.regions[unit.peer][unit.ordinal]
         columns = (unit.start, unit.stop) if self.schedule.dims == 2 else (0, self.problem.k)
-        out = Region("out", self.me, *columns, 0, self.problem.n)
-        return Product(a, *self.mine.rows(unit), out, transposed=True)
+        out = Region(self.sum, self.me, *columns, 0, self.problem.n)
+        return Product(a, *self.mine.rows(unit.peer)[unit.ordinal], out, transposed=True)
 
     def _own_is_alone(self) -> bool:
         """Also where nobody has a row: the result is zeros."""
@@ -74,17 +79,17 @@ class InnerGather(Gather):
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         return self.compute_lanes[0 if self.adds else group % self.schedule.compute]
 
-    def _products(
-        self, group: int, units: list[Unit], sources: list[Region]
-    ) -> tuple[Product, ...]:
-        return tuple(
-            product._replace(out=product.out._replace(buffer=self.sum))
-            for product in self.made[group]
-        )
+    def _products(self, group: int) -> tuple[Product, ...]:
+        return tuple(self.made[group])
 
     def _summed(self, group: int) -> Iterable[tuple[int, int]]:
         return self.last[group]
 
 
+def _into_out(product: Product) -> Product:
+    return product._replace(out=product.out._replace(buffer="out"))
+
+
 def _within(product: Product, spans: Spans) -> bool:
-    return any(first <= product.out.row < last for first, last in spans)
+    before = bisect_right(spans, product.out.row, key=itemgetter(0)) - 1
+    return before >= 0 and product.out.row < spans[before][1]

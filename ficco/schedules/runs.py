@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ficco.plan.model import Product
 
 
-def merged(products: Iterable[Product]) -> tuple[Product, ...]:
+def merged(products: Sequence[Product]) -> tuple[Product, ...]:
     """The same products, each of one run of rows, in as few calls of a library as possible."""
+    if len(products) < 2:
+        return tuple(products)
     runs: list[_Run] = []
     for product in products:
-        if not (runs and runs[-1].goes_on(product)):
-            runs.append(_Run(product, product.a.row, product.out.row, product.a.rows))
+        kind = _kind(product)
+        if not (runs and runs[-1].goes_on(product, kind)):
+            runs.append(_Run(product, kind, product.a.row, product.out.row, product.a.rows))
     batches = runs[:1]
     for run in runs[1:]:
         if not batches[-1].repeats(run):
@@ -38,8 +41,7 @@ def joined(products: Iterable[Product]) -> list[Product]:
 def _kind(product: Product) -> tuple[object, ...]:
     """What products of one call have in common."""
     a, k_first, k_last, out, accumulate, _, _, _, terms, addend, _ = product
-    columns = a.col, a.col_stop, out.col, out.col_stop
-    return columns, k_first, k_last, accumulate, terms, addend, a.buffer, out.buffer
+    return k_first, k_last, a[4:], out[4:], a.buffer, out.buffer, accumulate, terms, addend
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class _Run:
     """Rows that lie together in A and in the product, once or again and again."""
 
     first: Product
+    kind: tuple[object, ...]
     a: int
     out: int
     rows: int
@@ -54,17 +57,17 @@ class _Run:
     a_stride: int = 0
     out_stride: int = 0
 
-    def goes_on(self, product: Product) -> bool:
+    def goes_on(self, product: Product, kind: tuple[object, ...]) -> bool:
         """Take in rows that lie directly behind these."""
         behind = product.a.row - self.a, product.out.row - self.out
-        if behind != (self.rows, self.rows) or _kind(product) != _kind(self.first):
+        if behind != (self.rows, self.rows) or kind != self.kind:
             return False
         self.rows += product.a.rows
         return True
 
     def repeats(self, other: _Run) -> bool:
         """Take in a run of the same size at the same distance as those before."""
-        if other.rows != self.rows or _kind(other.first) != _kind(self.first):
+        if other.rows != self.rows or other.kind != self.kind:
             return False
         a_stride = other.a - self.a - (self.batch - 1) * self.a_stride
         out_stride = other.out - self.out - (self.batch - 1) * self.out_stride

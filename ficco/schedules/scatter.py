@@ -34,6 +34,7 @@ class ScatterWorld:
         self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
         self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
+        self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
 
     def received(self, rank: int) -> dict[int, list[Unit]]:
         """What comes to a rank, by the rank that it comes from, in order."""
@@ -93,6 +94,20 @@ class ScatterWorld:
     def words(self) -> int:
         return self.world * (1 + sum(self.slots))
 
+    def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
+        """Signals of a kind, one for each unit of a block between two ranks, in order; not for a
+        ring."""
+        if (kind, poster, waiter) not in self._of_units:
+            owner, departures = poster if kind == "summed" else waiter, self.departures[poster]
+            begin = self.problem.lands(poster, owner)
+            first = self.word(kind, poster, waiter, 0, None).word
+            there = departures.regions("", waiter, begin, departures.of(owner))
+            self._of_units[kind, poster, waiter] = [
+                Signal(kind, poster, waiter, slot, first + slot, region.row, region.row_stop)
+                for slot, region in enumerate(there)
+            ]
+        return self._of_units[kind, poster, waiter]
+
     def released(self, poster: int, waiter: int) -> Signal:
         return Signal("released", poster, waiter, 0, poster)
 
@@ -129,6 +144,7 @@ class Scatter:
         self.made_by: dict[Unit, int] = {}  # unit -> its product
         self.fetched: dict[tuple[int, int], int] = {}  # peer, unit's ordinal -> its copy
         self.heard: dict[Signal, int] = {}  # what was waited for, by which step
+        self.meeting: dict[tuple[Unit, int], list[int]] = {}  # own unit, how many were sent
         groups = self.mine.groups + (len(self.mine.own) if self.alone else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
@@ -258,7 +274,7 @@ class Scatter:
             adds = bool(terms) and added is None
             found.append(Product(a, 0, problem.k, out, adds, terms=terms, addend=added))
             if self.schedule.pull and unit.peer != self.me:
-                posts.append(self.world.word("valid", self.me, unit.peer, unit.ordinal, unit))
+                posts.append(self.world.of_units("valid", self.me, unit.peer)[unit.ordinal])
         if posts and not any(step.lane == lane and step.posts for step in self.steps):
             after = (*after, *self.acquired)
         return self._add(
@@ -306,17 +322,19 @@ class Scatter:
 
     def _push(self, unit: Unit, made: int) -> None:
         world, me = self.world, self.me
-        target, slot, terms = unit.peer, unit.ordinal, 1 << me
+        target, terms = unit.peer, 1 << me
         if world.ring:
-            target, slot = (me + 1) % self.problem.world, unit.group
-            terms = self._ring_terms(me, unit)
+            target, terms = (me + 1) % self.problem.world, self._ring_terms(me, unit)
+            ready = world.word("ready", me, target, unit.group, unit)
+        else:
+            ready = world.of_units("ready", me, target)[unit.ordinal]
         source, _ = self._target(unit)
         self._add(
             Step(
                 "copy",
                 self.lane_of[target],
                 f"{unit.peer}.{unit.ordinal}>{target}",
-                posts=(world.word("ready", me, target, slot, unit),),
+                posts=(ready,),
                 after=(made,),
                 transfer=Transfer(source, world.landing(me, target, unit), terms),
                 mover=self.schedule.mover,
@@ -338,7 +356,7 @@ class Scatter:
                         "copy",
                         self.lane_of[peer],
                         f"{peer}.{unit.ordinal}>{self.me}",
-                        waits=(self.world.word("valid", peer, self.me, unit.ordinal, unit),),
+                        waits=(self.world.of_units("valid", peer, self.me)[unit.ordinal],),
                         posts=(self._done(self.me, peer),) if unit is units[-1] else (),
                         transfer=Transfer(source, landing, 1 << peer),
                         mover=self.schedule.mover,
@@ -354,8 +372,10 @@ class Scatter:
         rank that fetched it or has waited for that signal on another lane."""
         if self.schedule.pull:
             return (), (self.fetched[peer, unit.ordinal],)
-        slot = unit.group if self.world.ring else unit.ordinal
-        signal = self.world.word("ready", peer, self.me, slot, unit)
+        if self.world.ring:
+            signal = self.world.word("ready", peer, self.me, unit.group, unit)
+        else:
+            signal = self.world.of_units("ready", peer, self.me)[unit.ordinal]
         first = self.heard.setdefault(signal, len(self.steps))
         if first == len(self.steps):
             return (signal,), ()
@@ -381,12 +401,21 @@ class Scatter:
         ((peer, sent),) = self.world.received(self.me).items()
         waits: list[Signal] = []
         after: list[int] = []
-        for one in sent:
-            if one.peer == self.me and _overlap(one, unit):
-                signals, earlier = self._arrival(peer, one, lane)
-                waits += signals
-                after += earlier
+        for one in self._meeting(unit, [one for one in sent if one.peer == self.me]):
+            signals, earlier = self._arrival(peer, one, lane)
+            waits += signals
+            after += earlier
         return self.world.landing(peer, self.me, unit), tuple(waits), tuple(dict.fromkeys(after))
+
+    def _meeting(self, own: Unit, sent: list[Unit]) -> list[Unit]:
+        """Those of a peer's units for this rank that share rows or columns with one of its own.
+
+        All peers cut their blocks alike, but for a tail.
+        """
+        key = own, len(sent)
+        if key not in self.meeting:
+            self.meeting[key] = [i for i, unit in enumerate(sent) if _overlap(unit, own)]
+        return [sent[i] for i in self.meeting[key]]
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
         """Sum the products of all ranks, or of all others."""
@@ -396,11 +425,10 @@ class Scatter:
         for rank in range(self.problem.world):
             if rank != self.me:
                 parts.append(self.world.landing(rank, self.me, unit))
-                for sent in self.world.sent(rank, self.me):
-                    if _overlap(sent, unit):
-                        signals, copies = self._arrival(rank, sent)
-                        waits += signals
-                        after += copies
+                for sent in self._meeting(unit, self.world.sent(rank, self.me)):
+                    signals, copies = self._arrival(rank, sent)
+                    waits += signals
+                    after += copies
             elif own is not None:
                 there = self.problem.leaves(rank, rank)
                 parts.append(self.mine.region(self.made, rank, there, unit))
@@ -464,7 +492,7 @@ class Scatter:
                     "copy",
                     lane,
                     f"sum {unit.ordinal}>{peer}",
-                    posts=(self.world.word("summed", self.me, peer, unit.ordinal, unit),),
+                    posts=(self.world.of_units("summed", self.me, peer)[unit.ordinal],),
                     after=(summed,),
                     transfer=Transfer(self._result(unit), landing, _all(self.problem.world)),
                     mover=self.schedule.mover,
@@ -479,7 +507,7 @@ class Scatter:
             for unit in self.world.departures[peer].own
         ]
         for _, peer, unit in sorted(coming, key=lambda one: one[0]):
-            signal = self.world.word("summed", peer, self.me, unit.ordinal, unit)
+            signal = self.world.of_units("summed", peer, self.me)[unit.ordinal]
             row = self.problem.offsets[peer]
             out = self.world.departures[peer].region("out", self.me, row, unit)
             source = self.world.returning(peer, self.me, unit)
