@@ -421,8 +421,8 @@ def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
     table.write(tmp_path / "two.csv", rows)
     _equal(table.as_json(table.read(tmp_path / "two.csv")), table.as_json(rows))
     assert len(lines(rows, "queued")) == 4
-    text = report.readme_table(rows, {"device": "a device", "ranks": 4}, "x.md")
-    assert text.count("| **worst** |") == 2 and text.count("| `matmul_reduce_scatter` |") == 2
+    text = report.readme_table([(rows, {"device": "a device", "ranks": 4}, "x.md")])
+    assert text.count("| `all_gather_matmul` |") == 2 == text.count("| `matmul_reduce_scatter` |")
     (best, *_) = (line.best for line in lines(rows[len(rows) // 2 :], "queued") if line.best)
     assert f"| `matmul_reduce_scatter` | queued | 2 | {best.share:.2f} (" in text
     text = report.report(rows, {}, "name", [])
@@ -474,16 +474,17 @@ def _with_auto() -> list[Row]:
     """What ``auto`` takes is 1.25 times as fast as serial, the best 1.27 times."""
     rows = _rows()
     overlaps = [row for row in rows if row.candidate == "shard-overlap"]
-    figures = {"speedup": 1.25, "vs_pytorch": 1.125}
+    figures = {"share": 0.875, "speedup": 1.25, "vs_pytorch": 1.125}
     return [*rows, *(replace(row, candidate="auto", ms=1.12, **figures) for row in overlaps)]
 
 
 def test_what_auto_reaches_stands_beside_the_best() -> None:
-    assert "auto" not in report.readme_table(_rows(), {}, "x").replace("`auto` is what", "")
-    text = report.readme_table(_with_auto(), {}, "docs/x.md")
-    best = "| 64, 32, 16 | `hetero-fused-1d:pieces=4` | 1.100 | 0.91 | 1.27 | 1.14 |"
-    assert f"{best} 1.120 | 1.25 | 1.12 |" in text
-    assert "| **worst** |  |  | 0.91 | 1.27 | 1.14 |  | 1.25 | 1.12 |" in text
+    about = {"device": "a device", "ranks": 4, "date": "2026-11-22 01:02 UTC"}
+    place = "[4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | queued | 2"
+    best = f"| {place} | 0.91 (0.91) | 1.27 (1.27) | 1.14 (1.14) |"
+    assert f"{best}  |  |  |" in report.readme_table([(_rows(), about, "docs/x.md")])
+    text = report.readme_table([(_with_auto(), about, "docs/x.md")])
+    assert f"{best} 0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12) |" in text
     assert "*queued*: the host runs ahead" in text and "*idle*: the GPU waits" in text
     text = report.report(_with_auto(), {}, "name", [])
     assert "| overlap | auto: ms | x serial | x PyTorch |" in text
@@ -531,12 +532,12 @@ def test_auto_is_held_against_what_it_compares(
 def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    text = report.readme_table(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")
+    text = report.readme_table([(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")])
     report.put_between(readme, "results", text)
     report.put_between(readme, "results", text)
     found = readme.read_text()
     assert found.startswith("before\n") and found.endswith("\nafter\n") and "old" not in found
-    assert found.count("`hetero-fused-1d:pieces=4`") == 4
+    assert found.count("| `all_gather_matmul` |") == 2
     readme.write_text("no markers")
     with pytest.raises(ConfigError, match="markers"):
         report.put_between(readme, "results", text)
@@ -552,7 +553,8 @@ def test_several_benches_go_into_one_readme(
     files = [str(tmp_path / name) for name in ("one.csv", "two.csv")]
     assert cli.run(["bench", "--readme", *files, "--readme-file", str(readme)]) == 0
     text = readme.read_text()
-    assert text.count("| **worst** |") == 2 + 2 and text.count("*queued*: the host runs") == 1
+    assert text.count("| `all_gather_matmul` |") == 2 + 2
+    assert text.count("*queued*: the host runs") == 1 == text.count("| measured on |")
     assert "(one.md)" in text and "(two.md)" in text and "old" not in text
 
 

@@ -92,7 +92,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     later.add_argument("--regret", type=Path, metavar="CSV", help="what auto loses, beside it")
     later.add_argument("--machine", help="that decides for --regret (default: this host's)")
     later.add_argument(
-        "--readme", type=Path, nargs="+", metavar="CSV", help="put their tables into a README"
+        "--readme", type=Path, nargs="+", metavar="CSV", help="put a table of them into a README"
     )
     later.add_argument("--readme-file", type=Path, default=Path("README.md"), metavar="FILE")
 
@@ -259,12 +259,15 @@ def _later(arguments: argparse.Namespace) -> int:
         from ficco.bench.report import put_between, readme_table
 
         folder = arguments.readme_file.resolve().parent
-        parts = []
-        for csv in arguments.readme:
-            link = os.path.relpath(csv.resolve().with_suffix(".md"), folder)
-            rows, about = table.read(csv), table.read_description(csv)
-            parts.append(readme_table(rows, about, link, explained=bool(parts)))
-        put_between(arguments.readme_file, "results", "\n\n".join(parts))
+        benches = [
+            (
+                table.read(csv),
+                table.read_description(csv),
+                os.path.relpath(csv.resolve().with_suffix(".md"), folder),
+            )
+            for csv in arguments.readme
+        ]
+        put_between(arguments.readme_file, "results", readme_table(benches))
         print(f"wrote {arguments.readme_file}")
     return 0
 

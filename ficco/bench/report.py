@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from ficco.bench.bounds import moved_bytes
-from ficco.bench.cases import OPERATOR
 from ficco.bench.lines import Line, lines, mean_and_worst, modes, number
 from ficco.bench.stats import ROLES
 from ficco.bench.table import ERROR_ROWS, Row, left_out, operators
@@ -234,68 +233,40 @@ def _error(row: Row | None) -> str:
     return "" if row is None else f"{row.error:.3e}"
 
 
-def readme_table(
-    rows: Sequence[Row], about: dict[str, Any], link: str, explained: bool = False
-) -> str:
-    """The tables of the README: what each shape reaches, a table for each mode, and a line for each
-    of the other operators and modes.
+def readme_table(benches: Sequence[tuple[Sequence[Row], dict[str, Any], str]]) -> str:
+    """The table of the README: a line for each operator and mode of each bench.
 
-    ``explained``: a table before it has said what the modes and the columns are.
+    Args:
+        benches: rows, what is known of the machine, and a link to the report.
     """
-    measured = [mode for mode in modes(rows) if mode != "graph"]
-    where = f"{about.get('ranks', '?')} ranks on {about.get('device', 'an unnamed machine')}"
-    date = str(about.get("date", "")).split(" ")[0]
-    words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in measured)
-    parts = [f"{where}, {date}; [all figures and how they were measured]({link})."]
-    parts += [f"{words}. {HINDSIGHT}"] * (not explained)
-    others = []
-    for operator, mine in by_operator(rows):
-        for mode in measured:
-            if found := lines(mine, mode):
-                if operator == OPERATOR:
-                    parts.append(_readme_mode(found, mode))
-                else:
-                    others.append(_readme_operator(operator, found, mode))
-    if others:
-        heads = ("", "mode", "shapes", "of ideal", "x serial", "x PyTorch")
-        auto = tuple(f"`auto`: {name}" for name in heads[3:])
-        parts += ["Geometric mean over the shapes, and the worst shape:"]
-        parts += [markdown((*heads, *auto), others)]
-    return "\n\n".join(parts)
+    heads = ("measured on", "operator", "mode", "shapes")
+    figures = ("of ideal", "x serial", "x PyTorch")
+    of_auto = tuple(f"`auto`: {name}" for name in figures)
+    body, seen = [], set()
+    for rows, about, link in benches:
+        where = f"{about.get('ranks', '?')} x {about.get('device', 'an unnamed machine')}"
+        date = str(about.get("date", "")).split(" ")[0]
+        for operator, mine in by_operator(rows):
+            for mode in modes(mine):
+                if mode != "graph" and (found := lines(mine, mode)):
+                    seen.add(mode)
+                    place = f"[{where}, {date}]({link})"
+                    body.append((place, f"`{operator}`", mode, str(len(found)), *_reached(found)))
+    words = "; ".join(f"*{mode}*: {text}" for mode, text in MODE_WORDS.items() if mode in seen)
+    return (
+        f"Geometric mean over the shapes, and the worst shape. {words}. {HINDSIGHT}\n\n"
+        + markdown((*heads, *figures, *of_auto), body)
+    )
 
 
-def _readme_operator(operator: str, there: Sequence[Line], mode: str) -> tuple[str, ...]:
-    """What the shapes of an operator reach."""
+def _reached(there: Sequence[Line]) -> list[str]:
+    """What the shapes of an operator reach, by their best schedules and by ``auto``."""
 
     def cells(found: Sequence[Row | None]) -> list[str]:
         both = [mean_and_worst(found, figure) for figure in README_FIGURES]
         return ["" if math.isnan(mean) else f"{mean:.2f} ({worst:.2f})" for mean, worst in both]
 
-    best, auto = [line.best for line in there], [line.auto for line in there]
-    return f"`{operator}`", mode, str(len(there)), *cells(best), *cells(auto)
-
-
-def _readme_mode(there: Sequence[Line], mode: str) -> str:
-    with_auto = any(line.auto for line in there)
-    sizes = _sizes(there[0].shape.operator)
-    heads = [f"{mode}: {sizes}", "schedule", "ms", "of ideal", "x serial", "x PyTorch"]
-    heads += [f"`auto`: {AUTO_HEADS[0]}", *AUTO_HEADS[1:]] * with_auto
-    body = [
-        (
-            _shape(line.shape),
-            f"`{line.best.candidate}`" if line.best else "",
-            _ms(line.best),
-            *(_figure(line.best, name) for name in README_FIGURES),
-            *_auto_cells(line) * with_auto,
-        )
-        for line in there
-    ]
-    best = [line.best for line in there]
-    for i, name in enumerate(("geometric mean", "worst")):
-        means = [number(mean_and_worst(best, figure)[i]) for figure in README_FIGURES]
-        means_of_auto = ["", *_auto_means(there, i)] * with_auto
-        body.append((f"**{name}**", "", "", *means, *means_of_auto))
-    return markdown(tuple(heads), body)
+    return [*cells([line.best for line in there]), *cells([line.auto for line in there])]
 
 
 README_FIGURES = ("share", "speedup", "vs_pytorch")
