@@ -142,8 +142,9 @@ class Scatter:
         self.steps: list[Step] = []
         self.acquired: tuple[int, ...] = ()
         self.made_by: dict[Unit, int] = {}  # unit -> its product
+        self.target: dict[Unit, tuple[Region, int]] = {}  # where that lies, whose it adds to
         self.fetched: dict[tuple[int, int], int] = {}  # peer, unit's ordinal -> its copy
-        self.heard: dict[Signal, int] = {}  # what was waited for, by which step
+        self.heard: dict[int, int] = {}  # word that was waited for -> by which step
         self.meeting: dict[tuple[Unit, int], list[int]] = {}  # own unit, how many were sent
         groups = self.mine.groups + (len(self.mine.own) if self.alone else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
@@ -263,10 +264,10 @@ class Scatter:
         for unit in sorted(units):
             there = problem.leaves(self.me, unit.peer)
             rows = self.mine.region("a", self.me, there, unit)
-            out, terms = self._target(unit)
+            out, terms = self.target[unit] = self._target(unit)
             if terms and out.buffer == "staging":
                 waits = (*waits, self._from_left(unit))
-            a = rows._replace(col=0, col_stop=problem.k)
+            a = Region("a", self.me, rows.row, rows.row_stop, 0, problem.k)
             added = None
             if unit.peer == self.me and terms and self.single:
                 added, heard, earlier = self._addend(unit, lane)
@@ -328,7 +329,7 @@ class Scatter:
             ready = world.word("ready", me, target, unit.group, unit)
         else:
             ready = world.of_units("ready", me, target)[unit.ordinal]
-        source, _ = self._target(unit)
+        source, _ = self.target[unit]
         self._add(
             Step(
                 "copy",
@@ -376,7 +377,7 @@ class Scatter:
             signal = self.world.word("ready", peer, self.me, unit.group, unit)
         else:
             signal = self.world.of_units("ready", peer, self.me)[unit.ordinal]
-        first = self.heard.setdefault(signal, len(self.steps))
+        first = self.heard.setdefault(signal.word, len(self.steps))
         if first == len(self.steps):
             return (signal,), ()
         return (), () if self.steps[first].lane == lane else (first,)
