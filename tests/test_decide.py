@@ -24,7 +24,7 @@ from ficco import cli, warn
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import rule_table
 from ficco.heuristics import Saved, decide, problem_of, saved, where
-from ficco.heuristics.candidates import SERIALS
+from ficco.heuristics.candidates import SERIALS, candidates
 from ficco.heuristics.decide import described
 from ficco.heuristics.model import is_serial
 from ficco.machine import (
@@ -597,6 +597,20 @@ def test_the_page_about_choosing_holds_the_table_as_it_is_made_now() -> None:
     assert made in page.read_text(), "make it again: ficco explain --rule-table --into " + str(page)
 
 
+MOVERS = ("dma", "kernel")
+
+
+def test_the_model_leaves_copy_kernels_to_tuned_entries() -> None:
+    assert MACHINE.copies is not None
+    slow = replace(MACHINE.copies, curve=tuple((size, r / 4) for size, r in MACHINE.copies.curve))
+    fast = replace(MACHINE, copies=slow, kernel_copies=MACHINE.copies)
+    found = decide(PROBLEM, machine=fast, movers=MOVERS).schedule
+    assert found.mover != "kernel"
+    by_kernel = [one for one in candidates(PROBLEM, fast, MOVERS) if one.mover == "kernel"]
+    sooner = min(predict(PROBLEM, one, fast, "idle") for one in by_kernel)
+    assert sooner < predict(PROBLEM, found, fast, "idle")
+
+
 # Saved decisions.
 
 
@@ -613,7 +627,7 @@ def test_a_saved_decision_is_read_and_not_made_again(tmp_path: Path) -> None:
     again = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse)
     assert (again, again.source) == (first, "model")
     # Whatever changes a decision asks anew.
-    for changed in ({"mode": "queued"}, {"search": True}, {"movers": ("dma", "kernel")}):
+    for changed in ({"mode": "queued"}, {"search": True}):
         with pytest.raises(AssertionError, match="predicted again"):
             decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse, **changed)
     other = replace(MACHINE, margin=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ficco.machine import Copies, Machine
+from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 
@@ -147,7 +147,7 @@ SUMMING_MESH = (
     "hetero-fused-2d:pieces=4,tail=2,compute=2,beta",
 )
 
-#: Where a copy kernel moves the bytes: few copies.
+#: Where a copy kernel moves the bytes: few and small copies.
 BY_KERNEL = ("shard-overlap:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel")
 
 
@@ -159,9 +159,7 @@ def candidates(
     Args:
         problem: what is asked; its operator says in which direction pieces go.
         machine: its topology says which ones; without one, those of a switch.
-        movers: who moves bytes here. Copy kernels are compared where they were measured, and move
-            what is sent faster than the copy engines would if nothing else ran: beside products
-            they are slower still, since they wait for SMs that products hold.
+        movers: who moves bytes. Copy kernels are among them where they were measured.
     """
     found: dict[Schedule, Schedule] = {}
     for schedule in _candidates(problem, machine, movers):
@@ -178,28 +176,9 @@ def _candidates(
         if not serves(schedule, machine):
             continue
         yield schedule if name == "shard-overlap" else suited(schedule, problem, machine)
-    if "kernel" in movers and machine is not None:
+    if "kernel" in movers and machine is not None and machine.kernel_copies is not None:
         for name in BY_KERNEL:
-            schedule = Schedule.parse(name)
-            if _kernel_is_faster(schedule, problem, machine):
-                yield suited(schedule, problem, machine)
-
-
-def _kernel_is_faster(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
-    """Whether the largest copy of a schedule is, alone, seen sooner if a kernel makes it."""
-    kernel, engines = machine.kernel_copies, machine.copies
-    if kernel is None or engines is None:
-        return False
-    ranks = range(problem.world)
-    rows = max((problem.block(src, dst) for src in ranks for dst in ranks if src != dst), default=0)
-    pieces = schedule.pieces if isinstance(schedule.pieces, int) else 1
-    columns = problem.n if problem.kind.scatters else problem.k
-    nbytes = rows * columns * problem.itemsize / pieces
-
-    def seconds(copies: Copies) -> float:
-        return copies.latency + nbytes / copies.rate(nbytes)
-
-    return nbytes > 0 and seconds(kernel) < seconds(engines)
+            yield suited(Schedule.parse(name), problem, machine)
 
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:

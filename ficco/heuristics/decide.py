@@ -194,10 +194,10 @@ def decide(
         return decision(FALLBACK[mode], "fallback", f"{why}; {REMEDY}")
     missing = lacking(known, mode)
     if not missing:
-        key = f"{problem} {mode} search={search:d} movers={'+'.join(movers)}"
+        key = f"{problem} {mode} search={search:d}"
         found = saved.get(key) if saved else None
         if found is None:
-            found = _modelled(problem, known, mode, search, movers, predict)
+            found = _modelled(problem, known, mode, search, predict)
             if saved:
                 saved.put(key, *found)
         return decision(found[0], "model", found[1])
@@ -244,15 +244,12 @@ def _tuned(
 
 @lru_cache(maxsize=4096)
 def _modelled(
-    problem: Problem,
-    machine: Machine,
-    mode: str,
-    search: bool,
-    movers: tuple[str, ...],
-    predict: Predict,
+    problem: Problem, machine: Machine, mode: str, search: bool, predict: Predict
 ) -> tuple[Schedule, str]:
+    """What the model takes, and why. Copy engines move the bytes: how long the blocks of a copy
+    kernel wait for SMs that products hold, it does not know. Tuned entries do."""
     modes = MODES[mode]
-    found = predictions(problem, candidates(problem, machine, movers), machine, modes, predict)
+    found = predictions(problem, candidates(problem, machine), machine, modes, predict)
     if search:
         found += look_further(problem, found, machine, mode, predict)
     choice = choose(found, machine, mode)
