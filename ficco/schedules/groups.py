@@ -162,6 +162,10 @@ class Groups(ABC):
             self._units[peer] = found
         return self._units[peer]
 
+    def count(self, peer: int) -> int:
+        """How many units a peer has."""
+        return len(self.cuts(peer) if self.tail == 1 else self.units(peer))
+
     def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
         """Where a unit lies in a buffer where its block begins at a row."""
         return self.regions(buffer, rank, row, [unit])[0]

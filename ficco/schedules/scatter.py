@@ -26,31 +26,38 @@ class ScatterWorld:
         self.world = problem.world
         self.ring = schedule.grouping == "ring" and self.world > 1
         self.departures = [Departures(problem, schedule, rank) for rank in range(self.world)]
-        self._received = [self._senders(rank) for rank in range(self.world)]
         #: Words per pair of ranks: for what arrives, for sums that return, for what was fetched.
-        arriving = [len(units) for sent in self._received for units in sent.values()]
-        if self.ring:  # where blocks have fewer pieces than others, some words are left out
+        if not self.ring:
+            ranks = range(self.world)
+            arriving = [
+                self.departures[src].count(dst) for src in ranks for dst in ranks if src != dst
+            ]
+        else:  # where blocks have fewer pieces than others, some words are left out
             arriving = [departures.groups for departures in self.departures]
         self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
         self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
+        self._received: dict[int, dict[int, list[Unit]]] = {}
         self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
 
     def received(self, rank: int) -> dict[int, list[Unit]]:
         """What comes to a rank, by the rank that it comes from, in order."""
+        if rank not in self._received:
+            self._received[rank] = self._senders(rank)
         return self._received[rank]
 
     def _senders(self, rank: int) -> dict[int, list[Unit]]:
         if self.ring:
             left = (rank - 1) % self.world
-            units = [unit for group in self.departures[left].by_group for unit in group]
-            return {left: units}
+            return {left: [unit for group in self.departures[left].by_group for unit in group]}
         peers = [peer for peer in range(self.world) if peer != rank]
         return {peer: self.departures[peer].units(rank) for peer in peers}
 
     def sent(self, src: int, dst: int) -> list[Unit]:
         """The units that one rank sends to another, in order. In a ring they are for others."""
-        return self._received[dst].get(src, [])
+        if self.ring:
+            return self.received(dst).get(src, [])
+        return self.departures[src].units(dst) if src != dst else []
 
     def _places(self, rank: int) -> list[int]:
         """Where the blocks of all ranks begin in a rank's staging."""
