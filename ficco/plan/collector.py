@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collection meanwhile, and what was made counts as old at once.
+    """No collection meanwhile.
 
     The plans of many ranks are millions of tuples with no cycle among them: the collector would
     find nothing, and walk them all again and again.
@@ -19,8 +19,5 @@ def paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if enabled and not gc.get_freeze_count():  # what a caller froze stays frozen
-            gc.freeze()
-            gc.unfreeze()  # from the youngest generation to the oldest, unread
         if enabled:
             gc.enable()
