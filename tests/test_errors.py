@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import pickle
 import re
+from array import array
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
 from ranks import Failure, Rank, caught, run
+from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 
@@ -147,6 +150,11 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
     "unknown mover": (lambda: _schedule("growing:mover=bus"), "ValueError", ("mover=bus",)),
     "schedule is a number": (lambda: _schedule(3), "ValueError", ("schedule", "required", "3")),
     "schedule is None": (lambda: _schedule(None), "ValueError", ("schedule", "required", "None")),
+    "schedule is a list": (
+        lambda: _schedule(["growing"]),
+        "ValueError",
+        ("schedule: required a name", r"got \['growing'\]"),
+    ),
     "schedule needs more memory": (
         lambda: _with({"workspace_bytes": 1}, _schedule("serial")),
         "ValueError",
@@ -167,6 +175,22 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
     ),
     "rows no integers": (lambda: _rows([4.0, 4.0]), "ValueError", ("rows", r"4\.0")),
     "rows a number": (lambda: _rows(8), "ValueError", ("rows: required", "8")),
+    "rows a text": (lambda: _rows("44"), "ValueError", ("rows: required 2 numbers", "got '44'")),
+    "rows a tensor of one number": (
+        lambda: _rows(torch.tensor(8)),
+        "ValueError",
+        ("rows: required 2 numbers", "got 8"),
+    ),
+    "rows a tensor of fractions": (
+        lambda: _rows(torch.tensor([4.5, 3.5])),
+        "ValueError",
+        ("rows: required 2 numbers", r"got \[4\.5, 3\.5\]"),
+    ),
+    "rows on a device": (
+        lambda: _rows(torch.tensor([4, 4], device="meta")),
+        "ValueError",
+        ("rows: required numbers on the CPU", "on meta", r"\.tolist\(\)"),
+    ),
     # Groups.
     "group is a list": (
         lambda: _call(_a(), _b(), group=[0, 1]),
@@ -253,6 +277,31 @@ def test_mistake(what: str) -> None:
             assert found.type == kind, found.traceback
             for pattern in patterns:
                 assert re.search(pattern, found.text), f"{pattern!r} is not in: {found.text}"
+
+
+def _rows_of_any_type(at: Rank) -> None:
+    for rows in (
+        (ROWS, ROWS + 1),
+        torch.tensor([ROWS, ROWS + 1]),
+        [torch.tensor(ROWS), torch.tensor(ROWS + 1, dtype=torch.int32)],
+        np.array([ROWS, ROWS + 1]),
+        [np.int64(ROWS), np.uint8(ROWS + 1)],
+        array("q", [ROWS, ROWS + 1]),
+        range(ROWS, ROWS + 2),
+    ):
+        for needs in (False, True):
+            a = _a(ROWS + at.rank, K).requires_grad_(needs)
+            assert (ficco.all_gather_matmul(a, _b(), rows=rows) == K).all()  # type: ignore[arg-type]
+        with FlopCounterMode(display=False):
+            assert (ficco.all_gather_matmul(_a(ROWS + at.rank, K), _b(), rows=rows) == K).all()  # type: ignore[arg-type]
+    table = np.full((at.world, at.world), 3)
+    for some in (table, torch.from_numpy(table), list(table)):
+        found = ficco.all_to_all_matmul(_a(3 * at.world, K), _b(), rows=some)  # type: ignore[arg-type]
+        assert found.shape == (3 * at.world, N) and (found == K).all()
+
+
+def test_rows_of_any_type() -> None:
+    run(2, _rows_of_any_type)
 
 
 def _no_grad(at: Rank) -> None:

@@ -537,7 +537,9 @@ def _odd_gradients(at: Rank, operator: str) -> None:
     case = case_of(operator, at.world, 4, 6, 8)
     made = make(case, at.world)
     shape = made.y[at.rank].shape
-    for g in (torch.ones(()).expand(shape), made.g[at.rank].float().t().contiguous().t()):
+    mine = made.g[at.rank].float()
+    negative = torch._neg_view(-mine)  # as (-1j * z).conj().imag and the like are
+    for g in (torch.ones(()).expand(shape), mine.t().contiguous().t(), negative):
         all_a, all_b = ([x.clone().requires_grad_() for x in some] for some in (made.a, made.b))
         y = together(case, all_a, all_b)
         alike = [torch.ones(x.shape) for x in y] if g.stride() == (0, 0) else made.g
@@ -569,6 +571,8 @@ def _layouts(at: Rank, operator: str) -> None:
         wide_b[::2, : case.n],
         plain_b.t().contiguous().t(),
     ]
+    views_a.append(torch._neg_view(plain_a.clone()))
+    views_b.append(torch._neg_view(plain_b.clone()))
     for a, b in zip(views_a, views_b, strict=True):
         a, b = a.copy_(plain_a).requires_grad_(), b.copy_(plain_b).requires_grad_()
         y = product(case, a, b)

@@ -204,6 +204,24 @@ def test_sizes_at_the_edge(device: str, operator: str) -> None:
     run(3, all_exact, cases, device=device)
 
 
+def _negative(at: Rank, operator: str) -> None:
+    """Operands whose memory holds their negatives, as that of ``z.conj().imag`` does."""
+    rows = rows_for(operator, at.world, "ragged")
+    for k, cap in ((6, None), (1, None), (6, 1 << 13)):
+        case = Case(operator, rows, k, 96, schedule="hetero-fused-1d:pieces=2")
+        a, b = (torch._neg_view(-x) for x in operands(case, at.rank, 0, at.device))
+        assert a.is_neg() and b.is_neg()
+        with ficco.options(workspace_bytes=cap):
+            found = getattr(ficco, operator)(a, b, **case.arguments())
+        assert not found.is_neg()
+        compare("the result", found, wanted(case, at.rank, 0, at.device), f"{case}, {cap}")
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operands_with_the_negative_bit(device: str, operator: str) -> None:
+    run(2, _negative, operator, device=device)
+
+
 def _repeats(at: Rank, operator: str, schedule: str) -> list[bool]:
     """Whether calls on the same random operands are equal to the last bit."""
     torch.manual_seed(at.rank)

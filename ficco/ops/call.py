@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -191,7 +192,12 @@ def _begin(
     try:
         kind = OPERATORS[operator]
         rows = frozen(rows)
-        a, source = _flat(a), None
+        if not isinstance(schedule, (str, Schedule)):
+            raise ValueError(
+                f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or "
+                "'auto'"
+            )
+        a, b, source = _flat(_plain(a)), _plain(b), None
         if not kind.scatters:
             a, source = _readable(workspace, a)
         mode = "eager" if engine.asynchronous else "idle"
@@ -366,11 +372,25 @@ def _backend(group: ProcessGroup) -> str:
     return str(dist.get_backend(group))
 
 
-def frozen(rows: Rows) -> Any:
-    """Rows as something that can be a key, whatever they are."""
-    if not isinstance(rows, Iterable):
-        return rows
-    return tuple([tuple(row) if isinstance(row, Iterable) else row for row in rows])
+def frozen(rows: Any) -> Any:
+    """Rows as something that can be a key, whatever they are; whole numbers of any type, those of
+    NumPy and of tensors on the CPU among them, as ints."""
+    if isinstance(rows, (list, tuple)):
+        return tuple([row if type(row) is int else frozen(row) for row in rows])
+    if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
+        return rows  # refused by _problem: to read it would wait for the device
+    if hasattr(rows, "tolist"):
+        return frozen(rows.tolist())
+    if isinstance(rows, Iterable) and not isinstance(rows, str):
+        return tuple([frozen(row) for row in rows])
+    whole = isinstance(rows, SupportsIndex) and not isinstance(rows, (bool, torch.SymInt))
+    return index(rows) if whole else rows
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """An operand whose memory holds its values: that of a view such as ``z.conj().imag`` holds
+    their negatives."""
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def _flat(a: torch.Tensor) -> torch.Tensor:
@@ -410,6 +430,11 @@ def _problem(
             raise NotImplementedError(
                 f"{name}: sparse tensors are not served; pass a dense one (.to_dense())"
             )
+    if isinstance(rows, torch.Tensor):
+        raise ValueError(
+            f"rows: required numbers on the CPU, got a tensor on {rows.device}; pass its "
+            ".tolist(), which waits for the device"
+        )
     if a.dim() < 2 or b.dim() != 2:
         shape = "[..., m/W, k]" if left == "a_shard" else "[..., m, k]"
         raise ValueError(

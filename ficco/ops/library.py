@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import distributed_c10d
 
-from ficco.ops.call import Result, run
+from ficco.ops.call import Result, frozen, run
 from ficco.ops.gradients import DUAL, GATHERS, Asked, Kept, backward, keep, matrix
 from ficco.options import carried, current, from_text, to_text
 from ficco.problem import ITEMSIZE, OPERATORS
@@ -59,6 +59,8 @@ def call(
     return_gathered: bool,
 ) -> Result:
     """A call through the library's operator; can be traced."""
+    if not torch.compiler.is_compiling():
+        rows = frozen(rows)
     flat = None if rows is None else _flat(rows)
     ops = OPS[operator]
     saves = '"save_gathered": true' in options and torch.is_grad_enabled() and b.requires_grad
