@@ -169,7 +169,8 @@ class Board:
     def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
         """Wait until all ranks have written down a call, which this rank has.
 
-        A rank that is 256 calls ahead or more counts as agreeing: its entry is gone.
+        A rank that is 256 calls ahead or more counts as agreeing: its entry is gone. Ranks that
+        disagreed on an earlier call, which this one may have refused, are no longer waited for.
 
         Raises:
             RankMismatch: they differ.
@@ -187,7 +188,7 @@ class Board:
                 time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
             if looks % 16 and looks < SPINS:
                 continue
-            if found := pages.mismatch(number):
+            if found := self.mismatch(number):
                 raise found
             seconds = time.monotonic() - begin
             if seconds > timeout_s:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import os
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -243,6 +245,7 @@ class Workspace:
 _Key = tuple["ProcessGroup", torch.device, "str | None"]
 _workspaces: dict[_Key, Workspace] = {}
 _failed: dict[_Key, FiccoError] = {}
+_inherited: dict[_Key, Workspace] = {}  # those of the process that this one was forked from
 
 
 def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "ficco") -> Workspace:
@@ -254,6 +257,12 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
     if workspace is None or workspace.closed:
         if key in _failed:
             raise _failed[key]
+        if key in _inherited:
+            raise FiccoError(
+                f"{operator}: this process was forked after ficco was used on this group, whose "
+                "engine and place among the ranks stay with its parent; start processes with spawn "
+                "or forkserver, or make the first call in the child"
+            )
         try:
             workspace = _workspaces[key] = Workspace(group, device, options, operator)
         except FiccoError as error:
@@ -295,3 +304,15 @@ def _close_at_exit() -> None:
 
 
 atexit.register(_close_at_exit)
+
+
+def _leave_to_parent() -> None:
+    """In a process that was just forked: nothing that was made before is used or freed here, not
+    even by the destructors of events and graphs at the end of the interpreter."""
+    for workspace in _workspaces.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
+    _inherited.update(_workspaces)
+    _workspaces.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

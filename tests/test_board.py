@@ -104,6 +104,26 @@ def test_cold_and_warm_ranks_find_the_same_mismatch() -> None:
     assert run(3, one_waits) == [{0: "new", 1: "known", 2: "known"}] * 3
 
 
+def refused(at: Rank) -> Any:
+    """Rank 1 refuses its third call; the others find out, fail, and make no further one."""
+    mine = board()
+    for number in (1, 2):
+        mine.post(number, 9)
+    mine.post(3, mine.describe("wrong" if at.rank == 1 else "right"))
+    dist.barrier()
+    begin = time.monotonic()
+    if at.rank == 1:
+        mine.post(4, 9)
+    result = caught(lambda: agree(mine, 4 if at.rank == 1 else 3))
+    return result.fields.get("values"), time.monotonic() - begin
+
+
+def test_nobody_waits_for_ranks_that_disagreed_before() -> None:
+    for values, seconds in run(3, refused):
+        assert values == {0: "right", 1: "wrong", 2: "right"}
+        assert seconds < 2
+
+
 def late(at: Rank) -> Any:
     mine = board()
     for number in range(1, 4 if at.rank == 1 else 6):
@@ -171,16 +191,16 @@ def wrap(at: Rank) -> Any:
             agree(mine, number)
     dist.barrier()
     clean = mine.mismatch(number)
+    missing = caught(lambda: agree(mine, number + 1, 0.05))
+    dist.barrier()
     mine.post(number + 1, 1 + at.rank)
     dist.barrier()
     found = mine.mismatch(number + 1)
-    dist.barrier()
-    missing = caught(lambda: agree(mine, number + 2, 0.05))
     return clean, found is not None, missing.fields["found"] - number
 
 
 def test_numbers_wrap() -> None:
-    assert run(2, wrap) == [(None, True, 1)] * 2
+    assert run(2, wrap) == [(None, True, 0)] * 2
 
 
 def texts(at: Rank) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ranks import Died, Rank, caught, ranks, run
 
 from ficco.dma import cpu
-from ficco.dma.cpu import CpuEngine, CpuMemory, Disturbance, disturb
+from ficco.dma.cpu import CpuEngine, CpuMemory, Disturbance, _Run, disturb
 from ficco.dma.engine import Call, Program, Slot
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.errors import RankMismatch
@@ -391,6 +391,45 @@ LONELY = (
     "hetero-unfused-1d:pull,copy=3",
     "shard-overlap:pull",
 )
+
+
+class _Work:
+    """A collective that ends behind a slice: what of it is not deprecated."""
+
+    def __init__(self, waits: Sequence[str]) -> None:
+        self.waits = list(waits)
+        self.over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self, timeout: Any) -> bool:
+        time.sleep(0.02)
+        said = self.waits.pop(0)
+        self.over = not self.waits or self.waits[0] != "slow"
+        if said:
+            raise RuntimeError(said)
+        return True
+
+
+def slices(at: Rank) -> list[Any]:
+    one = plan(problem([3] * at.world), Schedule.parse("serial:collective"), at.rank)
+    found = []
+    with engine(0.3) as made:
+        program = compile(one, made, None)
+        for waits in (["slow", ""], ["slow", "slow", ""], ["slow", "broken"], ["slow"] * 1000):
+            work = _Work(waits)
+            call = call_for(one, *operands(one.problem, 0))
+            call.state = _Run(1, [], made.timeout_s, None)
+            began = caught(
+                lambda: made._collect(program, call, 0, lambda: None, lambda: work)  # noqa: B023
+            )
+            found.append(began if began is None else (began.type, "broken" in began.text))
+    return found
+
+
+def test_a_collective_is_looked_at_in_slices() -> None:
+    assert run(1, slices) == [[None, None, ("BackendError", True), ("SignalTimeout", False)]]
 
 
 def blamed(results: list[Any], name: str, victim: int, timeout_s: float) -> None:

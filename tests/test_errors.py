@@ -250,6 +250,16 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
         ("world", "0"),
     ),
     # Options.
+    "an engine for other tensors": (
+        lambda: _with({"engine": "cuda"}, _call(_a(), _b())),
+        "ValueError",
+        (r"engine='cuda'\): required tensors on cuda", "got some on cpu"),
+    ),
+    "tensors for another engine": (
+        lambda: _with({"engine": "cpu"}, _call(_a().to("meta"), _b().to("meta"))),
+        "ValueError",
+        (r"engine='cpu'\): required tensors on cpu", "got some on meta"),
+    ),
     "unknown engine": (
         lambda: _with({"engine": "tpu"}, _call(_a(), _b())),
         "ValueError",

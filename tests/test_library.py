@@ -548,6 +548,18 @@ def _transformed(at: Rank) -> list[Any]:
     return found
 
 
+def _jit(at: Rank) -> Any:
+    case = case_of("all_gather_matmul", at.world, 4, 6, 8, needs="")
+    a, b = operands(case, make(case, at.world), at)
+    return caught(lambda: torch.jit.trace(lambda x: called(case, x, b), (a,)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_traces_sizes_as_tensors_is_refused() -> None:
+    for failure in run(2, _jit):
+        assert failure.type == "NotImplementedError" and "torch.compile" in failure.text
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transforms_of_torch_func() -> None:
     for failure in (failure for rank in run(2, _transformed) for failure in rank):

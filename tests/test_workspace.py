@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import select
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cases import Case, exact
-from ranks import Rank, run
+from ranks import Rank, caught, run
 
 import ficco
 from ficco import workspace as workspaces
@@ -134,6 +138,62 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     }
     assert {id(program) for program in slot.programs.values()} == left
     assert len(graphs.programs) == 1
+
+
+def _in_child(fn: Any) -> Any:
+    """What a function says in a forked process, which then ends as interpreters do.
+
+    That a child may be the first to call is seen everywhere: ranks are forks of one server.
+    """
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.write(theirs, pickle.dumps(caught(fn)))
+            workspaces._close_at_exit()
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as answers:
+        answer = answers.read() if select.select([answers], [], [], 10)[0] else b""
+    if not answer:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return pickle.loads(answer) if answer else "no answer"
+
+
+def _forked(at: Rank, schedule: str) -> Any:
+    group = dist.new_group(list(range(at.world)))
+    case = Case((4,) * at.world, 8, 8, schedule=schedule)
+    exact(at, case, 0, group)
+    held = ficco.memory(group)
+
+    def in_child() -> Any:
+        with ficco.options(timeout_s=60):
+            call = caught(lambda: exact(at, case, 1, group))
+            memory = caught(lambda: ficco.empty((4, 4), group=group))
+        ficco.synchronize()
+        ficco.close()
+        again = caught(lambda: exact(at, case, 1, group))
+        return call, memory, again, ficco.memory()
+
+    idle = _in_child(lambda: sum(range(10)))  # as a worker that loads data
+    found = _in_child(in_child)
+    for iteration in range(3):  # the parent's ranks are in step, its memory is whole
+        exact(at, case, iteration, group)
+    assert ficco.memory(group) >= held
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return idle, found
+
+
+@pytest.mark.parametrize("schedule", ["growing", "serial:collective"])
+def test_a_forked_process_leaves_the_group_to_its_parent(schedule: str) -> None:
+    for idle, found in run(2, _forked, schedule):
+        assert idle == 45
+        *failures, held = found
+        assert held == 0
+        for failure in failures:
+            assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
 
 
 def _many_kinds(at: Rank, rounds: int) -> list[int]:

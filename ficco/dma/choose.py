@@ -20,8 +20,14 @@ def engine_name(device: torch.device, wanted: str | None = None) -> str:
     """The engine for a device and this build of PyTorch, or the one that was asked for.
 
     Raises:
+        ValueError: the one that was asked for serves other tensors. HIP's decides by itself.
         NotImplementedError: no engine serves the device.
     """
+    if wanted in ("cpu", "cuda") and device.type != wanted:
+        raise ValueError(
+            f"options(engine={wanted!r}): required tensors on {wanted}, got some on {device.type}; "
+            "leave the option out, and the tensors' device decides"
+        )
     if wanted is not None:
         return wanted
     if device.type == "cpu":

@@ -416,17 +416,16 @@ class CpuEngine(Engine):
         begin = time.monotonic()
         work = None
         while True:
+            failed = True  # if this raises; unless it is only the end of a slice
             try:
                 work = work or start()
                 if work is not None:
+                    failed = work.is_completed()
                     work.wait(timedelta(seconds=SLICE_S))
                 return
             except RuntimeError as error:
-                if work is not None and work.is_completed() and work.is_success():
-                    return  # between the end of the slice and this look
                 run.check()
                 self.interrupt()  # ranks that disagree also fail here
-                failed = work is None or (work.is_completed() and work.exception() is not None)
                 while failed and missing() is None:
                     # A connection is lost a little before the peer's process is gone.
                     if time.monotonic() - begin > DEATH_S:
@@ -435,7 +434,7 @@ class CpuEngine(Engine):
                         raise BackendError(f"collective of {library}", "error", text) from error
                     time.sleep(SLICE_S)
                 seconds = time.monotonic() - begin
-                if failed or seconds > run.timeout_s:
+                if failed or (seconds > run.timeout_s and not work.is_completed()):
                     raise self._timeout(program, step, missing(), seconds, None, None) from error
 
     def _rectangle(

@@ -43,6 +43,10 @@ def operate(
     """One call of an operator: the product, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            "torch.jit.trace is not served; use torch.compile or torch.export"
+        )
     if forward_ad._current_level >= 0:
         _refuse_tangents(a, b)
     kind = a.device.type
