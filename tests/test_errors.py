@@ -139,6 +139,11 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
         "ValueError",
         ("required one of", "'fastest'", "hetero-fused-1d", "'auto'"),
     ),
+    "misspelt schedule": (
+        lambda: _schedule("shard_overlap:pull"),
+        "ValueError",
+        ("required one of", "did you mean 'shard-overlap'"),
+    ),
     "unknown knob": (lambda: _schedule("serial:speed=9"), "ValueError", ("speed=9", "pieces=4")),
     "knob twice": (lambda: _schedule("serial:copy=1,copy=2"), "ValueError", ("copy=2", "twice")),
     "no pieces": (lambda: _schedule("growing:pieces=0"), "ValueError", ("pieces", "positive")),
@@ -159,6 +164,17 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
         lambda: _with({"workspace_bytes": 1}, _schedule("serial")),
         "ValueError",
         ("workspace_bytes", r"required at least \d+", "serial", "pieces="),
+    ),
+    "a step needs more memory": (
+        lambda: _with({"workspace_bytes": 100}, _schedule("growing")),
+        "ValueError",
+        # Words and marks, 11 cache lines, and a shard.
+        ("workspace_bytes: required at least 832 for one step", "got 100", "pieces="),
+    ),
+    "memory is a byte short": (
+        lambda: _with({"workspace_bytes": 831}, _schedule("growing")),
+        "ValueError",
+        ("required at least 832 ", "got 831"),
     ),
     # Rows.
     "rows too short": (

@@ -21,7 +21,7 @@ from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
 from ficco.runtime import compile
-from ficco.schedules import GRANULE, Schedule, plan
+from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
 from ficco.warn import warn_once
 from ficco.workspace import Known, Workspace, workspace_of
 
@@ -306,10 +306,10 @@ def _plan(
     whole = plan(problem, schedule, rank)
     if cap is None or not whole.words:
         return whole, False, 0
+    if not problem.kind.scatters:
+        return _ring(workspace, whole, schedule, cap), True, 0
     words = workspace.engine.slot_bytes(whole.words, (0, 0))
     left = max(0, cap - words)
-    if not problem.kind.scatters:
-        return plan(problem, schedule, rank, max(0, left - whole.room[1])), True, 0
     if (needed := workspace.engine.slot_bytes(0, whole.room)) <= left:
         return whole, True, 0
     columns = problem.n * left // needed // GRANULE * GRANULE
@@ -323,6 +323,24 @@ def _plan(
             "serial:collective"
         )
     return whole, True, columns
+
+
+def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
+    """A plan of what gathers, its staging a ring where needed, so that a slot keeps to a cap."""
+
+    def nbytes(staging: int) -> int:
+        return workspace.engine.slot_bytes(whole.words, (staging, whole.room[1]))
+
+    staging = max(0, cap - nbytes(0))
+    while staging and nbytes(staging) > cap:  # buffers are rounded up
+        staging -= 1
+    try:
+        return plan(whole.problem, schedule, whole.rank, staging)
+    except StagingTooSmall as error:
+        raise ValueError(
+            f"workspace_bytes: required at least {nbytes(error.needed)} for one step of schedule "
+            f"{schedule} on {whole.problem}, got {cap}; allow more or cut finer (pieces=)"
+        ) from None
 
 
 def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:

@@ -158,7 +158,8 @@ sync     |         |       |       |       | .. |             |             | re
 """
 
 from ficco.schedules.build import plan, plans, refusal
+from ficco.schedules.gather import StagingTooSmall
 from ficco.schedules.groups import GRANULE
 from ficco.schedules.space import KNOBS, NAMED, Schedule
 
-__all__ = ["GRANULE", "KNOBS", "NAMED", "Schedule", "plan", "plans", "refusal"]
+__all__ = ["GRANULE", "KNOBS", "NAMED", "Schedule", "StagingTooSmall", "plan", "plans", "refusal"]

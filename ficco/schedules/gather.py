@@ -16,6 +16,14 @@ from ficco.schedules.space import Schedule
 LOOKAHEAD = 2
 
 
+class StagingTooSmall(ValueError):
+    """No step fits under a cap on staging; the largest takes ``needed`` bytes."""
+
+    def __init__(self, text: str, needed: int) -> None:
+        super().__init__(text)
+        self.needed = needed
+
+
 class _Staging:
     """Where the units of one receiver lie when it multiplies them.
 
@@ -132,9 +140,10 @@ class GatherWorld:
         pitch = max(staging.cols for staging in self.landing)
         stage_bytes = max(staging.rows for staging in self.landing) * pitch * self.problem.itemsize
         if stage_bytes > cap:
-            raise ValueError(
+            raise StagingTooSmall(
                 f"workspace_bytes: required at least {stage_bytes} for one step of schedule "
-                f"{self.schedule} on {self.problem}, got {cap}; allow more or cut finer (pieces=)"
+                f"{self.schedule} on {self.problem}, got {cap}; allow more or cut finer (pieces=)",
+                stage_bytes,
             )
         for staging in self.landing:
             staging.set_stages(cap // max(staging.rows * pitch * self.problem.itemsize, 1))

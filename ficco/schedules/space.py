@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -198,7 +199,10 @@ NAMED: dict[str, Schedule] = {
 def _parse(name: str) -> Schedule:
     base, _, text = name.partition(":")
     if base not in NAMED:
-        raise ValueError(f"schedule: required one of {', '.join(NAMED)}, or 'auto', got {name!r}")
+        near = [f"; did you mean {one!r}?" for one in get_close_matches(base, NAMED, 1)]
+        raise ValueError(
+            f"schedule: required one of {', '.join(NAMED)}, or 'auto', got {name!r}{''.join(near)}"
+        )
     values: dict[str, Any] = {}
     for item in text.split(",") if text else []:
         key, equals, value = item.partition("=")
