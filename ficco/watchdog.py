@@ -91,6 +91,9 @@ class Watchdog:
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace
+        if workspace.error is not None:  # which the caller was told by an exception
+            workspace.engine.release(workspace.slots, RELEASE_S)
+            return
         workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if self.on_timeout == "abort":

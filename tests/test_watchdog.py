@@ -141,6 +141,20 @@ def test_disagreement_is_found_although_nothing_runs(watch: Callable[..., Worksp
     assert workspace.error is error
 
 
+def test_what_the_caller_was_told_ends_no_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    workspace = Workspace(7, False, RankMismatch({0: "broken off", 1: "that"}))
+    workspace.error = told = FiccoError("broken off by OutOfMemoryError")
+    dog = Watchdog(workspace)  # type: ignore[arg-type]  # which aborts unless told otherwise
+    time.sleep(6 * PERIOD_S)
+    dog.stop()
+    assert not ended and capfd.readouterr().err == ""
+    assert workspace.error is told and workspace.engine.released == workspace.slots
+
+
 def test_abort_ends_the_process_with_the_whole_text() -> None:
     script = """
 import sys, time
