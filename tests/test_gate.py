@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from ficco.dma.gate import Gate
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
@@ -104,3 +106,27 @@ def test_a_call_that_fails_leaves_the_gate() -> None:
     with gate.recording() as allowed:
         assert allowed
     assert beside(lambda: gate.waiting().__enter__()).wait(PATIENCE_S)
+
+
+def test_a_handler_that_makes_a_call_or_frees_does_not_wait_for_its_own_thread() -> None:
+    gate = Gate()
+
+    def interrupted() -> None:
+        with gate.closed(), gate, gate.closed() as alone:
+            assert not alone
+
+    assert beside(interrupted).wait(PATIENCE_S)
+
+
+def test_who_is_interrupted_while_it_waits_for_recordings_waits_no_more() -> None:
+    gate = Gate()
+
+    def interrupt(condition: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt), gate.waiting():
+            pass
+    with gate.recording() as allowed:
+        assert allowed

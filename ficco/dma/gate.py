@@ -22,7 +22,8 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        # A signal's handler, or a finalizer, may come back in the thread that holds it.
+        self._changed = threading.Condition(threading.RLock())
         self._calls = self._recordings = self._waiting = 0
         self.passed = 0
 
@@ -53,8 +54,9 @@ class Gate:
         """One may wait for the device here: nothing is being recorded."""
         with self._changed:
             self._waiting += 1
-            self._changed.wait_for(lambda: not self._recordings)
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._recordings)
             yield
         finally:
             with self._changed:
