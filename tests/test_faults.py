@@ -21,6 +21,7 @@ from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
 from ficco.ops import call as calls
+from ficco.workspace import Workspace
 
 #: Seconds after which the calls of these tests give up on a peer.
 PATIENCE_S = 1.5
@@ -587,7 +588,9 @@ def test_one_rank_with_wrong_arguments(what: str, warm: bool) -> None:
 # Ranks that fail by themselves, before a call or in it.
 
 
-def _short_of_memory(at: Rank, case: Case, warm: bool, what: str) -> dict[str, Any]:
+def _short_of_memory(
+    at: Rank, case: Case, warm: bool, what: str, owner: Any = None
+) -> dict[str, Any]:
     group = dist.new_group(list(range(at.world)))
     if warm:
         for iteration in range(3):
@@ -597,14 +600,11 @@ def _short_of_memory(at: Rank, case: Case, warm: bool, what: str) -> dict[str, A
     def refuse(*_: Any) -> Any:
         raise MemoryError("64 GiB are not to be had")
 
-    real = getattr(calls, what)
-    if at.rank == 1:
-        setattr(calls, what, refuse)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if at.rank == 1:
+            patch.setattr(owner or calls, what, refuse)
         with ficco.options(timeout_s=10 * PATIENCE_S):
             first, waited = timed(lambda: call(case, made.a, made.b, group))
-    finally:
-        setattr(calls, what, real)
     with ficco.options(timeout_s=PATIENCE_S):
         again, waited_again = timed(lambda: call(case, made.a, made.b, group))
     at.barrier()
@@ -617,11 +617,50 @@ def _short_of_memory(at: Rank, case: Case, warm: bool, what: str) -> dict[str, A
 @pytest.mark.parametrize("what", ["_readable", "_operands", "_execute"])
 def test_a_rank_without_memory_tells_its_peers(what: str, warm: bool) -> None:
     """At once: none of them waits for as long as a call may take."""
-    case = equal(2, 8, 8, 8, schedule="growing")
-    other, odd = run(2, _short_of_memory, case, warm, what)
+    _without_memory(equal(2, 8, 8, 8, schedule="growing"), warm, what)
+
+
+def test_a_rank_that_cannot_remember_a_call_tells_its_peers() -> None:
+    _without_memory(equal(2, 8, 8, 8, schedule="growing"), False, "keep", Workspace)
+
+
+def _without_memory(case: Case, warm: bool, what: str, owner: Any = None) -> None:
+    other, odd = run(2, _short_of_memory, case, warm, what, owner)
     assert odd["first"].type == "MemoryError"
     assert other["first"].type == "RankMismatch", other["first"]
     assert "MemoryError: 64 GiB are not to be had" in other["first"].fields["values"][1]
     assert other["waited"] < AT_ONCE_S + SLACK_S
     assert isinstance(other["again"], Failure) and isinstance(odd["again"], Failure)
     assert odd["waited_again"] < PATIENCE_S + SLACK_S
+
+
+def _short_of_memory_for_all_columns(at: Rank, warm: bool) -> tuple[Any, float]:
+    group = dist.new_group(list(range(at.world)))
+    a, b = torch.ones(16, 8), torch.ones(8, 250)
+
+    def summed() -> torch.Tensor:
+        return ficco.matmul_reduce_scatter(a, b, group=group, schedule="shard-overlap")
+
+    def refuse(*_: Any) -> Any:
+        raise MemoryError("64 GiB are not to be had")
+
+    with ficco.options(timeout_s=10 * PATIENCE_S, workspace_bytes=6000):
+        if warm:
+            assert bool((summed() == 16).all())
+        with pytest.MonkeyPatch.context() as patch:
+            if at.rank == 1:
+                patch.setattr(torch.Tensor, "new_empty", refuse)
+            found = timed(summed)
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+def test_a_rank_without_memory_for_all_columns_tells_its_peers(warm: bool) -> None:
+    (other, waited), (odd, _) = run(2, _short_of_memory_for_all_columns, warm)
+    assert odd.type == "MemoryError"
+    assert other.type == "RankMismatch", other
+    assert "MemoryError: 64 GiB are not to be had" in other.fields["values"][1]
+    assert waited < AT_ONCE_S + SLACK_S

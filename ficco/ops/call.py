@@ -91,12 +91,11 @@ def run(
     the result goes.
     """
     workspace, bound, call = _begin(operator, a, b, group, schedule, rows, return_gathered, out)
-    if call is None:
-        whole = a.new_empty(bound.plan.shape("out")) if out is None else out
+    if bound.columns:
         for first in range(0, b.shape[1], bound.columns):
             some = slice(first, first + bound.columns)
-            run(operator, a, b[:, some], group, schedule, rows, out=whole[:, some])
-        return whole, None
+            run(operator, call.a, call.b[:, some], group, schedule, rows, out=call.out[:, some])
+        return call.out, None
     try:
         slot = workspace.slot(bound.plan, bound.single)
         program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
@@ -117,7 +116,7 @@ def run_traced(
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
     """One call that notes when each step of its Plan ran on this rank; waits for it."""
     workspace, bound, call = _begin(operator, a, b, group, schedule, rows, False)
-    if call is None:
+    if bound.columns:
         raise NotImplementedError(
             f"a call that goes by {bound.columns} columns at a time, to keep to workspace_bytes, "
             "is several; trace it without that cap"
@@ -151,10 +150,11 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
             torch._C._set_grad_enabled(True)
 
 
-def _operands(
-    plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None
-) -> Call:
+def _operands(bound: Bound, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Call:
+    plan = bound.plan
     call = Call(a, b, a.new_empty(plan.shape("out")) if out is None else out)
+    if bound.columns:  # the rest is of its parts
+        return call
     if plan.gathers:
         call.gathered = a.new_empty(plan.shape("gathered"))
     if plan.partial:
@@ -178,9 +178,9 @@ def _begin(
     rows: Rows,
     return_gathered: bool,
     out: torch.Tensor | None = None,
-) -> tuple[Workspace, Bound, Call | None]:
+) -> tuple[Workspace, Bound, Call]:
     """The workspace, what is kept of such calls, and this one with memory for its results, once
-    the board has it; no call where it goes by columns."""
+    the board has it. One that goes by columns is not on the board: its parts are calls."""
     group = process_group(group)
     options = current()
     workspace = _workspace(group, a, b, operator)
@@ -227,7 +227,7 @@ def _begin(
         if bound is None:
             problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
             bound = _bound(workspace, problem, schedule, mode, source, options)
-        call = None if bound.columns else _operands(bound.plan, a, b, out)
+        call = _operands(bound, a, b, out)
     except BaseException as error:
         # The peers learn of it, so that they do not wait for this rank. Where all refuse, they
         # agree, whatever each of them says.
@@ -235,18 +235,18 @@ def _begin(
         board.post(number, board.describe(text, same_as="refused"))
         raise
     bound.latest = number
-    if call is None:
-        workspace.calls -= 1  # its parts are calls
-    else:
-        board.post(number, bound.digest)
-        if not bound.programs:  # new, or its slot is gone: growing must begin in agreement
-            try:
+    try:
+        if not bound.columns:
+            board.post(number, bound.digest)
+            if not bound.programs:  # new, or its slot is gone: growing must begin in agreement
                 board.agree(number, options.timeout_s, operator, bound.plan.schedule)
-            except BaseException as error:
-                workspace.fail(error)
-                raise
-    if not known:
-        workspace.keep(key, bound)
+        if not known:
+            workspace.keep(key, bound)
+    except BaseException as error:
+        workspace.fail(error)
+        raise
+    if bound.columns:
+        workspace.calls -= 1
     return workspace, bound, call
 
 
