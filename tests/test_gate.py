@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
+from ficco.dma import cuda
 from ficco.dma.gate import Gate
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
@@ -130,3 +132,29 @@ def test_who_is_interrupted_while_it_waits_for_recordings_waits_no_more() -> Non
             pass
     with gate.recording() as allowed:
         assert allowed
+
+
+class Slots:
+    """What an engine keeps of a slot, while another thread makes more of them."""
+
+    def __init__(self, states: set[Slots]) -> None:
+        self.states = states
+
+    def idle(self) -> bool:
+        self.states.add(Slots(self.states))
+        return True
+
+
+def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(cuda.torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda.cu, "uncaptured", nullcontext)
+    engine, memory = object.__new__(cuda.CudaEngine), object.__new__(cuda.CudaMemory)
+    states: set[Slots] = set()
+    states.update(Slots(states) for _ in range(3))
+    freed: list[cuda.CudaMemory] = []
+    monkeypatch.setattr(cuda.CudaMemory, "free", lambda self: freed.append(self))
+    monkeypatch.setattr(cuda, "_engines", {engine})
+    engine.__dict__.update(device=None, timeout_s=PATIENCE_S, _states=states)
+    engine.free(memory)
+    assert freed == [memory] and not cuda._unwanted

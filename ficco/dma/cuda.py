@@ -66,7 +66,7 @@ MAX_RECORDED = 512
 PAUSE_S = 1e-4
 
 _gate = Gate()
-#: The engines of this process that are not closed.
+#: The engines of this process that are not closed; changed and gone through at a closed gate.
 _engines: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
 
 #: What changes the kernels that PyTorch picks for the same operands.
@@ -272,7 +272,8 @@ class CudaEngine(Engine):
         self._recordable = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         self._flush = bool(cu.attribute("CAN_FLUSH_REMOTE_WRITES", index))
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
-        _engines.add(self)
+        with _gate.closed():
+            _engines.add(self)
 
     # Memory.
 
@@ -303,7 +304,7 @@ class CudaEngine(Engine):
     def quiet(self) -> bool:
         """Whether no call is in flight here."""
         with torch.cuda.device(self.device), cu.uncaptured():
-            return all(state.idle() for state in self._states)
+            return all(state.idle() for state in list(self._states))  # other threads add some
 
     def discard(self, slot: Slot) -> None:
         self._states.discard(slot.state)
@@ -907,7 +908,8 @@ class CudaEngine(Engine):
         )
 
     def close(self) -> None:
-        _engines.discard(self)
+        with _gate.closed():
+            _engines.discard(self)
         self.rendezvous.close()
         used = [self._streams[False], self._streams[True]]
         for recorder in self._recorders.values():
