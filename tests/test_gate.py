@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import pytest
 
-from ficco.dma import cuda
 from ficco.dma.gate import Gate
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
@@ -146,6 +145,9 @@ class Slots:
 
 
 def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings")
+    from ficco.dma import cuda
+
     monkeypatch.setattr(cuda.torch.cuda, "device", nullcontext)
     monkeypatch.setattr(cuda.torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(cuda.cu, "uncaptured", nullcontext)
