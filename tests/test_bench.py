@@ -624,7 +624,9 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> list[layers.Row]:
         csv=folder / "layers.csv",
     )
     try:
-        return layers.layers(settings)
+        # Compiled for its own sizes: what an earlier layer left would make the next one dynamic.
+        with torch._dynamo.config.patch(recompile_limit=1):
+            return layers.layers(settings)
     finally:
         if spoilt:
             setattr(ficco, spoilt, right)

@@ -383,6 +383,9 @@ def layers(settings: Settings) -> list[Row]:
 
 def _layer(layer: Layer, watch: Stopwatch, settings: Settings, seconds: float) -> Iterator[Row]:
     began = time.monotonic()
+    # The compiler would take another layer's sizes for a sign that sizes change, and compile for
+    # any; and of many layers it would refuse the last.
+    torch.compiler.reset()
     step = Step(layer, watch.rank, watch.world, watch.device)
     sizes = (layer.name, layer.tokens, layer.hidden, layer.columns, layer.inner, layer.dtype)
     named = Row(*sizes, watch.world, "", "", "ok")
