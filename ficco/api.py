@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,7 @@ def empty(
         device = "cuda" if "nccl" in str(torch.distributed.get_backend(group)) else "cpu"
     workspace = workspace_of(group, _device(device))
     workspace.raise_error()
-    return workspace.empty(tuple(shape), dtype or torch.get_default_dtype())
+    return workspace.empty(tuple(map(int, shape)), dtype or torch.get_default_dtype())
 
 
 def explain(
@@ -90,6 +91,7 @@ def explain(
     for size_of, size in (("m", m), ("n", n), ("k", k), ("world", world)):
         if not _is_size(size):
             raise ValueError(f"{size_of}: required a whole number of at least 0, got {size!r}")
+    m, n, k, world = int(m), int(n), int(k), int(world)  # NumPy's, too
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     asked = where(machine, world, Fingerprint(here, world), captured=captured)
     name = str(dtype).removeprefix("torch.")
@@ -146,4 +148,4 @@ def _device(asked: torch.device | str) -> torch.device:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0

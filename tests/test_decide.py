@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -304,6 +305,14 @@ def test_explain_shows_the_callers_schedule_among_the_candidates() -> None:
     decision = ficco.explain("all_gather_matmul", schedule="growing:tail=7", **sizes)
     assert "growing:tail=7" in [one.schedule for one in decision.candidates]
     assert "* growing:tail=7" in decision.table()
+
+
+def test_explain_takes_the_numbers_of_numpy() -> None:
+    sizes = {"m": 4096, "n": 1024, "k": 4096, "world": 4}
+    of_numpy = {name: np.int64(size) for name, size in sizes.items()}
+    found = ficco.explain("all_gather_matmul", **of_numpy, machine=MACHINE)
+    assert found.problem == ficco.explain("all_gather_matmul", **sizes, machine=MACHINE).problem
+    assert type(found.problem.n) is int
 
 
 def test_explain_takes_a_machine_by_name_or_path(tmp_path: Path) -> None:
