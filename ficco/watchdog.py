@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 PERIOD_S = 0.05
 #: Seconds that freeing the streams of a stuck call may take before the process ends.
 RELEASE_S = 10.0
+#: Seconds that calls in front of one that was broken off have to end by themselves.
+SETTLE_S = 2.0
 
 
 class Watchdog:
@@ -92,7 +94,9 @@ class Watchdog:
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace
         if workspace.error is not None:  # which the caller was told by an exception
-            workspace.engine.release(workspace.slots, RELEASE_S)
+            end = time.monotonic() + SETTLE_S
+            while not workspace.engine.idle(workspace.slots) and time.monotonic() < end:
+                time.sleep(PERIOD_S)
             return
         workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

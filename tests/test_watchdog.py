@@ -40,6 +40,9 @@ class Engine:
                     return Missing(index, signal, 1, 0)
         raise AssertionError("the plan waits for nobody")
 
+    def idle(self, slots: list[Slot]) -> bool:
+        return not self.running
+
     def release(self, slots: list[Slot], seconds: float) -> bool:
         self.released = list(slots)
         self.times += 1
@@ -141,18 +144,24 @@ def test_disagreement_is_found_although_nothing_runs(watch: Callable[..., Worksp
     assert workspace.error is error
 
 
+@pytest.mark.parametrize("ends", [True, False])
 def test_what_the_caller_was_told_ends_no_process(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ends: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("ficco.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
     workspace = Workspace(7, False, RankMismatch({0: "broken off", 1: "that"}))
     workspace.error = told = FiccoError("broken off by OutOfMemoryError")
     dog = Watchdog(workspace)  # type: ignore[arg-type]  # which aborts unless told otherwise
-    time.sleep(6 * PERIOD_S)
+    time.sleep(3 * PERIOD_S)
+    assert not workspace.engine.times  # what was in flight before may end by itself
+    if ends:
+        workspace.engine.running = 0
+    time.sleep(8 * PERIOD_S)
     dog.stop()
-    assert not ended and capfd.readouterr().err == ""
-    assert workspace.error is told and workspace.engine.released == workspace.slots
+    assert workspace.engine.times and workspace.engine.released == workspace.slots
+    assert not ended and capfd.readouterr().err == "" and workspace.error is told
 
 
 def test_abort_ends_the_process_with_the_whole_text() -> None:
