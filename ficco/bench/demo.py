@@ -6,7 +6,7 @@ import csv
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,8 @@ TORCH = Candidate("torch.distributed, then matmul", "serial-collective")
 #: What is said of a product.
 WORDS = {True: "exact", False: "[bold red]wrong[/]", None: "not served"}
 
-#: Calls of each schedule, each with inputs of its own.
-CALLS = 5
+#: Rounds of calls of all schedules, each round with inputs of its own.
+CALLS = 7
 
 #: Rounds of an operator beside torch's composition.
 TURNS = 15
@@ -126,13 +126,10 @@ def demo(settings: Settings) -> int:
     console.print(f"{problem} on {device.type}")
     out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-") if first else "")
     show = Progress(console=Console(stderr=True, quiet=not first), transient=True)
-    results: list[Result] = []
     with show:
-        task = show.add_task("calls", total=len(candidates) + len(OPERATORS) + 1)
-        for number, candidate in enumerate(candidates):
-            show.update(task, description=candidate.name)
-            results.append(_calls(candidate, operands, group, number * CALLS))
-            show.advance(task)
+        calls = len(candidates) * (CALLS + 1)
+        task = show.add_task("schedules", total=calls + len(OPERATORS) + 1)
+        results = _rounds(candidates, operands, group, CALLS, lambda: show.advance(task))
         served = []
         for operator in OPERATORS:
             show.update(task, description=operator)
@@ -200,37 +197,47 @@ def _operator(operator: str, group: ProcessGroup, device: torch.device) -> Serve
     """An operator by what ``auto`` takes and by torch's collective, in turns: others may use the
     cores, too."""
     operands = _operands(operator, group, device)
-    torchs, result = _rounds([TORCH, parse("auto")], operands, group, 0, TURNS)
+    torchs, result = _rounds([TORCH, parse("auto")], operands, group, TURNS)
     schedule = str(taken(operands.problem, group, device).schedule)
     return Served(operator, schedule, result, torchs)
 
 
-def _calls(candidate: Candidate, operands: Operands, group: ProcessGroup, seed: int) -> Result:
-    """Call with fresh inputs a few times, compare every result, and time."""
-    try:
-        return _rounds([candidate], operands, group, seed, CALLS)[0]
-    except NotImplementedError as error:
-        return Result(candidate.name, None, float("nan"), str(error))
-
-
 def _rounds(
-    candidates: list[Candidate], operands: Operands, group: ProcessGroup, seed: int, count: int
+    candidates: Sequence[Candidate],
+    operands: Operands,
+    group: ProcessGroup,
+    count: int,
+    advance: Callable[[], object] = lambda: None,
 ) -> list[Result]:
     """Call all candidates in turns, so many times and once to warm up, each round on inputs of its
-    own."""
-    runs = [build(candidate, operands, group).run for candidate in candidates]
-    times: list[list[float]] = [[] for _ in runs]
-    exact = [True] * len(runs)
-    for number in range(count + 1):
-        operands.exact(seed + number)
-        for i, run in enumerate(runs):
-            _wait(operands.device)
-            dist.barrier(group)
-            start = time.perf_counter()
-            result = run()
-            _wait(operands.device)
-            times[i].append(time.perf_counter() - start)
-            exact[i] = exact[i] and torch.equal(result, operands.reference())
+    own; compare every result, and time. ``advance`` is called behind every call."""
+    served: dict[int, Callable[[], torch.Tensor]] = {}
+    notes: dict[int, str] = {}
+    times: list[list[float]] = [[] for _ in candidates]
+    exact = [True] * len(candidates)
+
+    def turn(i: int) -> None:
+        _wait(operands.device)
+        dist.barrier(group)
+        start = time.perf_counter()
+        result = served[i]()
+        _wait(operands.device)
+        times[i].append(time.perf_counter() - start)
+        exact[i] = exact[i] and torch.equal(result, operands.reference())
+        advance()
+
+    operands.exact(0)
+    for i, candidate in enumerate(candidates):
+        try:
+            served[i] = build(candidate, operands, group).run
+            turn(i)
+        except NotImplementedError as error:
+            notes[i] = str(error)
+            served.pop(i, None)
+    for number in range(count):
+        operands.exact(1 + number)
+        for i in served:
+            turn(i)
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, (times, exact), group=group)
     return [
@@ -239,6 +246,8 @@ def _rounds(
             all(right[i] for _, right in found),
             median(slowest([ran[i][1:] for ran, _ in found])) * 1e3,
         )
+        if i in served
+        else Result(candidate.name, None, float("nan"), notes[i])
         for i, candidate in enumerate(candidates)
     ]
 
