@@ -1472,7 +1472,7 @@ def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
 
 #: Seconds that building and checking what takes longest may take on a quiet core, and how much
 #: slower a shared runner may be.
-LIMIT, SLACK = 6, 3
+LIMIT, SLACK = 5, 3
 
 
 @pytest.mark.parametrize(

@@ -132,24 +132,10 @@ class CublasLt:
         )
         return True
 
-    def _plan(
-        self,
-        m: int,
-        n: int,
-        k: int,
-        pitches: tuple[int, int, int, int],
-        transposed: bool,
-        dtype: torch.dtype,
-        aligned: tuple[int, ...],
-        exact: bool,
-    ) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic] | None:
-        """What describes such products, and the algorithm for them; None if there is none.
-
-        The library counts by columns: it is asked for out^T = c^T + b^T @ a^T. ``exact``: parts of
-        k are added in float32 alone.
-        """
+    def _plan(self, *asked: Any) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic] | None:
+        """What :meth:`_found` gives; None where the library has no way."""
         with contextlib.suppress(BackendError):
-            return self._found(m, n, k, pitches, transposed, dtype, aligned, exact)
+            return self._found(*asked)
         return None
 
     def _found(
@@ -163,6 +149,14 @@ class CublasLt:
         aligned: tuple[int, ...],
         exact: bool,
     ) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic]:
+        """What describes such products, and the algorithm for them.
+
+        The library counts by columns: it is asked for out^T = c^T + b^T @ a^T. ``exact``: parts of
+        k are added in float32 alone.
+
+        Raises:
+            BackendError: there is none.
+        """
         kind = _TYPES[dtype]
         description = c_void_p()
         create = "cublasLtMatmulDescCreate"

@@ -201,14 +201,13 @@ class _Joined(torch.autograd.Function):
         ctx.asked, ctx.options = asked, current()
         _, group, schedule, rows = asked
         joined = torch.cat(weights).t()
-        gathered = None
-        if ctx.options.save_gathered and any(ctx.needs_input_grad[2:]):
+        gathered, some = None, any(ctx.needs_input_grad[2:])
+        if ctx.options.save_gathered and some:
             y, gathered = all_gather_matmul(
                 x, joined, group=group, schedule=schedule, rows=rows, return_gathered=True
             )
         else:
             y = all_gather_matmul(x, joined, group=group, schedule=schedule, rows=rows)
-        some = any(ctx.needs_input_grad[2:])
         ctx.save_for_backward(x if some and gathered is None else None, gathered, *weights)
         return y
 

@@ -393,6 +393,8 @@ def _backend(group: ProcessGroup) -> str:
 def frozen(rows: Any) -> Any:
     """Rows as something that can be a key, whatever they are; whole numbers of any type, those of
     NumPy and of tensors on the CPU among them, as ints."""
+    if rows is None:  # most calls; what follows takes microseconds to find that out
+        return None
     if isinstance(rows, (list, tuple)):
         return tuple([row if type(row) is int else frozen(row) for row in rows])
     if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
