@@ -28,6 +28,7 @@ from ficco.bench.candidates import (
     REFERENCES,
     SCHEDULES,
     choose,
+    named_again,
     of_problem,
     parse,
     refused,
@@ -191,6 +192,14 @@ def test_candidates_have_names_of_their_own() -> None:
     assert set(without).isdisjoint(names) and "pytorch-fused" in names
     large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
     assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
+
+
+def test_names_of_one_plan_are_timed_once() -> None:
+    problem = _problem(OPERATOR, world=2)
+    names = ["growing", "auto", "shard-overlap", "shard-overlap@stages=2", "shard-overlap:pull"]
+    found = named_again(of_problem(choose(names), problem), problem)
+    assert found == {parse("shard-overlap"): parse("growing")}
+    assert named_again(of_problem(choose(names), _problem(OPERATOR)), _problem(OPERATOR)) == {}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -511,6 +520,15 @@ def test_auto_is_held_against_what_it_compares(
     assert mode == "queued" and found is not None
     assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
     assert found.loss == pytest.approx(0.25) and never not in found.errors
+    # Several names of one plan have one time, in the middle of theirs.
+    pair = find("h200-2", None)
+    assert pair is not None
+    times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
+    both = replace(one, m=1536, n=5504, k=4096, world=2)
+    both_rows = [replace(both, candidate=name, ms=ms) for name, ms in times.items()]
+    ((_, found),) = regret.regrets(both_rows, pair)
+    assert found is not None and found.others == 1.5
+    assert (found.auto, found.best) == (("growing", 2.0), ("serial", 1.5))
     # Another operator has decisions and pages of its own.
     other = Problem("matmul_reduce_scatter", (8192,) * 4, 8192, 2048, "bfloat16")
     sent = str(decide(other, machine=machine).schedule)
@@ -697,6 +715,7 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
     words += ["--device", "cpu", "--rounds", "3", "--seconds", "60", "--json", "--timelines"]
     words += ["--out", str(tmp_path / "out"), "--name", "tiny"]
     words += ["--schedules", "growing", "hetero-fused-1d:pieces=4@stages=2", "auto"]
+    words += ["shrinking"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
@@ -707,6 +726,8 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
     for name in ("gemm", "collective", "copies", "serial-collective", "serial", "ficco-rccl"):
         assert found[name].ok and found[name].ms > 0 and found[name].rounds == 3, name
     assert found["ideal"].share == 1.0
+    again = found["shrinking"]  # with one peer, the same plan
+    assert again.note == "the same steps as growing" and again.ms == found["growing"].ms > 0
     assert found["growing"].extra_bytes > found["hetero-fused-1d:pieces=4@stages=2"].extra_bytes
     assert found["pytorch-fused"].status == "skipped" and "GPU" in found["pytorch-fused"].note
     files = {path.name for path in out.iterdir()}

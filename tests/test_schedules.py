@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ficco.plan import check, render
 from ficco.problem import OPERATORS, Problem
-from ficco.schedules import NAMED, Schedule, plan, plans, refusal
+from ficco.schedules import NAMED, Schedule, plan, plans, refusal, same_plans
 from ficco.schedules.groups import (
     Arrivals,
     Departures,
@@ -241,6 +241,29 @@ def test_equal_pieces_of_all_peers_are_two_batches() -> None:
     steps = plan(problem, NAMED["hetero-fused-1d"], 2).steps
     found = [[p.batch for p in step.products] for step in steps if step.op == "matmul"]
     assert found == [[1], [2, 1], [2, 1], [2, 1], [2, 1]]  # before and behind the own rows
+
+
+def test_with_one_peer_many_names_are_one_plan() -> None:
+    names = ("growing", "shrinking:tail=2", "shard-overlap", "serial", "growing:compute=2")
+    schedules = [Schedule.parse(name) for name in names]
+    pair = Problem("all_gather_matmul", (256, 128), n=64, k=32, dtype="float32")
+    first = {str(one): str(other) for one, other in same_plans(pair, schedules).items()}
+    assert first == {
+        **{name: name for name in names},
+        "shard-overlap": "growing",
+        "growing:compute=2": "growing",
+    }
+    three = Problem("all_gather_matmul", (256, 128, 64), n=64, k=32, dtype="float32")
+    assert all(one == other for one, other in same_plans(three, schedules).items())
+
+
+def test_plans_that_differ_on_another_rank_alone_are_not_the_same() -> None:
+    # Rank 0 has no rows of its own to multiply before its peer's arrive; rank 1 has.
+    problem = Problem("all_gather_matmul", (0, 64), n=32, k=16, dtype="float32")
+    one, other = Schedule.parse("growing"), Schedule.parse("serial")
+    assert plan(problem, one, 0).steps == plan(problem, other, 0).steps
+    assert plan(problem, one, 1).steps != plan(problem, other, 1).steps
+    assert same_plans(problem, [one, other]) == {one: one, other: other}
 
 
 def test_tail_cuts_the_last_shard_alone() -> None:

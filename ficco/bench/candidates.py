@@ -9,7 +9,7 @@ from ficco.bench.bounds import block_bytes
 from ficco.bench.cases import OPERATOR
 from ficco.heuristics.candidates import BY_KERNEL, candidates
 from ficco.problem import Problem
-from ficco.schedules import NAMED, Schedule, refusal
+from ficco.schedules import NAMED, Schedule, refusal, same_plans
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,20 @@ def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate
         elif problem.operator in having.get(one.name, (problem.operator,)):
             found[one] = None
     return tuple(one for one in found if not refused(one, problem))
+
+
+def named_again(candidates: Iterable[Candidate], problem: Problem) -> dict[Candidate, Candidate]:
+    """Those that go through the same steps as one before them, and that one.
+
+    They are timed once: of several clocks on one plan the fastest would win by chance.
+    """
+    plain = {
+        Schedule.parse(one.schedule): one
+        for one in candidates
+        if one.ours and one.schedule != "auto" and not one.symmetric and not one.stages
+    }
+    same = same_plans(problem, plain)
+    return {plain[one]: plain[first] for one, first in same.items() if one != first}
 
 
 def refused(candidate: Candidate, problem: Problem) -> str:

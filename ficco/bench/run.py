@@ -17,7 +17,7 @@ from ficco.bench import table
 from ficco.bench.accuracy import Accuracy
 from ficco.bench.bounds import moved_bytes
 from ficco.bench.calls import taken
-from ficco.bench.candidates import Candidate, of_problem
+from ficco.bench.candidates import Candidate, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
@@ -116,6 +116,8 @@ class _Bench:
         problem = case.problem(self.world)
         operands = Operands(problem, self.rank, self.device)
         candidates = of_problem(self.settings.candidates, problem)
+        again = named_again(candidates, problem)
+        candidates = tuple(one for one in candidates if one not in again)
         title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"
         with self._progress(title, len(candidates)) as tick:
             checked = self._verify(candidates, operands, tick)
@@ -135,6 +137,12 @@ class _Bench:
                 tick=tick,
             )
         rows = self._rows(case, checked, items, done)
+        rows += [
+            replace(row, candidate=one.name, note=f"the same steps as {timed.name}")
+            for one, timed in again.items()
+            for row in rows
+            if row.candidate == timed.name
+        ]
         if self.settings.timelines and number == 0:
             self._timelines(operands, checked)
         items.clear()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ficco.machine import Machine
 from ficco.problem import Problem
-from ficco.schedules import Schedule
+from ficco.schedules import Schedule, same_plans
 
 #: The movers of the copies that every engine has.
 MOVERS = ("dma",)
@@ -150,6 +150,9 @@ SUMMING_MESH = (
 #: Where a copy kernel moves the bytes: few and small copies.
 BY_KERNEL = ("shard-overlap:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel")
 
+#: With one peer half of these names lead to the same plan; with more, all of them differ.
+FEW = 2
+
 
 def candidates(
     problem: Problem, machine: Machine | None = None, movers: tuple[str, ...] = MOVERS
@@ -165,7 +168,9 @@ def candidates(
     for schedule in _candidates(problem, machine, movers):
         # W pieces by number and by default are the same plan.
         found.setdefault(replace(schedule, pieces=schedule.pieces or problem.world), schedule)
-    return tuple(found.values())
+    if problem.world > FEW:
+        return tuple(found.values())
+    return tuple(dict.fromkeys(same_plans(problem, found.values()).values()))
 
 
 def _candidates(

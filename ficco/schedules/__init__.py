@@ -157,9 +157,19 @@ reduce0  |         |       |       |       | .. | staging>out | staging>out
 sync     |         |       |       |       | .. |             |             | retire
 """
 
-from ficco.schedules.build import plan, plans, refusal
+from ficco.schedules.build import plan, plans, refusal, same_plans
 from ficco.schedules.gather import StagingTooSmall
 from ficco.schedules.groups import GRANULE
 from ficco.schedules.space import KNOBS, NAMED, Schedule
 
-__all__ = ["GRANULE", "KNOBS", "NAMED", "Schedule", "StagingTooSmall", "plan", "plans", "refusal"]
+__all__ = [
+    "GRANULE",
+    "KNOBS",
+    "NAMED",
+    "Schedule",
+    "StagingTooSmall",
+    "plan",
+    "plans",
+    "refusal",
+    "same_plans",
+]

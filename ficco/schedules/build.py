@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
@@ -40,6 +43,36 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
             f"{problem.operator} does not; leave it out"
         )
     return ""
+
+
+def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule, Schedule]:
+    """Every schedule, with the first of them that leads to the same Plans.
+
+    With one peer, growing, shrinking and shard-overlap are three names of the same steps.
+
+    Raises:
+        ValueError: as :func:`plan`.
+    """
+    by_first: dict[Plan, list[Schedule]] = {}
+    found: dict[Schedule, Schedule] = {}
+    for schedule in schedules:
+        there = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
+        for other in there:  # hardly ever one: the plans of rank 0 tell most schedules apart
+            if _all_nameless(problem, schedule) == _all_nameless(problem, other):
+                found[schedule] = other
+                break
+        else:
+            there.append(schedule)
+            found[schedule] = schedule
+    return found
+
+
+def _nameless(plan: Plan) -> Plan:
+    return replace(plan, schedule="")
+
+
+def _all_nameless(problem: Problem, schedule: Schedule) -> list[Plan]:
+    return [_nameless(plan) for plan in plans(problem, schedule)]
 
 
 def _plans(
