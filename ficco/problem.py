@@ -37,6 +37,7 @@ OPERATORS = {
     "all_gather_matmul": Operator("all-gather", scatters=False),
     "all_gather_transposed_matmul": Operator("all-gather", scatters=False, inner=True),
     "all_to_all_matmul": Operator("all-to-all", scatters=False, blocks=True),
+    "all_to_all_transposed_matmul": Operator("all-to-all", scatters=False, blocks=True, inner=True),
     "matmul_reduce_scatter": Operator("reduce-scatter", scatters=True, sums=True),
     "matmul_all_to_all": Operator("all-to-all", scatters=True, blocks=True),
     "matmul_all_reduce": Operator("all-reduce", scatters=True, sums=True, returns=True),
@@ -164,10 +165,9 @@ class Problem:
         """Rows that a rank multiplies."""
         return self.rows[rank] if self.kind.blocks else self.m
 
-    @property
-    def b_rows(self) -> int:
-        """Rows of the local B, over which products sum."""
-        return self.m if self.kind.inner else self.k
+    def b_rows(self, rank: int) -> int:
+        """Rows of a rank's local B, over which its products sum."""
+        return self.product_rows(rank) if self.kind.inner else self.k
 
     def out_rows(self, rank: int) -> int:
         """Rows of a rank's result."""

@@ -223,10 +223,11 @@ def _parts(
     """
     rows = GRANULE * (pieces if dims == 1 else 1)
     cols = GRANULE * pieces
-    kind = OPERATORS[operator]
-    if kind.blocks:  # have the same products
-        operator = "matmul_reduce_scatter" if kind.scatters else "all_gather_matmul"
-    problem = Problem(operator, (rows,) * world, cols, cols, "float32")
+    if OPERATORS[operator].blocks:
+        table = [(rows,) * world] * world
+        problem = Problem.of_blocks(operator, table, cols, cols, "float32")
+    else:
+        problem = Problem(operator, (rows,) * world, cols, cols, "float32")
     schedule = Schedule(uniform=False, grouping="fused", dims=dims, pieces=pieces)
     found = []
     for rank in range(world):

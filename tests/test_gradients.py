@@ -32,8 +32,10 @@ OPERATORS = (
     "matmul_all_to_all",
     "matmul_all_reduce",
     "all_gather_transposed_matmul",
+    "all_to_all_transposed_matmul",
 )
 GATHERING = OPERATORS[:2]
+BLOCKS = ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_transposed_matmul")
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +74,23 @@ class Case:
         """Rows of the operand A on a rank."""
         if self.operator.startswith("all_gather"):
             return self.rows[rank]
-        if self.operator in ("all_to_all_matmul", "matmul_all_to_all"):
+        if self.operator in BLOCKS:
             return sum(self.rows[rank])
         return sum(self.rows)
 
-    @property
-    def rows_of_b(self) -> int:
-        """Rows of the operand B."""
-        return sum(self.rows) if self.operator == "all_gather_transposed_matmul" else self.k
+    def rows_of_b(self, rank: int) -> int:
+        """Rows of the operand B on a rank."""
+        if not self.operator.endswith("transposed_matmul"):
+            return self.k
+        if self.operator in BLOCKS:
+            return sum(row[rank] for row in self.rows)
+        return sum(self.rows)
 
 
 def case_of(operator: str, world: int, rows: int, k: int, n: int, **rest: Any) -> Case:
     """A case with equal rows for every rank (or pair of ranks)."""
     each: Any = (rows,) * world
-    if operator in ("all_to_all_matmul", "matmul_all_to_all"):
+    if operator in BLOCKS:
         each = ((rows,) * world,) * world
     return Case(operator, each, k, n, **rest)
 
@@ -100,6 +105,8 @@ def together(case: Case, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -
         return [whole.t() @ weight for weight in b]
     if case.operator == "all_to_all_matmul":
         return [exchanged(case, a, rank) @ weight for rank, weight in enumerate(b)]
+    if case.operator == "all_to_all_transposed_matmul":
+        return [exchanged(case, a, rank).t() @ weight for rank, weight in enumerate(b)]
     products = [x @ y for x, y in zip(a, b, strict=True)]
     if case.operator == "matmul_all_to_all":
         return [exchanged(case, products, rank) for rank in range(len(a))]
@@ -142,7 +149,9 @@ def make(case: Case, world: int, iteration: int = 0, share: bool = False) -> Mad
     for rank in range(world):
         shape = (case.rows_in(rank), case.k)
         a.append(integers(2, rank, iteration, 0, shape=shape).requires_grad_())
-        b.append(integers(1, rank, iteration, 1, shape=(case.rows_of_b, case.n)).requires_grad_())
+        b.append(
+            integers(1, rank, iteration, 1, shape=(case.rows_of_b(rank), case.n)).requires_grad_()
+        )
     y = together(case, a, b)
     for rank in range(world):
         g.append(integers(1, 0 if share else rank, iteration, 2, shape=y[rank].shape))
@@ -212,7 +221,7 @@ def all_exact(at: Rank, cases: Sequence[Case], **options: Any) -> int:
 
 def uneven(operator: str, world: int) -> Any:
     """Rows that differ, some of them none."""
-    if operator in ("all_to_all_matmul", "matmul_all_to_all"):
+    if operator in BLOCKS:
         return tuple(tuple((3 * i + 5 * j + i * j) % 4 for j in range(world)) for i in range(world))
     return (4, 0, 3, 5)[:world]
 
@@ -275,9 +284,7 @@ def test_gradients_under_named_schedules(operator: str, device: str) -> None:
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize(
-    "operator", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-)
+@pytest.mark.parametrize("operator", OPERATORS[:5])
 def test_gradients_of_b_alone(operator: str, world: int, device: str) -> None:
     """Summed over rows while they travel, in either layout of b."""
     plain = case_of(operator, world, 4, 6, 8, needs="b")
@@ -421,13 +428,13 @@ CALLS = {
     ("all_gather_matmul", "b"): ["all_gather_transposed_matmul product"],
     ("all_gather_matmul", "ab"): ["all_gather_matmul gather", "matmul_reduce_scatter product"],
     ("all_to_all_matmul", "a"): ["matmul_all_to_all product"],
-    ("all_to_all_matmul", "b"): ["all_to_all_matmul gather"],
+    ("all_to_all_matmul", "b"): ["all_to_all_transposed_matmul product"],
     ("all_to_all_matmul", "ab"): ["all_to_all_matmul gather", "matmul_all_to_all product"],
     ("matmul_reduce_scatter", "a"): ["all_gather_matmul product"],
     ("matmul_reduce_scatter", "b"): ["all_gather_transposed_matmul product"],
     ("matmul_reduce_scatter", "ab"): ["all_gather_matmul product"],
     ("matmul_all_to_all", "a"): ["all_to_all_matmul product"],
-    ("matmul_all_to_all", "b"): ["all_to_all_matmul gather"],
+    ("matmul_all_to_all", "b"): ["all_to_all_transposed_matmul product"],
     ("matmul_all_to_all", "ab"): ["all_to_all_matmul product"],
     ("matmul_all_reduce", "a"): ["all_to_all_matmul gather", "all_gather_matmul product"],
     ("matmul_all_reduce", "b"): [
@@ -440,6 +447,12 @@ CALLS = {
     ("all_gather_transposed_matmul", "ab"): [
         "matmul_reduce_scatter product",
         "all_gather_matmul product",
+    ],
+    ("all_to_all_transposed_matmul", "a"): ["matmul_all_to_all product"],
+    ("all_to_all_transposed_matmul", "b"): ["all_to_all_matmul product"],
+    ("all_to_all_transposed_matmul", "ab"): [
+        "matmul_all_to_all product",
+        "all_to_all_matmul product",
     ],
 }
 
@@ -567,7 +580,7 @@ def _layouts(at: Rank, operator: str) -> None:
         plain_a.t().clone().t(),
     ]
     views_b = [
-        wide_b[: case.rows_of_b, 3 : 3 + case.n],
+        wide_b[: case.rows_of_b(at.rank), 3 : 3 + case.n],
         wide_b[::2, : case.n],
         plain_b.t().contiguous().t(),
     ]
@@ -582,7 +595,7 @@ def _layouts(at: Rank, operator: str) -> None:
         (alone,) = torch.autograd.grad(product(case, a.detach(), b), b, made.g[at.rank].to(y))
         same(alone, made.grad_b[at.rank], "b alone")
         # That of a transposed weight lies as the weight, so that nothing copies it.
-        by_columns = (1, case.rows_of_b)
+        by_columns = (1, case.rows_of_b(at.rank))
         lies = by_columns if b.stride() == by_columns else (case.n, 1)
         assert grad_b.stride() == alone.stride() == lies
 

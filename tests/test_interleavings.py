@@ -35,7 +35,7 @@ class Inputs:
     def __init__(self, problem: Problem, dice: np.random.Generator) -> None:
         ranks = range(problem.world)
         self.a = [dice.integers(1, 50, (problem.left_rows(rank), problem.k)) for rank in ranks]
-        self.b = [dice.integers(1, 50, (problem.b_rows, problem.n)) for _ in ranks]
+        self.b = [dice.integers(1, 50, (problem.b_rows(rank), problem.n)) for rank in ranks]
         kind = problem.kind
         sent = [a @ b for a, b in zip(self.a, self.b, strict=True)] if kind.scatters else self.a
 

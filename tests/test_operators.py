@@ -26,9 +26,9 @@ from ficco.errors import FiccoError
 from ficco.schedules import NAMED
 
 SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
-BLOCKS = ("all_to_all_matmul", "matmul_all_to_all")
-INNER = "all_gather_transposed_matmul"
-OPERATORS = (*SUMS, *BLOCKS, INNER)
+BLOCKS = ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_transposed_matmul")
+INNER = ("all_gather_transposed_matmul", "all_to_all_transposed_matmul")
+OPERATORS = tuple(dict.fromkeys((*SUMS, *BLOCKS, *INNER)))
 #: Terms in the sum of one element on one rank, at most: with |a| <= 3 and |b| = 1 the sums of 8
 #: ranks stay within [-192, 192], and bfloat16 holds every integer up to 256.
 TERMS = 8
@@ -72,9 +72,15 @@ class Case:
 
     def held(self, rank: int) -> int:
         """Rows of a rank's a."""
-        if self.operator == INNER:
-            return int(self.rows[rank])
-        return sum(self.rows[rank]) if self.operator in BLOCKS else self.m
+        if self.operator in BLOCKS:
+            return sum(self.rows[rank])
+        return int(self.rows[rank]) if self.operator in INNER else self.m
+
+    def summed(self, rank: int) -> int:
+        """Rows of a rank's b."""
+        if self.operator not in INNER:
+            return self.k
+        return sum(line[rank] for line in self.rows) if self.operator in BLOCKS else self.m
 
     def arguments(self) -> dict[str, Any]:
         rows = {} if self.operator == "matmul_all_reduce" else {"rows": self.rows}
@@ -85,7 +91,7 @@ def operands(
     case: Case, rank: int, iteration: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = getattr(torch, case.dtype)
-    summed = case.m if case.operator == INNER else case.k
+    summed = case.summed(rank)
     sizes = (case.held(rank), case.k, summed, case.n)
     rows, width, inner, cols = (_span(0, size, device) for size in sizes)
     a = _hash(rows, width, 101 * iteration + rank) % 7 - 3
@@ -105,16 +111,15 @@ def wanted(case: Case, rank: int, iteration: int, device: torch.device) -> torch
         if case.operator == "matmul_reduce_scatter":
             total = total[ends[rank] : ends[rank + 1]]
         return total.to(everyone[0][0].dtype)
-    if case.operator == INNER:
-        gathered, (_, b) = torch.cat([a for a, _ in everyone]), everyone[rank]
-        return (gathered.double().t() @ b.double()).to(b.dtype)
-    parts = []
-    for peer, (a, b) in enumerate(everyone):
-        first = sum(case.rows[peer][:rank])
-        block = a[first : first + case.rows[peer][rank]].double()
-        weight = b if case.operator == "matmul_all_to_all" else everyone[rank][1]
-        parts.append(block @ weight.double())
-    return torch.cat(parts).to(everyone[0][0].dtype)
+    blocks = [a for a, _ in everyone]
+    if case.operator in BLOCKS:
+        blocks = [a.split(case.rows[peer])[rank] for peer, a in enumerate(blocks)]
+    mine = everyone[rank][1]
+    if case.operator in INNER:
+        return (torch.cat(blocks).double().t() @ mine.double()).to(mine.dtype)
+    weights = [b if case.operator == "matmul_all_to_all" else mine for _, b in everyone]
+    parts = [x.double() @ weight.double() for x, weight in zip(blocks, weights, strict=True)]
+    return torch.cat(parts).to(mine.dtype)
 
 
 def exact(at: Rank, case: Case, iteration: int, group: Any = None) -> None:
@@ -225,9 +230,9 @@ def test_operands_with_the_negative_bit(device: str, operator: str) -> None:
 def _repeats(at: Rank, operator: str, schedule: str) -> list[bool]:
     """Whether calls on the same random operands are equal to the last bit."""
     torch.manual_seed(at.rank)
-    a = torch.randn(256, 96, device=at.device).bfloat16()
-    summed = 256 * at.world if operator == INNER else 96
-    b = torch.randn(summed, 80, device=at.device).bfloat16()
+    case = Case(operator, rows_for(operator, at.world, "equal"), 96, 80)
+    a = torch.randn(case.held(at.rank), 96, device=at.device).bfloat16()
+    b = torch.randn(case.summed(at.rank), 80, device=at.device).bfloat16()
     first = getattr(ficco, operator)(a, b, schedule=schedule)
     return [
         torch.equal(first, getattr(ficco, operator)(a, b, schedule=schedule)) for _ in range(20)
@@ -238,7 +243,7 @@ def _repeats(at: Rank, operator: str, schedule: str) -> list[bool]:
     "operator, schedule",
     [
         *product(SUMS, ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring"]),
-        *product([INNER], ["hetero-fused-1d:pieces=2,tail=2,compute=2", "hetero-unfused-2d"]),
+        *product(INNER, ["hetero-fused-1d:pieces=2,tail=2,compute=2", "hetero-unfused-2d"]),
     ],
 )
 def test_sums_repeat_to_the_last_bit(device: str, operator: str, schedule: str) -> None:
@@ -311,7 +316,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         ("beta", "sum over ranks"),
     ),
     "rows of b that nobody has of a": (
-        INNER, {"k": 9}, "ValueError", ("rows of b", "a_shard", "9", "14", "rows="),
+        INNER[0], {"k": 9}, "ValueError", ("rows of b", "a_shard", "9", "14", "rows="),
+    ),
+    "rows of b that nobody sends": (
+        INNER[1],
+        {"k": 9, "rows": [[3, 4], [3, 4]]},
+        "ValueError",
+        ("rows of b", "receives", "got 9 and", "rows="),
+    ),
+    "a table of which b has another column": (
+        INNER[1],
+        {"k": 7, "rows": [[3, 4], [3, 4]]},
+        "ValueError",
+        ("rows of b", "receives", "got 7 and", "rows="),
+    ),
+    "blocks of a transposed product that are not equal": (
+        INNER[1], {"k": 7}, "ValueError", ("equal blocks", "7", "rows="),
+    ),
+    "a table of a transposed product with another sum": (
+        INNER[1], {"k": 6, "rows": [[3, 3], [3, 3]]}, "ValueError", ("6 rows", "got 7"),
     ),
     "a sum of other columns": (
         "matmul_all_reduce", {"k": 9}, "ValueError", ("columns of a", "k=8", "k=9"),
@@ -390,8 +413,7 @@ CAPS = (1 << 20, 1 << 15, 1 << 14)
         ("matmul_all_reduce", "uniform-fused-2d:pieces=3"),
         ("matmul_all_to_all", "hetero-fused-1d:pieces=2,pull"),
         ("all_to_all_matmul", "hetero-fused-1d:pieces=8"),
-        (INNER, "hetero-fused-1d:pieces=8"),
-        (INNER, "uniform-fused-2d:pieces=8"),
+        *product(INNER, ["hetero-fused-1d:pieces=8", "uniform-fused-2d:pieces=8"]),
     ],
 )
 def test_memory_keeps_to_its_cap(device: str, operator: str, schedule: str) -> None:

@@ -185,7 +185,7 @@ def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
         a = operands.a_LK
         if problem.kind.scatters:
             a = operands.empty(one.left_rows(rank), one.k).normal_()
-        moved.append((one, a, operands.empty(one.b_rows, 0)))
+        moved.append((one, a, operands.empty(one.b_rows(rank), 0)))
 
     def run() -> torch.Tensor:
         for one, a, b in moved:

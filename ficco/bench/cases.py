@@ -90,7 +90,8 @@ class Case:
         left = max(map(problem.left_rows, range(world))) * problem.k
         multiplied = max(map(problem.product_rows, range(world)))
         result = max(map(problem.out_rows, range(world)))
-        elements = problem.b_rows * problem.n + 4 * left + 3 * result * problem.n
+        right = max(map(problem.b_rows, range(world)))
+        elements = right * problem.n + 4 * left + 3 * result * problem.n
         if problem.kind.scatters:
             elements += 8 * multiplied * problem.n + result * problem.k
             return elements * problem.itemsize

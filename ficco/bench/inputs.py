@@ -48,9 +48,9 @@ class Operands:
     def __post_init__(self) -> None:
         problem, rank = self.problem, self.rank
         self.a_LK = self.empty(problem.left_rows(rank), problem.k)
-        rows = problem.m if problem.kind.inner else problem.out_rows(rank)
+        rows = (problem.product_rows if problem.kind.inner else problem.out_rows)(rank)
         self.whole_OK = self.empty(rows, problem.k)
-        self.b_KN = self.empty(problem.b_rows, problem.n)
+        self.b_KN = self.empty(problem.b_rows(rank), problem.n)
 
     def empty(self, rows: int, cols: int) -> torch.Tensor:
         """A matrix like the operands, not initialised."""
@@ -89,7 +89,7 @@ class Operands:
         self._fill(seed, lambda tensor, generator: tensor.normal_(generator=generator))
         generator = torch.Generator(self.device)
         generator.manual_seed(seed)
-        self.b_KN.normal_(generator=generator).mul_(max(self.problem.b_rows, 1) ** -0.5)
+        self.b_KN.normal_(generator=generator).mul_(max(self.b_KN.shape[0], 1) ** -0.5)
 
     def reference(self) -> torch.Tensor:
         """The result by the library, from what this rank made alone."""

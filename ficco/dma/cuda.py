@@ -550,7 +550,8 @@ class CudaEngine(Engine):
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         problem, out_region = program.plan.problem, product.out
-        whole = (product.k_last - product.k_first, out_region.cols) == (problem.b_rows, problem.n)
+        all_of_b = problem.b_rows(program.plan.rank), problem.n
+        whole = (product.k_last - product.k_first, out_region.cols) == all_of_b
         terms = slice(product.k_first, product.k_last)
         columns = slice(out_region.col, out_region.col_stop)
         batched = product.batch > 1

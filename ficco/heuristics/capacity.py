@@ -10,7 +10,7 @@ from ficco.problem import Problem
 def held_bytes(problem: Problem, rank: int, extra_bytes: int) -> int:
     """Operands and product of a rank, and what its schedule holds beside them in one slot."""
     left, out = problem.left_rows(rank), problem.out_rows(rank)
-    elements = left * problem.k + problem.k * problem.n + out * problem.n
+    elements = left * problem.k + (problem.b_rows(rank) + out) * problem.n
     return elements * problem.itemsize + extra_bytes
 
 

@@ -124,7 +124,7 @@ def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> d
     """Seconds of the parts of a call, each alone: one whole product, ``"gemm"``; what travels by
     the copy engines, ``"copies"``, and by the vendor's collective, ``"collective"``, where that is
     known. What is summed or brought to its place behind the copies does not count."""
-    operator = problem.operator if problem.kind.inner else "all_gather_matmul"
+    operator = "all_gather_transposed_matmul" if problem.kind.inner else "all_gather_matmul"
     alone = Problem(operator, (problem.m,), problem.n, problem.k, problem.dtype)
     found = {"gemm": predict(alone, Schedule.parse("serial"), machine, mode)}
     bare = replace(problem, k=0) if problem.kind.scatters else replace(problem, n=0)

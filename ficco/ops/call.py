@@ -485,6 +485,12 @@ def _problem(
     if OPERATORS[operator].blocks:
         table = _blocks(rows, held, rank, world)
         found = Problem.of_blocks(operator, table, *sizes)
+        if inner and found.product_rows(rank) != b.shape[0]:
+            raise ValueError(
+                f"required as many rows of b as rank {rank} receives of all ranks' a, got "
+                f"{b.shape[0]} and {found.product_rows(rank)}; pass b with a row for each of them, "
+                "and rows= where blocks are not equal"
+            )
         return replace(found, symmetric=symmetric, return_gathered=return_gathered)
     each = _rows(OPERATORS[operator], rows, held, rank, world)
     if inner and sum(each) != b.shape[0]:

@@ -14,12 +14,15 @@ matmul_all_to_all        all_to_all_matmul(dY, b.t()), rows transposed      A.t(
 matmul_all_reduce        all_gather_matmul(s, b.t()), s = rows of sum(dY)   A.t() @ gathered(s)
 all_gather_transposed_-  matmul_reduce_scatter(b, dY.t())                   all_gather_matmul(A, dY)
  matmul
+all_to_all_transposed_-  matmul_all_to_all(b, dY.t()), rows transposed      all_to_all_matmul(A, dY)
+ matmul
 =======================  =================================================  ========================
 
 What overlaps with what:
 
-- where dB alone is wanted of what is gathered, by A or by dY, it is an
-  ``all_gather_transposed_matmul``, whose products add up as the rows arrive;
+- where dB alone is wanted of what is gathered or exchanged, A or dY, it is an
+  ``all_gather_transposed_matmul`` or ``all_to_all_transposed_matmul``, whose products add up as the
+  rows arrive;
 - beside dA, the middle three gather what they multiply. dY arrives once, under the product for dA,
   and stays for dB, which is one product of the library.
 - the upper two need A from the peers once more. By default it is gathered again, as Megatron-LM
@@ -55,11 +58,20 @@ if TYPE_CHECKING:
 #: Operators that multiply what they gather: dB needs it again.
 GATHERS = frozenset({"all_gather_matmul", "all_to_all_matmul"})
 
+#: The operator that sums over the rows that arrive while they do, for dB alone; and back.
+TURNED = {
+    "all_gather_matmul": "all_gather_transposed_matmul",
+    "all_to_all_matmul": "all_to_all_transposed_matmul",
+    "all_gather_transposed_matmul": "all_gather_matmul",
+    "all_to_all_transposed_matmul": "all_to_all_matmul",
+}
+
 #: The operator that brings the product for dA where it belongs.
 DUAL = {
     "all_gather_matmul": "matmul_reduce_scatter",
     "all_gather_transposed_matmul": "matmul_reduce_scatter",
     "all_to_all_matmul": "matmul_all_to_all",
+    "all_to_all_transposed_matmul": "matmul_all_to_all",
     "matmul_reduce_scatter": "all_gather_matmul",
     "matmul_all_to_all": "all_to_all_matmul",
     "matmul_all_reduce": "all_gather_matmul",
@@ -125,9 +137,9 @@ def _of_gathering(
 ) -> Gradients:
     grad_a = grad_b = None
     if grad is not None:
-        if asked.operator == "all_gather_matmul" and not wanted[0] and kept.gathered is None:
+        if not wanted[0] and kept.gathered is None:
             assert kept.a is not None
-            return None, _transposed(asked, kept.a, grad, kept.columns)
+            return None, _weight(asked, kept.a, grad, kept.columns)
         again = None
         if wanted[1] and kept.gathered is None:
             assert kept.a is not None
@@ -154,19 +166,35 @@ def _of_transposed(
         grad_a, _ = _dual(asked, kept.b, grad, False)
     if grad is not None and wanted[1]:
         assert kept.a is not None
-        rows, world = asked.rows, asked.group.size()
-        height = kept.a.shape[0] * world if rows is None else sum(rows)
-        out = _by_columns(grad, height) if kept.columns else None
-        schedule = _schedule(asked.schedule)
-        grad_b, _ = run("all_gather_matmul", kept.a, grad, asked.group, schedule, rows, out=out)
+        height = rows_multiplied(asked, kept.a.shape[0])
+        grad_b = _turned(asked, kept.a, grad, height, kept.columns)
     return grad_a, grad_b
 
 
-def _transposed(asked: Asked, shard: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
-    """``gathered(shard).t() @ b``, in memory column by column if asked, while the rows travel."""
-    schedule, operator = _schedule(asked.schedule), "all_gather_transposed_matmul"
-    out = _by_columns(b, shard.shape[1]) if columns else None
-    return run(operator, shard, b, asked.group, schedule, asked.rows, out=out)[0]
+def _weight(asked: Asked, x: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
+    """``gathered(x).t() @ b`` for an operator that gathers, in memory column by column if asked,
+    while the rows travel."""
+    return _turned(asked, x, b, x.shape[1], columns)
+
+
+def _turned(
+    asked: Asked, left: torch.Tensor, right: torch.Tensor, rows: int, columns: bool
+) -> torch.Tensor:
+    """A call that gathers the same with the transposed product, which has so many rows."""
+    operator, schedule = TURNED[asked.operator], _schedule(asked.schedule)
+    out = _by_columns(right, rows) if columns else None
+    return run(operator, left, right, asked.group, schedule, asked.rows, out=out)[0]
+
+
+def rows_multiplied(asked: Asked, m: int) -> int:
+    """Rows of the product that a call returns on this rank, or of the A that it gathers; m rows of
+    A go in."""
+    world, rank, rows = asked.group.size(), asked.group.rank(), asked.rows
+    if OPERATORS[asked.operator].collective == "all-gather":
+        return m * world if rows is None else sum(rows)
+    if asked.operator == "matmul_reduce_scatter":
+        return m // world if rows is None else rows[rank]
+    return m if rows is None else sum(row[rank] for row in rows)
 
 
 def _by_columns(like: torch.Tensor, rows: int) -> torch.Tensor:
@@ -176,7 +204,7 @@ def _by_columns(like: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _returned(asked: Asked, grad_gathered: torch.Tensor) -> torch.Tensor:
     """What a gradient of gathered rows is to those that they came from."""
-    if asked.operator == "all_to_all_matmul":
+    if OPERATORS[asked.operator].blocks:
         return _gathered(asked._replace(rows=_back(asked)), grad_gathered)
     # All ranks were given the same rows: what each of them did with them adds up.
     world = asked.group.size()
@@ -189,19 +217,15 @@ def _of_scattering(
 ) -> Gradients:
     if grad is None:
         return None, None
-    grad_a = grad_b = None
-    if wanted[0]:
-        assert kept.b is not None
-        grad_a, gathered = _dual(asked, grad, kept.b, wanted[1])
-    elif asked.operator == "matmul_reduce_scatter":
+    if not wanted[0]:
         assert kept.a is not None
-        return None, _transposed(asked, grad, kept.a, not kept.columns).t()
-    else:
-        gathered = _gathered(asked._replace(operator=DUAL[asked.operator], rows=_back(asked)), grad)
-    if wanted[1]:
-        assert kept.a is not None and gathered is not None
-        grad_b = weight_gradient(kept.a, gathered, kept.columns)
-    return grad_a, grad_b
+        return None, _weight(_dual_of(asked), grad, kept.a, not kept.columns).t()
+    assert kept.b is not None
+    grad_a, gathered = _dual(asked, grad, kept.b, wanted[1])
+    if not wanted[1]:
+        return grad_a, None
+    assert kept.a is not None and gathered is not None
+    return grad_a, weight_gradient(kept.a, gathered, kept.columns)
 
 
 def _of_all_reduce(
@@ -221,7 +245,7 @@ def _of_all_reduce(
             grad_a, total = _dual(asked, mine, kept.b, wanted[1])
         else:
             assert kept.a is not None
-            return None, _transposed(asked, mine, kept.a, not kept.columns).t()
+            return None, _weight(_dual_of(asked), mine, kept.a, not kept.columns).t()
     elif wanted[0]:
         assert kept.b is not None
         grad_a = _product(grad, kept.b.t())
@@ -249,9 +273,15 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _back(asked: Asked) -> Rows | None:
     """Rows of the call that sends everything back to where it came from."""
-    if asked.rows is None or asked.operator not in ("all_to_all_matmul", "matmul_all_to_all"):
+    if asked.rows is None or not OPERATORS[asked.operator].blocks:
         return asked.rows
     return tuple(zip(*asked.rows, strict=True))
+
+
+def _dual_of(asked: Asked) -> Asked:
+    """The call that sends everything back, by the dual operator."""
+    schedule = _schedule(asked.schedule)
+    return Asked(DUAL[asked.operator], asked.group, schedule, _back(asked))
 
 
 @cache
@@ -265,15 +295,8 @@ def _schedule(schedule: str | Schedule) -> str | Schedule:
 
 
 def _dual(asked: Asked, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
-    return run(
-        DUAL[asked.operator],
-        grad,
-        b.t(),
-        asked.group,
-        _schedule(asked.schedule),
-        _back(asked),
-        return_gathered,
-    )
+    operator, group, schedule, rows = _dual_of(asked)
+    return run(operator, grad, b.t(), group, schedule, rows, return_gathered)
 
 
 def _gathered(asked: Asked, a: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,16 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ficco.ops.call import Result, frozen, run
-from ficco.ops.gradients import DUAL, GATHERS, Asked, Kept, backward, keep, matrix
+from ficco.ops.gradients import (
+    DUAL,
+    GATHERS,
+    Asked,
+    Kept,
+    backward,
+    keep,
+    matrix,
+    rows_multiplied,
+)
 from ficco.options import carried, current, from_text, to_text
 from ficco.problem import ITEMSIZE, OPERATORS
 
@@ -115,20 +124,9 @@ def _fake_forward(
     _check(operator, a, b)
     asked = _asked(operator, group, schedule, rows)
     m, (_, n), k = prod(a.shape[:-1]), b.shape, a.shape[-1]
-    multiplied = _rows_multiplied(asked, m)
+    multiplied = rows_multiplied(asked, m)
     out = a.new_empty((k if OPERATORS[operator].inner else multiplied, n))
     return (out, a.new_empty((multiplied, k))) if return_gathered else out
-
-
-def _rows_multiplied(asked: Asked, m: int) -> int:
-    """Rows of the product that a call returns on this rank, or of the A that it gathers; m rows of
-    A go in."""
-    world, rank, rows = asked.group.size(), asked.group.rank(), asked.rows
-    if OPERATORS[asked.operator].collective == "all-gather":
-        return m * world if rows is None else sum(rows)
-    if asked.operator == "matmul_reduce_scatter":
-        return m // world if rows is None else rows[rank]
-    return m if rows is None else sum(row[rank] for row in rows)
 
 
 def _check(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -229,7 +227,7 @@ def _fake_backward(
     if needs_b:
         k, n = shape[-1], like.shape[1]
         if OPERATORS[operator].inner:
-            k = _rows_multiplied(_asked(operator, group, schedule, rows), prod(shape[:-1]))
+            k = rows_multiplied(_asked(operator, group, schedule, rows), prod(shape[:-1]))
         found.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
     return found
 

@@ -754,7 +754,8 @@ class _Proof:
 
     def _memory(self) -> None:
         """The rules for every rectangle that no access divides, along the execution."""
-        access, summed = self.access, self.problem.b_rows
+        access = self.access
+        summed = _ints(map(self.problem.b_rows, range(self.world)))  # by rank
         each, before, behind, cell = self._cells()
         write = each >= self.reads
         k_first, k_last = self._parts(each, cell)
@@ -768,7 +769,7 @@ class _Proof:
         self.demand(self._same_piece(old, new), who, "reads another piece than it should")
         same = access.terms[old] == access.terms[new]
         self.demand(same, who, "finds the products of other ranks than it says")
-        done = (access.buffer[new] != SUM) | (k_last[before[~write]] == summed)
+        done = (access.buffer[new] != SUM) | (k_last[before[~write]] == summed[access.rank[new]])
         self.demand(done, who, "rounds before the last term")
         self.claim(access.step[old], access.step[new], who, "may read before it is written")
 
@@ -787,7 +788,7 @@ class _Proof:
         self.demand(once, who, "adds the same part of k twice")
         begin = np.where(adds, so_far, 0)
         self.demand((first < 0) | (first == begin), who, "leaves out part of k")
-        done = (first < 0) | (behind[write] >= 0) | (last == summed)
+        done = (first < 0) | (behind[write] >= 0) | (last == summed[access.rank[new]])
         self.demand(done, who, "does not cover all of k")
         # Rows of an all-to-all have a place for each rank, so that no more is to be shown for them.
         whole = self.numbers.get((1 << self.world) - 1, -1) if self.problem.kind.sums else -1

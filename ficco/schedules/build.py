@@ -106,7 +106,7 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         if not problem.kind.returns:  # else the library sums in place
             made = whole("partial", rows, n)
         moved = Transfer(made, out)
-    product = Product(a, 0, problem.b_rows, made, transposed=problem.kind.inner)
+    product = Product(a, 0, problem.b_rows(rank), made, transposed=problem.kind.inner)
     steps = [
         Step("collective", "compute0", problem.kind.collective, transfer=moved),
         Step("matmul", "compute0", "all", products=(product,)),

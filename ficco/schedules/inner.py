@@ -69,8 +69,8 @@ class InnerGather(Gather):
         return Product(a, *self.mine.rows(unit.peer)[unit.ordinal], out, transposed=True)
 
     def _own_is_alone(self) -> bool:
-        """Also where nobody has a row: the result is zeros."""
-        return super()._own_is_alone() or not self.problem.m
+        """Also where nobody has a row for this rank: the result is zeros."""
+        return super()._own_is_alone() or not self.problem.product_rows(self.me)
 
     def _own_product(self, src: Region) -> Product:
         out = Region(self.sum, self.me, 0, self.problem.k, 0, self.problem.n)
