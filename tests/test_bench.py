@@ -269,18 +269,22 @@ def test_each_rank_knows_its_result_alone(operator: str) -> None:
         problem = Problem.of_blocks(operator, table, 40, 100, "bfloat16")
     else:
         problem = Problem(operator, (0, 6, 3), 40, 100, "bfloat16")
+        table = [[rows] * 3 for rows in problem.rows]  # of what is gathered
     everyone = [Operands(problem, rank, torch.device("cpu")) for rank in range(3)]
     for one in everyone:
         one.exact_b()
         one.exact(5)
-    parts = [one.a_LK for one in everyone]
+    parts = [one.a_LK.double() for one in everyone]
     products = [one.a_LK.double() @ one.b_KN.double() for one in everyone if not kind.inner]
     for rank, one in enumerate(everyone):
         ends = [sum(row[:rank]) for row in problem.blocks] if kind.blocks else []
         if operator == OPERATOR:
-            want = torch.cat(parts).double() @ one.b_KN.double()
+            want = torch.cat(parts) @ one.b_KN.double()
         elif kind.inner:
-            want = torch.cat(parts).double().t() @ one.b_KN.double()
+            first = ends or [0] * 3
+            sizes = [row[rank] for row in table]
+            mine = [p[e : e + s] for p, e, s in zip(parts, first, sizes, strict=True)]
+            want = torch.cat(mine).t() @ one.b_KN.double()
         elif kind.sums:
             total = torch.stack(products).sum(0)
             rows = slice(problem.offsets[rank], problem.offsets[rank + 1])

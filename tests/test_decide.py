@@ -425,6 +425,7 @@ def test_the_commands_take_rows_and_tables(capsys: pytest.CaptureFixture[str]) -
             ("matmul_reduce_scatter", "9", "2,7", "rows=[2, 7]"),
             ("all_to_all_matmul", "6", "1,2;3,4", "rows=[[1, 2], [3, 4]]"),
             ("matmul_all_to_all", "7", "1,2;3,4", "rows=[[1, 2], [3, 4]]"),
+            ("all_to_all_transposed_matmul", "6", "1,2;3,4", "rows=[[1, 2], [3, 4]]"),
         ):
             of = ["--operator", operator, "--m", m, "--rows", rows]
             assert cli.run([*command, *of, *sizes]) == 0
@@ -654,6 +655,7 @@ def test_a_saved_decision_is_of_one_operator_and_one_table(tmp_path: Path) -> No
         Problem.of_blocks("all_to_all_matmul", [[256] * 4] * 4, *sizes),
         Problem.of_blocks("all_to_all_matmul", [[255, 257, 256, 256]] * 4, *sizes),
         Problem.of_blocks("matmul_all_to_all", [[256] * 4] * 4, *sizes),
+        Problem.of_blocks("all_to_all_transposed_matmul", [[256] * 4] * 4, *sizes),
     ]
     first = [decide(one, machine=MACHINE, saved=keep(tmp_path)) for one in asked]
     assert len(list(tmp_path.rglob("*.json"))) == len(asked)

@@ -207,7 +207,7 @@ def _dynamic(at: Rank, operator: str) -> int:
         made = make(case, at.world, iteration)
         a, b = operands(case, made, at)
         torch._dynamo.maybe_mark_dynamic(a, 0)
-        if case.rows_of_b != case.k:
+        if case.rows_of_b(at.rank) != case.k:
             torch._dynamo.maybe_mark_dynamic(b, 0)
         y = layer(a, b)
         y.backward(made.g[at.rank].to(y))

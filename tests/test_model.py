@@ -388,6 +388,8 @@ def test_what_a_call_holds_of_each_operator() -> None:
         ("matmul_all_reduce", (), 6 * 7 + 7 * 5 + 6 * 5),
         ("all_to_all_matmul", table, 3 * 7 + 7 * 5 + 2 * 5),
         ("matmul_all_to_all", table, 3 * 7 + 7 * 5 + 2 * 5),
+        ("all_gather_transposed_matmul", (), 3 * 7 + 6 * 5 + 7 * 5),
+        ("all_to_all_transposed_matmul", table, 3 * 7 + 2 * 5 + 7 * 5),
     ):
         if blocks:
             asked = Problem.of_blocks(operator, blocks, 5, 7, "bfloat16")
@@ -427,7 +429,7 @@ def test_the_ideal_by_hand() -> None:
     assert ideal(PROBLEM, mesh, predict) == pytest.approx(4e-3)  # each on a link of its own
 
 
-def test_the_ideal_of_what_scatters_by_hand() -> None:
+def test_the_ideal_of_the_other_operators_by_hand() -> None:
     # Blocks of 8 MiB take 1 ms each, four tiles a block 4 ms, the collective 3 ms; sums do not
     # count, however slow memory is.
     assert MACHINE.memory is not None
@@ -438,6 +440,8 @@ def test_the_ideal_of_what_scatters_by_hand() -> None:
         ("matmul_all_reduce", 256, 6e-3),
         ("matmul_all_to_all", 256, 3e-3),
         ("all_to_all_matmul", 4096, 16e-3),
+        ("all_gather_transposed_matmul", 4096, 16e-3),
+        ("all_to_all_transposed_matmul", 4096, 16e-3),
     ):
         asked = problem_of(operator, 4096, 4096, k, "bfloat16", 4)
         if asked.kind.blocks:  # a rank has a block of 8 MiB for every rank

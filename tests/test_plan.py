@@ -901,6 +901,19 @@ def round_first(steps: list[Step]) -> None:
 
 TWO_LANES = "hetero-unfused-1d:pieces=2,compute=2"
 EXACT = replace(TURNED, dtype="float32")
+#: Every rank multiplies another number of rows.
+UNEVEN = Problem.of_blocks(
+    "all_to_all_transposed_matmul",
+    [[5, 6, 7, 2], [2, 4, 1, 3], [3, 0, 6, 5], [6, 4, 3, 7]],
+    *(24, 32, "bfloat16"),
+)
+
+
+def one_row_on(step: Step) -> Any:
+    """The step's products, the first with the rows of b that lie one further on."""
+    first, *rest = step.products
+    return (first._replace(k_first=first.k_first + 1, k_last=first.k_last + 1), *rest)
+
 
 BROKEN_SUMS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]] = {
     "a piece counted twice": (
@@ -943,6 +956,30 @@ BROKEN_SUMS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]] = 
             )(step),
         ),
         "does not cover all",
+    ),
+    "a piece of a table counted twice": (
+        UNEVEN,
+        "growing",
+        change(awaits_data, products=again),
+        "adds rows of A that another product adds",
+    ),
+    "a piece of a table left out": (
+        UNEVEN,
+        "growing",
+        change(awaits_data, op="sync", products=()),
+        "rounds before the last term",
+    ),
+    "rows of b beside those of a table": (
+        UNEVEN,
+        "hetero-unfused-1d",
+        change(awaits_data, products=one_row_on),
+        "adds rows of A that another product adds",
+    ),
+    "own rows of a table beside theirs": (
+        UNEVEN,
+        "growing",
+        change(multiplies, products=one_row_on),
+        "into a peer's",
     ),
     "rounded too early": (TURNED, "hetero-fused-1d", round_first, "rounds before the last term"),
     "columns rounded too early": (

@@ -257,7 +257,11 @@ def test_an_all_to_all_takes_as_long_as_the_rank_with_most_to_send_or_receive() 
     machine, schedule = flat(1e30, 1.0, 1.0, ranks=3), Schedule.parse("serial:collective")
     # Rank 0 keeps 50 rows and sends 3; rank 2 receives 11.
     table = [[50, 1, 2], [0, 0, 9], [4, 1, 0]]
-    for operator, width in (("all_to_all_matmul", 5), ("matmul_all_to_all", 2)):
+    for operator, width in (
+        ("all_to_all_matmul", 5),
+        ("matmul_all_to_all", 2),
+        ("all_to_all_transposed_matmul", 5),
+    ):
         problem = Problem.of_blocks(operator, table, n=2, k=5, dtype="float32")
         assert predict(problem, schedule, machine) == pytest.approx(11 * width * 4)
         made = plans(problem, schedule)

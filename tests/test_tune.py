@@ -750,6 +750,8 @@ def call_and_log_all(at: ranks.Rank, path: str) -> None:
         ficco.matmul_all_reduce(a, b, schedule="serial")
         ficco.all_to_all_matmul(a, b, schedule="serial", rows=table)
         ficco.matmul_all_to_all(a, b, schedule="serial", rows=table)
+        mine = torch.ones((7, 5)[at.rank], 4)
+        ficco.all_to_all_transposed_matmul(a, mine, schedule="serial", rows=table)
     ficco.close()
 
 
@@ -763,10 +765,11 @@ def test_logged_problems_of_every_operator_are_tuned_and_found_again(tmp_path: P
         ("matmul_all_reduce", (3, 3), ()),
         ("all_to_all_matmul", (7, 5), table),
         ("matmul_all_to_all", (6, 6), table),
+        ("all_to_all_transposed_matmul", (7, 5), table),
     ]
-    assert len({shapes.name_of(p) for p in problems}) == 4
+    assert len({shapes.name_of(p) for p in problems}) == 5
     machine_file(path)
-    some = (problems[0], problems[2])
+    some = (problems[0], problems[2], problems[4])
     outcome = ranks.run(2, tune_shapes, str(path), some)[0]
     assert not outcome.failures, outcome.failures
     machine = load(path)

@@ -43,7 +43,8 @@ def all_to_all_matmul(
     :func:`ficco.all_gather_matmul` (FiCCO, Table I, g13 to g16).
 
     Gradients as in :func:`ficco.all_gather_matmul`; that of ``a`` is a
-    :func:`ficco.matmul_all_to_all` with the table transposed.
+    :func:`ficco.matmul_all_to_all` with the table transposed, that of ``b`` alone a
+    :func:`ficco.all_to_all_transposed_matmul`.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
