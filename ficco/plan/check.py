@@ -794,7 +794,9 @@ class _Proof:
         whole = self.numbers.get((1 << self.world) - 1, -1) if self.problem.kind.sums else -1
         final = (behind[write] < 0) & (access.buffer[new] == OUT) & self.problem.kind.sums
         self.demand(~final | (access.terms[new] == whole), who, "leaves out the product of a rank")
-        old, new = old[again], new[again]
+        # Where something is read in between, the rules for that read tell of both writes.
+        bare = again & (before[write] == np.flatnonzero(write) - 1)
+        old, new = old[bare], new[bare]
         why = "may be overwritten by an unordered step"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
 
@@ -888,25 +890,45 @@ class _Proof:
     def _settle(self) -> None:
         first = np.concatenate([claim.first for claim in self.claims])
         second = np.concatenate([claim.second for claim in self.claims])
-        same_lane = self.lane[first] == self.lane[second]
-        holds = np.where(same_lane, first <= second, self._direct(first, second))
-        left = np.flatnonzero(~same_lane & ~holds)
-        if len(left):
-            holds[left] = self._by_clocks(first[left], second[left])
+        self._history()
+        holds = self._heard_of(second, self.lane[first]) >= first
+        for settle in (self._by_two, self._by_clocks):
+            left = np.flatnonzero(~holds)
+            if len(left):
+                holds[left] = settle(first[left], second[left])
         stop = np.cumsum([len(claim.first) for claim in self.claims])
         for claim, part in zip(self.claims, np.split(holds, stop[:-1]), strict=True):
             self.demand(part, claim.who, claim.why)
         self.claims.clear()  # what they say of `who` is a cycle, which nobody collects meanwhile
 
-    def _direct(self, first: Ints, second: Ints) -> Bools:
-        """Whether the second step waits for the first, or for one behind that on its lane."""
-        lanes, steps = len(self.lanes), len(self.steps)
-        wait = np.sort((self.target * lanes + self.lane[self.source]) * steps + self.source)
-        wait = np.append(-1, wait)
-        # The last step of the first one's lane that the second waits for.
-        none = (second * lanes + self.lane[first]) * steps
-        latest: Ints = wait[np.searchsorted(wait, none + steps) - 1]
-        return latest >= none + first
+    def _history(self) -> None:
+        """What lanes have waited for: by pair of lanes and by step, the latest step until then."""
+        pair = (self.lane[self.target] * len(self.lanes) + self.lane[self.source]) * len(self.steps)
+        order = np.argsort(pair + self.target)
+        self.waits_of_pairs = np.append(-1, (pair + self.target)[order])
+        self.heard_by_pairs = np.maximum.accumulate(np.append(-1, (pair + self.source)[order]))
+
+    def _heard_of(self, step: Ints, lane: Ints) -> Ints:
+        """The latest step of a lane that a step, or one before it on its own lane, waits for.
+
+        On its own lane that is the step itself; it is -1 where there is none.
+        """
+        own = self.lane[step]
+        pair = (own * len(self.lanes) + lane) * len(self.steps)
+        at = np.searchsorted(self.waits_of_pairs, pair + step, side="right") - 1
+        heard: Ints = np.where(own == lane, step, self.heard_by_pairs[at] - pair)
+        return np.where(step < 0, -1, np.maximum(heard, -1))
+
+    def _by_two(self, first: Ints, second: Ints) -> Bools:
+        """Whether a step has heard of another by way of a third lane of the rank of either."""
+        holds = np.zeros(len(first), np.bool_)
+        of_rank = np.searchsorted([rank for rank, _ in self.lanes], np.arange(self.world + 1))
+        for rank in (self.rank[first], self.rank[second]):
+            for turn in range(int(np.diff(of_rank).max())):
+                between = np.minimum(of_rank[rank] + turn, of_rank[rank + 1] - 1)
+                heard = self._heard_of(second, between)
+                holds |= self._heard_of(heard, self.lane[first]) >= first
+        return holds
 
     def _by_clocks(self, first: Ints, second: Ints) -> Bools:
         """Whether steps are over before others on other lanes start, in every interleaving.
