@@ -390,7 +390,7 @@ def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     assert bars_of(both_found, 0, "matmul") == [(110, 114), (130, 132)]
     serial = plans(problem_of(1, 1, n=1), Schedule.parse("serial:collective"))
     assert bars_of(simulate(serial, machine, "idle"), 0, "collective") == [(7, 11)]
-    slow = replace(machine, host=replace(host, wake=20.0))
+    slow = replace(machine, host=replace(host, call=host.call + 20.0))
     assert bars_of(simulate(made, slow, "idle"), 0, "matmul") == [
         (130, 134),
         (145, 147),
@@ -572,6 +572,23 @@ def test_one_rank_stands_for_all_in_the_whole_family(
             rel = 3e-2 if differs and machine is MESH else 1e-2 if differs else 1e-9
             found = predict(problem, schedule, machine, mode)
             assert found == pytest.approx(whole, rel=rel), (str(schedule), mode)
+
+
+@pytest.mark.parametrize("machine", [TOY, MESH], ids=["switch", "mesh"])
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+@pytest.mark.parametrize("product", ["matmul", "transposed_matmul"])
+def test_equal_blocks_take_as_long_as_shards_of_as_many_rows(
+    product: str, world: int, machine: Machine
+) -> None:
+    """A rank receives and multiplies as much; what it publishes for pulls is more."""
+    blocks = family(f"all_to_all_{product}", world)
+    rows = (blocks.block(0, 0),) * world
+    shards = Problem(f"all_gather_{product}", rows, blocks.n, blocks.k, blocks.dtype)
+    for schedule in map(Schedule.parse, SENDING):
+        if schedule.pull or schedule.mover == "collective" or refusal(blocks, schedule):
+            continue
+        one, two = (predict(asked, schedule, machine) for asked in (blocks, shards))
+        assert one == pytest.approx(two), str(schedule)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
