@@ -144,6 +144,10 @@ def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
     gain = cases.experts_gain()
     assert {case.m for case in gain} == {4096, 8192, 16384, 32768} and len(gain) == 12
     assert {case.operator for case in gain} == {"all_to_all_matmul"}
+    turned = gain[0].on("all_to_all_transposed_matmul").problem(4)  # of the same tokens
+    assert (turned.n, turned.k, turned.blocks) == (1024, 7168, ((1024,) * 4,) * 4)
+    assert (turned.left_rows(0), turned.b_rows(0), turned.out_rows(0)) == (4096, 4096, 7168)
+    assert turned.flops == gain[0].problem(4).flops
 
 
 def test_scenarios_are_as_one_rank_of_eight_sees_them() -> None:
@@ -706,6 +710,8 @@ def test_shapes_of_the_command_line() -> None:
     assert len(found) == 12 + 4 + 8 and name == "experts-gain-experts-measured"
     assert found[0] == ("all_to_all_matmul", "4096x1024x7168")
     assert found[-1] == ("matmul_reduce_scatter", "16384x16384x13312")
+    found, name = shapes("--operator", "all_to_all_transposed_matmul")
+    assert len(found) == 12 + 4 and name == "experts-gain-experts"
     found, name = shapes("--set", "experts", "small")
     assert [operator for operator, _ in found] == ["all_to_all_matmul"] * 4 + [OPERATOR] * 9
     found, _ = shapes("--set", "cpu", "--operator", *OPERATORS, device="cpu")
