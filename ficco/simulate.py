@@ -690,7 +690,7 @@ def _enqueued(plan: Plan, host: Host, begin: float) -> list[tuple[float, float]]
     The lane ``sync`` comes last, as engines enqueue it. A collective is part of its call; a place
     or a sum is as much work for the host as a product.
     """
-    at = begin + host.wake + (host.collective_call if plan.collective else host.call)
+    at = begin + (host.collective_call if plan.collective else host.call)
     found = [(0.0, 0.0)] * len(plan.steps)
     for last in (False, True):
         for index, step in enumerate(plan.steps):

@@ -264,6 +264,39 @@ def test_a_check_sees_a_limit_that_no_longer_holds(made_up: measures.Site) -> No
     assert now.pop(row) < 1 / 1.25 and list(now.values()) == pytest.approx([1.0] * 4)
 
 
+def test_a_row_of_products_is_timed_alone_until_the_device_is_steady(
+    made_up: measures.Site, monkeypatch: Any
+) -> None:
+    seen = []
+
+    def time(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+        ((name, row),) = calls.items()
+        seen.append((row, settings["share"]))
+        return {name: series.Series((1.0, 1.0, 3.0, 4.0, 4.0), (0.0,))}
+
+    monkeypatch.setattr(made_up, "time", time)
+    shapes = made_up.effort.heating
+    found = measures.row_times(made_up, shapes, (1, 8))
+    assert [row for row, _ in seen] == [(shape, count) for shape in shapes for count in (1, 8)]
+    assert sum(share for _, share in seen) == pytest.approx(measures.HEAT_SHARE)
+    assert [(one.count, one.seconds) for one in found] == [(1, 4.0), (8, 4.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "later"), [(True, {"a": 7.0, "b": 0.0}), (False, {"a": 9.0, "b": 5.0})]
+)
+def test_a_gpu_is_later_by_what_its_host_takes(on_gpu: bool, later: dict[str, float]) -> None:
+    times = {"idle": {"a": 9.0, "b": 5.0}, "queued": {"a": 2.0, "b": 6.0}}
+
+    class Timed(measures.Site):
+        def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, series.Series]:
+            return {name: series.Series((times[how["mode"]][name],), ()) for name in calls}
+
+    watch = type("", (), {"world": 2, "on_gpu": on_gpu})()
+    site = Timed(watch, effort.GPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
+    assert measures._later(site, {"a": None, "b": None}) == later
+
+
 class Watch:
     """A stopwatch of two ranks on a CPU, by whose clock everything takes a minute."""
 

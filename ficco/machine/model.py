@@ -204,11 +204,10 @@ class Host:
     """Seconds of host time; they count where a GPU waits for its host ("idle").
 
     Attributes:
-        call: of a call, beside what it enqueues, and ``collective_call`` of one that goes through
-            the vendor's collective instead.
+        call: of a call, beside what it enqueues, until an idle GPU begins, and ``collective_call``
+            of one that goes through the vendor's collective instead.
         matmul, copy, signal: of each product, copy, and batch of waits or posts enqueued.
         skew: between the first and the last rank whose host begins a call.
-        wake: until an idle GPU begins what its host has enqueued.
     """
 
     call: Seconds
@@ -218,7 +217,6 @@ class Host:
     signal: Seconds
     provenance: Provenance
     skew: Seconds = 0.0
-    wake: Seconds = 0.0
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def contention(alone: Sequence[float], under: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class RowTime:
-    """Seconds of ``count`` products of the same sizes, one behind the other, on a rested device."""
+    """Seconds of ``count`` products of the same sizes, one behind the other, in every call."""
 
     product: str
     count: int

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -69,15 +69,16 @@ ENQUEUED = (
 )
 #: Products in a row that are timed at once, where they are of fewer operations than this.
 ROW_OF_PRODUCTS, SMALL_FLOPS = 4, 2e11
-#: Of the seconds for products those in which rows heat the device up, and how long it rests before
-#: each row.
-HEAT_SHARE, REST_S = 0.1, 10e-3
+#: Of the seconds for products those in which rows heat the device up.
+HEAT_SHARE = 0.1
+#: As many rounds as fit into the seconds.
+MANY = 1 << 20
 #: Products in a row whose host time is taken at once.
 PRODUCTS = 8
 #: Calls before host time is taken: an engine may keep what it does of the first few.
 WARM_CALLS = 12
-#: Times that the host's time of a kind of call is taken on a GPU; each is of several calls.
-HOST_ITEMS = 5
+#: Most rounds in which host time is taken, and of its seconds those where the device is idle.
+HOST_ROUNDS, HOST_SHARE = 200, 0.6
 
 
 @dataclass
@@ -214,25 +215,21 @@ def _row(parts: Parts, shape: Shape, count: int) -> Callable[[], Any]:
 
 
 def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[fits.RowTime]:
-    """Seconds of so many products in a row, few and so many that the device heats up, shuffled."""
-    parts, calls = site.parts(), {}
+    """Seconds of so many products in a row, few and so many that the device heats up.
+
+    Each row comes again and again for a while, with pauses as between calls that are benched: a
+    power limit looks back over many rows, so that shuffled ones would all be as slow as the
+    longest. The second half of the times counts.
+    """
+    parts, found = site.parts(), []
+    share = HEAT_SHARE / (len(shapes) * len(rows))
     for shape in shapes:
         for count in rows:
-            calls[shape, count] = Runner(_row(parts, shape, count), context=_rested)
-    found = site.time(
-        "gemm", {str(i): one for i, one in enumerate(calls.values())}, share=HEAT_SHARE
-    )
-    return [
-        fits.RowTime(f"{s.m} x {s.n} x {s.k}", count, found[str(i)].seconds)
-        for i, (s, count) in enumerate(calls)
-    ]
-
-
-@contextmanager
-def _rested() -> Iterator[None]:
-    """What ran before leaves the device as a pause between two calls does."""
-    time.sleep(REST_S)
-    yield
+            row = _row(parts, shape, count)
+            times = site.time("gemm", {"row": row}, share=share, most=MANY)["row"].times
+            steady = median(times[len(times) // 2 :])
+            found.append(fits.RowTime(f"{shape.m} x {shape.n} x {shape.k}", count, steady))
+    return found
 
 
 def gemm(site: Site) -> Gemm:
@@ -596,48 +593,46 @@ def host(site: Site) -> Host:
     def call(schedule: str) -> Callable[[], Any]:
         return lambda: ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
 
-    replays = site.watch.on_gpu and ficco.Options().replay
-    product = parts.matmul(rows, n, k)
     kinds: dict[str, Any] = {name: call(name) for name in (*ENQUEUED, "serial:collective")}
-    kinds["products"] = lambda: [product() for _ in range(PRODUCTS)]
     if not site.watch.on_gpu:
+        product = parts.matmul(rows, n, k)
+        kinds["products"] = lambda: [product() for _ in range(PRODUCTS)]
         kinds["collective"] = parts.collective(rows * k * a.element_size())
     for kind in kinds.values():
         for _ in range(WARM_CALLS):
             kind()
-    # The host's time of a call that is enqueued is taken once for each item, so take several.
-    again = HOST_ITEMS if site.watch.on_gpu else 1
-    calls = {f"{name} {i}": kind for name, kind in kinds.items() for i in range(again)}
-    found = site.time("host", calls, mode="idle", most=3 if site.watch.on_gpu else 200)
-    taken = {
-        name: median(
-            max(one.host) if site.watch.on_gpu else one.seconds
-            for one in (found[f"{name} {i}"] for i in range(again))
-        )
-        for name in kinds
-    }
-    wake = 0.0
-    if site.watch.on_gpu:
-        ends = [found[f"products {i}"] for i in range(again)]
-        wake = max(0.0, median(one.seconds - max(one.host) for one in ends))
-    rank = site.watch.rank
-    # An engine that replays calls takes less for a product of a call than for one by itself.
-    alone = [] if replays else [fits.Enqueued(taken["products"], 0, PRODUCTS, 0, 0)] * 3
-    rows_of = list(alone)
+    taken = _later(site, kinds)
+    rows_of = []
+    if not site.watch.on_gpu:  # tells a product's time from that of its call
+        rows_of += [fits.Enqueued(taken["products"], 0, PRODUCTS, 0, 0)] * 3
     for name in ENQUEUED:
-        matmuls, moved, signals = counts(plan(problem, Schedule.parse(name), rank))
+        matmuls, moved, signals = counts(plan(problem, Schedule.parse(name), site.watch.rank))
         rows_of.append(fits.Enqueued(taken[name], 1, matmuls, moved, signals))
     each = fits.host(site.watch.gather(rows_of)[0])
     # A CPU carries the collective out, too, whose own time is in its own block.
-    alone_s = taken.get("collective", 0.0)
-    collective_call = max(taken["serial:collective"] - alone_s - each["matmul"], 0.0)
-    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank"
-    if replays:
-        note += "; warm calls, which the engine replays"
-    if not site.watch.on_gpu:
-        note += "; on a CPU a call is carried out by its host"
+    alone = taken.get("collective", 0.0)
+    collective_call = max(taken["serial:collective"] - alone - each["matmul"], 0.0)
+    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; "
+    note += (
+        "how much later warm calls, which the engine replays, are through on an idle GPU"
+        if site.watch.on_gpu
+        else "on a CPU a call is carried out by its host"
+    )
     source = site.provenance("fitted", note)
-    return Host(collective_call=collective_call, wake=wake, provenance=source, **each)
+    return Host(collective_call=collective_call, provenance=source, **each)
+
+
+def _later(site: Site, calls: dict[str, Any]) -> dict[str, float]:
+    """Seconds by which calls are later through where a device waits for its host.
+
+    Not the host's own time to enqueue them, which is longer behind others, and without what a GPU
+    takes to begin.
+    """
+    idle = site.time("host", calls, mode="idle", share=HOST_SHARE, most=HOST_ROUNDS)
+    if not site.watch.on_gpu:
+        return {name: one.seconds for name, one in idle.items()}
+    queued = site.time("host", calls, mode="queued", share=1 - HOST_SHARE, most=HOST_ROUNDS)
+    return {name: max(idle[name].seconds - queued[name].seconds, 0.0) for name in calls}
 
 
 # The rule.
