@@ -112,12 +112,11 @@ def check(plans: Sequence[Plan]) -> None:
 
 
 class _Uses(NamedTuple):
-    """All posts, all waits or all clears of signals; ``of`` has their fields."""
+    """All posts, all waits or all clears of signals."""
 
     signals: list[Signal]
-    of: Any
     step: Ints
-    word: Ints  # the words of all ranks numbered through
+    word: Ints  # the words of all ranks numbered through, those that are used
 
     def who(self, index: int) -> str:
         return f"signal {self.signals[index].name}"
@@ -321,14 +320,20 @@ class _Proof:
 
     # 1. Signals.
 
-    def _uses(self, column: Sequence[Sequence[Signal]]) -> _Uses:
-        signals, step = self._held(column)
-        of = _unzipped(signals, Signal)
-        word, waiter = _ints(of.word), _ints(of.waiter)
-        uses = _Uses(signals, of, step, waiter * self.words + word)
+    def _uses(self) -> tuple[_Uses, _Uses, _Uses]:
+        """All posts, all waits and all clears."""
+        columns = self.of.posts, self.of.waits, self.of.clears
+        signals, steps = zip(*map(self._held, columns), strict=True)
+        every = list(chain.from_iterable(signals))
+        word, waiter = (_ints(map(attrgetter(name), every)) for name in ("word", "waiter"))
         inside = (word >= 0) & (word < self.words) & (waiter >= 0) & (waiter < self.world)
-        self.demand(inside, uses.who, "has its word outside the pads")
-        return uses
+        self.demand(inside, lambda i: f"signal {every[i].name}", "has its word outside the pads")
+        used, number = np.unique(waiter * self.words + word, return_inverse=True)
+        #: Of each word that is used, by its number: whose it is, and which of that rank's it is.
+        self.word_of, self.word_at = np.divmod(used, max(self.words, 1))
+        ends = np.cumsum([len(found) for found in signals])
+        posts, waits, clears = map(_Uses, signals, steps, np.split(number, ends[:-1]))
+        return posts, waits, clears
 
     def _step_by_word(self, uses: _Uses) -> Ints:
         """The step that uses each word, -1 where none does."""
@@ -336,13 +341,12 @@ class _Proof:
             first, second = np.flatnonzero(uses.word == times.argmax())[:2]
             names = " and ".join(self.name(int(uses.step[use])) for use in (first, second))
             raise PlanError(f"{uses.who(first)} has its word used twice, at {names}")
-        table = np.full(self.world * self.words, -1)
+        table = np.full(len(self.word_of), -1)
         table[uses.word] = uses.step
         return table
 
     def _words(self) -> None:
-        of = self.of
-        posts, waits, clears = map(self._uses, (of.posts, of.waits, of.clears))
+        posts, waits, clears = self.posts, self.waits, self.clears = self._uses()
         self.poster, self.waiter, self.clearer = map(self._step_by_word, (posts, waits, clears))
         dirty = "so that its word stays dirty"
         self.demand(self.poster[waits.word] >= 0, waits.who, "is waited for and never posted")
@@ -351,15 +355,18 @@ class _Proof:
         self.demand(self.clearer[posts.word] >= 0, posts.who, f"is never cleared, {dirty}")
         unread = self.waiter[clears.word] >= 0
         self.demand(unread, clears.who, "is cleared, and nobody waits for it")
-        index = np.empty(self.world * self.words, np.int64)
+        index = np.empty(len(self.word_of), np.int64)
         index[posts.word] = np.arange(len(posts.word))
         for uses in (waits, clears):
-            posted = map(posts.signals.__getitem__, index[uses.word].tolist())
-            for one, two in zip(posted, uses.signals, strict=True):
-                if one is not two and one != two:
-                    raise PlanError(f"signal {two.name} shares its word with {one.name}")
-        waiter, word = np.divmod(posts.word, max(self.words, 1))
-        own = self.rank[posts.step] == _ints(posts.of.poster)
+            posted = [posts.signals[i] for i in index[uses.word].tolist()]
+            if posted != uses.signals:
+                one, two = next(
+                    (one, two) for one, two in zip(posted, uses.signals, strict=True) if one != two
+                )
+                raise PlanError(f"signal {two.name} shares its word with {one.name}")
+        self.posted = _unzipped(posts.signals, Signal)
+        waiter, word = self.word_of[posts.word], self.word_at[posts.word]
+        own = self.rank[posts.step] == _ints(self.posted.poster)
         own &= self.rank[self.waiter[posts.word]] == waiter
         own &= self.rank[self.clearer[posts.word]] == waiter
         self.demand(own, posts.who, "is used by another rank than it says")
@@ -367,8 +374,7 @@ class _Proof:
         released = _bools(map(attrgetter("released"), posts.signals))
         rests = np.where(released, word == self.rank[posts.step], word >= self.world)
         self.demand(rests, posts.who, "has a word that rests at another value")
-        self.posts, self.waits, self.clears = posts, waits, clears
-        self.released = np.arange(self.world * self.words) % max(self.words, 1) < self.world
+        self.released = self.word_at < self.world
 
     def _cleared(self) -> None:
         """A word is cleared after it was waited for, and posted again after it was cleared."""
@@ -531,7 +537,7 @@ class _Proof:
         at[copy] = np.arange(len(copy))
         at = at[self.posts.step]
         row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts behind no copy
-        first, last = _ints(self.posts.of.first), _ints(self.posts.of.last)
+        first, last = _ints(self.posted.first), _ints(self.posted.last)
         gated = (first <= row[at]) & (row_stop[at] <= last)
         self.demand(gated | (at < 0), self.posts.who, "gates other rows than those copied")
 
@@ -704,14 +710,15 @@ class _Proof:
         for uses in (self.posts, self.waits, self.clears):
             # The post that hands a slot over is for the next call.
             here = ~self.released[uses.word] | (uses is not self.posts)
-            found.append((uses.step[here], uses.word[here] // max(self.words, 1)))
+            found.append((uses.step[here], self.word_of[uses.word[here]]))
         home, first, last = self._touches(*map(np.concatenate, zip(*found, strict=True)))
         if not self.words:
             self.demand(home < 0, self.by_step(first), "shares memory without a signal")
             return
         # Who posts and who waits for the words that hand slots over, by waiter and poster.
-        posts = self.poster.reshape(self.world, -1)[:, : self.world]
-        waits = self.waiter.reshape(self.world, -1)[:, : self.world]
+        posts, waits = np.full((2, self.world, self.world), -1)
+        at = self.word_of[self.released], self.word_at[self.released]
+        posts[at], waits[at] = self.poster[self.released], self.waiter[self.released]
         hand_over = posts.max(axis=0)
         whole = ((posts == hand_over) & (posts >= 0) | np.eye(self.world, dtype=bool)).all(axis=0)
         why = "does not hand its slot to every peer in one step"

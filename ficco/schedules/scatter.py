@@ -7,7 +7,8 @@ brought to its place, on a lane of its own. An all-reduce sends the sums on as t
 
 from __future__ import annotations
 
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, zip_longest
 
 from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
@@ -38,7 +39,8 @@ class ScatterWorld:
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
         self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
         self._received: dict[int, dict[int, list[Unit]]] = {}
-        self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
+        self._landings: dict[tuple[int, int, int], list[Region]] = {}
+        self._of_units: dict[tuple[str, int, int, int], list[Signal]] = {}
 
     def received(self, rank: int) -> dict[int, list[Unit]]:
         """What comes to a rank, by the rank that it comes from, in order."""
@@ -75,14 +77,25 @@ class ScatterWorld:
         returned = self.problem.m - self.problem.rows[rank] if self.problem.kind.returns else 0
         return self.rows(rank) + returned
 
+    def _landing_row(self, src: int, dst: int, owner: int) -> int:
+        """Where the block of a rank that comes from a peer begins in staging."""
+        if not self.ring:
+            return self._first[dst][src]
+        problem = self.problem  # every block but the sender's own
+        return problem.offsets[owner] - (problem.rows[src] if owner > src else 0)
+
     def landing(self, src: int, dst: int, unit: Unit) -> Region:
-        """Where a unit from a peer lands."""
-        problem = self.problem
-        if self.ring:  # every block but the sender's own
-            row = problem.offsets[unit.peer] - (problem.rows[src] if unit.peer > src else 0)
-        else:
-            row = self._first[dst][src]
+        """Where a unit, or part of one, from a peer lands."""
+        row = self._landing_row(src, dst, unit.peer)
         return self.departures[src].region("staging", dst, row, unit)
+
+    def landings(self, src: int, dst: int, owner: int) -> list[Region]:
+        """Where the units of a rank's block that come from a peer land, in order."""
+        if (src, dst, owner) not in self._landings:
+            row, departures = self._landing_row(src, dst, owner), self.departures[src]
+            there = departures.regions("staging", dst, row, departures.of(owner))
+            self._landings[src, dst, owner] = there
+        return self._landings[src, dst, owner]
 
     def returning(self, src: int, dst: int, unit: Unit) -> Region:
         """Where the sum of a unit of a peer lands."""
@@ -101,36 +114,31 @@ class ScatterWorld:
     def words(self) -> int:
         return self.world * (1 + sum(self.slots))
 
-    def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
-        """Signals of a kind, one for each unit of a block between two ranks, in order; not for a
-        ring."""
-        if (kind, poster, waiter) not in self._of_units:
-            owner, departures = poster if kind == "summed" else waiter, self.departures[poster]
-            begin = self.problem.lands(poster, owner)
-            first = self.word(kind, poster, waiter, 0, None).word
-            there = departures.regions("", waiter, begin, departures.of(owner))
-            self._of_units[kind, poster, waiter] = [
-                Signal(kind, poster, waiter, slot, first + slot, region.row, region.row_stop)
-                for slot, region in enumerate(there)
+    def of_units(self, kind: str, poster: int, waiter: int, owner: int) -> list[Signal]:
+        """Signals of a kind, one for each unit of a rank's block between two ranks, in order."""
+        if (kind, poster, waiter, owner) not in self._of_units:
+            departures = self.departures[poster]
+            units, begin = departures.of(owner), self.problem.lands(poster, owner)
+            first = self.word(kind, poster, waiter).word
+            by_group = self.ring and kind == "ready"
+            slots = [unit.group if by_group else unit.ordinal for unit in units]
+            self._of_units[kind, poster, waiter, owner] = [
+                Signal(kind, poster, waiter, slot, first + slot, there.row, there.row_stop)
+                for slot, there in zip(
+                    slots, departures.regions("", waiter, begin, units), strict=True
+                )
             ]
-        return self._of_units[kind, poster, waiter]
+        return self._of_units[kind, poster, waiter, owner]
 
     def released(self, poster: int, waiter: int) -> Signal:
         return Signal("released", poster, waiter, 0, poster)
 
-    def word(self, kind: str, poster: int, waiter: int, slot: int, unit: Unit | None) -> Signal:
-        """A signal; ``unit`` is what it gates, if anything."""
+    def word(self, kind: str, poster: int, waiter: int, rows: tuple[int, int] = (0, 0)) -> Signal:
+        """The first signal of a kind between two ranks; ``rows`` are what it gates, if anything."""
         blocks = {"ready": 0, "valid": 0, "summed": 1, "done": 2}
         block = blocks[kind]
         base = self.world * (1 + sum(self.slots[:block]))
-        first = last = 0
-        if unit is not None:
-            there = self.departures[poster].region("", waiter, 0, unit)
-            owner = poster if kind == "summed" else unit.peer
-            first = self.problem.lands(poster, owner)
-            first, last = first + there.row, first + there.row_stop
-        word = base + poster * self.slots[block] + slot
-        return Signal(kind, poster, waiter, slot, word, first, last)
+        return Signal(kind, poster, waiter, 0, base + poster * self.slots[block], *rows)
 
 
 class Scatter:
@@ -149,8 +157,9 @@ class Scatter:
         self.steps: list[Step] = []
         self.acquired: tuple[int, ...] = ()
         self.made_by: dict[Unit, int] = {}  # unit -> its product
-        self.target: dict[Unit, tuple[Region, int]] = {}  # where that lies, whose it adds to
-        self.fetched: dict[tuple[int, int], int] = {}  # peer, unit's ordinal -> its copy
+        self.products: dict[int, list[Product]] = {}  # of each unit of a rank's block
+        self.posting: set[str] = set()  # compute lanes that have told of a product
+        self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
         self.heard: dict[int, int] = {}  # word that was waited for -> by which step
         self.meeting: dict[tuple[Unit, int], list[int]] = {}  # own unit, how many were sent
         groups = self.mine.groups + (len(self.mine.own) if self.alone else 0)
@@ -166,15 +175,14 @@ class Scatter:
     def build(self) -> Plan:
         if self.peers:
             self._open()
-        groups = self.mine.by_group
-        rounds = len(groups)
-        if self.schedule.pull:
-            rounds = max(departures.groups for departures in self.world.departures)
-        for group in range(rounds):
-            if group < len(groups) and groups[group]:
-                self._multiply(group, groups[group])
-            if self.schedule.pull:
-                self._fetch(group)
+        fetches = self._fetches() if self.schedule.pull else []
+        for group, (units, copies) in enumerate(
+            zip_longest(self.mine.by_group, fetches, fillvalue=())
+        ):
+            if units:
+                self._multiply(group, units)
+            for peer, step in copies:
+                self.fetched[peer].append(self._add(step))
         if self.sums:
             self._sum()
         else:
@@ -211,7 +219,7 @@ class Scatter:
             mine = tuple(self.world.released(peer, self.me) for peer in peers)
             # A peer that gets nothing from this rank still has to know that its call has begun.
             bare = tuple(
-                self.world.word(self.arrived, self.me, peer, 0, None)
+                self.world.word(self.arrived, self.me, peer)
                 for peer in peers
                 if not self.world.sent(self.me, peer)
             )
@@ -222,12 +230,12 @@ class Scatter:
     def _retire(self) -> None:
         """Clear the words this rank waited for and hand the slot to the peers."""
         for lane, peers in self._lanes().items():
-            read = tuple(self._done(peer, self.me) for peer in peers if self._fetches(peer))
+            read = tuple(self._done(peer, self.me) for peer in peers if self._is_read_by(peer))
             if read:
                 self._add(Step("sync", lane, "peers have read", waits=read))
         waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = tuple(
-            self.world.word(self.arrived, peer, self.me, 0, None)
+            self.world.word(self.arrived, peer, self.me)
             for peer in self.peers
             if not self.world.sent(peer, self.me)
         )
@@ -244,14 +252,14 @@ class Scatter:
             )
         )
 
-    def _fetches(self, peer: int) -> bool:
+    def _is_read_by(self, peer: int) -> bool:
         """Whether a peer fetches something from this rank."""
         return self.schedule.pull and bool(self.world.sent(self.me, peer))
 
     def _done(self, poster: int, waiter: int) -> Signal:
         first = self.problem.lands(waiter, poster)
         last = first + self.problem.block(waiter, poster)
-        return self.world.word("done", poster, waiter, 0, None)._replace(first=first, last=last)
+        return self.world.word("done", poster, waiter, (first, last))
 
     # Products and copies.
 
@@ -265,31 +273,29 @@ class Scatter:
                 self._push(unit, index)
 
     def _product(self, lane: str, units: list[Unit], after: tuple[int, ...] = ()) -> int:
-        problem, posts = self.problem, []
+        world, me = self.world, self.me
         waits: tuple[Signal, ...] = ()
-        found = []
+        posts, found = [], []
         for unit in sorted(units):
-            there = problem.leaves(self.me, unit.peer)
-            rows = self.mine.region("a", self.me, there, unit)
-            out, terms = self.target[unit] = self._target(unit)
-            if terms and out.buffer == "staging":
-                waits = (*waits, self._from_left(unit))
-            a = Region("a", self.me, rows.row, rows.row_stop, 0, problem.k)
-            added = None
-            if unit.peer == self.me and terms and self.single:
-                added, heard, earlier = self._addend(unit, lane)
+            product = self._alone(unit)
+            if product.accumulate and product.out.buffer == "staging":
+                left = (me - 1) % self.problem.world
+                waits = (*waits, world.of_units("ready", left, me, unit.peer)[unit.ordinal])
+            if product.accumulate and unit.peer == me and self.single:
+                addend, heard, earlier = self._addend(unit, lane)
+                product = product._replace(accumulate=False, addend=addend)
                 waits, after = (*waits, *heard), (*after, *earlier)
-            adds = bool(terms) and added is None
-            found.append(Product(a, 0, problem.k, out, adds, terms=terms, addend=added))
-            if self.schedule.pull and unit.peer != self.me:
-                posts.append(self.world.of_units("valid", self.me, unit.peer)[unit.ordinal])
-        if posts and not any(step.lane == lane and step.posts for step in self.steps):
+            found.append(product)
+            if self.schedule.pull and unit.peer != me:
+                posts.append(world.of_units("valid", me, unit.peer, unit.peer)[unit.ordinal])
+        if posts and lane not in self.posting:
+            self.posting.add(lane)
             after = (*after, *self.acquired)
         return self._add(
             Step(
                 "matmul",
                 lane,
-                " ".join(f"{unit.peer}.{unit.ordinal}" for unit in units),
+                " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
                 waits=waits,
                 posts=tuple(posts),
                 after=after,
@@ -297,79 +303,79 @@ class Scatter:
             )
         )
 
-    def _target(self, unit: Unit) -> tuple[Region, int]:
-        """Where a unit's product goes, and whose products it adds itself to there."""
-        problem, me = self.problem, self.me
-        if unit.peer == me and self.peers and self.schedule.beta:
-            return self._result(unit), _all(problem.world) ^ 1 << me
-        if unit.peer == me and (not self.peers or (self.alone and not self.sums)):
-            return self._result(unit), 0
-        if self.world.ring and self.mine.set_of.get(unit.peer):  # not the first block of the ring
-            left = (me - 1) % problem.world
-            return self.world.landing(left, me, unit), self._ring_terms(left, unit)
-        there = problem.leaves(me, unit.peer)
-        return self.mine.region(self.made, me, there, unit), 0
+    def _alone(self, unit: Unit) -> Product:
+        """The product of a unit, in a call of its own."""
+        if unit.peer not in self.products:
+            k, (there, terms) = self.problem.k, self._target(unit.peer)
+            self.products[unit.peer] = [
+                Product(a, 0, k, out, terms > 0, terms=terms)
+                for a, out in zip(self.mine.in_operand(unit.peer), there, strict=True)
+            ]
+        return self.products[unit.peer][unit.ordinal]
 
-    def _result(self, unit: Unit) -> Region:
-        """Where what this rank keeps of a unit of its own belongs."""
+    def _target(self, owner: int) -> tuple[list[Region], int]:
+        """Where the products of a rank's block go, and whose they add themselves to there."""
+        problem, me, units = self.problem, self.me, self.mine.of(owner)
+        if owner == me and self.peers and self.schedule.beta:
+            return self.results, _all(problem.world) ^ 1 << me
+        if owner == me and (not self.peers or (self.alone and not self.sums)):
+            return self.results, 0
+        if self.world.ring and self.mine.set_of.get(owner):  # not the first block of the ring
+            left = (me - 1) % problem.world
+            return self.world.landings(left, me, owner), self._ring_terms(left, owner)
+        return self.mine.regions(self.made, me, problem.leaves(me, owner), units), 0
+
+    @cached_property
+    def results(self) -> list[Region]:
+        """Where what this rank keeps belongs, by its own units."""
         row = self.problem.lands(self.me, self.me)
         if self.sums and not self.problem.kind.returns:
             row = 0
-        return self.mine.region("out", self.me, row, unit)
+        return self.mine.regions("out", self.me, row, self.mine.own)
 
-    def _ring_terms(self, sender: int, unit: Unit) -> int:
-        """Whose products a rank's unit holds: its own and those of all the block came through."""
-        steps = self.world.departures[sender].set_of[unit.peer]
-        return sum(1 << (sender - i) % self.problem.world for i in range(steps + 1))
-
-    def _from_left(self, unit: Unit) -> Signal:
-        """What says that a unit of the ring has come."""
-        left = (self.me - 1) % self.problem.world
-        sent = self.world.departures[left].units(unit.peer)[unit.ordinal]
-        return self.world.word("ready", left, self.me, sent.group, sent)
+    def _ring_terms(self, sender: int, owner: int) -> int:
+        """Whose products a rank's block holds that a rank sends on: those it came through."""
+        world, steps = self.problem.world, self.world.departures[sender].set_of[owner]
+        return sum(1 << (sender - i) % world for i in range(steps + 1))
 
     def _push(self, unit: Unit, made: int) -> None:
-        world, me = self.world, self.me
-        target, terms = unit.peer, 1 << me
-        if world.ring:
-            target, terms = (me + 1) % self.problem.world, self._ring_terms(me, unit)
-            ready = world.word("ready", me, target, unit.group, unit)
-        else:
-            ready = world.of_units("ready", me, target)[unit.ordinal]
-        source, _ = self.target[unit]
+        world, me, owner = self.world, self.me, unit.peer
+        target = (me + 1) % self.problem.world if world.ring else owner
+        product = self._alone(unit)
+        landing = world.landings(me, target, owner)[unit.ordinal]
         self._add(
             Step(
                 "copy",
                 self.lane_of[target],
-                f"{unit.peer}.{unit.ordinal}>{target}",
-                posts=(ready,),
+                f"{owner}.{unit.ordinal}>{target}",
+                posts=(world.of_units("ready", me, target, owner)[unit.ordinal],),
                 after=(made,),
-                transfer=Transfer(source, world.landing(me, target, unit), terms),
+                transfer=Transfer(product.out, landing, product.terms | 1 << me),
                 mover=self.schedule.mover,
             )
         )
 
-    def _fetch(self, group: int) -> None:
-        """Fetch what the peers make in a group of theirs."""
-        for peer in self.lane_of:
-            units = self.world.sent(peer, self.me)
-            there = self.problem.leaves(peer, self.me)
-            for unit in units:
-                if unit.group != group:
-                    continue
-                source = self.world.departures[peer].region("publish", peer, there, unit)
-                landing = self.world.landing(peer, self.me, unit)
-                self.fetched[peer, unit.ordinal] = self._add(
-                    Step(
-                        "copy",
-                        self.lane_of[peer],
-                        f"{peer}.{unit.ordinal}>{self.me}",
-                        waits=(self.world.of_units("valid", peer, self.me)[unit.ordinal],),
-                        posts=(self._done(self.me, peer),) if unit is units[-1] else (),
-                        transfer=Transfer(source, landing, 1 << peer),
-                        mover=self.schedule.mover,
-                    )
+    def _fetches(self) -> list[list[tuple[int, Step]]]:
+        """The copies of what the peers make in each group of theirs, and the peers."""
+        me, world = self.me, self.world
+        groups = max(departures.groups for departures in world.departures)
+        found: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
+        for peer, lane in self.lane_of.items():
+            units, there = world.sent(peer, me), self.problem.leaves(peer, me)
+            sources = world.departures[peer].regions("publish", peer, there, units)
+            valid, landings = world.of_units("valid", peer, me, me), world.landings(peer, me, me)
+            for unit, signal, src, dst in zip(units, valid, sources, landings, strict=True):
+                step = Step(
+                    "copy",
+                    lane,
+                    f"{peer}.{unit.ordinal}>{me}",
+                    waits=(signal,),
+                    posts=(self._done(me, peer),) if unit is units[-1] else (),
+                    transfer=Transfer(src, dst, 1 << peer),
+                    mover=self.schedule.mover,
                 )
+                found[unit.group].append((peer, step))
+        return found
 
     # What arrives.
 
@@ -379,11 +385,8 @@ class Scatter:
         """What the next step, which reads a peer's unit, waits for: a signal, or a step of this
         rank that fetched it or has waited for that signal on another lane."""
         if self.schedule.pull:
-            return (), (self.fetched[peer, unit.ordinal],)
-        if self.world.ring:
-            signal = self.world.word("ready", peer, self.me, unit.group, unit)
-        else:
-            signal = self.world.of_units("ready", peer, self.me)[unit.ordinal]
+            return (), (self.fetched[peer][unit.ordinal],)
+        signal = self.world.of_units("ready", peer, self.me, unit.peer)[unit.ordinal]
         first = self.heard.setdefault(signal.word, len(self.steps))
         if first == len(self.steps):
             return (signal,), ()
@@ -438,12 +441,11 @@ class Scatter:
                     waits += signals
                     after += copies
             elif own is not None:
-                there = self.problem.leaves(rank, rank)
-                parts.append(self.mine.region(self.made, rank, there, unit))
+                parts.append(self._alone(unit).out)
             else:
                 continue
             terms.append(1 << rank)
-        reduction = Reduction(tuple(parts), tuple(terms), self._result(unit))
+        reduction = Reduction(tuple(parts), tuple(terms), self.results[unit.ordinal])
         return self._add(
             Step(
                 "reduce",
@@ -457,23 +459,29 @@ class Scatter:
 
     def _gather_blocks(self) -> None:
         """Bring the blocks of an all-to-all to their places, in their order of arrival."""
-        there = self.problem.leaves(self.me, self.me)
         for turn, unit in enumerate(self.mine.own):
             if self.alone:
                 self._product(self._own_lane(turn), [unit])
             elif self.peers:
-                source = self.mine.region(self.made, self.me, there, unit)
-                self._place(source, self._result(unit), 1 << self.me, after=(self.made_by[unit],))
+                source, made = self._alone(unit).out, self.made_by[unit]
+                self._place(source, self.results[unit.ordinal], 1 << self.me, after=(made,))
         order = peers_in_order(self.me, self.problem.world)
         if self.schedule.pull:
             order = list(self.lane_of)
-        coming = [(unit, peer) for peer in order for unit in self.world.sent(peer, self.me)]
-        for unit, peer in sorted(coming, key=lambda one: one[0].group):
+        coming = [
+            (unit, peer, ends)
+            for peer in order
+            for unit, *ends in zip(*self._arriving(peer), strict=True)
+        ]
+        for unit, peer, (source, out) in sorted(coming, key=lambda one: one[0].group):
             waits, after = self._arrival(peer, unit)
-            source = self.world.landing(peer, self.me, unit)
-            row = self.problem.lands(peer, self.me)
-            out = self.world.departures[peer].region("out", self.me, row, unit)
             self._place(source, out, 1 << peer, waits, after)
+
+    def _arriving(self, peer: int) -> tuple[list[Unit], list[Region], list[Region]]:
+        """What a peer sends, where it lands and where it belongs."""
+        units, row = self.world.sent(peer, self.me), self.problem.lands(peer, self.me)
+        out = self.world.departures[peer].regions("out", self.me, row, units)
+        return units, self.world.landings(peer, self.me, self.me), out
 
     def _own_lane(self, turn: int) -> str:
         """The lane of a part of the own product, where that is multiplied alone."""
@@ -500,9 +508,11 @@ class Scatter:
                     "copy",
                     lane,
                     f"sum {unit.ordinal}>{peer}",
-                    posts=(self.world.of_units("summed", self.me, peer)[unit.ordinal],),
+                    posts=(self.world.of_units("summed", self.me, peer, self.me)[unit.ordinal],),
                     after=(summed,),
-                    transfer=Transfer(self._result(unit), landing, _all(self.problem.world)),
+                    transfer=Transfer(
+                        self.results[unit.ordinal], landing, _all(self.problem.world)
+                    ),
                     mover=self.schedule.mover,
                 )
             )
@@ -515,7 +525,7 @@ class Scatter:
             for unit in self.world.departures[peer].own
         ]
         for _, peer, unit in sorted(coming, key=lambda one: one[0]):
-            signal = self.world.of_units("summed", peer, self.me)[unit.ordinal]
+            signal = self.world.of_units("summed", peer, self.me, peer)[unit.ordinal]
             row = self.problem.offsets[peer]
             out = self.world.departures[peer].region("out", self.me, row, unit)
             source = self.world.returning(peer, self.me, unit)
