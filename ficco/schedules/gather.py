@@ -42,7 +42,7 @@ class _Staging:
         self.rows = whole - self.own_rows_absent if whole > own else 0
         self.cols = problem.k
         self.stages = 0
-        self._row: dict[Unit, int] = {}  # within its stage
+        self._row: dict[int, list[int]] = {}  # of each unit of a rank, within its stage
         self._groups: list[int] = []  # those that take turns on the ring
         self._turn: dict[int, int] = {}
         self._regions: dict[int, list[Region]] = {}
@@ -50,17 +50,17 @@ class _Staging:
     def make_ring(self) -> None:
         """Lay the pieces of each group side by side; :meth:`set_stages` says for how many."""
         self.rows = self.cols = 0  # of one stage
+        self._row = {peer: [] for peer in self.arrivals.set_of}
         for group, units in enumerate(self.arrivals.by_group):
-            landing = [unit for unit in units if self._lands(unit)]
-            if landing:
+            row = 0
+            for unit in units:
+                self._row[unit.peer].append(row)
+                row += self._unit_rows(unit)
+            if self._lands(group):
                 self._turn[group] = len(self._groups)
                 self._groups.append(group)
-            row = 0
-            for unit in landing:
-                self._row[unit] = row
-                row += self._unit_rows(unit)
-                self.cols = max(self.cols, unit.stop - unit.start)
-            self.rows = max(self.rows, row)
+                self.rows = max(self.rows, row)
+                self.cols = max(self.cols, *[unit.stop - unit.start for unit in units])
         if not self.by_columns:
             self.cols = self.arrivals.problem.k
 
@@ -78,9 +78,9 @@ class _Staging:
         turn = self._turn.get(group, len(self._groups)) + self.stages
         return self._groups[turn] if self.stages and turn < len(self._groups) else None
 
-    def _lands(self, unit: Unit) -> bool:
-        rank = self.arrivals.rank
-        return unit.peer != rank or any(u.peer != rank for u in self.arrivals.by_group[unit.group])
+    def _lands(self, group: int) -> bool:
+        """Whether the units of a group lie here: those of the rank itself stay where they are."""
+        return any(unit.peer != self.arrivals.rank for unit in self.arrivals.by_group[group])
 
     def _unit_rows(self, unit: Unit) -> int:
         if self.by_columns:
@@ -99,7 +99,7 @@ class _Staging:
             return self._landing(peer, units)
         stays = self.arrivals.in_shard("a", peer)
         return [
-            self._landing(peer, [unit])[0] if self._lands(unit) else stays[unit.ordinal]
+            self._landing(peer, [unit])[0] if self._lands(unit.group) else stays[unit.ordinal]
             for unit in units
         ]
 
@@ -112,7 +112,8 @@ class _Staging:
         return self.arrivals.regions("staging", rank, first, units)
 
     def _on_ring(self, unit: Unit) -> Region:
-        row = self._turn[unit.group] % self.stages * self._stage_rows + self._row[unit]
+        row = self._turn[unit.group] % self.stages * self._stage_rows
+        row += self._row[unit.peer][unit.ordinal]
         cols = unit.stop - unit.start if self.by_columns else self.arrivals.problem.k
         return Region("staging", self.arrivals.rank, row, row + self._unit_rows(unit), 0, cols)
 
@@ -213,6 +214,11 @@ class Gather:
         self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
 
     @cached_property
+    def room(self) -> dict[int, list[Signal]]:
+        """What tells each peer that there is room for its units in a ring."""
+        return {peer: self.world.of_units("room", self.me, peer) for peer in self.peers}
+
+    @cached_property
     def shard(self) -> list[Region]:
         """Where the own units lie in the operand."""
         return self.mine.in_shard("a", self.me)
@@ -274,13 +280,14 @@ class Gather:
             lane, landing = self.lane_of[target], world.landing[target]
             units, sources = landing.arrivals.units(me), self._sources(me, landing.arrivals)
             ready, regions = world.of_units("ready", me, target), landing.regions(me)
-            for unit, signal, source, region in zip(units, ready, sources, regions, strict=True):
+            pieces = zip(units, self._rooms(target), ready, sources, regions, strict=True)
+            for unit, room, signal, source, region in pieces:
                 found[unit.group].append(
                     Step(
                         "copy",
                         lane,
                         f"{me}.{unit.ordinal}>{target}",
-                        waits=self._room(target, unit) if landing.stages else (),
+                        waits=room,
                         posts=(signal,),
                         transfer=Transfer(source, region),
                         mover=mover,
@@ -326,11 +333,17 @@ class Gather:
             self.sources[key] = arrivals.in_shard(self.source, peer)
         return self.sources[key]
 
-    def _room(self, target: int, unit: Unit) -> tuple[Signal, ...]:
-        """What a push into a ring waits for: the target has used up what lay there."""
-        if self.world.landing[target].ahead_of(unit.group) is None:
-            return ()
-        return (self.world.of_units("room", target, self.me)[unit.ordinal],)
+    def _rooms(self, target: int) -> list[tuple[Signal, ...]]:
+        """What each push into a ring waits for: the target has used up what lay there."""
+        landing = self.world.landing[target]
+        units = landing.arrivals.units(self.me)
+        if not landing.stages:
+            return [()] * len(units)
+        room = self.world.of_units("room", target, self.me)
+        return [
+            () if landing.ahead_of(unit.group) is None else (signal,)
+            for unit, signal in zip(units, room, strict=True)
+        ]
 
     def _valid(self, poster: int, waiter: int) -> Signal:
         return self.world.word("valid", poster, waiter, 0, self._block(poster, waiter))
@@ -517,12 +530,9 @@ class Gather:
         heir = self.staging.heir_of(group)
         if heir is None or self.schedule.pull:
             return
-        posts = tuple(
-            self.world.of_units("room", self.me, unit.peer)[unit.ordinal]
-            for unit in self.groups[heir]
-            if unit.peer != self.me
-        )
-        acquired = {self.acquired[self.lane_of[signal.waiter]] for signal in posts}
+        heirs = [unit for unit in self.groups[heir] if unit.peer != self.me]
+        posts = tuple([self.room[unit.peer][unit.ordinal] for unit in heirs])
+        acquired = {self.acquired[self.lane_of[unit.peer]] for unit in heirs}
         index = self.last_use[group]
         step = self.steps[index]
         self.steps[index] = step._replace(posts=posts, after=(*step.after, *sorted(acquired)))
