@@ -1,7 +1,14 @@
 """ficco hides communication behind the matrix product that depends on it."""
 
 from ficco.api import close, empty, explain, memory, synchronize
-from ficco.errors import BackendError, ConfigError, FiccoError, RankMismatch, SignalTimeout
+from ficco.errors import (
+    BackendError,
+    ConfigError,
+    FiccoError,
+    RankFailed,
+    RankMismatch,
+    SignalTimeout,
+)
 from ficco.heuristics import Decision
 from ficco.ops.all_gather_matmul import all_gather_matmul
 from ficco.ops.all_gather_transposed_matmul import all_gather_transposed_matmul
@@ -21,6 +28,7 @@ __all__ = [
     "FiccoError",
     "Options",
     "Problem",
+    "RankFailed",
     "RankMismatch",
     "Schedule",
     "SignalTimeout",

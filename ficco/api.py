@@ -108,12 +108,13 @@ def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """Wait until this rank's calls are over (of a group, default: of all groups).
 
     Raises:
-        SignalTimeout, RankMismatch: a call failed, under ``options(on_timeout="raise")``.
+        SignalTimeout, RankMismatch, RankFailed: a call failed, under
+            ``options(on_timeout="raise")``.
     """
     for workspace in workspaces(_asked(group)):
-        workspace.engine.synchronize()
-        workspace.raise_error()
         try:
+            workspace.engine.synchronize()
+            workspace.raise_error()
             workspace.interrupt()
         except FiccoError as error:
             workspace.fail(error)

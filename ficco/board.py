@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ficco.dma.host import HostMemory
-from ficco.errors import RankMismatch, SignalTimeout
+from ficco.errors import RankFailed, RankMismatch, SignalTimeout
 from ficco.problem import digest
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ _DIGEST_BITS = 40
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _NUMBERS = 1 << (64 - _DIGEST_BITS)
 
+#: How a call ends by an error: before this rank has agreed to it; alone; or by waiting in vain.
+REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
+_FAILED, _LATE = digest(FAILED), digest(LATE)
+
 #: digest, checksum and length of a text
 _HEADER = struct.Struct("=QII")
 
@@ -39,6 +43,9 @@ SPINS, SLEEP_S = 200, 0.002
 #: Seconds that a rank that has found a difference waits for the entries of the rest, and for a
 #: text that is still being written.
 GRACE_S, TEXT_GRACE_S = 0.5, 0.05
+#: Seconds after which a rank that learns that another has waited in vain does not wait any more.
+#: Until then its own wait may end and name whom both miss.
+LATE_S = 0.7
 
 # An entry is 64 bits: the lower 24 bits of the number of the call, then 40 bits of digest. It is
 # written by one aligned 8-byte store and read by one aligned 8-byte load (numpy accesses an element
@@ -59,6 +66,7 @@ class _Pages:
             memoryview(part)[ENTRIES * 8 : ENTRIES * 8 + TEXTS * TEXT_BYTES] for part in memory.maps
         ]
         self.ranks = range(len(memory.maps))
+        self._late: dict[int, float] = {}  # call -> when it was first seen that a rank gave it up
         memory.close()
 
     def entry(self, rank: int, number: int) -> int:
@@ -94,19 +102,30 @@ class _Pages:
                 if number > latest - ENTRIES:
                     yield number
 
-    def mismatch(self, number: int) -> RankMismatch | None:
-        """The disagreement on one call, if there is one among the entries written so far."""
+    def mismatch(self, number: int) -> RankMismatch | RankFailed | None:
+        """The disagreement on one call, if there is one among the entries written so far, or whom
+        it has failed on."""
 
         def entries() -> dict[int, int]:
             found = {rank: self.entry(rank, number) for rank in self.ranks}
             return {rank: value for rank, value in found.items() if value}
 
-        if len(set(entries().values())) < 2:
+        found = entries()
+        if len(set(found.values())) < 2:
+            return None
+        failed = {rank: value for rank, value in found.items() if value in (_FAILED, _LATE)}
+        if _FAILED in failed.values() or (failed and self._given_up(number)):
+            return RankFailed({rank: self.text(rank, value) for rank, value in failed.items()})
+        if failed:
             return None
         deadline = time.monotonic() + GRACE_S
         while len(found := entries()) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(SLEEP_S)
         return RankMismatch({rank: self.text(rank, value) for rank, value in found.items()})
+
+    def _given_up(self, number: int) -> bool:
+        now = time.monotonic()
+        return now - self._late.setdefault(number, now) >= LATE_S
 
     def text(self, rank: int, digest: int) -> str:
         texts = self.texts[rank]
@@ -150,7 +169,7 @@ class Board:
             if found not in self._cells:
                 self._cell = (self._cell + 1) % TEXTS
             self._cells = {key: at for key, at in self._cells.items() if at != cell}
-            data = text.encode()
+            data = text.encode(errors="replace")  # as are halves of a pair in a file's name
             if len(data) > TEXT_BYTES - _HEADER.size:
                 rest = f" ... (digest {found:010x})".encode()
                 data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
@@ -166,6 +185,10 @@ class Board:
         if (ring := self._ring) is not None:
             ring[number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
 
+    def posted(self, number: int) -> bool:
+        """Whether this rank has written down a call, also that it refused it."""
+        return (pages := self._pages) is None or pages.entry(self.rank, number) != 0
+
     def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
         """Wait until all ranks have written down a call, which this rank has.
 
@@ -174,6 +197,7 @@ class Board:
 
         Raises:
             RankMismatch: they differ.
+            RankFailed: one of them ended a call by an error.
             SignalTimeout: a rank did not come.
         """
         pages = self._pages
@@ -205,8 +229,9 @@ class Board:
         if found := pages.mismatch(number):
             raise found
 
-    def mismatch(self, latest: int) -> RankMismatch | None:
-        """What the ranks disagree on, if they do, in this rank's remembered calls up to a number.
+    def mismatch(self, latest: int) -> RankMismatch | RankFailed | None:
+        """What the ranks disagree on, if they do, in this rank's remembered calls up to a number,
+        or whom one of these has failed on.
 
         Safe to call from another thread than that which posts.
         """

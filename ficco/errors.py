@@ -6,6 +6,7 @@ request that is not served here. Everything else is below::
 
     FiccoError (RuntimeError)
       +-- RankMismatch    ranks disagree on problem, schedule, options or machine file
+      +-- RankFailed      another rank's call ended by an error, which this says
       +-- SignalTimeout   a peer died, stalled or never called
       +-- BackendError    a call of the vendor's library failed
       +-- ConfigError     a file or an environment variable is wrong
@@ -56,6 +57,26 @@ class RankMismatch(FiccoError):
             + "\ncall ficco with the same sizes, schedule, options and machine file on every rank, "
             "in the same order; unequal shards need rows=. To use the group again, call "
             "ficco.close(group) on every rank"
+        )
+
+
+class RankFailed(FiccoError):
+    """A call of another rank ended by an error, so that this rank's cannot be finished.
+
+    Attributes:
+        reasons: class and first line of that error, by rank.
+    """
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        self.reasons = dict(sorted(reasons.items()))
+        failed = "; ".join(
+            f"rank {rank} failed: {why.rstrip('.')}" for rank, why in self.reasons.items()
+        )
+        ranks = " and ".join(f"rank {rank}" for rank in self.reasons)
+        super().__init__(
+            f"a call of this group cannot be finished, since {failed}. See the output of {ranks} "
+            "for the whole error and mend that. This group can no longer be used by ficco: destroy "
+            "it and make a new one."
         )
 
 

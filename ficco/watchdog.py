@@ -1,4 +1,4 @@
-"""Finds calls that are stuck on a GPU, and ranks that disagree.
+"""Finds calls that are stuck on a GPU, ranks that disagree, and ranks that have failed.
 
 A call has returned long before its work is over, so that nobody is left to raise. Calls and graph
 replays write words to pinned host memory when they begin and end; a thread polls those words and
@@ -72,8 +72,9 @@ class Watchdog:
                 self._since[id(slot)] = now
             elif now - since > self.timeout_s and stuck is None:
                 stuck = self._timeout(slot, running, now - since)
-        # Calls that do not fit together can be over before anybody looks, with wrong results.
-        return workspace.board.mismatch(workspace.calls) or stuck
+        # Calls that do not fit together can be over before anybody looks, with wrong results. One
+        # that broke off here may have left others of this rank waiting.
+        return workspace.error or workspace.board.mismatch(workspace.calls) or stuck
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine

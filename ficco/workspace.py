@@ -6,16 +6,17 @@ import atexit
 import ctypes
 import os
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.board import Board
+from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Slot, Symmetric
-from ficco.errors import FiccoError
+from ficco.errors import FiccoError, RankFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
@@ -90,21 +91,37 @@ class Workspace:
         self.engine.interrupt = self.interrupt
 
     def interrupt(self) -> None:
-        """Raise if the ranks disagree; called by an engine while it waits."""
+        """Raise if the ranks disagree or one has failed; called by an engine while it waits."""
         if mismatch := self.board.mismatch(self.calls):
             raise mismatch
 
+    def end(self, error: BaseException) -> None:
+        """The latest call of this rank has ended by an error: the peers learn of it, so that they
+        do not wait. One that this rank has refused breaks nothing: where all refuse, they agree,
+        whatever each of them says."""
+        if self.board.posted(self.calls):
+            self.fail(error)
+        else:
+            self._tell(_why(error), REFUSED)
+
     def fail(self, error: BaseException) -> None:
-        """Remember why the group can no longer be used: its words do not say who is where."""
+        """Remember why the group can no longer be used, its words do not say who is where, and
+        tell the peers, unless they know."""
+        if self.error is not None:
+            return
+        why = _why(error)
+        if not isinstance(error, (RankMismatch, RankFailed)):  # these are read from the board
+            late = isinstance(error, SignalTimeout)
+            self._tell(why.splitlines()[0], LATE if late else FAILED)
         if not isinstance(error, FiccoError):
-            # Peers that wait for this rank learn why it does not come.
-            text = f"broken off by {type(error).__name__}: {error}"
-            self.board.post(self.calls, self.board.describe(text, same_as="broken off"))
             error = FiccoError(
-                f"a call of this group was broken off by {type(error).__name__}: {error}. Its "
-                "ranks are no longer in step: destroy the group and make a new one"
+                f"a call of this group was broken off by {why}. Its ranks are no longer in step: "
+                "destroy the group and make a new one"
             )
-        self.error = self.error or error
+        self.error = error
+
+    def _tell(self, text: str, how: str) -> None:
+        self.board.post(self.calls, self.board.describe(text, same_as=how))
 
     def raise_error(self) -> None:
         """Raise what made the group unusable, if anything did."""
@@ -224,22 +241,39 @@ class Workspace:
         if self.closed:
             return
         self.closed = True
+        steps: list[Callable[[], object]] = []
         if self.watchdog is not None:
-            self.watchdog.stop()
+            steps.append(self.watchdog.stop)
             if self.error is not None:  # what was broken off may wait for ever
-                self.engine.release(self.slots, GRACE_S)
-        for slot in self.slots:
-            self._free(slot)
-        self.programs.clear()
-        self._slots = [None] * SLOTS
-        self._captured.clear()
-        self._watched.clear()
-        self._pinned.clear()
-        for memory in self._empty.values():
-            self.engine.free(memory)
-        self._empty.clear()
-        self.engine.close()
-        self.board.close()
+                steps.append(partial(self.engine.release, self.slots, GRACE_S))
+        steps += [partial(self._free, slot) for slot in self.slots]
+        steps += [partial(self.engine.free, memory) for memory in self._empty.values()]
+        try:
+            _carry_out([*steps, self.engine.close, self.board.close])
+        finally:
+            self.programs.clear()
+            self._slots = [None] * SLOTS
+            self._captured.clear()
+            self._watched.clear()
+            self._pinned.clear()
+            self._empty.clear()
+
+
+def _why(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _carry_out(steps: Iterable[Callable[[], object]]) -> None:
+    """Take all steps, whichever fail, and then raise the first error."""
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 _Key = tuple["ProcessGroup", torch.device, "str | None"]
@@ -288,18 +322,28 @@ def close(group: ProcessGroup | None = None) -> None:
     """
     for key in [key for key in _failed if group is None or key[0] is group]:
         del _failed[key]
-    for key, workspace in list(_workspaces.items()):
-        if group is None or key[0] is group:
+    wanted = [key for key in _workspaces if group is None or key[0] is group]
+    _carry_out(partial(_leave, key) for key in wanted)
+
+
+def _leave(key: _Key) -> None:
+    workspace = _workspaces[key]
+
+    def finish() -> None:
+        try:
             if workspace.error is None:
                 workspace.engine.synchronize()
-            workspace.close()
-            del _workspaces[key]
+        except BaseException as error:
+            workspace.fail(error)  # what runs may be stuck
+            raise
+
+    _carry_out([finish, workspace.close, partial(_workspaces.pop, key, None)])
 
 
 def _close_at_exit() -> None:
-    for workspace in list(_workspaces.values()):
-        workspace.settle()  # with nobody left to watch it, a stuck call would hold the process
-        workspace.close()
+    found = list(_workspaces.values())
+    # With nobody left to watch it, a stuck call would hold the process.
+    _carry_out(step for workspace in found for step in (workspace.settle, workspace.close))
     _workspaces.clear()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from ranks import Rank, caught, ranks, run
 
-from ficco.board import ENTRIES, TEXT_BYTES, TEXTS, Board
+from ficco.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, Board
 from ficco.errors import RankMismatch
 from ficco.problem import digest
 
@@ -148,6 +148,34 @@ def test_an_absent_rank_is_named() -> None:
         assert (fields["rank"], fields["peer"]) == (rank, 1)
         assert (fields["wanted"], fields["found"]) == (5, 3)
         assert 0.3 <= seconds < 2
+
+
+def fails(at: Rank, how: str) -> Any:
+    """Rank 1 fails in a call that rank 2 has not come to; rank 0 waits for both."""
+    mine = board()
+    mine.post(1, 9)
+    if at.rank != 2:
+        mine.post(2, mine.describe("both"))
+    if at.rank == 1:
+        mine.post(2, mine.describe("MemoryError: \udc80", how))
+    dist.barrier()
+    begin = time.monotonic()
+    failure = caught(lambda: agree(mine, 2)) if at.rank == 0 else None
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return mine.posted(1), mine.posted(2), mine.posted(3), failure, seconds
+
+
+@pytest.mark.parametrize(("how", "patience"), [(FAILED, 0.0), (LATE, LATE_S)])
+def test_a_rank_that_failed_is_named_without_waiting_for_the_rest(
+    how: str, patience: float
+) -> None:
+    found = run(3, fails, how)
+    assert [posted for *posted, _, _ in found] == [[True, True, False]] * 2 + [[True, False, False]]
+    *_, failure, seconds = found[0]
+    assert failure.type == "RankFailed"
+    assert failure.fields["reasons"] == {1: "MemoryError: ?"}
+    assert patience <= seconds < patience + 0.4
 
 
 def absent_and_different(at: Rank) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -20,6 +21,9 @@ from ranks import Died, Failure, Rank, caught
 from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
+from ficco.board import LATE_S
+from ficco.dma import cpu
+from ficco.dma.collectives import Collectives
 from ficco.ops import call as calls
 from ficco.workspace import Workspace
 
@@ -627,8 +631,11 @@ def test_a_rank_that_cannot_remember_a_call_tells_its_peers() -> None:
 def _without_memory(case: Case, warm: bool, what: str, owner: Any = None) -> None:
     other, odd = run(2, _short_of_memory, case, warm, what, owner)
     assert odd["first"].type == "MemoryError"
-    assert other["first"].type == "RankMismatch", other["first"]
-    assert "MemoryError: 64 GiB are not to be had" in other["first"].fields["values"][1]
+    # One that has not agreed to the call yet may be right: all may say so.
+    agreed = what in ("_execute", "keep")
+    assert other["first"].type == ("RankFailed" if agreed else "RankMismatch"), other["first"]
+    told = other["first"].fields["reasons" if agreed else "values"][1]
+    assert told == "MemoryError: 64 GiB are not to be had"
     assert other["waited"] < AT_ONCE_S + SLACK_S
     assert isinstance(other["again"], Failure) and isinstance(odd["again"], Failure)
     assert odd["waited_again"] < PATIENCE_S + SLACK_S
@@ -664,3 +671,182 @@ def test_a_rank_without_memory_for_all_columns_tells_its_peers(warm: bool) -> No
     assert other.type == "RankMismatch", other
     assert "MemoryError: 64 GiB are not to be had" in other.fields["values"][1]
     assert waited < AT_ONCE_S + SLACK_S
+
+
+# Ranks that fail alone in the middle of a call.
+
+
+def ended(fn: Callable[[], Any]) -> tuple[Any, float]:
+    """As :func:`timed`, also for what is no ``Exception``."""
+    started = time.monotonic()
+    try:
+        found = fn()
+    except BaseException as error:
+        found = ranks.failure(error)
+    return found, time.monotonic() - started
+
+
+#: Where a rank fails, and what is made to raise there.
+PLACES: dict[str, tuple[Any, str]] = {
+    "copy thread": (ctypes, "memmove"),
+    "caller's thread": (cpu, "_multiply"),
+    "collective": (Collectives, "starts"),
+    "memory": (Workspace, "slot"),
+    "operations": (calls, "compile"),
+}
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "BackendError": lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),
+    "MemoryError": lambda: MemoryError("64 GiB\nand more"),
+    "KeyboardInterrupt": KeyboardInterrupt,
+}
+FIRST_LINES = {
+    "BackendError": "BackendError: memmove failed with EFAULT: bad",
+    "MemoryError": "MemoryError: 64 GiB",
+    "KeyboardInterrupt": "KeyboardInterrupt",
+}
+
+
+def _fails_alone(
+    at: Rank, schedule: str, place: str, kind: str, warm: bool, victim: int
+) -> dict[str, Any]:
+    group = dist.new_group(list(range(at.world)))
+    case = equal(at.world, 8, 8, 8, schedule=schedule)
+    for iteration in range(3 * warm):
+        exact(at, case, iteration, group)
+    made = make(at, case, 4, group)
+    threads: list[bool] = []
+
+    def refuse(*_: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        raise ERRORS[kind]()
+
+    with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=20):
+        if at.rank == victim:
+            patch.setattr(*PLACES[place], refuse)
+        first, waited = ended(lambda: call(case, made.a, made.b, group))
+        again, waited_again = ended(lambda: call(case, made.a, made.b, group))
+
+    def tear_down() -> None:
+        ficco.close(group)
+        dist.destroy_process_group(group)
+
+    torn, teardown = timed(tear_down)
+    return {
+        "first": first if isinstance(first, Failure) else None,
+        "waited": waited,
+        "again": again,
+        "waited_again": waited_again,
+        "torn": torn,
+        "teardown": teardown,
+        "in the caller": threads,
+    }
+
+
+def _all_fail_alone(at: Rank, cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    found = [_fails_alone(at, *case) for case in cases]
+    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_fails_alone_is_named_at_once(place: str, victim: int) -> None:
+    schedules = ["growing", "hetero-fused-1d:pull"]
+    schedules = ["serial:collective"] if place == "collective" else schedules
+    cases = [
+        (schedule, place, kind, warm, victim)
+        for schedule in schedules
+        for kind in ERRORS
+        for warm in (False, True)
+        if not (warm and place == "operations")  # which are there already
+    ]
+    for case, *found in zip(cases, *run(3, _all_fail_alone, cases), strict=True):
+        kind = case[2]
+        for rank, mine in enumerate(found):
+            text = f"{case}, rank {rank}: {mine}"
+            assert mine["waited"] < AT_ONCE_S + SLACK_S, text
+            assert mine["waited_again"] < AT_ONCE_S + SLACK_S, text
+            assert mine["torn"] is None and mine["teardown"] < 5, text
+            if rank == victim:  # it has its own error, and its group is lost
+                assert mine["first"] and mine["first"].type == kind, text
+                assert mine["again"].type == (kind if kind == "BackendError" else "FiccoError")
+                assert FIRST_LINES[kind].split(": ", 1)[-1] in mine["again"].text
+                assert mine["in the caller"][0] == (place != "copy thread"), text
+                continue
+            # A rank that had all it needed ends this call well, and fails in the next.
+            error = mine["first"] or mine["again"]
+            assert isinstance(error, Failure) and error.type == "RankFailed", text
+            assert error.fields["reasons"] == {victim: FIRST_LINES[kind]}, text
+            assert f"rank {victim} failed: {FIRST_LINES[kind]}. " in error.text
+            assert "output of rank" in error.text and "destroy it and make a new" in error.text
+            assert mine["again"].text == error.text
+        if place != "caller's thread":
+            assert all(mine["first"] for mine in found), case
+
+
+def _in_one_part_of_several(at: Rank, victim: int) -> list[tuple[Any, float]]:
+    """A call that goes by columns: one rank fails between two of its parts."""
+    group = dist.new_group(list(range(at.world)))
+    a, b = torch.ones(16, 8), torch.ones(8, 250)
+
+    def summed() -> torch.Tensor:
+        return ficco.matmul_reduce_scatter(a, b, group=group, schedule="shard-overlap")
+
+    parts, run_part = [0], calls.run
+
+    def run_some(*args: Any, **kwargs: Any) -> Any:
+        parts[0] += 1
+        if parts[0] == 2:
+            raise MemoryError("64 GiB")
+        return run_part(*args, **kwargs)
+
+    with ficco.options(timeout_s=20, workspace_bytes=6000):
+        assert bool((summed() == 16).all())
+        with pytest.MonkeyPatch.context() as patch:
+            if at.rank == victim:
+                patch.setattr(calls, "run", run_some)
+            found = [ended(summed), ended(summed)]
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    assert at.rank != victim or parts[0] >= 2
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_between_parts_of_a_call_is_named(victim: int) -> None:
+    found = run(2, _in_one_part_of_several, victim)
+    assert found[victim][0][0].type == "MemoryError"
+    assert found[victim][1][0].type == "FiccoError"
+    for error, waited in found[1 - victim]:
+        assert error.type == "RankFailed" and error.fields["reasons"] == {
+            victim: "MemoryError: 64 GiB"
+        }
+        assert waited < AT_ONCE_S + SLACK_S
+
+
+def _gives_up(at: Rank, case: Case, warm: bool) -> list[tuple[Any, float]]:
+    """Rank 0 has little patience with rank 2, the others have a lot."""
+    group = dist.new_group(list(range(at.world)))
+    for iteration in range(4):
+        exact(at, case if warm else case.on(n=24), iteration, group)
+    made = make(at, case, 4, group)
+    if at.rank == 2:
+        time.sleep(PATIENCE_S + LATE_S + 0.5)
+    with ficco.options(timeout_s=20 if at.rank else PATIENCE_S):
+        found = [timed(lambda: call(case, made.a, made.b, group)) for _ in range(2)]
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@pytest.mark.parametrize("schedule", ["growing", "hetero-fused-1d:pull", "serial:collective"])
+def test_who_gave_up_waiting_is_not_waited_for(schedule: str, warm: bool) -> None:
+    gone, waiting, late = run(3, _gives_up, equal(3, 8, 8, 8, schedule=schedule), warm)
+    assert gone[0][0].type == "SignalTimeout" and gone[0][0].fields["peer"] in (2, None)
+    # Who comes late may still find all that it needs for this call, and fails in the next.
+    told = late[0] if isinstance(late[0][0], Failure) else late[1]
+    for error, waited in (waiting[0], told):
+        assert isinstance(error, Failure) and error.type == "RankFailed", error
+        assert error.fields["reasons"][0].startswith("SignalTimeout: all_gather_matmul: rank 0 ")
+        assert waited < PATIENCE_S + LATE_S + SLACK_S

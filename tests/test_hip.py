@@ -556,11 +556,65 @@ def test_injected_errors(half: int) -> None:
             problems.append(f"here {here}")
         elif here.fields["code"] != "hipErrorOutOfMemory":
             problems.append(here.text)
-        if not isinstance(there, Failure) or there.type != "SignalTimeout":
+        # It is told the reason, unless this rank failed before there was anything to agree on.
+        told = isinstance(there, Failure) and there.type == "RankFailed"
+        if told and (list(there.fields["reasons"]) != [1] or name not in there.text):
+            problems.append(f"there {there}")
+        if not told and (not isinstance(there, Failure) or there.type != "SignalTimeout"):
             problems.append(f"there {there}")
         if problems:
             wrong.append((name, first, problems))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+#: Calls by which work is enqueued: (function, its call from now on).
+ENQUEUEING = (
+    ("hipEventRecord", 1),
+    ("hipStreamWaitEvent", 2),
+    ("hipStreamWriteValue32", 1),
+    ("hipStreamWriteValue32", 3),
+    ("hipStreamWaitValue32", 2),
+    ("hipMemcpyDtoDAsync", 1),
+    ("hipLaunchHostFunc", 2),
+)
+
+
+def _broken_off(at: Rank, victim: int) -> list[tuple[Any, float, Any, float]]:
+    """A warm call breaks off on one rank, and what it takes the other to learn it."""
+    found = []
+    for name, first in ENQUEUEING:
+        group = dist.new_group([0, 1])
+        case = equal(2, 6, 8, 4, schedule="hetero-fused-1d:pieces=2")
+        _attempt(at, case, group)
+        at.barrier()
+        if at.rank == victim:
+            double().double_fail(name.encode(), OUT_OF_MEMORY, first, 1)
+        began = time.monotonic()
+        outcome = caught(partial(_attempt, at, case, group))
+        seconds = time.monotonic() - began
+        double().double_fail(name.encode(), OUT_OF_MEMORY, 0, 0)
+        at.barrier()  # memory is freed if the peer lets go of it in time
+        closed = time.monotonic()
+        closing = caught(partial(ficco.close, group))
+        found.append((outcome, seconds, closing, time.monotonic() - closed))
+        at.barrier()
+        dist.destroy_process_group(group)
+    exact(at, equal(2, 8, 8, 8), 0)  # the process is well
+    with clean():
+        return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_call_that_breaks_off_is_named_at_once(victim: int) -> None:
+    found = run(2, _broken_off, victim, series=SERIES[victim])
+    for (name, _), mine, other in zip(ENQUEUEING, found[victim], found[1 - victim], strict=True):
+        assert mine[0].type == "BackendError" and mine[0].fields["call"] == name, mine
+        assert other[0].type == "RankFailed", other
+        (why,) = other[0].fields["reasons"].values()
+        assert list(other[0].fields["reasons"]) == [victim]
+        assert why.startswith(f"BackendError: {name} failed with hipErrorOutOfMemory"), why
+        for _, seconds, closing, closed in (mine, other):
+            assert seconds < 3 and closing is None and closed < 6, (mine, other)
 
 
 def test_failures_that_are_got_round() -> None:
@@ -646,7 +700,8 @@ def test_lost_memory_of_a_peer() -> None:
     assert outcome.fields["code"] == "hipErrorLaunchFailure"
     assert not violations, said
     for outcome, _, seconds, violations, said in found[1:]:
-        assert outcome.type == "SignalTimeout", outcome
+        assert outcome.type == "RankFailed", outcome
+        assert outcome.fields["reasons"][0].startswith("BackendError: "), outcome
         assert not violations and seconds < 5, said
 
 

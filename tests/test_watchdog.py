@@ -144,6 +144,14 @@ def test_disagreement_is_found_although_nothing_runs(watch: Callable[..., Worksp
     assert workspace.error is error
 
 
+def test_what_broke_off_here_alone_is_released(watch: Callable[..., Workspace]) -> None:
+    """No peer has come to that call, so that the board says nothing."""
+    workspace = watch(running=0)
+    workspace.error = FiccoError("broken off by MemoryError")
+    time.sleep(6 * PERIOD_S)
+    assert workspace.engine.times
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_what_the_caller_was_told_ends_no_process(
     ends: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -101,6 +101,68 @@ def test_a_process_settles_before_it_ends() -> None:
     assert 0.2 + GRACE_S <= time.monotonic() - begin < 0.2 + GRACE_S + 2
 
 
+class Failing(Engine):
+    """What is given back, one piece after the other, each with an error."""
+
+    def release(self, slots: list[Slot], seconds: float) -> None:
+        self._fail("release")
+
+    def discard(self, slot: Slot) -> None:
+        self._fail("discard")
+
+    def free(self, memory: Any) -> None:
+        self._fail("free")
+
+    def synchronize(self) -> None:
+        self._fail("synchronize")
+
+    def close(self) -> None:
+        self._fail("close")
+
+    def _fail(self, what: str) -> None:
+        self.did.append(what)
+        raise FiccoError(f"{what} failed")
+
+
+def _on_failing(error: FiccoError | None) -> tuple[Any, list[str]]:
+    engine = Failing()
+    slots = [Slot(None, 1, (0, 0), (0, 0)) for _ in range(2)]
+    found = workspace_on(engine, *slots)
+    board = SimpleNamespace(
+        close=lambda: engine.did.append("board"),
+        post=lambda number, digest: engine.did.append("told"),
+        describe=lambda text, same_as: 1,
+    )
+    stop = SimpleNamespace(stop=lambda: engine.did.append("stop"))
+    found.__dict__.update(
+        closed=False, error=error, board=board, watchdog=stop, _empty={1: None, 2: None}
+    )
+    return found, engine.did
+
+
+def test_what_cannot_be_given_back_keeps_nothing_else() -> None:
+    found, did = _on_failing(FiccoError("broken off"))
+    with pytest.raises(FiccoError, match="release failed"):
+        found.close()
+    assert did == ["stop", "release", "discard", "discard", "free", "free", "close", "board"]
+    assert not found.slots and found.closed
+    found.close()
+    assert len(did) == 8
+
+
+def test_a_group_that_cannot_be_closed_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [_on_failing(None) for _ in range(2)]
+    kept = {number: found for number, (found, _) in enumerate(both)}
+    monkeypatch.setattr(workspaces, "_workspaces", kept)
+    with pytest.raises(FiccoError, match="synchronize failed"):
+        workspaces.close()
+    assert not kept
+    for found, did in both:
+        # What runs may be stuck: peers are told, and it is let go.
+        assert did[:4] == ["synchronize", "told", "stop", "release"] and did[-1] == "board"
+        assert found.closed and str(found.error) == "synchronize failed"
+
+
 def _program(slot: Slot) -> Program:
     program = Program(a_plan(), slot, [("compute0", lambda call: None)])
     slot.number(program)

@@ -11,6 +11,7 @@ Ordering: what a lane wrote before it posts a semaphore is seen by the lane whos
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import random
@@ -46,7 +47,7 @@ from ficco.errors import BackendError, SignalTimeout
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 #: Seconds between two looks of a waiting lane at failures of other lanes, the clock and
 #: :attr:`Engine.interrupt`.
@@ -395,11 +396,16 @@ class CpuEngine(Engine):
 
         def op(call: Call) -> None:
             counts[self.rank][0] += 1
-            # Its own time limit: a group with a collective that is still waiting cannot be freed.
+            # Its own time limit, which it keeps even where the call is broken off: see _outlive().
             patience = timedelta(seconds=call.state.timeout_s + 1)
             buffers = call.a, call.partial, call.gathered, call.out
-            for start in exchange.starts(*buffers, patience):
-                self._collect(program, call, step, missing, start)
+            begun: list[Work] = []
+            try:
+                for start in exchange.starts(*buffers, patience):
+                    self._collect(program, call, step, missing, partial(_begin, start, begun))
+            except BaseException:
+                _outlive(self.group, begun)
+                raise
 
         return self._disturbed(step, op)
 
@@ -427,6 +433,7 @@ class CpuEngine(Engine):
                 run.check()
                 self.interrupt()  # ranks that disagree also fail here
                 while failed and missing() is None:
+                    self.interrupt()
                     # A connection is lost a little before the peer's process is gone.
                     if time.monotonic() - begin > DEATH_S:
                         library = str(dist.get_backend(self.group))
@@ -568,11 +575,11 @@ class CpuEngine(Engine):
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
         slot = program.slot
         run = call.state = _Run(len(lanes), program.state["recorded"], self.timeout_s, slot)
-        for lane, ops in lanes.items():
-            if lane != "compute0":
-                self._lane(lane).submit(partial(run.carry_out, ops, call))
         self._calls += 1
         try:
+            for lane, ops in lanes.items():
+                if lane != "compute0":
+                    self._lane(lane).submit(partial(run.carry_out, ops, call))
             run.carry_out(lanes["compute0"], call)
             run.over.wait()
         except BaseException as error:  # Ctrl-C: no lane may write to the result any more
@@ -633,6 +640,30 @@ class CpuEngine(Engine):
         if self._roll is not None:
             self._roll.free()
             self._roll = None
+
+
+#: Collectives that were broken off, with their groups: to free one waits, inside the garbage
+#: collector or at the end of the process, until its library has given up.
+_unfinished: list[tuple[Work, ProcessGroup]] = []
+
+
+def _begin(start: Start, begun: list[Work]) -> Work | None:
+    if (work := start()) is not None:
+        begun.append(work)
+    return work
+
+
+def _outlive(group: ProcessGroup, begun: list[Work]) -> None:
+    """Keep a group until its collectives are over."""
+    kept = [*_unfinished, *[(work, group) for work in begun]]
+    _unfinished[:] = [pair for pair in kept if not pair[0].is_completed()]
+
+
+@atexit.register
+def _leave_unfinished() -> None:
+    """Let the process end at once: these are freed with it."""
+    if _unfinished:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
 
 
 def _offsets(words: int, room: tuple[int, int]) -> tuple[int, int, int]:

@@ -738,8 +738,12 @@ class HipEngine(Engine):
             state.over.hold(sync)
             for op in run.tail:
                 op(call)
-        finally:
-            self._write(state.watch.end, sync)  # else the watchdog would wait for it for ever
+        except BaseException:
+            # The watchdog has no business with a call that was broken off.
+            with contextlib.suppress(BackendError):  # the first error tells more
+                self._write(state.watch.end, sync)
+            raise
+        self._write(state.watch.end, sync)
         state.retired.record(sync)
         if slot.captured:
             state.retired.hold(stream)  # a capture ends with all its streams joined

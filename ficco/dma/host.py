@@ -348,7 +348,9 @@ class HostMemory:
                 f"{path}: {error.strerror}; ranks share host memory only if one user runs them all"
             ) from error
         except FileNotFoundError as error:
-            raise BackendError("open", "ENOENT", f"{path}: that rank has just ended") from error
+            raise BackendError(
+                "open", "ENOENT", f"{path}: that rank has just ended or given up"
+            ) from error
         try:
             file = os.fstat(fd)
             if [file.st_dev, file.st_ino] != hello["file"]:

@@ -90,18 +90,20 @@ def run(
     ``rows`` are one number for each rank, or for an all-to-all a table of W x W. ``out`` is where
     the result goes.
     """
-    workspace, bound, call = _begin(operator, a, b, group, schedule, rows, return_gathered, out)
-    if bound.columns:
-        for first in range(0, b.shape[1], bound.columns):
-            some = slice(first, first + bound.columns)
-            run(operator, call.a, call.b[:, some], group, schedule, rows, out=call.out[:, some])
-        return call.out, None
+    workspace = _workspace(group, a, b, operator)
     try:
+        bound, call = _begin(workspace, operator, a, b, schedule, rows, return_gathered, out)
+        if bound.columns:
+            workspace.calls -= 1  # its parts are calls
+            for first in range(0, b.shape[1], bound.columns):
+                some = slice(first, first + bound.columns)
+                run(operator, call.a, call.b[:, some], group, schedule, rows, out=call.out[:, some])
+            return call.out, None
         slot = workspace.slot(bound.plan, bound.single)
         program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
         _execute(workspace, program, call)
     except BaseException as error:
-        workspace.fail(error)
+        workspace.end(error)
         raise
     return call.out, call.gathered if return_gathered else None
 
@@ -115,19 +117,20 @@ def run_traced(
     rows: Rows = None,
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
     """One call that notes when each step of its Plan ran on this rank; waits for it."""
-    workspace, bound, call = _begin(operator, a, b, group, schedule, rows, False)
-    if bound.columns:
-        raise NotImplementedError(
-            f"a call that goes by {bound.columns} columns at a time, to keep to workspace_bytes, "
-            "is several; trace it without that cap"
-        )
+    workspace = _workspace(group, a, b, operator)
     try:
+        bound, call = _begin(workspace, operator, a, b, schedule, rows, False)
+        if bound.columns:
+            raise NotImplementedError(
+                f"a call that goes by {bound.columns} columns at a time, to keep to "
+                "workspace_bytes, is several; trace it without that cap"
+            )
         slot = workspace.slot(bound.plan, bound.single)
         program = compile(bound.plan, workspace.engine, slot, bound.source, trace=True)
         _execute(workspace, program, call)
         spans = workspace.engine.spans(program, call)
     except BaseException as error:
-        workspace.fail(error)
+        workspace.end(error)
         raise
     if slot is not None:
         slot.programs.pop(program.number, None)
@@ -136,15 +139,11 @@ def run_traced(
 
 
 def _execute(workspace: Workspace, program: Program, call: Call) -> None:
-    options = current()
-    engine, watchdog = workspace.engine, workspace.watchdog
-    if watchdog is not None:
-        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
     grad = torch.is_grad_enabled()
     if grad:
         torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
     try:
-        engine.execute(program, call)
+        workspace.engine.execute(program, call)
     finally:
         if grad:
             torch._C._set_grad_enabled(True)
@@ -170,84 +169,70 @@ def _operands(bound: Bound, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor 
 
 
 def _begin(
+    workspace: Workspace,
     operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
-    group: ProcessGroup | None,
     schedule: str | Schedule,
     rows: Rows,
     return_gathered: bool,
     out: torch.Tensor | None = None,
-) -> tuple[Workspace, Bound, Call]:
-    """The workspace, what is kept of such calls, and this one with memory for its results, once
-    the board has it. One that goes by columns is not on the board: its parts are calls."""
-    group = process_group(group)
+) -> tuple[Bound, Call]:
+    """What is kept of such calls, and this one with memory for its results, once the board has
+    it. One that goes by columns is not on the board."""
     options = current()
-    workspace = _workspace(group, a, b, operator)
-    workspace.raise_error()
     engine, board = workspace.engine, workspace.board
     engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
+    if (watchdog := workspace.watchdog) is not None:
+        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
     workspace.calls += 1
     number = workspace.calls
-    try:
-        kind = OPERATORS[operator]
-        rows = frozen(rows)
-        if not isinstance(schedule, (str, Schedule)):
-            raise ValueError(
-                f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or "
-                "'auto'"
-            )
-        a, b, source = _flat(_plain(a)), _plain(b), None
-        if not kind.scatters:
-            a, source = _readable(workspace, a)
-        mode = "eager" if engine.asynchronous else "idle"
-        if mode == "eager" and schedule == "auto" and engine.capturing():
-            mode = "queued"
-        key = (
-            operator,
-            a.shape,
-            a.dtype,
-            b.shape,
-            b.dtype,
-            a.device,
-            b.device,
-            a.layout,
-            b.layout,
-            schedule,
-            mode,
-            rows,
-            return_gathered,
-            options.workspace_bytes,
-            options.machine,
-            options.search,
-            source and (source[0].serial, source[1]),
+    kind = OPERATORS[operator]
+    rows = frozen(rows)
+    if not isinstance(schedule, (str, Schedule)):
+        raise ValueError(
+            f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
         )
-        bound = workspace.programs.get(key)
-        known = bound is not None
-        if bound is None:
-            problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
-            bound = _bound(workspace, problem, schedule, mode, source, options)
-        call = _operands(bound, a, b, out)
-    except BaseException as error:
-        # The peers learn of it, so that they do not wait for this rank. Where all refuse, they
-        # agree, whatever each of them says.
-        text = f"{type(error).__name__}: {error}"
-        board.post(number, board.describe(text, same_as="refused"))
-        raise
+    a, b, source = _flat(_plain(a)), _plain(b), None
+    if not kind.scatters:
+        a, source = _readable(workspace, a)
+    mode = "eager" if engine.asynchronous else "idle"
+    if mode == "eager" and schedule == "auto" and engine.capturing():
+        mode = "queued"
+    key = (
+        operator,
+        a.shape,
+        a.dtype,
+        b.shape,
+        b.dtype,
+        a.device,
+        b.device,
+        a.layout,
+        b.layout,
+        schedule,
+        mode,
+        rows,
+        return_gathered,
+        options.workspace_bytes,
+        options.machine,
+        options.search,
+        source and (source[0].serial, source[1]),
+    )
+    bound = workspace.programs.get(key)
+    known = bound is not None
+    if bound is None:
+        group = workspace.group
+        problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
+        bound = _bound(workspace, problem, schedule, mode, source, options)
+    call = _operands(bound, a, b, out)
     bound.latest = number
-    try:
-        if not bound.columns:
-            board.post(number, bound.digest)
-            if not bound.programs:  # new, or its slot is gone: growing must begin in agreement
-                board.agree(number, options.timeout_s, operator, bound.plan.schedule)
-        if not known:
-            workspace.keep(key, bound)
-    except BaseException as error:
-        workspace.fail(error)
-        raise
-    if bound.columns:
-        workspace.calls -= 1
-    return workspace, bound, call
+    if not bound.columns:
+        board.post(number, bound.digest)
+        if not bound.programs:  # new, or its slot is gone: growing must begin in agreement
+            board.agree(number, options.timeout_s, operator, bound.plan.schedule)
+    if not known:
+        workspace.keep(key, bound)
+    return bound, call
 
 
 def _bound(
@@ -374,7 +359,11 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     return group
 
 
-def _workspace(group: ProcessGroup, a: torch.Tensor, b: torch.Tensor, operator: str) -> Workspace:
+def _workspace(
+    group: ProcessGroup | None, a: torch.Tensor, b: torch.Tensor, operator: str
+) -> Workspace:
+    """Where a call runs. What is wrong up to here is wrong before there is a call."""
+    group = process_group(group)
     for name, tensor in ((_left(operator), a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
@@ -383,7 +372,9 @@ def _workspace(group: ProcessGroup, a: torch.Tensor, b: torch.Tensor, operator: 
             f"{_left(operator)}: required a CUDA tensor for a NCCL group, got one on cpu; move it "
             "to the GPU or use a gloo group"
         )
-    return workspace_of(group, a.device, operator)
+    workspace = workspace_of(group, a.device, operator)
+    workspace.raise_error()
+    return workspace
 
 
 def _backend(group: ProcessGroup) -> str:
