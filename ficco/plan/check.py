@@ -328,11 +328,14 @@ class _Proof:
         word, waiter = (_ints(map(attrgetter(name), every)) for name in ("word", "waiter"))
         inside = (word >= 0) & (word < self.words) & (waiter >= 0) & (waiter < self.world)
         self.demand(inside, lambda i: f"signal {every[i].name}", "has its word outside the pads")
-        used, number = np.unique(waiter * self.words + word, return_inverse=True)
+        word += waiter * self.words
+        used = np.zeros(self.world * self.words, np.bool_)
+        used[word] = True
+        word = (np.cumsum(used) - 1)[word]
         #: Of each word that is used, by its number: whose it is, and which of that rank's it is.
-        self.word_of, self.word_at = np.divmod(used, max(self.words, 1))
+        self.word_of, self.word_at = np.divmod(np.flatnonzero(used), max(self.words, 1))
         ends = np.cumsum([len(found) for found in signals])
-        posts, waits, clears = map(_Uses, signals, steps, np.split(number, ends[:-1]))
+        posts, waits, clears = map(_Uses, signals, steps, np.split(word, ends[:-1]))
         return posts, waits, clears
 
     def _step_by_word(self, uses: _Uses) -> Ints:
@@ -419,6 +422,7 @@ class _Proof:
         queues = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
         sources, joins = self.source.tolist(), self.joins.tolist()
         done = bytearray(len(self.steps))
+        is_done = done.__getitem__
         heads = [0] * len(queues)
         order: list[int] = []
         moved = True
@@ -428,8 +432,7 @@ class _Proof:
                 head = heads[number]
                 while head < len(steps):
                     step = steps[head]
-                    first, last = joins[step], joins[step + 1]
-                    if 0 in [done[source] for source in sources[first:last]]:
+                    if not all(map(is_done, sources[joins[step] : joins[step + 1]])):
                         break
                     done[step] = 1
                     order.append(step)
@@ -525,7 +528,7 @@ class _Proof:
         home &= ~np.isin(dst.buffer, LEAVING) | (src.rank == dst.rank)
         self.demand(home, who, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
-        none, zero = np.full(len(step), -1), np.zeros(len(step), np.int64)
+        none, zero = _same(-1, len(step)), _same(0, len(step))
         return (
             _Accesses(step, *src, here, here_across, none, none, zero, terms, none),
             _Accesses(step, *dst, there, there_across, none, none, zero, terms, none),
@@ -589,7 +592,7 @@ class _Proof:
         home = (there == begins) | (out.buffer == STAGING)
         self.demand(home & ((across == 0) | ~mine), who, "multiplies its own rows into a peer's")
         here = np.where(mine, 0, row - a.row)
-        none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
+        none, zero = _same(-1, len(each)), _same(0, len(each))
         read = _Accesses(step, *a, here, across, none, none, zero, zero, none)
         added = self._addends([found[index] for index in which], adding)
         return (
@@ -608,7 +611,7 @@ class _Proof:
         local = (addend.rank == self.rank[step]) & _among(addend.buffer, STAGING)
         self.demand(local & (out.buffer == OUT), who, "adds itself to the wrong buffer")
         down = out.row + self.begins[out.buffer, out.rank] - addend.row
-        none, zero = np.full(len(step), -1), np.zeros(len(step), np.int64)
+        none, zero = _same(-1, len(step)), _same(0, len(step))
         terms = self._terms(made.terms)
         return _Accesses(step, *addend, down, zero, none, none, zero, terms, none)
 
@@ -618,7 +621,7 @@ class _Proof:
         if not self.problem.kind.scatters:
             plain = ~(_bools(map(bool, made.terms)) | added)
             self.demand(plain, who, "adds itself to what another rank made")
-            return adds, np.full(len(adds), -1), np.zeros(len(adds), np.int64)
+            return adds, _same(-1, len(adds)), _same(0, len(adds))
         joined = (adds > 0) | added
         said = _bools(mask > 0 for mask in made.terms) == joined
         self.demand(said, who, "does not say whose products it adds itself to")
@@ -657,7 +660,7 @@ class _Proof:
         home = (part.buffer == STAGING) | (down == 0) & (across == 0)
         self.demand(home, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in made for mask in reduction.terms)
-        none, zero = np.full(len(each), -1), np.zeros(len(each), np.int64)
+        none, zero = _same(-1, len(each)), _same(0, len(each))
         reads = _Accesses(part_step, *part, down, across, none, none, zero, terms, none)
         none, zero = none[: len(made)], zero[: len(made)]
         return reads, _Accesses(step, *out, begins, zero, none, none, zero, left, none)
@@ -1020,6 +1023,11 @@ def _columns(rows: list[tuple[int, ...]]) -> _Accesses:
 def _among(buffer: Ints, *wanted: int) -> Bools:
     found: Bools = np.isin(buffer, wanted)
     return found
+
+
+def _same(value: int, count: int) -> Ints:
+    """A column of one number, without memory of its own."""
+    return np.broadcast_to(np.int64(value), count)
 
 
 def _ints(values: Iterable[int]) -> Ints:
