@@ -9,12 +9,12 @@ What is modelled, and how:
 - *Products.* The GPU of a rank serves the products of all its compute lanes in the order in which
   they begin, each for its ``Gemm.seconds``. The next one begins in the last wave of the one before
   and fills part of it: of what ``Gemm.dense`` is less than that, see ``UNFILLED``. Copies within
-  the rank are served likewise, at the rate of its memory. Where the product travels, of products
-  that can begin at the same time on several lanes the last is served first: a GPU may take either,
-  and copies of the other wait for both (up to 32 % slower with two products on 2 H200). A card that
-  multiplies for long gets slower (``Gemm.heated``).
+  the rank are served likewise, at the rate of its memory. Of products that can begin at the same
+  time on several lanes those come last that are sent: a GPU may take either, and where it takes a
+  product that stays, the copies of the other wait for both (up to 32 % slower with two products on
+  2 H200). A card that multiplies for long gets slower (``Gemm.heated``).
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
-  memory, and take their turn as products do.
+  memory. They come before products that are not yet served, whose lanes have a lower priority.
 - *Collectives* take as long as a curve says (``Machine.exchange``), and nothing runs beside them.
 - *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
   multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
@@ -256,19 +256,21 @@ class _Lane:
     """A queue of steps of one rank, and the step at its head once that has begun."""
 
     __slots__ = (
-        "rank", "steps", "turn", "at", "free", "version", "start", "launched", "left",
-        "pace", "since", "alone", "ports", "ends",
+        "rank", "computes", "steps", "turns", "at", "free", "version", "start", "launched",
+        "served", "left", "pace", "since", "alone", "ports", "ends",
     )  # fmt: skip
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, computes: bool) -> None:
         self.rank = rank  # index among those that are simulated
+        self.computes = computes  # other lanes have a higher priority
         self.steps: list[int] = []
-        self.turn = 1
+        self.turns: list[int] = []  # of the steps, among those that could begin at the same time
         self.at = 0  # which of the steps is at the head
         self.free = 0.0  # when that can begin, as far as the lane is concerned
         self.version = 0  # of its end, which moves with its pace
         self.start = 0.0
         self.launched = False  # whether a product ran before
+        self.served = 0.0  # when its product is, on its rank's clock
         #: Of a product: when it ends on its rank's clock. Of a copy: bytes to move, at a pace in
         #: bytes per second, since when, its pace if nothing else ran, what it shares with others,
         #: and the ranks whose products it slows down.
@@ -278,8 +280,8 @@ class _Lane:
 
 
 def _head(lane: _Lane) -> int:
-    """What begins first where several can: the step that was enqueued first, or last."""
-    return lane.turn * lane.steps[lane.at] if lane.at < len(lane.steps) else -1
+    """What begins first where several can: the smallest."""
+    return lane.turns[lane.at] if lane.at < len(lane.steps) else -1
 
 
 class _Rank:
@@ -293,13 +295,14 @@ class _Rank:
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan = plan
         self.lanes: dict[str, _Lane] = {}
-        for index, step in enumerate(plan.steps):
+        steps = plan.steps
+        sent = {i for step in steps if step.op == "copy" for i in step.after}
+        for index, step in enumerate(steps):
             if step.lane not in self.lanes:
-                self.lanes[step.lane] = _Lane(number)
-            self.lanes[step.lane].steps.append(index)
-        if plan.problem.kind.scatters:
-            for name, lane in self.lanes.items():
-                lane.turn = -1 if name.startswith("compute") else 1
+                self.lanes[step.lane] = _Lane(number, step.lane.startswith("compute"))
+            lane = self.lanes[step.lane]
+            lane.steps.append(index)
+            lane.turns.append(index + len(steps) * (index in sent and step.op == "matmul"))
         self.clock = self.since = 0.0
         self.slowed = 1.0  # seconds per second of the clock
         self.worked = 0.0  # seconds of products, had the card stayed cold
@@ -312,6 +315,10 @@ class _Rank:
         self.queue: deque[_Lane] = deque()  # lanes that wait for an engine
         self.enqueued: list[tuple[float, float]] = []  # step -> when it is there, and its posts
         self.ran: list[tuple[float, int, float]] = []  # start, step, stop
+
+    def waiting(self) -> list[_Lane]:
+        """The compute lanes whose products are not yet served."""
+        return [lane for lane in self.multiplying if lane.computes and lane.served > self.clock]
 
     def tick(self, now: float) -> float:
         """What the clock says now."""
@@ -552,9 +559,17 @@ class _Simulation:
         if lane.launched and step.op == "matmul":
             begin += self.gemm.launch
         lane.launched = True
+        takes = filled + UNFILLED * (whole - filled)
         begin = max(begin, rank.served)
-        rank.served = begin + filled + UNFILLED * (whole - filled)
-        lane.left = begin + whole
+        overtaken = [] if lane.computes else rank.waiting()
+        for other in overtaken:
+            begin = min(begin, other.served)
+            other.served += takes
+            other.left += takes
+            other.version += 1
+            self._push(self.now + (other.left - rank.clock) * rank.slowed, _END, other)
+        rank.served = (rank.served if overtaken else begin) + takes
+        lane.served, lane.left = begin, begin + whole
         lane.ends = ()
         rank.multiplying[lane] = None
         self.changed_ranks[lane.rank] = None

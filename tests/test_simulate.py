@@ -144,6 +144,20 @@ def test_products_of_a_lane_come_one_after_the_other_with_a_launch_between() -> 
     assert bars_of(three, 0, "matmul") == [(0, 16), (16, 42), (42, 68)]
 
 
+def test_a_sum_comes_before_products_that_are_not_yet_served() -> None:
+    machine = replace(
+        TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, 0.0)
+    )
+    part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
+    add = Step(
+        "reduce", "reduce0", "sum", after=(0,), reduction=Reduction((part, part), (1, 2), part)
+    )
+    product = [multiply(f"compute{lane}", 2, k=2) for lane in (0, 1, 0)]
+    found = simulate([own_plan(*product, add)], machine)
+    assert bars_of(found, 0, "reduce") == [(8, 16 + 6)]  # behind the product that is served
+    assert [stop for _, stop in bars_of(found, 0, "matmul")] == [8, 16, 16 + 6 + 8]
+
+
 def test_two_lanes_fill_each_others_last_wave_in_part() -> None:
     both = [multiply("compute0", 3, k=2), multiply("compute1", 3, k=2)]
     # Three tiles take two waves, 16 s, and one and a half of work, 12 s: the second begins between.
@@ -153,21 +167,28 @@ def test_two_lanes_fill_each_others_last_wave_in_part() -> None:
     assert simulate([own_plan(*on_one)], TILES).stop_s == pytest.approx(16 + 10 + 16)
 
 
-def test_where_products_travel_either_of_two_that_can_begin_may_be_the_first() -> None:
-    gathers = own_plan(multiply("compute0", 2, k=2), multiply("compute1", 4, k=2))
-    sums = Problem("matmul_reduce_scatter", (100,), 100, 1, "float32")
-    sends = replace(gathers, problem=sums)
+def test_of_two_products_that_can_begin_the_one_that_is_sent_is_the_last() -> None:
+    both = (multiply("compute0", 2, k=2), multiply("compute1", 4, k=2))
     ends = [
-        {bar.lane: round(bar.stop_s, 9) for bar in simulate([made], TILES).ranks[0]}
-        for made in (gathers, sends)
+        {
+            bar.lane: round(bar.stop_s, 9)
+            for bar in simulate(two(*both, *sent), TILES).ranks[0]
+            if bar.kind == "matmul"
+        }
+        for sent in (
+            (),
+            (send("copy0", 0, 1, 4, after=(0,)),),
+            (send("copy0", 0, 1, 4, after=(0,)), send("copy0", 0, 1, 4, after=(1,))),
+        )
     ]
-    assert ends == [{"compute0": 8.0, "compute1": 24.0}, {"compute0": 24.0, "compute1": 16.0}]
+    in_order = {"compute0": 8.0, "compute1": 24.0}
+    assert ends == [in_order, {"compute0": 24.0, "compute1": 16.0}, in_order]
     # Copies wait for the later one, so that a second lane gains nothing with two products.
     problem = Problem("matmul_reduce_scatter", (1024,) * 2, 1024, 1024, "bfloat16")
-    one, two = (
+    one_lane, two_lanes = (
         predict(problem, Schedule.parse(f"shard-overlap{x}"), TOY) for x in ("", ":compute=2")
     )
-    assert two > one
+    assert two_lanes > one_lane
 
 
 def test_two_lanes_are_no_faster_than_their_work() -> None:
