@@ -5,7 +5,7 @@ from ficco.errors import (
     BackendError,
     ConfigError,
     FiccoError,
-    RankFailed,
+    PeerFailed,
     RankMismatch,
     SignalTimeout,
 )
@@ -27,8 +27,8 @@ __all__ = [
     "Decision",
     "FiccoError",
     "Options",
+    "PeerFailed",
     "Problem",
-    "RankFailed",
     "RankMismatch",
     "Schedule",
     "SignalTimeout",

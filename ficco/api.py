@@ -108,7 +108,7 @@ def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
     """Wait until this rank's calls are over (of a group, default: of all groups).
 
     Raises:
-        SignalTimeout, RankMismatch, RankFailed: a call failed, under
+        SignalTimeout, RankMismatch, PeerFailed: a call failed, under
             ``options(on_timeout="raise")``.
     """
     for workspace in workspaces(_asked(group)):

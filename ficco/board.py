@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ficco.dma.host import HostMemory
-from ficco.errors import RankFailed, RankMismatch, SignalTimeout
+from ficco.errors import PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import digest
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class _Pages:
                 if number > latest - ENTRIES:
                     yield number
 
-    def mismatch(self, number: int) -> RankMismatch | RankFailed | None:
+    def mismatch(self, number: int) -> RankMismatch | PeerFailed | None:
         """The disagreement on one call, if there is one among the entries written so far, or whom
         it has failed on."""
 
@@ -115,7 +115,7 @@ class _Pages:
             return None
         failed = {rank: value for rank, value in found.items() if value in (_FAILED, _LATE)}
         if _FAILED in failed.values() or (failed and self._given_up(number)):
-            return RankFailed({rank: self.text(rank, value) for rank, value in failed.items()})
+            return PeerFailed({rank: self.text(rank, value) for rank, value in failed.items()})
         if failed:
             return None
         deadline = time.monotonic() + GRACE_S
@@ -197,7 +197,7 @@ class Board:
 
         Raises:
             RankMismatch: they differ.
-            RankFailed: one of them ended a call by an error.
+            PeerFailed: one of them ended a call by an error.
             SignalTimeout: a rank did not come.
         """
         pages = self._pages
@@ -229,7 +229,7 @@ class Board:
         if found := pages.mismatch(number):
             raise found
 
-    def mismatch(self, latest: int) -> RankMismatch | RankFailed | None:
+    def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """What the ranks disagree on, if they do, in this rank's remembered calls up to a number,
         or whom one of these has failed on.
 

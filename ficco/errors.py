@@ -6,7 +6,7 @@ request that is not served here. Everything else is below::
 
     FiccoError (RuntimeError)
       +-- RankMismatch    ranks disagree on problem, schedule, options or machine file
-      +-- RankFailed      another rank's call ended by an error, which this says
+      +-- PeerFailed      another rank's call ended by an error, which this says
       +-- SignalTimeout   a peer died, stalled or never called
       +-- BackendError    a call of the vendor's library failed
       +-- ConfigError     a file or an environment variable is wrong
@@ -60,7 +60,7 @@ class RankMismatch(FiccoError):
         )
 
 
-class RankFailed(FiccoError):
+class PeerFailed(FiccoError):
     """A call of another rank ended by an error, so that this rank's cannot be finished.
 
     Attributes:

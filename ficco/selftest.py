@@ -38,7 +38,7 @@ from ficco.bench.cases import Case
 from ficco.bench.inputs import Operands
 from ficco.dma.choose import engine_name
 from ficco.dma.engine import Engine
-from ficco.errors import BackendError, RankMismatch, SignalTimeout
+from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.launch import RankFailed, check_ranks, launch, under_torchrun
 from ficco.options import current
 from ficco.problem import OPERATORS, Problem
@@ -589,7 +589,7 @@ def _way(at: Rank, group: ProcessGroup, variable: str, value: str) -> Found:
         problems += _exact(at, group, ORDERED, at.settings.large, 2)
         at.conclude(problems)
         rate = _gb_per_s(at, group, _all_at_once(at), at.world - 1)
-    except (SignalTimeout, RankMismatch, NotImplementedError):
+    except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
     except RuntimeError as error:  # of the engine, or of PyTorch's memory
         raise NotOffered(f"{type(error).__name__}: {error}") from error
@@ -852,7 +852,7 @@ def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
         note("not offered", str(error), "".join(traceback.format_exception(error)))
         if error.__cause__ is not None:  # who knows where the peers are
             raise
-    except (SignalTimeout, RankMismatch) as error:
+    except (SignalTimeout, RankMismatch, PeerFailed) as error:
         note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
     except PeerLeft as error:
         note("left", str(error))

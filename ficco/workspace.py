@@ -16,7 +16,7 @@ import torch
 from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Slot, Symmetric
-from ficco.errors import FiccoError, RankFailed, RankMismatch, SignalTimeout
+from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
@@ -110,7 +110,7 @@ class Workspace:
         if self.error is not None:
             return
         why = _why(error)
-        if not isinstance(error, (RankMismatch, RankFailed)):  # these are read from the board
+        if not isinstance(error, (RankMismatch, PeerFailed)):  # these are read from the board
             late = isinstance(error, SignalTimeout)
             self._tell(why.splitlines()[0], LATE if late else FAILED)
         if not isinstance(error, FiccoError):

@@ -173,7 +173,7 @@ def test_a_rank_that_failed_is_named_without_waiting_for_the_rest(
     found = run(3, fails, how)
     assert [posted for *posted, _, _ in found] == [[True, True, False]] * 2 + [[True, False, False]]
     *_, failure, seconds = found[0]
-    assert failure.type == "RankFailed"
+    assert failure.type == "PeerFailed"
     assert failure.fields["reasons"] == {1: "MemoryError: ?"}
     assert patience <= seconds < patience + 0.4
 

@@ -487,7 +487,7 @@ def test_exceptions_survive_pickling() -> None:
     """Launchers send exceptions from process to process."""
     for error in (
         ficco.RankMismatch({0: "this", 1: "that"}),
-        ficco.RankFailed({1: "MemoryError: none left"}),
+        ficco.PeerFailed({1: "MemoryError: none left"}),
         ficco.SignalTimeout(**TIMEOUT),
         ficco.BackendError("memcpy", "EFAULT", "bad address"),
         ficco.ConfigError("machine.yaml", "links", "required a list"),
@@ -501,7 +501,7 @@ def test_exceptions_survive_pickling() -> None:
 def test_exception_tree() -> None:
     for kind in (
         ficco.RankMismatch,
-        ficco.RankFailed,
+        ficco.PeerFailed,
         ficco.SignalTimeout,
         ficco.BackendError,
         ficco.ConfigError,
@@ -512,6 +512,6 @@ def test_exception_tree() -> None:
         assert word in text
     text = str(ficco.RankMismatch({0: "this", 1: "that", 2: "this"}))
     assert "ranks 0, 2: this" in text and "rank 1: that" in text
-    text = str(ficco.RankFailed({2: "MemoryError: none left.", 1: "KeyboardInterrupt"}))
+    text = str(ficco.PeerFailed({2: "MemoryError: none left.", 1: "KeyboardInterrupt"}))
     assert "since rank 1 failed: KeyboardInterrupt; rank 2 failed: MemoryError: none left. " in text
     assert "output of rank 1 and rank 2" in text and "destroy it and make a new one" in text

@@ -557,7 +557,7 @@ def test_injected_errors(half: int) -> None:
         elif here.fields["code"] != "hipErrorOutOfMemory":
             problems.append(here.text)
         # It is told the reason, unless this rank failed before there was anything to agree on.
-        told = isinstance(there, Failure) and there.type == "RankFailed"
+        told = isinstance(there, Failure) and there.type == "PeerFailed"
         if told and (list(there.fields["reasons"]) != [1] or name not in there.text):
             problems.append(f"there {there}")
         if not told and (not isinstance(there, Failure) or there.type != "SignalTimeout"):
@@ -609,7 +609,7 @@ def test_a_call_that_breaks_off_is_named_at_once(victim: int) -> None:
     found = run(2, _broken_off, victim, series=SERIES[victim])
     for (name, _), mine, other in zip(ENQUEUEING, found[victim], found[1 - victim], strict=True):
         assert mine[0].type == "BackendError" and mine[0].fields["call"] == name, mine
-        assert other[0].type == "RankFailed", other
+        assert other[0].type == "PeerFailed", other
         (why,) = other[0].fields["reasons"].values()
         assert list(other[0].fields["reasons"]) == [victim]
         assert why.startswith(f"BackendError: {name} failed with hipErrorOutOfMemory"), why
@@ -700,7 +700,7 @@ def test_lost_memory_of_a_peer() -> None:
     assert outcome.fields["code"] == "hipErrorLaunchFailure"
     assert not violations, said
     for outcome, _, seconds, violations, said in found[1:]:
-        assert outcome.type == "RankFailed", outcome
+        assert outcome.type == "PeerFailed", outcome
         assert outcome.fields["reasons"][0].startswith("BackendError: "), outcome
         assert not violations and seconds < 5, said
 

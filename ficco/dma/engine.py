@@ -314,7 +314,7 @@ class Engine(ABC):
         """Run a program: enqueue it (GPU) or carry it out (CPU).
 
         Raises:
-            SignalTimeout, RankMismatch, RankFailed: on an engine that carries calls out.
+            SignalTimeout, RankMismatch, PeerFailed: on an engine that carries calls out.
             BackendError: the vendor's library refused a call.
         """
 

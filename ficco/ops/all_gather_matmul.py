@@ -88,7 +88,7 @@ def all_gather_matmul(
         NotImplementedError: fp8 and sparse operands.
         RankMismatch: ranks disagree on the problem, the schedule or the options.
         SignalTimeout: a peer died, is stuck or did not call. On a GPU see ``options(on_timeout)``.
-        RankFailed: a call ended by an error on another rank, which this names.
+        PeerFailed: a call ended by an error on another rank, which this names.
         BackendError: a call of the vendor's library failed.
 
     Example::
