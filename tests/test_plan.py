@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ficco.plan import Plan, PlanError, Reduction, Signal, Step, Transfer, check
+from ficco.plan.check import _Proof
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 
@@ -1507,21 +1510,63 @@ def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
     assert found[0].extra_bytes < problem.gathered_bytes / 2
 
 
+@pytest.mark.parametrize(
+    ("operator", "name", "cap"),
+    [
+        ("all_gather_matmul", "uniform-unfused-1d:pieces=3,copy=2,compute=2", 24 * 40 * 2),
+        ("all_gather_matmul", "hetero-unfused-2d:pieces=3,pull", None),
+        ("matmul_reduce_scatter", "hetero-fused-1d:pieces=2,pull", None),
+        ("matmul_all_reduce", "ring:pieces=2", None),
+    ],
+)
+def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: int | None) -> None:
+    problem = Problem(operator, (24, 0, 17, 8), 24, 40, "bfloat16")
+    proof = _Proof(made(name, problem, cap))
+    proof.run()
+    steps = range(len(proof.steps))
+    over = [1 << step for step in steps]  # by step, what is over before it starts, and itself
+    before = defaultdict(list)
+    for source, target in zip(proof.source.tolist(), proof.target.tolist(), strict=True):
+        before[target].append(source)
+    latest: dict[int, int] = {}
+    for step in proof.order:
+        lane = int(proof.lane[step])
+        for other in [*before[step], *([latest[lane]] if lane in latest else ())]:
+            over[step] |= over[other]
+        latest[lane] = step
+
+    first, second = map(np.ravel, np.meshgrid(steps, steps))
+    pairs = zip(first.tolist(), second.tolist(), strict=True)
+    true = np.array([over[after] >> one & 1 for one, after in pairs], np.bool_)
+    by_one = proof._heard_of(second, proof.lane[first]) >= first
+    by_two = proof._by_two(first, second)
+    assert not (by_one & ~true).any() and not (by_two & ~true).any()
+    other = proof.lane[first] != proof.lane[second]
+    assert (proof._by_clocks(first[other], second[other]) == true[other]).all()
+    # Each tells more than the one before.
+    assert by_one.sum() < (by_one | by_two).sum() < true.sum()
+
+
 #: Seconds that building and checking what takes longest may take on a quiet core, and how much
 #: slower a shared runner may be.
 LIMIT, SLACK = 5, 3
 
 
 @pytest.mark.parametrize(
-    ("operator", "name"),
+    ("operator", "name", "stages"),
     [
-        ("all_gather_matmul", "uniform-unfused-2d"),
-        ("matmul_reduce_scatter", "hetero-fused-1d"),
-        ("matmul_all_reduce", "ring"),
+        ("all_gather_matmul", "uniform-unfused-2d", 0),
+        ("all_gather_matmul", "uniform-unfused-1d", 4),
+        ("matmul_reduce_scatter", "hetero-unfused-1d:pull", 0),
+        ("matmul_reduce_scatter", "ring:pieces=64", 0),
     ],
 )
-def test_64_ranks_with_many_pieces_build_and_check_in_time(operator: str, name: str) -> None:
+def test_64_ranks_with_64_pieces_build_and_check_in_time(
+    operator: str, name: str, stages: int
+) -> None:
     problem = Problem(operator, (4096,) * 64, 512, 4096, "bfloat16")
     begin = time.process_time()
-    check(made(name, problem))
+    found = made(name, problem, stages * 64 * problem.k * problem.itemsize or None)
+    check(found)
+    assert found[0].stages == stages
     assert time.process_time() - begin < LIMIT * SLACK

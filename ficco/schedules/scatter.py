@@ -267,10 +267,11 @@ class Scatter:
         """Make what a group holds, and send it."""
         lane = self.compute_lanes[group % len(self.compute_lanes)]
         index = self._product(lane, units)
+        after = (index,)
         for unit in units:
             self.made_by[unit] = index
             if unit.peer != self.me and not self.schedule.pull:
-                self._push(unit, index)
+                self._push(unit, after)
 
     def _product(self, lane: str, units: list[Unit], after: tuple[int, ...] = ()) -> int:
         world, me = self.world, self.me
@@ -338,7 +339,7 @@ class Scatter:
         world, steps = self.problem.world, self.world.departures[sender].set_of[owner]
         return sum(1 << (sender - i) % world for i in range(steps + 1))
 
-    def _push(self, unit: Unit, made: int) -> None:
+    def _push(self, unit: Unit, after: tuple[int, ...]) -> None:
         world, me, owner = self.world, self.me, unit.peer
         target = (me + 1) % self.problem.world if world.ring else owner
         product = self._alone(unit)
@@ -349,7 +350,7 @@ class Scatter:
                 self.lane_of[target],
                 f"{owner}.{unit.ordinal}>{target}",
                 posts=(world.of_units("ready", me, target, owner)[unit.ordinal],),
-                after=(made,),
+                after=after,
                 transfer=Transfer(product.out, landing, product.terms | 1 << me),
                 mover=self.schedule.mover,
             )
