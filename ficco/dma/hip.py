@@ -58,8 +58,9 @@ WORD = 4
 PAGE, LARGE = 4096, 1 << 21
 #: Slots that one engine can watch: three for eager calls, three for every graph.
 MAX_WATCHED = 4096
-#: Seconds that closing waits for peers to let go of this rank's memory, and for streams.
-CLOSE_S = 2.0
+#: Seconds that closing waits for peers to let go of this rank's memory, and for streams. A peer's
+#: watchdog may first give calls in front of one that was broken off 2 s to end.
+CLOSE_S = 3.0
 #: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
 KERNEL_WAIT_S = 86400.0
 #: Which of :data:`ficco.dma.hip_api.COPIES` moves the bytes.
