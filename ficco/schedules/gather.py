@@ -15,6 +15,10 @@ from ficco.schedules.space import Schedule
 #: never runs dry, and a GPU that waits for its host has its first products early.
 LOOKAHEAD = 2
 
+#: What the last use of a stage of a ring posts, and behind which steps; nothing where none is next.
+Room = tuple[tuple[Signal, ...], tuple[int, ...]]
+NO_ROOM: Room = ((), ())
+
 
 class StagingTooSmall(ValueError):
     """No step fits under a cap on staging; the largest takes ``needed`` bytes."""
@@ -441,9 +445,16 @@ class Gather:
         dst = Region("out", self.me, *self._block(self.me, self.me), 0, self.problem.n)
         return Product(src, 0, self.problem.k, dst)
 
-    def _place(self, lane: str, src: Region, dst: Region, after: tuple[int, ...] = ()) -> int:
-        label = f"{src.buffer}>{dst.buffer}"
-        return self._add(Step("place", lane, label, transfer=Transfer(src, dst), after=after))
+    def _place(
+        self,
+        lane: str,
+        src: Region,
+        dst: Region,
+        after: tuple[int, ...] = (),
+        posts: tuple[Signal, ...] = (),
+    ) -> int:
+        label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst)
+        return self._add(Step("place", lane, label, posts=posts, after=after, transfer=move))
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         """Groups take turns; those that add to the same sums stay on one lane."""
@@ -460,25 +471,36 @@ class Gather:
         if remote and len(remote) < len(units):
             self._place_own(group, lane, units)
         ready = [self.ready[unit.peer][unit.ordinal] for unit in remote] if self.ready else []
-        multiply = Step(
-            "matmul",
-            lane,
-            " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
-            waits=tuple(ready),
-            after=tuple(self.pulled.pop(group).values()) if self.schedule.pull else (),
-            products=self._products(group),
+        after = tuple(self.pulled.pop(group).values()) if self.schedule.pull else ()
+        room = self._room_behind(group)
+        posts, acquired = NO_ROOM if self.problem.return_gathered else room
+        last_use = self._add(
+            Step(
+                "matmul",
+                lane,
+                " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
+                waits=tuple(ready),
+                posts=posts,
+                after=after + acquired,
+                products=self._products(group),
+            )
         )
-        last_use = self._add(multiply)
         if self.problem.return_gathered:
-            for unit in units:
-                first = self.problem.lands(unit.peer, self.me)
-                gathered = self.mine.region("gathered", self.me, first, unit)
-                last_use = self._place(lane, self.regions[unit.peer][unit.ordinal], gathered)
+            last_use = self._keep(lane, units, room)
         if self.sum == "sum":
             self._round(lane, group)
         if self.staging.stages:
             self.last_use[group] = last_use
-            self._give_room(group)
+
+    def _keep(self, lane: str, units: list[Unit], room: Room) -> int:
+        """Bring what has arrived to its place in the gathered A; the last step gives room."""
+        for unit in units:
+            first = self.problem.lands(unit.peer, self.me)
+            gathered = self.mine.region("gathered", self.me, first, unit)
+            posts, after = room if unit is units[-1] else NO_ROOM
+            there = self.regions[unit.peer][unit.ordinal]
+            index = self._place(lane, there, gathered, after, posts)
+        return index
 
     def _place_own(self, group: int, lane: str, units: list[Unit]) -> None:
         """Bring the rank's own units beside those of its peers."""
@@ -525,14 +547,12 @@ class Gather:
             src = Region("sum", self.me, first, last, 0, self.problem.n)
             self._place(lane, src, src._replace(buffer="out"))
 
-    def _give_room(self, group: int) -> None:
-        """Tell the peers that write to the same stage next that it is free."""
+    def _room_behind(self, group: int) -> Room:
+        """What tells the peers that write to the same stage next that it is free."""
         heir = self.staging.heir_of(group)
         if heir is None or self.schedule.pull:
-            return
+            return NO_ROOM
         heirs = [unit for unit in self.groups[heir] if unit.peer != self.me]
         posts = tuple([self.room[unit.peer][unit.ordinal] for unit in heirs])
         acquired = {self.acquired[self.lane_of[unit.peer]] for unit in heirs}
-        index = self.last_use[group]
-        step = self.steps[index]
-        self.steps[index] = step._replace(posts=posts, after=(*step.after, *sorted(acquired)))
+        return posts, tuple(sorted(acquired))

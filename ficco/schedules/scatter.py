@@ -85,7 +85,10 @@ class ScatterWorld:
         return problem.offsets[owner] - (problem.rows[src] if owner > src else 0)
 
     def landing(self, src: int, dst: int, unit: Unit) -> Region:
-        """Where a unit, or part of one, from a peer lands."""
+        """Where rows or columns from a peer land that one of the receiver's own units holds."""
+        sent = self.departures[src].of(unit.peer)[unit.ordinal : unit.ordinal + 1]
+        if sent and (sent[0].start, sent[0].stop) == (unit.start, unit.stop):
+            return self.landings(src, dst, unit.peer)[unit.ordinal]
         row = self._landing_row(src, dst, unit.peer)
         return self.departures[src].region("staging", dst, row, unit)
 
