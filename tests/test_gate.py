@@ -8,7 +8,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
+import torch
 
+from ficco.dma import rendezvous
 from ficco.dma.gate import Gate
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
@@ -160,3 +162,22 @@ def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.Monk
     engine.__dict__.update(device=None, timeout_s=PATIENCE_S, _states=states)
     engine.free(memory)
     assert freed == [memory] and not cuda._unwanted
+
+
+def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    filling = threading.Lock()
+
+    def empty(nbytes: int, **how: object) -> torch.Tensor:
+        if not filling.acquire(blocking=False):
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        time.sleep(MOMENT_S)  # long enough for the other thread to come
+        filling.release()
+        return torch.empty(nbytes, **how)
+
+    monkeypatch.setattr(rendezvous.symm_mem, "empty", empty)
+    taken: list[torch.Tensor] = []
+    both = [
+        beside(lambda: taken.append(rendezvous.symmetric(8, torch.device("cpu")))) for _ in range(2)
+    ]
+    assert all(one.wait(PATIENCE_S) for one in both)
+    assert [one.shape for one in taken] == [(8,), (8,)]

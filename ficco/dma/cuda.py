@@ -28,7 +28,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 
 from ficco.dma import cuda_driver as cu
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
@@ -45,7 +44,7 @@ from ficco.dma.engine import (
 )
 from ficco.dma.gate import Gate
 from ficco.dma.products import accumulation, multiply
-from ficco.dma.rendezvous import Rendezvous
+from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels, TorchKernels, can_compile, kernels
 from ficco.plan import SHARED_BUFFERS, Product, Reduction, Region, Signal, Transfer
@@ -100,7 +99,7 @@ class CudaMemory(Symmetric):
         self.serial, self.nbytes = serial, nbytes
         # Not on the caller's stream, which may be captured, nor in the caller's mode.
         with cu.uncaptured(), torch.cuda.stream(engine.side), torch.inference_mode(False):
-            self.tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=engine.device)
+            self.tensor = symmetric(nbytes, engine.device)
             self.tensor.zero_()
             engine.side.synchronize()
             # Every rank has zeroed its part before any rank learns of it.

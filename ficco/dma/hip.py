@@ -25,7 +25,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 
 from ficco.dma import hip_api as hip
 from ficco.dma.engine import (
@@ -43,7 +42,7 @@ from ficco.dma.hip_launch import HipBinding
 from ficco.dma.hip_memory import MEMORIES, HipMemory, Meeting, Words
 from ficco.dma.hip_work import CallbackWork, TorchWork, Work
 from ficco.dma.products import accumulation, multiply
-from ficco.dma.rendezvous import Rendezvous
+from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.errors import BackendError, ConfigError
 from ficco.hip_kernels import MAX_PARTS, Kernels, can_compile
 from ficco.plan import SHARED_BUFFERS, Product, Reduction, Region, Signal, Transfer
@@ -320,7 +319,7 @@ class HipEngine(Engine):
         can = wanted == "torch"
         if wanted is None and self.device.type == "cuda" and torch.version.hip:
             with contextlib.suppress(RuntimeError):
-                symm_mem.empty(512, dtype=torch.uint8, device=self.device)
+                symmetric(512, self.device)
                 can = True
         return "torch" if all(map(any, meeting.gather(bytes([can])))) else "ipc"
 

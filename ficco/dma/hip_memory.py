@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 
 from ficco.dma import hip_api as hip
 from ficco.dma.engine import Symmetric
 from ficco.dma.host import HostMemory
+from ficco.dma.rendezvous import symmetric
 from ficco.errors import BackendError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class TorchMemory(HipMemory):
 
     def __init__(self, engine: HipEngine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
-        self.tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=engine.device)
+        self.tensor = symmetric(nbytes, engine.device)
         hip.fill(self.tensor.data_ptr(), nbytes, engine.side)
         engine.settle(engine.side)
         # Every rank has zeroed its part before any rank learns of it.

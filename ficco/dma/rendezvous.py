@@ -2,7 +2,8 @@
 
 PyTorch numbers its rendezvous per process, over all groups, and meets under that number: ranks
 that have had a different number of them, in groups that not all share, never meet (PyTorch 2.11).
-And two threads of a process cannot meet their peers at the same time.
+And two threads of a process cannot meet their peers at the same time, nor take memory to meet with:
+that comes out of a pool which one thread can fill.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 _count = 0  # rendezvous of this process
+_filling = threading.Lock()
 _ALONE = "ficco: a group of one"
+
+
+def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that peers can reach once they have met."""
+    with _filling:
+        return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Rendezvous:
@@ -106,7 +114,7 @@ def _meet_alone(device: torch.device) -> None:
         group = dist.ProcessGroup(dist.HashStore(), 0, 1)
         _register_process_group(_ALONE, group)
         _alone.append(group)  # the registry does not keep it
-    tensor = symm_mem.empty(1, dtype=torch.uint8, device=device)
+    tensor = symmetric(1, device)
     _SymmetricMemory.rendezvous(tensor, _ALONE)
     _alone.append(tensor)  # freeing it could fall into the capture of a graph
 
