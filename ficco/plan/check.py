@@ -4,7 +4,8 @@ The ranks' steps are executed symbolically, each rank's whole plan as one queue 
 (streams may share a hardware queue). If that completes, no interleaving of the lanes deadlocks
 either, since lanes only take order away. The execution is also a topological order of what happens
 before what, and the rules are checked along it. Where a rule takes two steps to be in order, that
-is a claim, and vector clocks over the lanes prove the claims for every interleaving. The rules:
+is a claim, and is proved for every interleaving: by what a lane has waited for, by way of a third
+lane, or, for what these two leave, by vector clocks over the lanes. The rules:
 
 1. every signal has one poster, one waiter, one word, and is cleared by its waiter, after the wait
    and before the word can be posted again;
