@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from ficco.plan import Plan, PlanError, Reduction, Signal, Step, Transfer, check
 from ficco.plan.check import _Proof
+from ficco.plan.collector import MANY, paused
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 
@@ -1570,3 +1572,24 @@ def test_64_ranks_with_64_pieces_build_and_check_in_time(
     check(found)
     assert found[0].stages == stages
     assert time.process_time() - begin < LIMIT * SLACK
+
+
+@pytest.mark.parametrize(("count", "generation"), [(MANY + 1, 2), (100, 0)])
+def test_many_new_tuples_are_old_at_once_and_few_are_left_alone(
+    count: int, generation: int
+) -> None:
+    gc.collect()
+    with paused():
+        assert not gc.isenabled()
+        made = [[] for _ in range(count)]
+        last = made[-1]
+    assert gc.isenabled()
+    assert any(one is last for one in gc.get_objects(generation))
+    gc.freeze()  # what a caller froze stays so
+    try:
+        frozen = gc.get_freeze_count()
+        with paused():
+            made += [[] for _ in range(MANY + 1)]
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
