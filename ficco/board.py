@@ -33,7 +33,7 @@ _NUMBERS = 1 << (64 - _DIGEST_BITS)
 
 #: How a call ends by an error: before this rank has agreed to it; alone; or by waiting in vain.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
-_FAILED, _LATE = digest(FAILED), digest(LATE)
+_REFUSED, _FAILED, _LATE = map(digest, (REFUSED, FAILED, LATE))
 
 #: digest, checksum and length of a text
 _HEADER = struct.Struct("=QII")
@@ -188,6 +188,11 @@ class Board:
     def posted(self, number: int) -> bool:
         """Whether this rank has written down a call, also that it refused it."""
         return (pages := self._pages) is None or pages.entry(self.rank, number) != 0
+
+    def refused(self, number: int) -> bool:
+        """Whether this rank has written down that it refused a call."""
+        pages = self._pages
+        return pages is not None and pages.entry(self.rank, number) == _REFUSED
 
     def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
         """Wait until all ranks have written down a call, which this rank has.

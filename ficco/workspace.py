@@ -98,7 +98,9 @@ class Workspace:
     def end(self, error: BaseException) -> None:
         """The latest call of this rank has ended by an error: the peers learn of it, so that they
         do not wait. One that this rank has refused breaks nothing: where all refuse, they agree,
-        whatever each of them says."""
+        whatever each of them says. A part of a call has told so by itself."""
+        if self.board.refused(self.calls):
+            return
         if self.board.posted(self.calls):
             self.fail(error)
         else:

@@ -824,6 +824,38 @@ def test_a_rank_that_fails_between_parts_of_a_call_is_named(victim: int) -> None
         assert waited < AT_ONCE_S + SLACK_S
 
 
+def _all_refuse_a_part(at: Rank) -> tuple[Any, bool]:
+    """A call that goes by columns, the second part of which no rank has the memory for."""
+    group = dist.new_group(list(range(at.world)))
+    a, b = torch.ones(16, 8), torch.ones(8, 250)
+
+    def summed() -> torch.Tensor:
+        return ficco.matmul_reduce_scatter(a, b, group=group, schedule="shard-overlap")
+
+    asked, operands = [0], calls._operands
+
+    def refuse(*args: Any) -> Any:
+        asked[0] += 1
+        if asked[0] == 3:  # behind those of the whole and of its first part
+            raise MemoryError("64 GiB")
+        return operands(*args)
+
+    with ficco.options(timeout_s=20, workspace_bytes=6000):
+        summed()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calls, "_operands", refuse)
+            first = caught(summed)
+        again = bool((summed() == 16).all())
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return first, again
+
+
+def test_a_part_of_a_call_that_all_ranks_refuse_breaks_nothing() -> None:
+    for first, again in run(2, _all_refuse_a_part):
+        assert first.type == "MemoryError" and again
+
+
 def _gives_up(at: Rank, case: Case, warm: bool) -> list[tuple[Any, float]]:
     """Rank 0 has little patience with rank 2, the others have a lot."""
     group = dist.new_group(list(range(at.world)))
