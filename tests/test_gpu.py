@@ -70,6 +70,7 @@ from test_operators import (  # noqa: F401  likewise
 
 import ficco
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
+from ficco.errors import BackendError
 from ficco.workspace import workspaces
 
 pytestmark = pytest.mark.multigpu
@@ -940,6 +941,58 @@ def test_mismatch_when_warm(what: str) -> None:
         assert sorted(values) == [0, 1] and values[0] != values[1]
         assert found["waited"] < PATIENCE_S + SLACK_S
         assert_unusable(found)
+
+
+def _alone(at: Rank, victim: int, how: str) -> dict[str, Any]:
+    """One rank's driver refuses the last operation of a call, or its memory ends."""
+    group = everyone(at)
+    case = equal(at.world, 32, 64, 32, schedule="hetero-fused-1d")
+    for iteration in range(2):
+        exact(at, case, iteration, group)
+    made = make(at, case, 2, group)
+    if how == "memory":  # of a result that nobody has had yet
+        case = equal(at.world, 1 << 16, 32, 1 << 10, schedule="hetero-fused-1d")
+        made = make(at, case, 2, group)
+    settle(at)
+    engine = workspaces(group)[0].engine
+
+    def refuse(*_: Any) -> None:
+        raise BackendError("cuMemcpyDtoDAsync", "CUDA_ERROR_UNKNOWN", "made to fail")
+
+    if at.rank == victim:
+        torch.cuda.empty_cache()
+        if how == "memory":
+            torch.cuda.set_per_process_memory_fraction(1e-3)
+        else:
+            engine.execute = refuse
+    with ficco.options(timeout_s=60, on_timeout="raise"):
+        first, waited = timed(lambda: (call(case, made.a, made.b, group), ficco.synchronize(group)))
+        again = caught(lambda: call(case, made.a, made.b, group))
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torn, teardown = timed(lambda: leave(group))
+    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups are well
+    return {"first": first, "waited": waited, "again": again, "torn": torn, "teardown": teardown}
+
+
+@pytest.mark.parametrize(
+    ("how", "own", "theirs"),
+    [
+        ("driver", "BackendError", "PeerFailed"),
+        ("memory", "OutOfMemoryError", "RankMismatch"),  # it asks before it agrees
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_alone_is_named_at_once(
+    victim: int, how: str, own: str, theirs: str
+) -> None:
+    for rank, found in enumerate(run(2, _alone, victim, how, device="cuda")):
+        first = found["first"]
+        assert isinstance(first, Failure), first
+        assert first.type == (own if rank == victim else theirs), first
+        assert rank == victim or own in first.text, first
+        assert found["waited"] < SLACK_S
+        assert isinstance(found["again"], Failure)
+        assert not isinstance(found["torn"], Failure) and found["teardown"] < SLACK_S
 
 
 # The end of a process.
