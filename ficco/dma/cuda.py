@@ -34,25 +34,22 @@ from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.dma.engine import (
     Call,
     Capabilities,
-    Engine,
-    Missing,
     Op,
     Program,
     Slot,
-    Span,
     Symmetric,
 )
 from ficco.dma.gate import Gate
-from ficco.dma.products import accumulation, multiply
+from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
+from ficco.dma.streams import WORD, Mapped, StreamEngine, Watch, align, wanted
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels, TorchKernels, can_compile, kernels
-from ficco.plan import SHARED_BUFFERS, Product, Reduction, Region, Signal, Transfer
+from ficco.plan import SHARED_BUFFERS, Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-WORD = 4
 #: Words behind a slot's signals: a 0 and a 1 to copy from, and one that nobody reads.
 SCRATCH = 3
 #: Slots that one engine can watch: three for eager calls, three for every graph.
@@ -88,12 +85,8 @@ else:
     _SETTINGS.append(torch._C._get_cublas_allow_tf32)
 
 
-def _align(nbytes: int, to: int = 512) -> int:
-    return -(-nbytes // to) * to
-
-
-class CudaMemory(Symmetric):
-    """PyTorch symmetric memory; ``addresses`` are those of all ranks, mapped here."""
+class CudaMemory(Mapped):
+    """PyTorch's symmetric memory."""
 
     def __init__(self, nbytes: int, engine: CudaEngine, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
@@ -116,11 +109,11 @@ class CudaMemory(Symmetric):
 _unwanted: list[CudaMemory] = []
 
 
-class _Watch:
-    """Two words in pinned host memory that a slot's calls write."""
+class _Watch(Watch):
+    """What a slot's calls write there."""
 
     def __init__(self, words: torch.Tensor, index: int) -> None:
-        self._view = words.numpy()[2 * index : 2 * index + 2]
+        super().__init__(words.numpy()[2 * index : 2 * index + 2])
         # Adjacent, so that the end of a call is one write.
         self.begun = words.data_ptr() + 2 * index * WORD
 
@@ -129,16 +122,6 @@ class _Watch:
 
     def end(self) -> cu.MemOp:
         return cu.MemOp(cu.WRITE_64, self.begun, 1 << 32)
-
-    def running(self) -> int:
-        return int(self._view[0])
-
-    def ended(self) -> bool:
-        """Whether a call has ended since this was last asked."""
-        ended = bool(self._view[1])
-        if ended:
-            self._view[1] = 0
-        return ended
 
 
 class _SlotState:
@@ -225,17 +208,10 @@ class _Run:
     seen: set[Any]
 
 
-def _wanted(signal: Signal) -> int:
-    """The value that is posted and waited for. Memory is zero when a slot is made: that is at rest
-    for all words but, in the meaning of a Plan, those that hand a slot over, where 0 says free."""
-    return 0 if signal.released else 1
-
-
-class CudaEngine(Engine):
+class CudaEngine(StreamEngine):
     """See the module's docstring."""
 
     name = "cuda"
-    asynchronous = True
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float
@@ -279,7 +255,7 @@ class CudaEngine(Engine):
     def symmetric(self, nbytes: int) -> CudaMemory:
         self._serial += 1
         with torch.cuda.device(self.device):
-            return CudaMemory(_align(nbytes), self, self._serial)
+            return CudaMemory(align(nbytes), self, self._serial)
 
     def free(self, memory: Symmetric) -> None:
         """As of any engine. Where other threads go on with calls, the memory goes later, behind
@@ -311,12 +287,12 @@ class CudaEngine(Engine):
         super().discard(slot)
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        return sum(map(_align, ((words + SCRATCH) * WORD, *room)))
+        return sum(map(align, ((words + SCRATCH) * WORD, *room)))
 
     def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
         assert isinstance(memory, CudaMemory)
-        staging = _align((words + SCRATCH) * WORD)
-        publish = staging + _align(room[0])
+        staging = align((words + SCRATCH) * WORD)
+        publish = staging + align(room[0])
         with cu.uncaptured(), torch.cuda.device(self.device):
             if self._writes_reach is None:
                 # A word that rests at 0 and that no call is using yet.
@@ -355,18 +331,18 @@ class CudaEngine(Engine):
         return _Memops(program.plan.steps[step].lane, cu.Batch(ops, self._flush))
 
     def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
-        found = zip(self._addresses(program, signals), map(_wanted, signals), strict=True)
+        found = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
         return self._memops(program, step, [cu.MemOp(cu.WAIT_32, *at) for at in found])
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         found = zip(self._addresses(program, signals), signals, strict=True)
-        ops = [cu.MemOp(cu.WRITE_32, at, 1 - _wanted(signal)) for at, signal in found]
+        ops = [cu.MemOp(cu.WRITE_32, at, 1 - wanted(signal)) for at, signal in found]
         return self._memops(program, step, ops)
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         slot, lane = program.slot, program.plan.steps[step].lane
         assert slot is not None
-        posts = list(zip(self._addresses(program, signals), map(_wanted, signals), strict=True))
+        posts = list(zip(self._addresses(program, signals), map(wanted, signals), strict=True))
         # The last post of a call also tells the watchdog that it is over.
         last = [slot.state.watch.end()] if lane == "sync" else []
         if self._writes_reach:
@@ -388,11 +364,6 @@ class CudaEngine(Engine):
         assert slot is not None and isinstance(slot.memory, CudaMemory)
         return slot.memory.addresses[self.rank] + (slot.words + index) * WORD
 
-    def enter(self, program: Program, lane: str) -> Op | None:
-        if lane in ("compute0", "sync"):  # execute() sees to them
-            return None
-        return lambda call: call.state.fork.hold(call.state[lane])
-
     def record(self, program: Program, step: int) -> Op | None:
         steps = program.plan.steps
         if not any(step in later.after for later in steps if later.lane != "sync"):
@@ -410,18 +381,8 @@ class CudaEngine(Engine):
 
         return op
 
-    def join(self, program: Program, step: int, earlier: int) -> Op | None:
-        lane, event = program.plan.steps[step].lane, self._event(program, earlier)
-        if lane == "sync":
-            return None
-        return lambda call: event.hold(call.state[lane])
-
-    def _event(self, program: Program, step: int) -> cu.Event:
-        key = "event", step
-        if key not in program.state:
-            program.state[key] = cu.Event()
-        found: cu.Event = program.state[key]
-        return found
+    def _new_event(self) -> cu.Event:
+        return cu.Event()
 
     # Copies.
 
@@ -472,73 +433,7 @@ class CudaEngine(Engine):
             "leave the knob out"
         )
 
-    def _address(self, program: Program, region: Region) -> tuple[int, int]:
-        """Address and row pitch in bytes of a symmetric buffer of any rank."""
-        plan, slot = program.plan, program.slot
-        pitch = plan.shape(region.buffer, region.rank)[1] * plan.problem.itemsize
-        if region.buffer == "a":
-            assert program.source is not None
-            memory, offset = program.source
-        else:
-            assert slot is not None and slot.memory is not None
-            memory, offset = slot.memory, slot.offsets[region.buffer == "publish"]
-        assert isinstance(memory, CudaMemory)
-        return memory.addresses[region.rank] + offset, pitch
-
-    def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst, _ = transfer
-        run = self._on_lane(program, step)
-
-        def op(call: Call) -> None:
-            self._view(program, call, dst).copy_(self._view(program, call, src))
-
-        return run(op)
-
     # Products.
-
-    def _tensor(self, program: Program, call: Call, name: str) -> torch.Tensor:
-        """A whole buffer of this rank as a matrix."""
-        if name in ("staging", "publish"):
-            if name not in program.state:
-                plan, slot = program.plan, program.slot
-                assert slot is not None
-                problem, shape = plan.problem, plan.shape(name)
-                start = slot.offsets[name == "publish"]
-                nbytes = shape[0] * shape[1] * problem.itemsize
-                with torch.inference_mode(False):  # calls of other modes use it, too
-                    flat = slot.memory.tensor[start : start + nbytes]
-                    program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
-            found: torch.Tensor = program.state[name]
-            return found
-        tensor: torch.Tensor | None = getattr(call, "sums" if name == "sum" else name)
-        assert tensor is not None
-        return tensor
-
-    def _view(self, program: Program, call: Call, region: Region) -> torch.Tensor:
-        whole = self._tensor(program, call, region.buffer)
-        view = whole if region.rows == whole.shape[0] else whole[region.row : region.row_stop]
-        return view if region.cols == whole.shape[1] else view[:, region.col : region.col_stop]
-
-    def _batch(
-        self, program: Program, call: Call, region: Region, batch: int, stride: int
-    ) -> torch.Tensor:
-        whole = self._tensor(program, call, region.buffer)
-        pitch, step = whole.stride()
-        return whole.as_strided(
-            (batch, region.rows, region.cols),
-            (stride * pitch, pitch, step),
-            whole.storage_offset() + region.row * pitch + region.col * step,
-        )
-
-    def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
-        lane = program.plan.steps[step].lane
-        parts = [self._product(program, product, lane) for product in products]
-
-        def op(call: Call) -> None:
-            for part in parts:
-                part(call)
-
-        return self._on_lane(program, step)(parts[0] if len(parts) == 1 else op)
 
     @cached_property
     def _adder(self) -> CublasLt | None:
@@ -547,37 +442,21 @@ class CudaEngine(Engine):
                 return CublasLt()
         return None
 
-    def _product(self, program: Program, product: Product, lane: str) -> Op:
-        problem, out_region = program.plan.problem, product.out
-        all_of_b = problem.b_rows(program.plan.rank), problem.n
-        whole = (product.k_last - product.k_first, out_region.cols) == all_of_b
-        terms = slice(product.k_first, product.k_last)
-        columns = slice(out_region.col, out_region.col_stop)
-        batched = product.batch > 1
-        adder = self._adder if product.addend is not None else None
-
-        def op(call: Call) -> None:
-            b = call.b if whole else call.b[terms, columns]
-            if batched:
-                a = self._batch(program, call, product.a, product.batch, product.a_stride)
-                out = self._batch(program, call, product.out, product.batch, product.out_stride)
-                b = b.unsqueeze(0).expand(product.batch, -1, -1)
-            else:
-                a = self._view(program, call, product.a)
-                a = a.t() if product.transposed else a
-                out = self._view(program, call, product.out)
-            addend = out if product.accumulate else None
-            if product.addend is not None:
-                addend = self._view(program, call, product.addend)
-                if adder is not None and adder.serves(addend, a, b, out):
-                    # From the allocator, as PyTorch's own: a graph has its own, so that graphs may
-                    # run side by side.
-                    room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
-                    if adder.multiply(addend, a, b, out, room, call.state[lane]):
-                        return
-            multiply(a, b, out, addend)
-
-        return op
+    def _added(
+        self,
+        addend: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        stream: Any,
+    ) -> bool:
+        adder = self._adder
+        if adder is None or not adder.serves(addend, a, b, out):
+            return False
+        # From the allocator, as PyTorch's own: a graph has its own, so that graphs may run side by
+        # side.
+        room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
+        return adder.multiply(addend, a, b, out, room, stream)
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         lane, kernels = program.plan.steps[step].lane, self._kernels_or_torch
@@ -591,24 +470,20 @@ class CudaEngine(Engine):
 
         return op
 
-    def _on_lane(self, program: Program, step: int) -> Any:
-        """Makes PyTorch enqueue an operation on the step's lane."""
+    def _on_lane(self, program: Program, step: int, op: Op) -> Op:
         lane = program.plan.steps[step].lane
         if lane == "compute0":
-            return lambda op: op
+            return op
 
-        def wrap(op: Op) -> Op:
-            def on_lane(call: Call) -> None:
-                before = torch.cuda.current_stream(self.device)
-                torch.cuda.set_stream(call.state.streams[lane])
-                try:
-                    op(call)
-                finally:
-                    torch.cuda.set_stream(before)
+        def on_lane(call: Call) -> None:
+            before = torch.cuda.current_stream(self.device)
+            torch.cuda.set_stream(call.state.streams[lane])
+            try:
+                op(call)
+            finally:
+                torch.cuda.set_stream(before)
 
-            return on_lane
-
-        return wrap
+        return on_lane
 
     # Running.
 
@@ -789,18 +664,8 @@ class CudaEngine(Engine):
 
         return op
 
-    def spans(self, program: Program, call: Call) -> list[Span]:
-        self.synchronize()
-        base = program.state["base"]
-        return [
-            Span(
-                index,
-                step.lane,
-                base.elapsed_time(program.state["stamp", index, False]) / 1e3,
-                base.elapsed_time(program.state["stamp", index, True]) / 1e3,
-            )
-            for index, step in enumerate(program.plan.steps)
-        ]
+    def _seconds(self, program: Program, since: Any, until: Any) -> float:
+        return float(program.state[since].elapsed_time(program.state[until])) / 1e3
 
     def capturing(self) -> int:
         if not torch.cuda.is_current_stream_capturing():
@@ -817,30 +682,9 @@ class CudaEngine(Engine):
 
     # Watching.
 
-    def pulse(self, slot: Slot) -> tuple[int, bool]:
-        watch: _Watch = slot.state.watch
-        return watch.running(), watch.ended()
-
-    def missing(self, slot: Slot, program: Program) -> Missing | None:
-        steps = program.plan.steps
-        if slot.memory is None:
-            return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
+    def _read(self, slot: Slot) -> list[int]:
         assert isinstance(slot.memory, CudaMemory)
-        try:
-            words = cu.read_words(slot.memory.addresses[self.rank], slot.words, self._rescue, 2.0)
-        except BackendError:
-            words = []
-        if not words:
-            return None
-        late = [
-            Missing(index, signal, _wanted(signal), words[signal.word])
-            for index, step in enumerate(steps)
-            for signal in step.waits
-            if words[signal.word] != _wanted(signal)
-        ]
-        # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
-        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
-        return late[0] if late else None
+        return cu.read_words(slot.memory.addresses[self.rank], slot.words, self._rescue, 2.0)
 
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
         """Write, again and again, what every wait wants, until no call is running."""
@@ -870,11 +714,6 @@ class CudaEngine(Engine):
                     threading.Thread(target=self._abort_collective, daemon=True).start()
                 time.sleep(0.01)
         return True
-
-    def _abort_collective(self) -> None:
-        """Make the group's library give up; may take as long as its peers do."""
-        with contextlib.suppress(RuntimeError):
-            self.group._get_backend(self.device).abort()
 
     # Words.
 

@@ -30,29 +30,26 @@ from ficco.dma import hip_api as hip
 from ficco.dma.engine import (
     Call,
     Capabilities,
-    Engine,
-    Missing,
     Op,
     Program,
     Slot,
-    Span,
     Symmetric,
 )
 from ficco.dma.hip_launch import HipBinding
 from ficco.dma.hip_memory import MEMORIES, HipMemory, Meeting, Words
 from ficco.dma.hip_work import CallbackWork, TorchWork, Work
-from ficco.dma.products import accumulation, multiply
+from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
+from ficco.dma.streams import WORD, StreamEngine, Watch, align, wanted
 from ficco.errors import BackendError, ConfigError
 from ficco.hip_kernels import MAX_PARTS, Kernels, can_compile
-from ficco.plan import SHARED_BUFFERS, Product, Reduction, Region, Signal, Transfer
+from ficco.plan import SHARED_BUFFERS, Reduction, Region, Signal, Transfer
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-WORD = 4
 #: Sizes of symmetric memory are multiples of these bytes, of the second if they are larger.
 PAGE, LARGE = 4096, 1 << 21
 #: Slots that one engine can watch: three for eager calls, three for every graph.
@@ -87,10 +84,6 @@ EVENTS = {
 }
 
 
-def _align(nbytes: int, to: int = 512) -> int:
-    return -(-nbytes // to) * to
-
-
 _MakeEvent = Callable[[], hip.Event]
 #: Addresses and values of 32-bit words.
 _Values = Sequence[tuple[int, int]]
@@ -106,29 +99,13 @@ def _wait(words: _Values, stream: Any) -> None:
         hip.wait_equal(stream, address, value)
 
 
-def _wanted(signal: Signal) -> int:
-    """The value that is posted and waited for. Memory is zero when a slot is made: that is at rest
-    for all words but, in the meaning of a Plan, those that hand a slot over, where 0 says free."""
-    return 0 if signal.released else 1
-
-
-class _Watch:
-    """Two words in pinned host memory that a slot's calls write."""
+class _Watch(Watch):
+    """What a slot's calls write there."""
 
     def __init__(self, base: int, index: int) -> None:
         self.begun = base + 2 * index * WORD
         self.end = [(self.begun + WORD, 1), (self.begun, 0)]
-        self._view = (ctypes.c_uint32 * 2).from_address(self.begun)
-
-    def running(self) -> int:
-        return int(self._view[0])
-
-    def ended(self) -> bool:
-        """Whether a call has ended since this was last asked."""
-        ended = bool(self._view[1])
-        if ended:
-            self._view[1] = 0
-        return ended
+        super().__init__((ctypes.c_uint32 * 2).from_address(self.begun))
 
 
 class _SlotState:
@@ -183,7 +160,7 @@ def _choice(variable: str, values: Iterable[str]) -> str | None:
     return found
 
 
-class HipEngine(Engine):
+class HipEngine(StreamEngine):
     """See the module's docstring.
 
     Attributes:
@@ -192,7 +169,6 @@ class HipEngine(Engine):
     """
 
     name = "hip"
-    asynchronous = True
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float
@@ -366,7 +342,7 @@ class HipEngine(Engine):
             self._sweep()
         self._serial += 1
         # Handles of more than 2 MiB were refused where they were no multiple of it (ROCm 4).
-        nbytes = max(_align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
+        nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
         with hip.uncaptured():
             made = MEMORIES[self.memory](self, nbytes, self._serial)
             self._memories.append(made)
@@ -391,7 +367,7 @@ class HipEngine(Engine):
                 self._memories.remove(memory)
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        return sum(map(_align, room))
+        return sum(map(align, room))
 
     def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
         assert isinstance(memory, HipMemory)
@@ -404,7 +380,7 @@ class HipEngine(Engine):
                 self._writes_reach = self.way == "kernel" or hip.writes_reach(
                     self.side, made.address(peer, 0)
                 )
-        offsets = 0, _align(room[0])
+        offsets = 0, align(room[0])
         return Slot(memory, words, room, offsets, captured, state=self._slot_state(made))
 
     def watch(self, captured: bool) -> Slot:
@@ -431,7 +407,7 @@ class HipEngine(Engine):
         assert slot is not None
         words: Words = slot.state.words
         with hip.uncaptured():  # a peer's word is mapped when it is first asked for
-            return [(words.address(one.waiter, one.word), _wanted(one)) for one in signals]
+            return [(words.address(one.waiter, one.word), wanted(one)) for one in signals]
 
     def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         lane, words = program.plan.steps[step].lane, self._addresses(program, signals)
@@ -454,11 +430,6 @@ class HipEngine(Engine):
 
         return copy
 
-    def enter(self, program: Program, lane: str) -> Op | None:
-        if lane in ("compute0", "sync"):  # execute() sees to them
-            return None
-        return lambda call: call.state.fork.hold(call.state[lane])
-
     def record(self, program: Program, step: int) -> Op | None:
         steps = program.plan.steps
         if not any(step in later.after for later in steps if later.lane != "sync"):
@@ -474,24 +445,10 @@ class HipEngine(Engine):
 
         return op
 
-    def join(self, program: Program, step: int, earlier: int) -> Op | None:
-        lane = program.plan.steps[step].lane
-        if lane == "sync":
-            return None
-        event = self._event(program, earlier)
-        return lambda call: event.hold(call.state[lane])
-
     def _new_event(self, timing: bool = False) -> hip.Event:
         made = hip.Event(timing)
         self._events.add(made)
         return made
-
-    def _event(self, program: Program, step: int) -> hip.Event:
-        key = "event", step
-        if key not in program.state:
-            program.state[key] = self._new_event()
-        found: hip.Event = program.state[key]
-        return found
 
     # Copies.
 
@@ -570,89 +527,24 @@ class HipEngine(Engine):
         self.work.run(call.state[lane], op, call)
         return address
 
-    def _address(self, program: Program, region: Region) -> tuple[int, int]:
-        """Address and row pitch in bytes of a symmetric buffer of any rank."""
-        plan, slot = program.plan, program.slot
-        pitch = plan.shape(region.buffer, region.rank)[1] * plan.problem.itemsize
-        if region.buffer == "a":
-            assert program.source is not None
-            memory, offset = program.source
-        else:
-            assert slot is not None and slot.memory is not None
-            memory, offset = slot.memory, slot.offsets[region.buffer == "publish"]
-        assert isinstance(memory, HipMemory)
-        return memory.addresses[region.rank] + offset, pitch
-
-    def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst, _ = transfer
-
-        def op(call: Call) -> None:
-            self._view(program, call, dst).copy_(self._view(program, call, src))
-
-        return self._on_lane(program, step, op)
-
     # Products.
 
-    def _tensor(self, program: Program, call: Call, name: str) -> torch.Tensor:
-        """A whole buffer of this rank as a matrix."""
-        if name in ("staging", "publish"):
-            if name not in program.state:
-                plan, slot = program.plan, program.slot
-                assert slot is not None and slot.memory is not None
-                problem, shape = plan.problem, plan.shape(name)
-                start = slot.offsets[name == "publish"]
-                nbytes = shape[0] * shape[1] * problem.itemsize
-                with torch.inference_mode(False):  # calls of other modes use it, too
-                    flat = slot.memory.tensor[start : start + nbytes]
-                    program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
-            found: torch.Tensor = program.state[name]
-            return found
-        tensor: torch.Tensor | None = getattr(call, "sums" if name == "sum" else name)
-        assert tensor is not None
-        return tensor
-
     def _view(self, program: Program, call: Call, region: Region) -> torch.Tensor:
+        if (room := self._blocks(program, region)) is None:
+            return super()._view(program, call, region)
         whole = self._tensor(program, call, region.buffer)
-        if (room := self._blocks(program, region)) is not None:
-            at = whole.storage_offset() + region.col * room + region.row * region.cols
-            return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
-        return whole[region.row : region.row_stop, region.col : region.col_stop]
+        at = whole.storage_offset() + region.col * room + region.row * region.cols
+        return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
 
     def _batch(
         self, program: Program, call: Call, region: Region, batch: int, stride: int
     ) -> torch.Tensor:
-        whole = self._tensor(program, call, region.buffer)
-        if self._blocks(program, region) is not None:
-            view = self._view(program, call, region)
-            pitch, step = view.stride()
-            shape, strides = (batch, *view.shape), (stride * pitch, pitch, step)
-            return view.as_strided(shape, strides, view.storage_offset())
-        pitch, step = whole.stride()
-        return whole.as_strided(
-            (batch, region.rows, region.cols),
-            (stride * pitch, pitch, step),
-            whole.storage_offset() + region.row * pitch + region.col * step,
-        )
-
-    def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
-        def op(call: Call) -> None:
-            for product in products:
-                columns = slice(product.out.col, product.out.col_stop)
-                b = call.b[product.k_first : product.k_last, columns]
-                if product.batch > 1:
-                    a = self._batch(program, call, product.a, product.batch, product.a_stride)
-                    out = self._batch(program, call, product.out, product.batch, product.out_stride)
-                    b = b.unsqueeze(0).expand(product.batch, -1, -1)
-                else:
-                    a = self._view(program, call, product.a)
-                    a = a.t() if product.transposed else a
-                    out = self._view(program, call, product.out)
-                addend = out if product.accumulate else None
-                if product.addend is not None:
-                    addend = self._view(program, call, product.addend)
-                multiply(a, b, out, addend)
-
-        return self._on_lane(program, step, op)
+        if self._blocks(program, region) is None:
+            return super()._batch(program, call, region, batch, stride)
+        view = self._view(program, call, region)
+        pitch, step = view.stride()
+        shape, strides = (batch, *view.shape), (stride * pitch, pitch, step)
+        return view.as_strided(shape, strides, view.storage_offset())
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         lane, dtype = program.plan.steps[step].lane, program.plan.problem.dtype
@@ -690,7 +582,6 @@ class HipEngine(Engine):
         return self._on_lane(program, step, super().collective(program, step))
 
     def _on_lane(self, program: Program, step: int, op: Op) -> Op:
-        """Lets PyTorch do something when the turn of the step's lane comes."""
         lane = program.plan.steps[step].lane
         return lambda call: self.work.run(call.state[lane], op, call)
 
@@ -778,18 +669,8 @@ class HipEngine(Engine):
         lane = program.plan.steps[step].lane
         return lambda call: event.record(call.state[lane])
 
-    def spans(self, program: Program, call: Call) -> list[Span]:
-        self.synchronize()
-        state = program.state
-        return [
-            Span(
-                index,
-                step.lane,
-                state["base"].seconds_to(state["stamp", index, False]),
-                state["base"].seconds_to(state["stamp", index, True]),
-            )
-            for index, step in enumerate(program.plan.steps)
-        ]
+    def _seconds(self, program: Program, since: Any, until: Any) -> float:
+        return float(program.state[since].seconds_to(program.state[until]))
 
     def capturing(self) -> int:
         return self.work.capturing()
@@ -811,32 +692,7 @@ class HipEngine(Engine):
 
     # Watching.
 
-    def pulse(self, slot: Slot) -> tuple[int, bool]:
-        watch: _Watch = slot.state.watch
-        return watch.running(), watch.ended()
-
-    def missing(self, slot: Slot, program: Program) -> Missing | None:
-        steps = program.plan.steps
-        if slot.memory is None:
-            return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
-        try:
-            words = self._read(slot)
-        except BackendError:
-            return None
-        if not words:
-            return None
-        late = [
-            Missing(index, signal, _wanted(signal), words[signal.word])
-            for index, step in enumerate(steps)
-            for signal in step.waits
-            if words[signal.word] != _wanted(signal)
-        ]
-        # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
-        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
-        return late[0] if late else None
-
     def _read(self, slot: Slot) -> list[int]:
-        """The words of a slot of this rank, from any thread; empty if that takes too long."""
         hip.use(self.index)
         with hip.uncaptured():
             target, room = self._read_into
@@ -887,11 +743,6 @@ class HipEngine(Engine):
                 words = [memory.words.address(self.rank, i) for i in range(memory.words.count)]
                 values = [(at, int(i >= self.world)) for i, at in enumerate(words)]
                 self._write(values, self._rescue)
-
-    def _abort_collective(self) -> None:
-        """Make the group's library give up; may take as long as its peers do."""
-        with contextlib.suppress(RuntimeError):
-            self.group._get_backend(self.device).abort()
 
     # What it does, and its end.
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma import hip_api as hip
-from ficco.dma.engine import Symmetric
 from ficco.dma.host import HostMemory
 from ficco.dma.rendezvous import symmetric
+from ficco.dma.streams import Mapped
 from ficco.errors import BackendError
 
 if TYPE_CHECKING:
@@ -146,15 +146,13 @@ class Words:
         return self._shared.address(rank, 0) + word * WORD_STRIDE
 
 
-class HipMemory(Symmetric):
+class HipMemory(Mapped):
     """Symmetric memory of the HIP engine.
 
     Attributes:
-        addresses: of all ranks' parts, mapped here.
         words: the signals of the slot that lies in it, if one does.
     """
 
-    addresses: list[int]
     words: Words | None = None
 
     @abstractmethod

@@ -1,0 +1,263 @@
+"""What the engines have in common whose lanes are a device's streams: buffers as matrices, what
+PyTorch does on a lane, events between lanes, and what the watchdog reads."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ficco.dma.engine import Call, Engine, Missing, Op, Program, Slot, Span, Symmetric
+from ficco.dma.products import multiply
+from ficco.errors import BackendError
+from ficco.plan import Product, Region, Signal, Transfer
+
+#: Bytes of a signal word.
+WORD = 4
+
+
+def align(nbytes: int, to: int = 512) -> int:
+    """The next multiple."""
+    return -(-nbytes // to) * to
+
+
+def wanted(signal: Signal) -> int:
+    """The value that is posted and waited for. Memory is zero when a slot is made: that is at rest
+    for all words but, in the meaning of a Plan, those that hand a slot over, where 0 says free."""
+    return 0 if signal.released else 1
+
+
+class Event(Protocol):
+    """A vendor's event, by handles of streams."""
+
+    def record(self, stream: Any) -> None:
+        """It is over when what is on the stream now is."""
+
+    def hold(self, stream: Any) -> None:
+        """What comes on the stream waits for it."""
+
+
+class Mapped(Symmetric):
+    """Symmetric memory that has an address here on every rank.
+
+    Attributes:
+        addresses: of all ranks' parts, mapped here.
+    """
+
+    addresses: list[int]
+
+
+class Watch:
+    """Two words in pinned host memory that a slot's calls write: the number of the program that
+    runs, 0 for none, and whether a call has ended."""
+
+    def __init__(self, words: Any) -> None:
+        self._words = words  # of numpy or ctypes
+
+    def running(self) -> int:
+        return int(self._words[0])
+
+    def ended(self) -> bool:
+        """Whether a call has ended since this was last asked."""
+        ended = bool(self._words[1])
+        if ended:
+            self._words[1] = 0
+        return ended
+
+
+class StreamEngine(Engine):
+    """An engine whose calls are enqueued on streams; ``call.state`` has their handles by lane, and
+    the event ``fork``, at which the lanes begin."""
+
+    asynchronous = True
+
+    @abstractmethod
+    def _new_event(self) -> Event:
+        """An event that programs keep."""
+
+    @abstractmethod
+    def _on_lane(self, program: Program, step: int, op: Op) -> Op:
+        """Makes PyTorch carry out an operation when the turn of the step's lane comes."""
+
+    @abstractmethod
+    def _read(self, slot: Slot) -> list[int]:
+        """The words of a slot of this rank, from any thread; empty if that takes too long."""
+
+    @abstractmethod
+    def _seconds(self, program: Program, since: Any, until: Any) -> float:
+        """Between two stamps of a program, by their names in its state."""
+
+    # Order.
+
+    def enter(self, program: Program, lane: str) -> Op | None:
+        if lane in ("compute0", "sync"):  # execute() sees to them
+            return None
+        return lambda call: call.state.fork.hold(call.state[lane])
+
+    def join(self, program: Program, step: int, earlier: int) -> Op | None:
+        lane = program.plan.steps[step].lane
+        if lane == "sync":
+            return None
+        event = self._event(program, earlier)
+        return lambda call: event.hold(call.state[lane])
+
+    def _event(self, program: Program, step: int) -> Event:
+        key = "event", step
+        if key not in program.state:
+            program.state[key] = self._new_event()
+        found: Event = program.state[key]
+        return found
+
+    # Buffers.
+
+    def _address(self, program: Program, region: Region) -> tuple[int, int]:
+        """Address and row pitch in bytes of a symmetric buffer of any rank."""
+        plan, slot = program.plan, program.slot
+        pitch = plan.shape(region.buffer, region.rank)[1] * plan.problem.itemsize
+        if region.buffer == "a":
+            assert program.source is not None
+            memory, offset = program.source
+        else:
+            assert slot is not None and slot.memory is not None
+            memory, offset = slot.memory, slot.offsets[region.buffer == "publish"]
+        assert isinstance(memory, Mapped)
+        return memory.addresses[region.rank] + offset, pitch
+
+    def _tensor(self, program: Program, call: Call, name: str) -> torch.Tensor:
+        """A whole buffer of this rank as a matrix."""
+        if name in ("staging", "publish"):
+            if name not in program.state:
+                plan, slot = program.plan, program.slot
+                assert slot is not None and slot.memory is not None
+                problem, shape = plan.problem, plan.shape(name)
+                start = slot.offsets[name == "publish"]
+                nbytes = shape[0] * shape[1] * problem.itemsize
+                with torch.inference_mode(False):  # calls of other modes use it, too
+                    flat = slot.memory.tensor[start : start + nbytes]
+                    program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
+            found: torch.Tensor = program.state[name]
+            return found
+        tensor: torch.Tensor | None = getattr(call, "sums" if name == "sum" else name)
+        assert tensor is not None
+        return tensor
+
+    def _view(self, program: Program, call: Call, region: Region) -> torch.Tensor:
+        whole = self._tensor(program, call, region.buffer)
+        view = whole if region.rows == whole.shape[0] else whole[region.row : region.row_stop]
+        return view if region.cols == whole.shape[1] else view[:, region.col : region.col_stop]
+
+    def _batch(
+        self, program: Program, call: Call, region: Region, batch: int, stride: int
+    ) -> torch.Tensor:
+        """So many regions, each ``stride`` rows below the one before."""
+        whole = self._tensor(program, call, region.buffer)
+        pitch, step = whole.stride()
+        return whole.as_strided(
+            (batch, region.rows, region.cols),
+            (stride * pitch, pitch, step),
+            whole.storage_offset() + region.row * pitch + region.col * step,
+        )
+
+    # What PyTorch does.
+
+    def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        src, dst, _ = transfer
+
+        def op(call: Call) -> None:
+            self._view(program, call, dst).copy_(self._view(program, call, src))
+
+        return self._on_lane(program, step, op)
+
+    def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
+        lane = program.plan.steps[step].lane
+        parts = [self._product(program, product, lane) for product in products]
+
+        def op(call: Call) -> None:
+            for part in parts:
+                part(call)
+
+        return self._on_lane(program, step, parts[0] if len(parts) == 1 else op)
+
+    def _product(self, program: Program, product: Product, lane: str) -> Op:
+        problem, out_region = program.plan.problem, product.out
+        all_of_b = problem.b_rows(program.plan.rank), problem.n
+        whole = (product.k_last - product.k_first, out_region.cols) == all_of_b
+        terms = slice(product.k_first, product.k_last)
+        columns = slice(out_region.col, out_region.col_stop)
+        batched = product.batch > 1
+
+        def op(call: Call) -> None:
+            b = call.b if whole else call.b[terms, columns]
+            if batched:
+                a = self._batch(program, call, product.a, product.batch, product.a_stride)
+                out = self._batch(program, call, product.out, product.batch, product.out_stride)
+                b = b.unsqueeze(0).expand(product.batch, -1, -1)
+            else:
+                a = self._view(program, call, product.a)
+                a = a.t() if product.transposed else a
+                out = self._view(program, call, product.out)
+            addend = out if product.accumulate else None
+            if product.addend is not None:
+                addend = self._view(program, call, product.addend)
+                if self._added(addend, a, b, out, call.state[lane]):
+                    return
+            multiply(a, b, out, addend)
+
+        return op
+
+    def _added(
+        self,
+        addend: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        stream: Any,
+    ) -> bool:
+        """Whether a library has been asked for the sum that reads the addend where it lies;
+        PyTorch copies it first."""
+        return False
+
+    # Watching.
+
+    def spans(self, program: Program, call: Call) -> list[Span]:
+        self.synchronize()
+        return [
+            Span(
+                index,
+                step.lane,
+                self._seconds(program, "base", ("stamp", index, False)),
+                self._seconds(program, "base", ("stamp", index, True)),
+            )
+            for index, step in enumerate(program.plan.steps)
+        ]
+
+    def pulse(self, slot: Slot) -> tuple[int, bool]:
+        watch: Watch = slot.state.watch
+        return watch.running(), watch.ended()
+
+    def missing(self, slot: Slot, program: Program) -> Missing | None:
+        steps = program.plan.steps
+        if slot.memory is None:
+            return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
+        words: list[int] = []
+        with contextlib.suppress(BackendError):
+            words = self._read(slot)
+        if not words:
+            return None
+        late = [
+            Missing(index, signal, wanted(signal), words[signal.word])
+            for index, step in enumerate(steps)
+            for signal in step.waits
+            if words[signal.word] != wanted(signal)
+        ]
+        # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
+        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
+        return late[0] if late else None
+
+    def _abort_collective(self) -> None:
+        """Make the group's library give up; may take as long as its peers do."""
+        with contextlib.suppress(RuntimeError):
+            self.group._get_backend(self.device).abort()
