@@ -856,6 +856,47 @@ def test_a_part_of_a_call_that_all_ranks_refuse_breaks_nothing() -> None:
         assert first.type == "MemoryError" and again
 
 
+def _one_refuses_and_all_close(at: Rank, schedule: str) -> list[str]:
+    """Rank 1 refuses a call, and the group is used again as the error says."""
+    group = dist.new_group(list(range(at.world)))
+    case = equal(at.world, 8, 8, 8, schedule=schedule)
+    for iteration in range(3):
+        exact(at, case, iteration, group)
+    made = make(at, case, 4, group)
+
+    def refuse(*_: Any) -> Any:
+        raise MemoryError("64 GiB")
+
+    with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
+        if at.rank == 1:
+            patch.setattr(calls, "_operands", refuse)
+        found = [caught(lambda: call(case, made.a, made.b, group))]
+    ficco.close(group)
+    for name in (schedule, "growing"):
+        found.append(caught(lambda name=name: exact(at, case.on(schedule=name), 5, group)))
+        if isinstance(found[-1], Failure):
+            dist.barrier()
+            ficco.close(group)
+    dist.destroy_process_group(group)
+    return [one.type if isinstance(one, Failure) else "right" for one in found]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "then"),
+    [
+        ("shrinking", ["right"] * 3),
+        # The library would take what the peers sent before for data of the next call.
+        ("serial:collective", ["FiccoError", "RankMismatch", "FiccoError"]),
+    ],
+)
+def test_a_closed_group_never_takes_data_of_a_call_that_was_broken_off(
+    schedule: str, then: list[str]
+) -> None:
+    found = run(3, _one_refuses_and_all_close, schedule)
+    first = ["RankMismatch", "MemoryError", "RankMismatch"]
+    assert found == [[one, two, "right"] for one, two in zip(first, then, strict=True)]
+
+
 def _gives_up(at: Rank, case: Case, warm: bool) -> list[tuple[Any, float]]:
     """Rank 0 has little patience with rank 2, the others have a lot."""
     group = dist.new_group(list(range(at.world)))

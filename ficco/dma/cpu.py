@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -229,6 +230,10 @@ class CpuEngine(Engine):
         self._calls = 0  # under way
         self._closed = threading.Event()
 
+    @property
+    def out_of_step(self) -> bool:
+        return self.group in _out_of_step
+
     # Memory.
 
     def symmetric(self, nbytes: int) -> CpuMemory:
@@ -404,6 +409,7 @@ class CpuEngine(Engine):
                 for start in exchange.starts(*buffers, patience):
                     self._collect(program, call, step, missing, partial(_begin, start, begun))
             except BaseException:
+                _out_of_step.add(self.group)
                 _outlive(self.group, begun)
                 raise
 
@@ -645,6 +651,8 @@ class CpuEngine(Engine):
 #: Collectives that were broken off, with their groups: to free one waits, inside the garbage
 #: collector or at the end of the process, until its library has given up.
 _unfinished: list[tuple[Work, ProcessGroup]] = []
+#: Groups of which a collective was broken off: their ranks may have begun different numbers.
+_out_of_step: WeakSet[ProcessGroup] = WeakSet()
 
 
 def _begin(start: Start, begun: list[Work]) -> Work | None:

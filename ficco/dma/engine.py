@@ -190,6 +190,12 @@ class Engine(ABC):
         self.world = group.size()
         self.interrupt = lambda: None
 
+    @property
+    def out_of_step(self) -> bool:
+        """Whether ranks may have begun different numbers of the library's collectives: what one of
+        them still sends for a call that was broken off would be taken for data of the next."""
+        return False
+
     def fingerprint(self) -> Fingerprint:
         """What this kind of host is known by: the device's name and the number of ranks."""
         on_cpu = self.device.type == "cpu"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
+from ficco.errors import FiccoError
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.options import Options, current
@@ -289,6 +290,12 @@ def _plan(
             "yet; leave the knob out"
         )
     whole = plan(problem, schedule, rank)
+    if whole.collective and workspace.engine.out_of_step:
+        raise FiccoError(
+            f"schedule {schedule}: a collective of this group was broken off before, so that its "
+            "ranks may take data of that for data of this one; destroy the group and make a new "
+            "one, or use another schedule"
+        )
     if cap is None or not whole.words:
         return whole, False, 0
     if not problem.kind.scatters:
