@@ -80,6 +80,7 @@ class Workspace:
         self.calls = 0
         self.programs: dict[Hashable, Any] = {}
         self.error: FiccoError | None = None
+        self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
         self._known: dict[str | None, Known] = {}
         self._slots: list[Slot | None] = [None] * SLOTS
@@ -108,19 +109,21 @@ class Workspace:
 
     def fail(self, error: BaseException) -> None:
         """Remember why the group can no longer be used, its words do not say who is where, and
-        tell the peers, unless they know."""
-        if self.error is not None:
-            return
-        why = _why(error)
-        if not isinstance(error, (RankMismatch, PeerFailed)):  # these are read from the board
-            late = isinstance(error, SignalTimeout)
-            self._tell(why.splitlines()[0], LATE if late else FAILED)
-        if not isinstance(error, FiccoError):
-            error = FiccoError(
-                f"a call of this group was broken off by {why}. Its ranks are no longer in step: "
-                "destroy the group and make a new one"
-            )
-        self.error = error
+        tell the peers, unless they know. They are told again by each call that ends thereby: it may
+        have been about to be written down when the watchdog told of another."""
+        if self.error is None:
+            why = _why(error)
+            if not isinstance(error, (RankMismatch, PeerFailed)):  # these are read from the board
+                late = isinstance(error, SignalTimeout)
+                self._told = why.splitlines()[0], LATE if late else FAILED
+            if not isinstance(error, FiccoError):
+                error = FiccoError(
+                    f"a call of this group was broken off by {why}. Its ranks are no longer in "
+                    "step: destroy the group and make a new one"
+                )
+            self.error = error
+        if self._told is not None:
+            self._tell(*self._told)
 
     def _tell(self, text: str, how: str) -> None:
         self.board.post(self.calls, self.board.describe(text, same_as=how))

@@ -25,7 +25,7 @@ from ficco.board import LATE_S
 from ficco.dma import cpu
 from ficco.dma.collectives import Collectives
 from ficco.ops import call as calls
-from ficco.workspace import Workspace
+from ficco.workspace import Workspace, workspaces
 
 #: Seconds after which the calls of these tests give up on a peer.
 PATIENCE_S = 1.5
@@ -895,6 +895,40 @@ def test_a_closed_group_never_takes_data_of_a_call_that_was_broken_off(
     found = run(3, _one_refuses_and_all_close, schedule)
     first = ["RankMismatch", "MemoryError", "RankMismatch"]
     assert found == [[one, two, "right"] for one, two in zip(first, then, strict=True)]
+
+
+def _late_in_between(at: Rank) -> list[tuple[Any, float]]:
+    """A watchdog finds that an earlier call is stuck just before the next is written down."""
+    group = dist.new_group(list(range(at.world)))
+    case = equal(at.world, 8, 8, 8)
+    for iteration in range(3):
+        exact(at, case, iteration, group)
+    made, operands = make(at, case, 4, group), calls._operands
+    (workspace,) = workspaces(group)
+    late = ficco.SignalTimeout(
+        operator="x", rank=1, peer=0, step="x", schedule="x", seconds=1.0, wanted=1, found=0
+    )
+
+    def fail(*args: Any) -> Any:
+        watchdog = threading.Thread(target=workspace.fail, args=[late])
+        watchdog.start()
+        watchdog.join()
+        return operands(*args)
+
+    with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=20):
+        if at.rank == 1:
+            patch.setattr(calls, "_operands", fail)
+        found = [timed(lambda: call(case, made.a, made.b, group)) for _ in range(2)]
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_what_a_watchdog_tells_while_a_call_begins_is_not_lost() -> None:
+    found = run(3, _late_in_between)
+    for rank, outcomes in enumerate(found):
+        assert outcomes[1][0].type == ("SignalTimeout" if rank == 1 else "PeerFailed"), outcomes
+        assert sum(seconds for _, seconds in outcomes) < LATE_S + SLACK_S
 
 
 def _gives_up(at: Rank, case: Case, warm: bool) -> list[tuple[Any, float]]:

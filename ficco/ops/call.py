@@ -229,6 +229,7 @@ def _begin(
     bound.latest = number
     if not bound.columns:
         board.post(number, bound.digest)
+        workspace.raise_error()  # by the watchdog, whose word of it this may have replaced
         if not bound.programs:  # new, or its slot is gone: growing must begin in agreement
             board.agree(number, options.timeout_s, operator, bound.plan.schedule)
     if not known:
