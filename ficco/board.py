@@ -8,6 +8,7 @@ the watchdog.
 from __future__ import annotations
 
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -154,6 +155,7 @@ class Board:
             HostMemory(group, size, timeout_s, "the agreement board", operator)
         )
         self._ring: np.ndarray | None = self._pages.rings[self.rank]
+        self._writing = threading.Lock()  # a watchdog writes, too
         self._cells: dict[int, int] = {}  # digest -> where this rank wrote its text
         self._cell = 0
 
@@ -164,21 +166,25 @@ class Board:
         Texts that are the ``same_as`` something share its digest, and the latest can be looked up.
         """
         found = digest(same_as or text) or 1  # an entry of 0 is none
-        if (same_as or found not in self._cells) and (pages := self._pages) is not None:
-            cell = self._cells.get(found, self._cell)
-            if found not in self._cells:
-                self._cell = (self._cell + 1) % TEXTS
-            self._cells = {key: at for key, at in self._cells.items() if at != cell}
-            data = text.encode(errors="replace")  # as are halves of a pair in a file's name
-            if len(data) > TEXT_BYTES - _HEADER.size:
-                rest = f" ... (digest {found:010x})".encode()
-                data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
-                data += rest
-            record = _HEADER.pack(found, zlib.crc32(data), len(data)) + data
-            at = cell * TEXT_BYTES
-            pages.texts[self.rank][at : at + len(record)] = record
-            self._cells[found] = cell
+        with self._writing:
+            if (same_as or found not in self._cells) and (pages := self._pages) is not None:
+                self._write(pages, found, text)
         return found
+
+    def _write(self, pages: _Pages, found: int, text: str) -> None:
+        cell = self._cells.get(found, self._cell)
+        if found not in self._cells:
+            self._cell = (self._cell + 1) % TEXTS
+        self._cells = {key: at for key, at in self._cells.items() if at != cell}
+        data = text.encode(errors="replace")  # as are halves of a pair in a file's name
+        if len(data) > TEXT_BYTES - _HEADER.size:
+            rest = f" ... (digest {found:010x})".encode()
+            data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
+            data += rest
+        record = _HEADER.pack(found, zlib.crc32(data), len(data)) + data
+        at = cell * TEXT_BYTES
+        pages.texts[self.rank][at : at + len(record)] = record
+        self._cells[found] = cell
 
     def post(self, number: int, digest: int) -> None:
         """Write down a call. Numbers count from 1."""
