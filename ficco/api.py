@@ -42,6 +42,7 @@ def empty(
     Raises:
         ValueError: an argument is wrong.
         NotImplementedError: no engine serves the device.
+        RankMismatch: the ranks ask for different ones, or one of them gets no memory.
     """
     if not isinstance(shape, Sequence) or any(not _is_size(size) for size in shape):
         raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")

@@ -200,6 +200,15 @@ class Board:
         pages = self._pages
         return pages is not None and pages.entry(self.rank, number) == _REFUSED
 
+    def await_same(self, number: int) -> None:
+        """Give the others a moment to write down what this rank has of a call: that they, too,
+        refuse it."""
+        end = time.monotonic() + GRACE_S
+        while (pages := self._pages) is not None and time.monotonic() < end:
+            if len({pages.entry(rank, number) for rank in pages.ranks}) == 1:
+                return
+            time.sleep(SLEEP_S)
+
     def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
         """Wait until all ranks have written down a call, which this rank has.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -213,12 +214,26 @@ class Workspace:
         return sum(slot.memory.nbytes for slot in self.slots if slot.memory is not None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in symmetric memory. Collective."""
-        count = 1
-        for size in shape:
-            count *= size
-        nbytes = count * dtype.itemsize
-        memory = self.engine.symmetric(max(nbytes, dtype.itemsize))
+        """A tensor in symmetric memory. Collective, and on the board like two calls: the ranks
+        agree to the first; what they get is the second's."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        engine, board, seconds = self.engine, self.board, current().timeout_s
+        engine.timeout_s, engine.operator = seconds, "empty"
+        asked = board.describe(f"empty(shape={shape}, dtype={dtype})")
+        try:
+            self.calls += 1
+            board.post(self.calls, asked)
+            board.agree(self.calls, seconds, "empty", "none")
+            self.calls += 1
+            board.post(self.calls, asked)
+            memory = engine.symmetric(max(nbytes, dtype.itemsize))
+        except FiccoError as error:
+            self.end(error)
+            raise
+        except BaseException as error:  # no memory, say: where no rank gets any, nothing is broken
+            self._tell(_why(error), REFUSED)
+            board.await_same(self.calls)
+            raise
         tensor = memory.tensor[:nbytes].view(dtype).view(shape)
         start = memory.tensor.data_ptr()
         self._empty[start] = memory

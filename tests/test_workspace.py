@@ -7,13 +7,15 @@ import pickle
 import select
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from cases import Case, exact
-from ranks import Rank, caught, run
+from ranks import Failure, Rank, caught, run
 
 import ficco
 from ficco import workspace as workspaces
@@ -278,3 +280,64 @@ def _many_kinds(at: Rank, rounds: int) -> list[int]:
 def test_ranks_may_remember_other_kinds_of_calls() -> None:
     found = run(3, _many_kinds, 40)
     assert found[0][0] <= 4 and found[1][0] <= 7 < found[2][0]
+
+
+def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
+    """ficco.empty where some ranks get none; then once more, after closing if ranks differed."""
+    group = dist.new_group(list(range(at.world)))
+    case = Case((4,) * at.world, 8, 8)
+    exact(at, case, 0, group)
+    (workspace,) = workspaces.workspaces(group)
+
+    def none(nbytes: int) -> Any:
+        raise MemoryError(f"no {nbytes} bytes")
+
+    with ficco.options(timeout_s=20), pytest.MonkeyPatch.context() as patch:
+        if at.rank in victims:
+            patch.setattr(workspace.engine, "symmetric", none)
+        begin = time.monotonic()
+        first = caught(lambda: ficco.empty((4, 4), dtype=torch.float32, group=group))
+        took = time.monotonic() - begin
+    if len(victims) < at.world:
+        at.barrier()
+        ficco.close(group)
+        at.barrier()
+    made = ficco.empty((4, 4), dtype=torch.float32, group=group)
+    exact(at, case, 1, group)
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return {"first": first, "took": took, "shape": tuple(made.shape)}
+
+
+@pytest.mark.parametrize("victims", [(0,), (2,), (0, 1, 2)])
+def test_a_rank_that_gets_no_memory_is_named(victims: tuple[int, ...]) -> None:
+    for rank, found in enumerate(run(3, _no_memory, victims)):
+        first = found["first"]
+        assert isinstance(first, Failure) and found["took"] < 5.0
+        assert first.type == ("MemoryError" if rank in victims else "RankMismatch"), first
+        assert "no 64 bytes" in first.text and found["shape"] == (4, 4)
+
+
+def _other_order(at: Rank) -> Any:
+    """One rank asks for memory where the others multiply, or for memory of another shape."""
+    found, a = [], torch.ones(4, 4)
+    asked = {
+        "memory": lambda group: ficco.empty((4, 4), group=group),
+        "other": lambda group: ficco.empty((8, 2), group=group),
+        "product": lambda group: ficco.all_gather_matmul(a, a, group=group),
+    }
+    for names in (("product", "memory"), ("memory", "other")):
+        group = dist.new_group(list(range(at.world)))
+        with ficco.options(timeout_s=20):
+            found.append(caught(partial(asked[names[at.rank]], group)))
+        at.barrier()
+        ficco.close(group)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told() -> None:
+    for first, second in run(2, _other_order):
+        assert first.type == second.type == "RankMismatch"
+        assert "all_gather_matmul" in first.text and "empty(shape=(4, 4)" in first.text
+        assert "empty(shape=(8, 2)" in second.text
