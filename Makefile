@@ -41,11 +41,11 @@ gpu-memory:
 
 gpu-bench:
 	for set in measured small unseen scenarios; do \
-	  $(PYTHON) -m ficco bench --device cuda --set $$set --seconds $(SECONDS_EACH) --schedules candidates auto \
+	  $(PYTHON) -m ficco bench --device cuda --set $$set --seconds $(SECONDS_EACH) --rounds 600 --schedules candidates auto \
 	    --out $(RESULTS) --name $$set || exit 1; \
 	done
-	$(PYTHON) -m ficco bench --device cuda --mode queued,idle --seconds 260 --rounds 11 \
-	  --operator matmul_reduce_scatter matmul_all_reduce all_to_all_matmul --schedules candidates auto \
+	$(PYTHON) -m ficco bench --device cuda --mode queued,idle --seconds 340 --rounds 100 \
+	  --operator matmul_reduce_scatter matmul_all_reduce all_to_all_matmul all_to_all_transposed_matmul --schedules candidates auto \
 	  --out $(RESULTS) --name family
 	$(PYTHON) -m ficco bench --device cuda --layers --seconds 90 --out $(RESULTS) --name layers
 	$(PYTHON) -m ficco bench --device cuda --set weight-gradients --mode queued,idle --seconds 120 --rounds 7 \
