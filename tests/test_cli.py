@@ -13,10 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ficco
 from ficco import cli, doctor
+from ficco.bench import demo
+from ficco.bench.calls import Runner
+from ficco.bench.candidates import Candidate, parse
 from ficco.bench.demo import Result, verdict
 from ficco.bench.draw import draw, trace
 from ficco.bench.traces import machine_of, measured
@@ -198,6 +202,34 @@ def test_the_demo_takes_gpus_where_there_are_any(
     assert cli.run(["demo", *options]) == 0
     (((_, _, settings), how),) = taken
     assert settings.device == how["device"] == device
+
+
+def _orders() -> list[str]:
+    """Which candidate each call of the demo's rounds is of."""
+    group, called = dist.group.WORLD, []
+    operands = demo._operands("all_gather_matmul", group, torch.device("cpu"))
+
+    def build(candidate: Candidate, *_: object) -> Runner:
+        def run() -> torch.Tensor:
+            called.append(candidate.name)
+            return operands.reference()
+
+        return Runner(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "build", build)
+        demo._rounds([parse("growing"), parse("serial")], operands, group, 20)
+    found = [None] * group.size()
+    dist.all_gather_object(found, called)
+    assert found == [called] * group.size()  # the same on all ranks
+    return called
+
+
+def test_no_candidate_of_the_demo_is_always_the_first() -> None:
+    called = launch(_orders, 2)
+    rounds = [called[i : i + 2] for i in range(0, len(called), 2)]
+    assert len(rounds) == 21 and all(sorted(one) == ["growing", "serial"] for one in rounds)
+    assert 5 <= sum(one[0] == "serial" for one in rounds) <= 15
 
 
 def test_a_wrong_result_fails_the_demo() -> None:

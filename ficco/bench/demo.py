@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import random
 import sys
 import tempfile
 import time
@@ -210,7 +211,8 @@ def _rounds(
     advance: Callable[[], object] = lambda: None,
 ) -> list[Result]:
     """Call all candidates in turns, so many times and once to warm up, each round on inputs of its
-    own; compare every result, and time. ``advance`` is called behind every call."""
+    own and in an order of its own, the same on all ranks: the first of a round has it easiest.
+    Compare every result, and time. ``advance`` is called behind every call."""
     served: dict[int, Callable[[], torch.Tensor]] = {}
     notes: dict[int, str] = {}
     times: list[list[float]] = [[] for _ in candidates]
@@ -234,9 +236,10 @@ def _rounds(
         except NotImplementedError as error:
             notes[i] = str(error)
             served.pop(i, None)
+    dice = random.Random(0)
     for number in range(count):
         operands.exact(1 + number)
-        for i in served:
+        for i in dice.sample(list(served), len(served)):
             turn(i)
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, (times, exact), group=group)
