@@ -944,7 +944,7 @@ def test_mismatch_when_warm(what: str) -> None:
 
 
 def _alone(at: Rank, victim: int, how: str) -> dict[str, Any]:
-    """One rank's driver refuses the last operation of a call, or its memory ends."""
+    """One rank's driver refuses a call that all have agreed to, or its memory ends."""
     group = everyone(at)
     case = equal(at.world, 32, 64, 32, schedule="hetero-fused-1d")
     for iteration in range(2):

@@ -204,7 +204,7 @@ class MadeUp(measures.Site):
             shape, count = call.run if isinstance(call, Runner) else call
             m, n, k, batch, wide = shape
             seconds = truth.heated(count * truth.seconds(m, n, k, batch=batch, wide=wide))
-            found[name] = series.Series((seconds,) * 3, (0.0,))
+            found[name] = series.Series((seconds,) * 3)
         return found
 
 
@@ -272,7 +272,7 @@ def test_a_row_of_products_is_timed_alone_until_the_device_is_steady(
     def time(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
         ((name, row),) = calls.items()
         seen.append((row, settings["share"]))
-        return {name: series.Series((1.0, 1.0, 3.0, 4.0, 4.0), (0.0,))}
+        return {name: series.Series((1.0, 1.0, 3.0, 4.0, 4.0))}
 
     monkeypatch.setattr(made_up, "time", time)
     shapes = made_up.effort.heating
@@ -290,7 +290,7 @@ def test_a_gpu_is_later_by_what_its_host_takes(on_gpu: bool, later: dict[str, fl
 
     class Timed(measures.Site):
         def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, series.Series]:
-            return {name: series.Series((times[how["mode"]][name],), ()) for name in calls}
+            return {name: series.Series((times[how["mode"]][name],)) for name in calls}
 
     watch = type("", (), {"world": 2, "on_gpu": on_gpu})()
     site = Timed(watch, effort.GPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
@@ -306,7 +306,7 @@ class Watch:
         for call in calls.values():
             for _ in range(3):  # the first warms up
                 call.run()
-        return {name: series.Series((60.0, 60.0), (0.0, 0.0)) for name in calls}
+        return {name: series.Series((60.0, 60.0)) for name in calls}
 
     def gather(self, value: Any) -> list[Any]:
         return [value, {name: [2 * taken for taken in times] for name, times in value.items()}]
@@ -340,7 +340,7 @@ class Crowded(MadeUp):
     def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
         seconds = {"copies": 2.0, "collective": 2.0}
         return {
-            name: series.Series((9.0 if " and " in name else seconds.get(name, 4.0),) * 3, ())
+            name: series.Series((9.0 if " and " in name else seconds.get(name, 4.0),) * 3)
             for name in calls
         }
 

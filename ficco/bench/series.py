@@ -53,12 +53,9 @@ class Series:
 
     Attributes:
         times: seconds of the slowest rank, one per round.
-        host: seconds in which the host enqueues one of several calls in a row, by rank; NaN on a
-            CPU, which carries out what it calls.
     """
 
     times: tuple[float, ...]
-    host: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
@@ -97,15 +94,8 @@ class Stopwatch:
             for name, call in calls.items()
         }
         rounds(list(items.values()), self.clock, self.gate, most, seconds, least, seed, tick)
-        mine = {name: (item.times_s, item.host_s) for name, item in items.items()}
-        everyone = self.gather(mine)
-        return {
-            name: Series(
-                tuple(slowest([found[name][0] for found in everyone])),
-                tuple(found[name][1] for found in everyone),
-            )
-            for name in items
-        }
+        everyone = self.gather({name: item.times_s for name, item in items.items()})
+        return {name: Series(tuple(slowest([found[name] for found in everyone]))) for name in items}
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank."""
