@@ -290,6 +290,7 @@ def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
     (workspace,) = workspaces.workspaces(group)
 
     def none(nbytes: int) -> Any:
+        time.sleep(0.1 * at.rank)  # a rank that knows it first does not go on without the others
         raise MemoryError(f"no {nbytes} bytes")
 
     with ficco.options(timeout_s=20), pytest.MonkeyPatch.context() as patch:
