@@ -97,7 +97,7 @@ SENDING_SWITCH = (
 
 #: For operators that sum, before those: a block that goes from rank to rank, or the own product
 #: added to the sum of all others. Not the simplest first: of what is predicted alike, the ring of
-#: many pieces was the fastest (6 of 8 shapes on 2 H200, docs/results/operators-h200-2.csv).
+#: many pieces was the fastest (6 of 8 shapes on 2 H200, docs/results/reduce-scatter-h200-2.csv).
 SUMMING_SWITCH = (
     "ring:pieces=4,tail=4,compute=2",
     "ring",
