@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-hip bench lint format build clean
+.PHONY: help demo test test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ gpu-bench:
 
 gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, beside the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda
+
+readme: .venv/.ready ## Put the table of results into the README
+	$(PY) -m ficco bench --readme docs/results/measured-h200-2.csv docs/results/measured-h200-4.csv \
+	  docs/results/reduce-scatter-h200-2.csv docs/results/operators-h200-2.csv
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check
