@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 MODES = ("queued", "idle", "graph")
 
-#: Calls in a row of which the host's time is taken.
-HOST_CALLS = 5
+#: Calls in a row of which the host's time is taken, and how often.
+HOST_CALLS, HOST_ROWS = 5, 5
 
 #: A call that takes so many seconds needs few calls to warm up, and hides its host whatever that
 #: takes.
@@ -223,13 +223,14 @@ class DeviceClock:
         """Seconds that the host takes to enqueue one of several calls in a row."""
         call = item.call
         taken = []
-        torch.cuda.synchronize()
-        self._gate.wait()
-        torch.cuda._sleep(int(HOST_CALLS * item.sleep_s * self._hertz))
-        for _ in range(HOST_CALLS):
-            begin = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - begin)
+        for _ in range(HOST_ROWS):
+            torch.cuda.synchronize()
+            self._gate.wait()
+            torch.cuda._sleep(int(HOST_CALLS * item.sleep_s * self._hertz))
+            for _ in range(HOST_CALLS):
+                begin = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - begin)
         torch.cuda.synchronize()
         return median(taken)
 

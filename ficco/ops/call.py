@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -48,6 +49,11 @@ class Bound:
     columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
+
+    @cached_property
+    def out(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return self.plan.shape("out")
 
     def program(self, workspace: Workspace, slot: Slot | None) -> Program:
         found = self.programs.get(id(slot))
@@ -152,7 +158,7 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
 
 def _operands(bound: Bound, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Call:
     plan = bound.plan
-    call = Call(a, b, a.new_empty(plan.shape("out")) if out is None else out)
+    call = Call(a, b, a.new_empty(bound.out) if out is None else out)
     if bound.columns:  # the rest is of its parts
         return call
     if plan.gathers:
@@ -345,13 +351,13 @@ def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """The group of a call, WORLD by default, that of a mesh of one dimension; ``ValueError`` if
     this rank is in none."""
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "group: required an initialised default process group, got none; call "
-                "torch.distributed.init_process_group or pass group="
-            )
-        group = dist.group.WORLD
+    if group is None and (group := dist.group.WORLD) is None:
+        raise ValueError(
+            "group: required an initialised default process group, got none; call "
+            "torch.distributed.init_process_group or pass group="
+        )
+    if isinstance(group, dist.ProcessGroup):  # most calls; the rest costs them a microsecond
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -375,7 +381,7 @@ def _workspace(
     for name, tensor in ((_left(operator), a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    if a.device.type == "cpu" and current().engine is None and _backend(group) == "nccl":
+    if a.is_cpu and current().engine is None and _backend(group) == "nccl":
         raise ValueError(
             f"{_left(operator)}: required a CUDA tensor for a NCCL group, got one on cpu; move it "
             "to the GPU or use a gloo group"
