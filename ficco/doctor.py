@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ficco.errors import BackendError
 from ficco.machine import Fingerprint, find, nearest
+from ficco.version import version
 
 if TYPE_CHECKING:
     from ficco.hip_kernels import Kernels
@@ -79,7 +80,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
 def versions() -> dict[str, str]:
     """Versions of what takes part; empty for what is not here."""
     found = {
-        "ficco": package("ficco") or "not installed",
+        "ficco": package("ficco") or f"{version()} (source)",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",

@@ -507,7 +507,7 @@ class CudaEngine(StreamEngine):
     # Running.
 
     def execute(self, program: Program, call: Call) -> None:
-        if torch.cuda.current_device() != self.device.index:
+        if torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.execute(program, call)
         with _gate:
