@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -171,17 +171,6 @@ class _Lanes(dict[str, Any]):
         return handle
 
 
-def _first_wait(ops: Sequence[tuple[str, Op]], lanes: Sequence[str]) -> _Memops | None:
-    """The wait by which one of the lanes opens, if there is one: what goes before it is done before
-    anything of the call can be stuck."""
-    for opening in lanes:
-        found = [op for lane, op in ops if lane == opening]
-        # The first of a lane waits for the caller's stream.
-        if len(found) > 1 and isinstance(found[1], _Memops):
-            return found[1]
-    return None
-
-
 class _Recorder:
     """Where calls of one caller's stream are recorded. Graphs that share its memory, and PyTorch's
     workspaces of its streams, run one after the other on that stream."""
@@ -202,25 +191,17 @@ class _Memops:
         self.batch.enqueue(call.state[self.lane])
 
 
-class _Body(NamedTuple):
-    """What the caller's stream waits for. ``begin`` tells the watchdog, beside it."""
-
-    ops: list[Op]
-    begin: cu.Batch | None
-
-
 @dataclass(frozen=True)
 class _Run:
     """A program as :meth:`CudaEngine.execute` goes through it.
 
-    ``body`` is what a call enqueues step by step, ``graphed`` what a graph gets: less to launch, by
-    what an error in the midst of it would need. ``tail`` is what peers and the watchdog are told
-    afterwards; ``lanes`` run beside the caller's stream. ``recorded`` holds graphs, by where the
-    operands lie, ``seen`` where they lay once.
+    ``body`` is what the caller's stream waits for, ``tail`` what peers and the watchdog are told
+    afterwards; ``lanes`` run beside the caller's stream. ``recorded`` holds graphs of the body, by
+    where the operands lie, ``seen`` where they lay once.
     """
 
-    body: _Body
-    graphed: _Body
+    body: list[Op]
+    begin: cu.Batch | None
     tail: list[Op]
     lanes: tuple[str, ...]
     recorded: dict[Any, cu.Recording]
@@ -523,7 +504,7 @@ class CudaEngine(StreamEngine):
         run = program.state.get("run") or self._run(program)
         stream = lanes["compute0"]
         if slot is None:
-            return self._enqueue(run.body, run.lanes, call)
+            return self._enqueue(run, call)
         state = slot.state
         if state.used and slot.words:
             # The words are at rest again, which a call on this stream does not know by itself.
@@ -549,7 +530,7 @@ class CudaEngine(StreamEngine):
         if recording is not None:
             recording.replay(stream)
         else:
-            self._enqueue(run.graphed if slot.captured else run.body, run.lanes, call)
+            self._enqueue(run, call)
         state.over.record(stream)
         state.over.hold(sync)
         for op in run.tail:
@@ -558,17 +539,17 @@ class CudaEngine(StreamEngine):
         if slot.captured:
             state.retired.hold(stream)  # a capture ends with all its streams joined
 
-    def _enqueue(self, body: _Body, beside: tuple[str, ...], call: Call) -> None:
-        """Enqueue what the caller's stream waits for; the lanes begin and end with that stream."""
+    def _enqueue(self, run: _Run, call: Call) -> None:
+        """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
         lanes = call.state
         stream = lanes["compute0"]
         lanes.fork.record(stream)
-        if body.begin is not None:  # before anything can be stuck
+        if run.begin is not None:  # before anything can be stuck
             lanes.fork.hold(lanes["sync"])
-            body.begin.enqueue(lanes["sync"])
-        for op in body.ops:
+            run.begin.enqueue(lanes["sync"])
+        for op in run.body:
             op(call)
-        for lane in beside:
+        for lane in run.lanes:
             event = lanes.joins[lane]
             event.record(lanes[lane])
             event.hold(stream)
@@ -582,20 +563,16 @@ class CudaEngine(StreamEngine):
                     op = _Memops(lane, before.batch + op.batch)
                     ops.pop()
             ops.append((lane, op))
+        body = [op for lane, op in ops if lane != "sync"]
+        if "base" in program.state:
+            body.insert(0, self._stamp(program.state["base"], "compute0"))
         begin, tail = None, [op for lane, op in ops if lane == "sync"]
         if (slot := program.slot) is not None:
             watch = slot.state.watch
-            begin = cu.Batch([watch.begin(slot.number(program))], self._flush)
+            begin = cu.Batch([watch.begin(slot.number(program))])
             tail = tail or [_Memops("sync", cu.Batch([watch.end()]))]
         beside = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
-        body = _Body([op for lane, op in ops if lane != "sync"], begin)
-        if "base" in program.state:
-            body.ops.insert(0, self._stamp(program.state["base"], "compute0"))
-        graphed = body
-        if begin is not None and (first := _first_wait(ops, beside)) is not None:
-            wait = _Memops(first.lane, begin + first.batch)
-            graphed = _Body([wait if op is first else op for op in body.ops], None)
-        run = program.state["run"] = _Run(body, graphed, tail, beside, {}, set())
+        run = program.state["run"] = _Run(body, begin, tail, beside, {}, set())
         return run
 
     def _recording(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
@@ -656,10 +633,9 @@ class CudaEngine(StreamEngine):
             end = recorder.lanes.joins["sync"]
 
             def enqueue() -> None:
-                self._enqueue(run.graphed, run.lanes, call)
-                if run.graphed.begin is not None:
-                    end.record(sync)
-                    end.hold(stream)
+                self._enqueue(run, call)
+                end.record(sync)
+                end.hold(stream)
 
             with torch.cuda.stream(recorder.stream), torch.cuda.use_mem_pool(recorder.memory):
                 return cu.Recording(stream, enqueue)
