@@ -6,6 +6,10 @@ What is modelled, and how:
   signal is seen ``latency`` and its bytes' time after it began. Bytes move at the copy's own rate
   or at its share of what it shares: on a switch the sender's port out and the receiver's port in,
   on a mesh the link between the two. A rank has no more copies in flight than it has engines.
+- *Ranks out of step.* Cards multiply at different rates, so that products which are sent are ready
+  sooner on one rank than on the next. Copies that go from peer to peer by turns then meet copies of
+  other ranks at the ports of a switch, for as long as those are early or late: see ``APART``. Rows
+  of copies to one peer (a ring) meet nobody.
 - *Products.* The GPU of a rank serves the products of all its compute lanes in the order in which
   they begin, each for its ``Gemm.seconds``. The next one begins in the last wave of the one before
   and fills part of it: of what ``Gemm.dense`` is less than that, see ``UNFILLED``. Copies within
@@ -14,7 +18,9 @@ What is modelled, and how:
   product that stays, the copies of the other wait for both (up to 32 % slower with two products on
   2 H200). A card that multiplies for long gets slower (``Gemm.heated``).
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
-  memory. They come before products that are not yet served, whose lanes have a lower priority.
+  memory. They come before products that are not yet served, whose lanes have a lower priority, but
+  ``Memory.latency`` after what they wait for: the next product of a lane does not wait for as long
+  behind the one before it, so that a sum of what that one made comes behind both.
 - *Collectives* take as long as a curve says (``Machine.exchange``), and nothing runs beside them.
 - *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
   multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
@@ -36,7 +42,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from math import floor
+from math import comb, floor
 from typing import Any, NamedTuple
 
 from ficco.machine import (
@@ -66,6 +72,11 @@ GRID = 2.0**50
 #: fill. Fitted: with it, the times with two compute lanes over those with one are 1.8 % from those
 #: in docs/results/measured-h200-4.csv in the mean, with 0 they are 3.0 % from them.
 UNFILLED = 0.5
+
+#: How far ranks are out of step, as a share of the seconds that they have multiplied. Fitted to 104
+#: all-reduces and 136 reduce-scatters on 4 H200 (2026-11-22): with it predictions are 4.8 and 6.2 %
+#: from them in the mean, with 0 they are 9.7 and 6.6 % from them.
+APART = 0.03
 
 #: A step with its start and stop.
 Ran = tuple[Step, float, float]
@@ -257,7 +268,7 @@ class _Lane:
 
     __slots__ = (
         "rank", "computes", "steps", "turns", "at", "free", "version", "start", "launched",
-        "served", "left", "pace", "since", "alone", "ports", "ends",
+        "served", "left", "pace", "since", "alone", "ports", "ends", "peer",
     )  # fmt: skip
 
     def __init__(self, rank: int, computes: bool) -> None:
@@ -277,6 +288,7 @@ class _Lane:
         self.left = self.pace = self.since = self.alone = 0.0
         self.ports: tuple[int, ...] = ()
         self.ends: tuple[int, ...] = ()
+        self.peer = -1  # of its last copy
 
 
 def _head(lane: _Lane) -> int:
@@ -328,7 +340,7 @@ class _Rank:
 
 
 #: Kinds of events.
-_BEGIN, _END, _ENGINE = range(3)
+_BEGIN, _END, _ENGINE, _REACH = range(4)
 
 
 class _Mirror(NamedTuple):
@@ -396,6 +408,11 @@ class _Simulation:
         elif contention is not None:
             self.product_factor = contention.gemm_under_copies
             self.copy_factor = contention.copies_under_gemm
+        #: What a copy that meets those of other ranks moves in addition, as a share of its bytes.
+        self.met = 0.0
+        peers = self.problem.world - 1
+        if self.problem.kind.scatters and self.topology is not None and peers > 1:
+            self.met = self._met(peers) if self.topology.kind == "switch" else 0.0
         host: Host = block("host", mode == "idle")
         for rank in self.ranks:
             lanes = sum(name.startswith("copy") for name in rank.lanes)
@@ -419,6 +436,9 @@ class _Simulation:
                     self._begin(lane)
                 elif kind == _ENGINE:
                     self._free_engine(lane)
+                elif kind == _REACH:
+                    rank = self.ranks[lane.rank]
+                    self._begin_product(lane, rank, rank.plan.steps[lane.steps[lane.at]])
                 elif version == lane.version:
                     self._end(lane)
             self._go_on()
@@ -502,8 +522,13 @@ class _Simulation:
             self._begin_copy(lane, rank, step)
             return
         lane.start = self.now
-        if step.op in ("matmul", "place", "reduce"):
+        if step.op == "matmul":
             self._begin_product(lane, rank, step)
+        elif step.op in ("place", "reduce"):
+            if self._move(step):
+                self._push(self.now + self.memory.latency, _REACH, lane)
+            else:
+                self._over(lane, self.now, self.now)
         elif step.op == "collective":
             self.gathering.append(lane)
             if len(self.gathering) == len(self.ranks):
@@ -547,7 +572,7 @@ class _Simulation:
     # Products, and copies within a rank.
 
     def _begin_product(self, lane: _Lane, rank: _Rank, step: Step) -> None:
-        whole, filled = self._multiply(step) if step.op == "matmul" else self._move(step)
+        whole, filled = self._multiply(step) if step.op == "matmul" else (self._move(step),) * 2
         if not whole:
             self._over(lane, self.now, self.now)
             return
@@ -601,8 +626,8 @@ class _Simulation:
         whole = self.gemm.seconds(m, n, k, **how, wide=wide, adds=adds)
         return whole, self.gemm.dense(m, n, k, **how, wide=wide, adds=adds)
 
-    def _move(self, step: Step) -> tuple[float, float]:
-        """Read here, written there; what lies in ``sum`` is float32."""
+    def _move(self, step: Step) -> float:
+        """Seconds to read here and write there; what lies in ``sum`` is float32."""
         if step.reduction is not None:
             regions = (*step.reduction.parts, step.reduction.out)
         else:
@@ -610,8 +635,7 @@ class _Simulation:
             regions = step.transfer[:2]
         itemsize = self.problem.itemsize
         nbytes = sum(one.elements * (4 if one.buffer == "sum" else itemsize) for one in regions)
-        filled = nbytes / self.memory.bandwidth
-        return (self.memory.latency + filled, filled) if filled else (0.0, 0.0)
+        return nbytes / self.memory.bandwidth
 
     # Copies between ranks.
 
@@ -627,6 +651,10 @@ class _Simulation:
             self._rates[nbytes] = self.copies.rate(nbytes)
         lane.left, lane.alone = float(nbytes), self._rates[nbytes]
         lane.pace, lane.since = 0.0, self.now
+        peer = dst.rank if src.rank == rank.plan.rank else src.rank
+        if self.met and peer != lane.peer:
+            lane.left += self.met * min(APART * rank.worked * lane.alone, lane.left)
+            lane.peer = peer
         if not self.mirror:
             lane.ends = src.rank, dst.rank
             one = src.rank * self.problem.world + dst.rank
@@ -635,7 +663,6 @@ class _Simulation:
             )
         else:  # what uses the peer's port mirrors what uses this rank's
             lane.ends = (0,)
-            peer = dst.rank if src.rank == rank.plan.rank else src.rank
             lane.ports = (peer,) if self.topology.kind == "mesh" else (0,)
         for port in lane.ports:
             sharers = self.sharers.setdefault(port, {})
@@ -692,6 +719,16 @@ class _Simulation:
                 lane.version += 1
                 self._push(self.now + max(lane.left, 0.0) / pace, _END, lane)
         self.changed_copies.clear()
+
+    def _met(self, peers: int) -> float:
+        """The share of a port that is missing, over the one that is left, where each of the other
+        ranks that could send to a peer sends to any of its own, as likely to one as to another."""
+        others, each = peers - 1, 1 / peers
+        left = sum(
+            comb(others, n) * each**n * (1 - each) ** (others - n) * self._share(n + 1)
+            for n in range(peers)
+        )
+        return self.topology.bandwidth / left - 1.0
 
     def _share(self, sharers: int) -> float:
         """Bytes per second of one of so many copies on a port or link."""

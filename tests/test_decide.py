@@ -577,7 +577,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     # A, 128 GiB each; B, 0.5; the product 128; and three shards of others beside them.
     for command in (["explain", "--schedule", "growing"], ["plan", "growing", "--world", "4"]):
         assert cli.run([*command, *sizes]) == 0
-        assert "would hold 640 GiB with operands and product, h200-4 has 131 GiB" in (
+        assert "would hold 640 GiB with operands and product, h200-4 has 140 GiB" in (
             capsys.readouterr().out
         )
 

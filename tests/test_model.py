@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from pace import slower
 
 from ficco.heuristics import (
     Observation,
@@ -182,6 +183,13 @@ def test_candidates_are_few_and_different(machine: Machine | None) -> None:
     for one in found:
         assert Schedule.parse(str(one)) == one
         plan(asked, one, 0)
+
+
+def test_on_a_switch_a_product_per_peer_comes_first_of_what_is_alike() -> None:
+    even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
+    even["serial:collective"] = even["serial"] = 2.0
+    found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
+    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "shard-overlap"
 
 
 def test_on_a_mesh_all_links_copy_at_once() -> None:
@@ -466,9 +474,9 @@ def test_a_decision_takes_less_than_50_ms_the_first_time() -> None:
         decide(problem_of(operator, 4096, 4096, 4096, "bfloat16", 4), machine=machine)
         for m in (8704, 12800, 16896):  # the runner may be busy: one of three has to do it
             asked = problem_of(operator, m, 4096, 4096, "bfloat16", 4)
-            started = time.process_time()
+            pace, started = slower(), time.process_time()
             assert decide(asked, machine=machine).source == "model"
-            best[operator] = min(best[operator], time.process_time() - started)
+            best[operator] = min(best[operator], (time.process_time() - started) / pace)
     gather = best["all_gather_matmul"]
     assert gather < 0.05
     # Sums and copies that return: 1.0, 1.3, 1.1 and 1.8 times as long on a quiet core.

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from pace import slower
 from test_model import MACHINE, PROBLEM, problem
 
 import ficco
@@ -157,9 +158,9 @@ def test_a_search_takes_less_than_200_ms() -> None:
         took[operator] = []
         for m in (8704, 12800, 16896):  # the runner may be busy: one of three has to do it
             asked = problem_of(operator, m, 4096, 4096, "bfloat16", 4)
-            started = time.process_time()
+            pace, started = slower(), time.process_time()
             decide(asked, machine=machine, search=True)
-            took[operator].append(time.process_time() - started)
+            took[operator].append((time.process_time() - started) / pace)
     gather, scatter, both = (min(times) for times in took.values())
     assert gather < 0.2, took
     # Sums, and copies that return: 1.3 and 2 times as long on a quiet core.
