@@ -89,21 +89,24 @@ def predictions(
 def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
     """The prediction to take; serial where the gain is under the machine's margin.
 
-    Of predictions within ``TIE`` of the best it is the first in ``found``.
+    Serial is one of its two forms, whose loss in the worse mode is the smaller one: that which is
+    best where the host runs ahead may be the worse one where the GPU waits, and then no schedule
+    could be as good as both. Of predictions within ``TIE`` of the best it is the first in
+    ``found``.
     """
     modes, margin = MODES[mode], machine.margin
     serials = [one for one in found if one.serial]
     best = {m: min(one.seconds[m] for one in found) for m in modes}
-    best_serial = {m: min(one.seconds[m] for one in serials) for m in modes}
 
     def loss(one: Prediction) -> tuple[float, float]:
         losses = [one.seconds[m] / best[m] - 1.0 for m in modes]
         return max(losses), sum(losses)
 
-    def gains(one: Prediction) -> list[float]:
-        return [best_serial[m] / one.seconds[m] - 1.0 for m in modes]
-
     serial = min(serials, key=loss)
+
+    def gains(one: Prediction) -> list[float]:
+        return [serial.seconds[m] / one.seconds[m] - 1.0 for m in modes]
+
     harmless = [one for one in found if not one.serial and min(gains(one)) >= -margin]
     least = min(map(loss, harmless), default=(0.0, 0.0))[0]
     winner = next((one for one in harmless if loss(one)[0] <= least + TIE), serial)
