@@ -69,13 +69,13 @@ MODES = ("queued", "idle")
 GRID = 2.0**50
 
 #: Share of the start and of the last wave of a product that the next one on another lane does not
-#: fill. Fitted: with it, the times with two compute lanes over those with one are 1.8 % from those
-#: in docs/results/measured-h200-4.csv in the mean, with 0 they are 3.0 % from them.
+#: fill. Fitted: with it, the times with two compute lanes over those with one are 1.1 % from those
+#: in docs/results/measured-h200-4.csv in the mean, with 0 they are 2.2 % from them.
 UNFILLED = 0.5
 
 #: How far ranks are out of step, as a share of the seconds that they have multiplied. Fitted to 104
-#: all-reduces and 136 reduce-scatters on 4 H200 (2026-11-22): with it predictions are 4.8 and 6.2 %
-#: from them in the mean, with 0 they are 9.7 and 6.6 % from them.
+#: all-reduces and 136 reduce-scatters on 4 H200 (docs/results, 2026-11-22): with it predictions are
+#: 4.7 and 3.0 % from them in the mean, with 0 they are 6.9 and 3.0 % from them.
 APART = 0.03
 
 #: A step with its start and stop.
