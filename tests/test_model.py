@@ -175,7 +175,7 @@ def test_the_model_on_a_machine_of_round_figures() -> None:
     # Own tile 1 ms while the first shard travels, then a tile as each arrives: 4 ms, and serial
     # takes 3 + 4. Nothing beats 4 ms of products, and of equals the first is taken.
     decision = decide(PROBLEM, machine=MACHINE, mode="queued")
-    assert (str(decision.schedule), decision.source) == ("shard-overlap", "model")
+    assert (str(decision.schedule), decision.source) == ("shard-overlap:compute=2", "model")
     assert "take 4 ms queued on toy, 1.75 times as fast as serial" in decision.reason
 
 
@@ -194,11 +194,11 @@ def test_candidates_are_few_and_different(machine: Machine | None) -> None:
         plan(asked, one, 0)
 
 
-def test_on_a_switch_a_product_per_peer_comes_first_of_what_is_alike() -> None:
+def test_on_a_switch_two_compute_lanes_come_first_of_what_is_alike() -> None:
     even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
     even["serial:collective"] = even["serial"] = 2.0
     found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
-    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "shard-overlap"
+    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "growing:compute=2"
 
 
 def test_on_a_mesh_all_links_copy_at_once() -> None:

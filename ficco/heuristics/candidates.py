@@ -16,15 +16,15 @@ MOVERS = ("dma",)
 SERIALS = ("serial:collective", "serial")
 
 #: Beside the serial ones, on a switch: a copy at a time, peer after peer, few and large products.
-#: The simplest first: one compute lane before two, few products before many. A product per peer
-#: before those of several: of what is predicted alike it lost less on 4 H200 (13 all-to-alls,
-#: 2026-11-22: 1.2 % in the mean and 3.3 % at worst, with growing first 1.6 and 5.0 %).
+#: Two compute lanes first, then the simplest: of what is predicted alike they lost least on 4 H200
+#: (29 shapes of docs/results/measured-, all-to-all- and small-h200-4.csv, queued: 0.7 % in the mean
+#: and 3 % at worst; with one lane first 1.4 and 7 %).
 SWITCH = (
+    "growing:compute=2",
+    "shard-overlap:compute=2",
     "shard-overlap",
     "growing",
     "shrinking",
-    "growing:compute=2",
-    "shard-overlap:compute=2",
     "shrinking:tail=2,compute=2",
     "growing:tail=2,compute=2",
     "growing:tail=4",
