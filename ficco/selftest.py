@@ -36,6 +36,7 @@ from ficco.bench.candidates import of_problem, parse
 from ficco.bench.cases import OPERATOR as GATHER
 from ficco.bench.cases import Case
 from ficco.bench.inputs import Operands
+from ficco.dma import probe
 from ficco.dma.choose import engine_name
 from ficco.dma.engine import Engine
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
@@ -56,6 +57,12 @@ SLACK_S = 6.0
 #: What a rank says of a check, in the order in which it goes before what others say: "left", its
 #: peers were gone, and "late", it waited in vain, follow from what befell another.
 ORDER = ("ok", "left", "late", "not offered", "failed")
+#: How many times as long as alone products and copies may take beside each other, if the copies
+#: look as if they left the compute units alone. By DMA engines the FiCCO paper saw 1.11 and 1.12 in
+#: the mean on MI300X; ``ficco tune`` saw 1.05 and 1.02 on 2 H200.
+BESIDE = 1.3
+#: Products, or calls, that are enqueued in front of each other at most.
+MANY = 400
 #: Wrong calls that are named; the others are counted.
 NAMED_CALLS = 4
 #: Lines of what a rank printed that go to the report.
@@ -604,10 +611,30 @@ def _way(at: Rank, group: ProcessGroup, variable: str, value: str) -> Found:
     return Found(f"{calls} calls exact; {rate:.1f} GB/s received per rank", details)
 
 
+def _attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Found:
+    found = at.gather(probe.attribute(engine, name, at.device, at.rank))
+    if not all(found):
+        raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(found) if not value]}")
+    return Found(", ".join(map(str, dict.fromkeys(found))))
+
+
+def _sharing(at: Rank, group: ProcessGroup, kind: str) -> Found:
+    if at.world == 1:
+        raise NotOffered("one rank has nobody to share with")
+    seen = probe.share(kind, at.device, at.rank, at.gather)
+    for rank, (refused, _) in enumerate(at.gather(seen)):
+        if refused:
+            raise NotOffered(f"rank {rank}: {refused[0]}")
+    at.conclude(seen.wrong)
+    return Found("every rank read what its peers wrote in theirs, and what one wrote in its own")
+
+
 def _beside(at: Rank, group: ProcessGroup) -> Found:
-    """Whether copies leave the compute units to products."""
+    """Whether copies seem to leave the compute units to products that fill the device."""
     if at.device.type == "cpu":
-        raise NotOffered("on a CPU all work is the cores'")
+        raise NotOffered("there are no DMA engines: on a CPU all work is the cores'")
+    if at.world == 1:
+        raise NotOffered("one rank has no peer to copy to")
     a = torch.ones(4096, 4096, dtype=torch.bfloat16, device=at.device)
     out = torch.empty_like(a)
     rows, k = 1024, at.settings.pair_bytes // 2048
@@ -615,27 +642,48 @@ def _beside(at: Rank, group: ProcessGroup) -> Found:
     b = torch.ones(k, 1, dtype=torch.bfloat16, device=at.device)[:, :0]
     beside = torch.cuda.Stream()
 
-    def milliseconds(products: int, calls: int) -> float:
-        """Time of products while copies are under way."""
+    def milliseconds(products: int, calls: int) -> tuple[float, float]:
+        """Times of the slowest rank for products and for copies that begin together."""
         at.settle()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         with torch.cuda.stream(beside):
-            first.record()
+            marks[0].record()
             for _ in range(products):
                 torch.mm(a, a, out=out)
-            last.record()
+            marks[1].record()
+        marks[2].record()
         for _ in range(calls):
             ficco.all_gather_matmul(shard, b, group=group, schedule=_all_at_once(at))
+        marks[3].record()
         torch.cuda.synchronize()
         ficco.synchronize(group)
-        return first.elapsed_time(last)
+        mine = marks[0].elapsed_time(marks[1]), marks[2].elapsed_time(marks[3])
+        return tuple(map(max, zip(*at.gather(mine), strict=True)))  # type: ignore[return-value]
+
+    def best(products: int, calls: int) -> tuple[float, float]:
+        found = zip(*(milliseconds(products, calls) for _ in range(3)), strict=True)
+        return tuple(map(min, found))  # type: ignore[return-value]
 
     products, calls = 50, 20
     milliseconds(products, 3)  # to warm up
-    alone = min(milliseconds(products, 0) for _ in range(3))
-    both = min(milliseconds(products, calls) for _ in range(3))
-    alone, both = max(at.gather(alone)), max(at.gather(both))
-    return Found(f"{products} products take {alone:.1f} ms alone, {both:.1f} ms beside copies")
+    product_ms, copies_ms = best(products, 0)[0], best(0, calls)[1]
+    # What is timed is under way for half as long as what it is beside.
+    enough = min(MANY, 1 + int(2 * product_ms / copies_ms * calls))
+    slower_products = best(products, enough)[0] / product_ms
+    enough = min(MANY, 1 + int(2 * copies_ms / product_ms * products))
+    slower_copies = best(enough, calls)[1] / copies_ms
+    return _looks(slower_products, slower_copies)
+
+
+def _looks(products: float, copies: float) -> Found:
+    """What it looks like if products and copies take so many times as long beside each other."""
+    seen = (
+        f"beside each other products take {products:.2f} and copies {copies:.2f} times as long as "
+        "alone; a profile alone proves it"
+    )
+    if max(products, copies) > BESIDE:
+        raise NotOffered(f"looks like copies by compute units: {seen}")
+    return Found(f"looks like copies by DMA engines: {seen}")
 
 
 def _all_at_once(at: Rank) -> str:
@@ -741,20 +789,36 @@ CHECKS = (
     Check("graphs", _graph, "calls outside of graphs"),
     Check("bandwidth of pairs", _bandwidth_of_pairs, "nothing", limits=2),
     Check("bandwidth of all pairs", _bandwidth_of_all, "nothing"),
-    Check("products beside copies", _beside, "nothing"),
+    Check(
+        "products beside copies",
+        _beside,
+        "copies by compute units, which slow products down; on AMD cards try FICCO_HIP_COPY=nocu, "
+        "and leave HSA_ENABLE_SDMA out",
+    ),
     Check("timeouts", _timeout, "a limit of your own for each call", alone=True),
 )
 
-#: The ways of each engine; the others are not tried.
+#: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
+#: told to go. Those of the other engines are not tried.
 WAYS = {
-    engine: tuple(
-        Check(
-            f"{variable}={value}",
-            partial(_way, variable=variable, value=value),
-            f"leave {variable} out, or set another of {', '.join(values)}",
-        )
-        for variable, values in variables.items()
-        for value in values
+    engine: (
+        *(
+            Check(f"attribute {name}", partial(_attribute, engine=engine, name=name), instead)
+            for name, instead in probe.ATTRIBUTES[engine].items()
+        ),
+        *(
+            Check(f"sharing of {kind} memory", partial(_sharing, kind=kind), instead)
+            for kind, instead in probe.SHARED[engine].items()
+        ),
+        *(
+            Check(
+                f"{variable}={value}",
+                partial(_way, variable=variable, value=value),
+                f"leave {variable} out, or set another of {', '.join(values)}",
+            )
+            for variable, values in variables.items()
+            for value in values
+        ),
     )
     for engine, variables in doctor.CHOICES.items()
 }
@@ -872,6 +936,8 @@ class Selftest:
     Attributes:
         results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
         logs: what ranks printed, by launch and rank.
+        starts: how often new ranks were started: for the checks, for those that have ranks to
+            themselves, and behind one after which ranks could not go on.
     """
 
     device: str
@@ -879,6 +945,7 @@ class Selftest:
     settings: Settings
     results: list[Result] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
+    starts: int = 0
     seconds: float = 0.0
 
     @property
@@ -926,6 +993,7 @@ def selftest(device: str, ranks: int | None = None, settings: Settings | None = 
 def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, Result]:
     """Run checks on new ranks; the results of those that they began."""
     settings, error = run.settings, None
+    run.starts += 1
     with tempfile.TemporaryDirectory(prefix="ficco-selftest-") as folder:
         names = [check.name for check in batch]
         limit = START_S + sum(check.limits for check in batch) * settings.limit_s
@@ -992,6 +1060,7 @@ def as_json(run: Selftest, path: Path) -> str:
             "device": run.device,
             "ranks": run.ranks,
             "failed": run.failed,
+            "starts": run.starts,
             "seconds": round(run.seconds, 1),
             "report": str(path),
             "results": [asdict(result) for result in run.results],
@@ -1025,6 +1094,15 @@ def _summary(run: Selftest) -> str:
     return f"{', '.join(counts)}; {run.seconds:.0f} s."
 
 
+def _went_on(run: Selftest) -> str:
+    """Which checks ran although one in front of them had failed."""
+    verdicts = [result.verdict for result in run.results]
+    if "failed" not in verdicts:
+        return ""
+    behind = len(verdicts) - 1 - verdicts.index("failed")
+    return f"; {behind} checks came behind the first that failed"
+
+
 def _count(run: Selftest, verdict: str) -> int:
     return sum(result.verdict == verdict for result in run.results)
 
@@ -1053,6 +1131,7 @@ def report(run: Selftest, about: dict[str, Any]) -> str:
 def _lines(run: Selftest, about: dict[str, Any]) -> Iterator[str]:
     yield from ("# ficco self-test", "")
     yield f"{datetime.now():%Y-%m-%d %H:%M}, {run.ranks} ranks on {run.device}: {_summary(run)}"
+    yield f"New ranks were started {run.starts} times{_went_on(run)}."
     yield from (
         "",
         "| check | verdict | what was seen | used instead | seconds |",

@@ -138,6 +138,7 @@ def double() -> Any:
     found.double_said.restype = found.double_called.restype = ctypes.c_char_p
     found.double_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long]
     found.double_jitter.argtypes = [ctypes.c_long]
+    found.double_delay.argtypes = [ctypes.c_void_p, ctypes.c_long]
     return found
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ranks import Died, Rank, caught, ranks, run
 
 from ficco.dma import cpu
+from ficco.dma.blas import library
 from ficco.dma.cpu import CpuEngine, CpuMemory, Disturbance, _Run, disturb
 from ficco.dma.engine import Call, Program, Slot
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
@@ -545,6 +546,8 @@ def describe(at: Rank) -> None:
     with engine() as made:
         assert made.name == "cpu" and not made.capabilities().capture
         assert made.capabilities().movers == ("dma", "kernel")
+        assert made.capabilities().products == library(made.device)
+        assert made.copy_engines() == 1
         assert made.capturing() == 0
         made.synchronize()
 

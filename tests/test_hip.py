@@ -7,17 +7,20 @@ What is not: memory coherence, copy engines, speed, or anything else of a real G
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hip_ranks
 import pytest
@@ -50,8 +53,8 @@ NAMES = [name for name in NAMED if name != "ring"]
 COPIED = tuple(knobs for knobs in KNOBS if "kernel" not in knobs)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OPERATORS = operators.OPERATORS
-#: Codes of the library.
-OUT_OF_MEMORY, LAUNCH_FAILURE = 2, 719
+#: A code of the library.
+OUT_OF_MEMORY = 2
 
 
 def engine() -> Any:
@@ -148,15 +151,10 @@ def _cases(operator: str, world: int, seed: str) -> list[operators.Case]:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_operators(operator: str) -> None:
-    world = 3 + OPERATORS.index(operator) % 2
-    cases = _cases(operator, world, "")[::2]
-    assert run(world, _operators, cases, 0, series="10") == [len(cases)] * world
-
-
-def test_operators_jittered() -> None:
-    cases = [case for operator in OPERATORS for case in _cases(operator, 3, "late")[1::8]]
-    random.Random(3).shuffle(cases)
-    run(3, _operators, cases, 200)
+    """Every schedule of the space on 4 ranks while queues are late by chance."""
+    cases = _cases(operator, 4, "")
+    series = SERIES[OPERATORS.index(operator) % 2]
+    assert run(4, _operators, cases, 100, series=series, timeout=120) == [len(cases)] * 4
 
 
 def test_operators_without_2d_copies() -> None:
@@ -167,12 +165,16 @@ def test_operators_without_2d_copies() -> None:
 
 
 def _jittered(at: Rank, series: str, count: int, together: int) -> int:
-    """Calls of any kind while every operation of every queue is late by chance.
+    """Calls of any kind, every schedule among them, while every operation of every queue is late by
+    chance.
 
     ``together`` calls are enqueued before anybody waits for them; every other time they share one
     slot, so that each begins while the one before is handing it on.
     """
     choice = random.Random(f"{series} {together}")
+    schedules = [named(name, knobs) for name in NAMES for knobs in COPIED]
+    choice.shuffle(schedules)
+    assert len(schedules) <= count
     with clean():
         exact(at, equal(4, 8, 8, 8, schedule="growing"), 0)
         engine().work.waits = together == 1
@@ -186,7 +188,7 @@ def _jittered(at: Rank, series: str, count: int, together: int) -> int:
                     choice.choice((1, 7, 16, 40)),
                     choice.choice((1, 5, 16)),
                     dtype=choice.choice(DTYPES),
-                    schedule=named(choice.choice(NAMES), choice.choice(COPIED)),
+                    schedule=schedules[iteration % len(schedules)],
                     gathered=choice.random() < 0.3,
                 )
                 made = make(at, case, iteration)
@@ -202,6 +204,54 @@ def _jittered(at: Rank, series: str, count: int, together: int) -> int:
 @pytest.mark.parametrize(("series", "together"), [("7", 1), ("10", 8)])
 def test_jittered(series: str, together: int) -> None:
     assert run(4, _jittered, series, 264, together, series=series, timeout=120) == [264] * 4
+
+
+def _one_queue_late(at: Rank) -> None:
+    """Queue by queue: late on one rank, while all others are prompt."""
+    names = ("growing:pull", "hetero-fused-1d:pieces=2,copy=2,compute=2")
+    cases = [equal(3, 12, 16, 8, schedule=name) for name in names]
+    with clean():
+        all_exact(at, cases)
+        queues = engine().work.streams
+        assert {"caller", "compute1", "copy0", "copy1", "sync"} <= queues.keys()
+        for turn, name in enumerate(sorted(queues)):
+            mine = turn % 3 == at.rank
+            handle = queues[name].as_c_void_p().value
+            assert not mine or not double().double_delay(handle, 1000)
+            all_exact(at, cases, 10 * (turn + 1))
+            double().double_delay(handle, 0)
+
+
+def test_one_queue_is_late() -> None:
+    run(3, _one_queue_late)
+
+
+def _delayed(at: Rank) -> None:
+    """What is enqueued in two streams, of which the first is late."""
+    from hip import hip
+
+    _get(hip.hipSetDevice(0))
+    memory = int(_get(hip.hipMalloc(64)))
+    late, prompt = (_get(hip.hipStreamCreateWithPriority(1, 0)) for _ in range(2))
+    assert not double().double_delay(late.as_c_void_p().value, 500_000)
+    began = time.monotonic()
+    for stream in (late, prompt):
+        _get(hip.hipMemsetAsync(memory, 0, 8, stream))
+    while hip.hipStreamQuery(prompt)[0]:
+        time.sleep(1e-3)
+    assert hip.hipStreamQuery(late)[0].name == "hipErrorNotReady"
+    while hip.hipStreamQuery(late)[0]:
+        time.sleep(1e-3)
+    assert time.monotonic() - began >= 0.5
+    assert double().double_delay(0, 1) == 400
+    for stream in (late, prompt):
+        _get(hip.hipStreamDestroy(stream))
+    _get(hip.hipFree(memory))
+    assert not double().double_violations()
+
+
+def test_double_delays_one_queue() -> None:
+    run(1, _delayed)
 
 
 def _traced(at: Rank) -> None:
@@ -353,7 +403,7 @@ def _by(at: Rank, options: dict[str, Any], expected: dict[str, str], used: str, 
             for name in NAMES
             for knob in (knobs, f"{knobs},pull".strip(","), f"pieces=3,{knobs}".strip(","))
         ]
-        all_exact(at, cases)
+        all_exact(at, cases[::2])  # every schedule, knobs by turns
         ficco.synchronize()
         found = engine().capabilities()
         for name, text in expected.items():
@@ -447,55 +497,95 @@ def test_copy_kernel() -> None:
 # Errors. Each ends in BackendError on the rank where it happens, or is got round; the other rank's
 # calls end in time, and what both hold is given back.
 
-#: Calls that fail when an engine is made, or while it works: (function, its call from now on).
+#: Codes of the library by number, of which each injected error has one.
+CODES = {1: "hipErrorInvalidValue", 2: "hipErrorOutOfMemory", 719: "hipErrorLaunchFailure"}
+
+
+class Error(NamedTuple):
+    """A call of the library that fails: the ``first`` of its calls from now on.
+
+    Attributes:
+        schedule: of the ficco calls meanwhile, if it takes a certain one.
+        ways: what the environment says meanwhile.
+    """
+
+    call: str
+    first: int
+    schedule: str = ""
+    ways: tuple[tuple[str, str], ...] = ()
+
+
+BY_PEER = (("FICCO_HIP_COPY", "peer"),)
+BY_NOCU = (("FICCO_HIP_COPY", "nocu"),)
+BY_KERNEL = (("FICCO_HIP_SIGNALS", "kernel"),)
+
+#: Calls that fail when an engine is made, or while it works.
 FAILING = (
-    ("hipGetDeviceCount", 1),
-    ("hipRuntimeGetVersion", 1),
-    ("hipSetDevice", 1),
-    ("hipDeviceCanAccessPeer", 1),
-    ("hipDeviceEnablePeerAccess", 1),
-    ("hipMalloc", 1),
-    ("hipMalloc", 2),
-    ("hipExtMallocWithFlags", 1),
-    ("hipExtMallocWithFlags", 5),
-    ("hipHostMalloc", 1),
-    ("hipMemsetAsync", 1),
-    ("hipMemsetAsync", 3),
-    ("hipIpcGetMemHandle", 2),
-    ("hipIpcGetMemHandle", 5),
-    ("hipIpcOpenMemHandle", 2),
-    ("hipIpcOpenMemHandle", 4),
-    ("hipStreamCreateWithPriority", 1),
-    ("hipStreamCreateWithPriority", 4),
-    ("hipEventCreateWithFlags", 1),
-    ("hipEventCreateWithFlags", 6),
-    ("hipEventRecord", 1),
-    ("hipEventRecord", 5),
-    ("hipStreamWaitEvent", 1),
-    ("hipStreamWaitEvent", 4),
-    ("hipEventQuery", 2),
-    ("hipStreamQuery", 1),
-    ("hipStreamQuery", 9),
-    ("hipStreamWriteValue32", 1),
-    ("hipStreamWriteValue32", 5),
-    ("hipStreamWriteValue32", 9),
-    ("hipStreamWaitValue32", 1),
-    ("hipStreamWaitValue32", 4),
-    ("hipMemcpyDtoDAsync", 1),
-    ("hipMemcpyDtoDAsync", 2),
-    ("hipLaunchHostFunc", 1),
-    ("hipLaunchHostFunc", 2),
-    ("hipStreamGetCaptureInfo", 1),
-    ("hipThreadExchangeStreamCaptureMode", 1),
+    Error("hipGetDeviceCount", 1),
+    Error("hipRuntimeGetVersion", 1),
+    Error("hipSetDevice", 1),
+    Error("hipDeviceCanAccessPeer", 1),
+    Error("hipDeviceEnablePeerAccess", 1),
+    Error("hipMalloc", 1),
+    Error("hipMalloc", 2),
+    Error("hipExtMallocWithFlags", 1),
+    Error("hipExtMallocWithFlags", 5),
+    Error("hipHostMalloc", 1),
+    Error("hipMemsetAsync", 1),
+    Error("hipMemsetAsync", 3),
+    Error("hipIpcGetMemHandle", 2),
+    Error("hipIpcGetMemHandle", 5),
+    Error("hipIpcOpenMemHandle", 2),
+    Error("hipIpcOpenMemHandle", 4),
+    Error("hipStreamCreateWithPriority", 1),
+    Error("hipStreamCreateWithPriority", 4),
+    Error("hipEventCreateWithFlags", 1),
+    Error("hipEventCreateWithFlags", 6),
+    Error("hipEventRecord", 1),
+    Error("hipEventRecord", 5),
+    Error("hipStreamWaitEvent", 1),
+    Error("hipStreamWaitEvent", 4),
+    Error("hipEventQuery", 2),
+    Error("hipStreamQuery", 1),
+    Error("hipStreamQuery", 9),
+    Error("hipStreamWriteValue32", 1),
+    Error("hipStreamWriteValue32", 5),
+    Error("hipStreamWriteValue32", 9),
+    Error("hipStreamWaitValue32", 1),
+    Error("hipStreamWaitValue32", 4),
+    Error("hipMemcpyDtoDAsync", 1),
+    Error("hipMemcpyDtoDAsync", 2),
+    Error("hipLaunchHostFunc", 1),
+    Error("hipLaunchHostFunc", 2),
+    Error("hipStreamGetCaptureInfo", 1),
+    Error("hipThreadExchangeStreamCaptureMode", 1),
+    # The first of a process is tried on a rectangle within 16 bytes.
+    Error("hipMemcpy2DAsync", 2, "hetero-fused-2d:pieces=2"),
+    Error("hipMemcpy2DAsync", 3, "uniform-fused-2d"),
+    Error("hipMemcpyPeerAsync", 1, ways=BY_PEER),
+    Error("hipMemcpyPeerAsync", 3, ways=BY_PEER),
+    Error("hipMemcpyAsync", 1, ways=BY_NOCU),
+    Error("hipMemcpyAsync", 3, ways=BY_NOCU),
+    Error("hipModuleLoadData", 1, ways=BY_KERNEL),
+    Error("hipModuleLoadData", 1, "growing:kernel"),
+    Error("hipModuleGetFunction", 1, ways=BY_KERNEL),
+    Error("hipModuleGetFunction", 3, "growing:kernel"),
+    Error("hipModuleLaunchKernel", 1, ways=BY_KERNEL),
+    Error("hipModuleLaunchKernel", 4, ways=BY_KERNEL),
+    Error("hipModuleLaunchKernel", 1, "growing:kernel"),
 )
 #: Calls that are tried: there is another way. What fails then is the whole call's way round it.
 TRIED = (
-    ("hipMemcpy2DAsync", 1),  # columns are packed
-    ("hipDeviceGetAttribute", 1),  # one PCI number of one device is 0
-    ("hipStreamWriteValue32", 2),  # posts are copies
+    Error("hipMemcpy2DAsync", 1),  # columns are packed
+    Error("hipDeviceGetAttribute", 1),  # one PCI number of one device is 0
+    Error("hipStreamWriteValue32", 2),  # posts are copies
 )
-#: Calls by which things are given back.
-CLOSING = ("hipFree", "hipHostFree", "hipIpcCloseMemHandle", "hipStreamDestroy")
+#: Calls by which things are given back, by the way that signals go, and how many things stay when
+#: each of them fails once. Memory that peers share is tried again, since they wait for it.
+CLOSING = {
+    "signal": (("hipFree", "hipHostFree", "hipIpcCloseMemHandle", "hipStreamDestroy"), 2),
+    "kernel": (("hipModuleUnload",), 1),
+}
 
 
 def _attempt(at: Rank, case: Case, group: Any) -> None:
@@ -506,26 +596,38 @@ def _attempt(at: Rank, case: Case, group: Any) -> None:
         verify(case, results, made)
 
 
-def _injected(at: Rank, failing: list[tuple[str, int]], code: int) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def _going(ways: Iterable[tuple[str, str]]) -> Iterator[None]:
+    """Engines that are made in this block are told these ways."""
+    os.environ.update(ways)
+    try:
+        yield
+    finally:
+        for variable, _ in ways:
+            del os.environ[variable]
+
+
+def _injected(at: Rank, failing: list[tuple[Error, int]]) -> list[dict[str, Any]]:
+    """What each error with its code leads to on this rank; they happen on rank 1."""
     found = []
-    for number, (name, first) in enumerate(failing):
+    for number, (error, code) in enumerate(failing):
+        name = error.call.encode()
         group = dist.new_group([0, 1])
         schedule = "hetero-fused-1d:pieces=2" if number % 2 else "growing:pull"
-        case = equal(2, 6, 8, 4, schedule=schedule)
+        case = equal(2, 6, 8, 4, schedule=error.schedule or schedule)
         if at.rank == 1:
-            double().double_fail(name.encode(), code, first, 1)
+            double().double_fail(name, code, error.first, 1)
         began = time.monotonic()
-        with ficco.options(timeout_s=0.8):
+        with ficco.options(timeout_s=0.8), _going(error.ways):
             outcome = caught(partial(_attempt, at, case, group))
             seconds = time.monotonic() - began
             at.barrier()
-            double().double_fail(name.encode(), code, 0, 0)
+            double().double_fail(name, code, 0, 0)
             ficco.close(group)
         dist.destroy_process_group(group)
         gc.collect()
         found.append(
             {
-                "name": f"{name} {first}",
                 "outcome": outcome,
                 "seconds": seconds,
                 "violations": double().double_violations(),
@@ -546,15 +648,16 @@ def wrong_with(found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_injected_errors(half: int) -> None:
-    failing = list(FAILING[half::2])
-    found = run(2, _injected, failing, OUT_OF_MEMORY, series=SERIES[half], timeout=150)
+    """Codes by turns, so that a call that fails at several places does so with several."""
+    failing = list(zip(FAILING, itertools.cycle(CODES), strict=False))[half::2]
+    found = run(2, _compiling, _injected, failing, series=SERIES[half], timeout=150)
     wrong = []
-    for (name, first), other, mine in zip(failing, *found, strict=True):
+    for ((name, first, *_), code), other, mine in zip(failing, *found, strict=True):
         here, there = mine["outcome"], other["outcome"]
         problems = wrong_with(mine) + wrong_with(other)
         if not isinstance(here, Failure) or here.fields.get("call") != name:
             problems.append(f"here {here}")
-        elif here.fields["code"] != "hipErrorOutOfMemory":
+        elif here.fields["code"] != CODES[code]:
             problems.append(here.text)
         # It is told the reason, unless this rank failed before there was anything to agree on.
         told = isinstance(there, Failure) and there.type == "PeerFailed"
@@ -563,29 +666,34 @@ def test_injected_errors(half: int) -> None:
         if not told and (not isinstance(there, Failure) or there.type != "SignalTimeout"):
             problems.append(f"there {there}")
         if problems:
-            wrong.append((name, first, problems))
+            wrong.append((name, first, code, problems))
     assert not wrong, "\n".join(map(str, wrong))
 
 
-#: Calls by which work is enqueued: (function, its call from now on).
+#: Calls by which work of a warm call is enqueued.
 ENQUEUEING = (
-    ("hipEventRecord", 1),
-    ("hipStreamWaitEvent", 2),
-    ("hipStreamWriteValue32", 1),
-    ("hipStreamWriteValue32", 3),
-    ("hipStreamWaitValue32", 2),
-    ("hipMemcpyDtoDAsync", 1),
-    ("hipLaunchHostFunc", 2),
+    Error("hipEventRecord", 1),
+    Error("hipStreamWaitEvent", 2),
+    Error("hipStreamWriteValue32", 1),
+    Error("hipStreamWriteValue32", 3),
+    Error("hipStreamWaitValue32", 2),
+    Error("hipMemcpyDtoDAsync", 1),
+    Error("hipLaunchHostFunc", 2),
+    Error("hipMemcpy2DAsync", 1, "hetero-fused-2d:pieces=2"),
+    Error("hipMemcpyPeerAsync", 1, ways=BY_PEER),
+    Error("hipMemcpyAsync", 1, ways=BY_NOCU),
+    Error("hipModuleLaunchKernel", 2, ways=BY_KERNEL),
 )
 
 
 def _broken_off(at: Rank, victim: int) -> list[tuple[Any, float, Any, float]]:
     """A warm call breaks off on one rank, and what it takes the other to learn it."""
     found = []
-    for name, first in ENQUEUEING:
+    for name, first, schedule, ways in ENQUEUEING:
         group = dist.new_group([0, 1])
-        case = equal(2, 6, 8, 4, schedule="hetero-fused-1d:pieces=2")
-        _attempt(at, case, group)
+        case = equal(2, 6, 8, 4, schedule=schedule or "hetero-fused-1d:pieces=2")
+        with _going(ways):
+            _attempt(at, case, group)
         at.barrier()
         if at.rank == victim:
             double().double_fail(name.encode(), OUT_OF_MEMORY, first, 1)
@@ -606,8 +714,8 @@ def _broken_off(at: Rank, victim: int) -> list[tuple[Any, float, Any, float]]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_call_that_breaks_off_is_named_at_once(victim: int) -> None:
-    found = run(2, _broken_off, victim, series=SERIES[victim])
-    for (name, _), mine, other in zip(ENQUEUEING, found[victim], found[1 - victim], strict=True):
+    found = run(2, _compiling, _broken_off, victim, series=SERIES[victim])
+    for (name, *_), mine, other in zip(ENQUEUEING, found[victim], found[1 - victim], strict=True):
         assert mine[0].type == "BackendError" and mine[0].fields["call"] == name, mine
         assert other[0].type == "PeerFailed", other
         (why,) = other[0].fields["reasons"].values()
@@ -618,49 +726,81 @@ def test_a_call_that_breaks_off_is_named_at_once(victim: int) -> None:
 
 
 def test_failures_that_are_got_round() -> None:
-    found = run(2, _injected, list(TRIED), OUT_OF_MEMORY, series="10")
+    failing = list(itertools.product(TRIED, CODES))
+    found = run(2, _injected, failing, series="10")
     for mine in (*found[0], *found[1]):
         assert mine["outcome"] is None and not wrong_with(mine), mine
 
 
-def _closing(at: Rank) -> list[Any]:
+def _untimed(at: Rank) -> Any:
+    case = equal(2, 6, 8, 4, schedule="growing")
+    made = make(at, case, 0)
+    if at.rank == 1:
+        double().double_fail(b"hipEventElapsedTime", 1, 3, 1)
+    outcome = caught(
+        lambda: run_traced("all_gather_matmul", made.a, made.b, None, case.schedule, None)
+    )
+    ficco.close()
+    assert not double().double_leaks()
+    exact(at, case, 1)
+    assert not double().double_violations()
+    return outcome
+
+
+def test_errors_of_timing() -> None:
+    other, mine = run(2, _untimed)
+    assert (mine.type, mine.fields["call"]) == ("BackendError", "hipEventElapsedTime")
+    # The other has its times, unless it was told before it asked for them.
+    if isinstance(other, Failure):
+        assert other.type == "PeerFailed" and "hipEventElapsedTime" in other.text
+
+
+def _closing(at: Rank, names: Sequence[str]) -> list[Any]:
     found = []
-    for name in CLOSING:
+    for name, code in zip(names, itertools.cycle(CODES), strict=False):
         group = dist.new_group([0, 1])
         _attempt(at, equal(2, 6, 8, 4, schedule="growing"), group)
         at.barrier()
         if at.rank == 1:
-            double().double_fail(name.encode(), OUT_OF_MEMORY, 1, 1)
+            double().double_fail(name.encode(), code, 1, 1)
         outcome = caught(partial(ficco.close, group))
         at.barrier()
         found.append((outcome, double().double_violations()))
         dist.destroy_process_group(group)
-    # Memory that peers share is tried again, since they wait for it. The rest is still there.
     return [found, double().double_leaks()]
 
 
-def test_errors_of_closing() -> None:
-    (others, theirs), (mine, ours) = run(2, _closing)
+@pytest.mark.parametrize("way", CLOSING)
+def test_errors_of_closing(way: str) -> None:
+    names, left = CLOSING[way]
+    env = {"FICCO_HIP_SIGNALS": way}
+    (others, theirs), (mine, ours) = run(2, _compiling, _closing, names, env=env)
     for name, (other, their_violations), (outcome, our_violations) in zip(
-        CLOSING, others, mine, strict=True
+        names, others, mine, strict=True
     ):
         assert other is None and not their_violations and not our_violations
         assert (outcome.type, outcome.fields["call"]) == ("BackendError", name)
-    assert (theirs, ours) == (0, 2)
+    assert (theirs, ours) == (0, left)
 
 
 def _all_calls(at: Rank) -> list[str]:
-    for schedule in ("growing:pull", "hetero-fused-2d", "serial"):
-        exact(at, equal(2, 6, 8, 4, schedule=schedule), 0)
-    ficco.close()
+    """What is called whichever way is gone."""
+    for ways in ((), BY_PEER, BY_NOCU, BY_KERNEL, (("FICCO_HIP_EVENTS", "write"),)):
+        with _going(ways):
+            for schedule in ("growing:pull", "hetero-fused-2d", "serial", "growing:kernel"):
+                exact(at, equal(2, 6, 8, 4, schedule=schedule), 0)
+            made = make(at, equal(2, 6, 8, 4), 0)
+            run_traced("all_gather_matmul", made.a, made.b, None, "growing", None)
+            ficco.close()
     return list(double().double_called().decode().split())
 
 
 def test_every_call_is_made_to_fail() -> None:
-    """What is called and appears in no list above cannot fail, or is named here."""
-    named_here = {"hipGetLastError", "hipEventDestroy"}
-    listed = {name for name, _ in (*FAILING, *TRIED)} | set(CLOSING) | named_here
-    assert set(run(2, _all_calls)[0]) <= listed
+    """What is called and appears in no list above has a test of its own, or cannot fail."""
+    named_here = {"hipEventElapsedTime", "hipEventDestroy"}  # the latter to an end that is ignored
+    listed = {error.call for error in (*FAILING, *TRIED)} | named_here
+    listed |= {name for names, _ in CLOSING.values() for name in names}
+    assert set(run(2, _compiling, _all_calls)[0]) == listed
 
 
 def _lost(at: Rank, how: str) -> Any:

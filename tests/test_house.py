@@ -79,6 +79,8 @@ VENDOR = re.compile(
     r"(?<![a-z])(nvidia|amd|amdgpu|rocm|hip|rccl|cu(blas|dart|dnn)\w*|(hip|roc)blas\w*|nvlink|xgmi)"
     r"(?![a-z])"
 )
+#: Modules of the engines that serve one vendor's devices.
+VENDOR_MODULE = re.compile(r"(cuda|cublas|hip)")
 #: Who says them, and why.
 VENDORS_ALLOWED = {
     "dma": "the engines",
@@ -211,6 +213,18 @@ def vendor_names(package: Path = PACKAGE) -> list[str]:
     return wrong
 
 
+def vendor_modules(package: Path = PACKAGE) -> list[str]:
+    """Imports of one vendor's part of the engines outside of where vendors are known."""
+    wrong = []
+    for found in imports(package):
+        if found.unit in VENDORS_ALLOWED or found.module.split(".")[:2] != [package.name, "dma"]:
+            continue
+        rest = found.module.split(".")[2:]
+        if any(VENDOR_MODULE.match(name) for name in rest or found.names):
+            wrong.append(f"{found.where}: {found.unit} imports a vendor's part of the engines")
+    return wrong
+
+
 def words(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
@@ -244,6 +258,10 @@ def test_vendors_are_named_in_engines_alone() -> None:
     assert vendor_names() == []
 
 
+def test_vendors_are_served_by_engines_alone() -> None:
+    assert vendor_modules() == []
+
+
 def test_every_module_has_a_docstring() -> None:
     bare = [
         str(path.relative_to(PACKAGE.parent))
@@ -269,6 +287,9 @@ def test_every_module_has_a_docstring() -> None:
         ("workspace.py", "if engine.name == 'hip':\n    pass", vendor_names),
         ("ops/call.py", "import rocm.utils", vendor_names),
         ("runtime.py", "def use_nvidia(): pass", vendor_names),
+        ("tune/measures.py", "def f():\n    from ficco.dma import cuda_driver", vendor_modules),
+        ("bench/calls.py", "import ficco.dma.hip_api as hip", vendor_modules),
+        ("selftest.py", "from ficco.dma.cublaslt import CublasLt", vendor_modules),
     ],
 )
 def test_rules_see_what_breaks_them(

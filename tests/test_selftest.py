@@ -157,6 +157,8 @@ def results(
     assert names[: len(selftest.CHECKS)] == [check.name for check in selftest.CHECKS]
     assert len(names) == len(set(names))
     text = report(run, {})
+    assert f"ranks were started {run.starts} times" in text and run.starts > 0
+    assert (" came behind the first that failed" in text) == (run.failed > 0)
     for result in run.results:
         assert f"| {result.check} | {result.verdict} |" in text
         assert (f"## {result.check}: failed" in text) == (result.verdict == "failed")
@@ -316,23 +318,91 @@ def test_not_under_torchrun(
 # The HIP engine on a double of its library.
 
 
-def _on_the_double(library: str, wheel: str) -> None:
+def _on_the_double(
+    library: str, wheel: str, settings: dict[str, str], breaks: Callable[[], None] | None
+) -> None:
+    os.environ.update(settings)  # before the library reads them
     sys.path.insert(0, wheel)
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     ficco.set_options(engine="hip")
+    if breaks is not None:
+        breaks()
+
+
+def on_the_double(
+    monkeypatch: pytest.MonkeyPatch,
+    only: Sequence[str],
+    breaks: Callable[[], None] | None = None,
+    **settings: int,
+) -> dict[str, Result]:
+    """What the self-test says through the HIP engine, in the checks that begin so."""
+    found = str(hip_ranks.library()), str(hip_ranks.wheel("7"))
+    env = {f"HIP_DOUBLE_{name}": str(value) for name, value in settings.items()}
+    double = partial(_on_the_double, *found, env, breaks)
+    ways = tuple(check for check in selftest.WAYS["hip"] if check.name.startswith(tuple(only)))
+    monkeypatch.setattr(selftest, "WAYS", {**selftest.WAYS, "hip": ways})
+    with ficco.options(engine="hip"):
+        return results(monkeypatch, double, only)
 
 
 def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    double = partial(_on_the_double, str(hip_ranks.library()), str(hip_ranks.wheel("7")))
-    with ficco.options(engine="hip"):
-        found = results(monkeypatch, double, ["device", "mem", "signals", "2D", "copies", "time"])
+    # Every check, of schedules and operators one each: tests/test_hip.py runs them all.
+    only = [check.name for check in (*selftest.CHECKS, *selftest.WAYS["hip"])]
+    each = {"schedule growing", "operator matmul_reduce_scatter"}
+    only = [one for one in only if one in each or not one.startswith(("schedule ", "operator "))]
+    found = on_the_double(monkeypatch, only)
     assert failed(found) == set(), found
     assert "hip engine" in found["device and engine"].seen
     for way, words in (("write", "hipStreamWriteValue32"), ("copy", "4-byte copy")):
         result = found[f"signals by {way}"]
         assert result.verdict == "ok" and words in result.seen
-    ways = {name: result.verdict for name, result in found.items() if name.startswith("FICCO_HIP")}
-    assert len(ways) == 10
-    # The double waits on signal memory alone; on CPUs PyTorch has no symmetric memory.
-    refused = {name for name, verdict in ways.items() if verdict != "ok"}
-    assert refused == {"FICCO_HIP_SIGNALS=uncached", "FICCO_HIP_MEMORY=torch"}
+    assert found["attribute CanUseStreamWaitValue"].seen == "1"
+    assert sum(name.startswith("sharing of") for name in found) == 3
+    assert sum(name.startswith("FICCO_HIP") for name in found) == 10
+    # On CPUs there are no kernels and no copy engines, and PyTorch has no symmetric memory; the
+    # double waits on signal memory alone.
+    refused = {name for name, result in found.items() if result.verdict != "ok"}
+    ways = {"FICCO_HIP_SIGNALS=uncached", "FICCO_HIP_MEMORY=torch"}
+    assert refused - {"FICCO_HIP_SIGNALS=kernel", "copies by kernel"} == ways | {
+        "kernels",
+        "graphs",
+        "products beside copies",
+    }
+
+
+def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of memory and each attribute by itself, where no engine can be made either."""
+    only = ["attribute", "sharing"]
+    found = on_the_double(monkeypatch, only, SIGNAL_IPC=0, WAIT=0)
+    refused = {name: result for name, result in found.items() if result.verdict != "ok"}
+    signal, waits = "sharing of signal memory", "attribute CanUseStreamWaitValue"
+    assert set(refused) == {signal, waits}
+    assert refused[signal].verdict == refused[waits].verdict == "not offered"
+    assert "hipIpcGetMemHandle" in refused[signal].seen and "uncached" in refused[signal].instead
+    assert refused[waits].seen == "0 on ranks [0, 1]" and "kernel" in refused[waits].instead
+
+
+def _no_copies_to_peers() -> None:
+    from ficco.dma import hip_api
+
+    right = hip_api.copy
+    hip_api.copy = lambda dst, src, nbytes, stream: nbytes == 4 or right(dst, src, nbytes, stream)
+
+
+def test_memory_that_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on_the_double(monkeypatch, ["sharing"], _no_copies_to_peers)
+    assert failed(found) == {
+        f"sharing of {kind} memory" for kind in ("plain", "uncached", "signal")
+    }
+    assert "0x0 by rank 1, not 0x5eed0001" in found["sharing of plain memory"].seen
+
+
+@pytest.mark.parametrize(("products", "copies"), [(1.05, 1.02), (1.29, 1.29)])
+def test_copies_that_look_like_engines(products: float, copies: float) -> None:
+    assert selftest._looks(products, copies).seen.startswith("looks like copies by DMA engines")
+
+
+@pytest.mark.parametrize(("products", "copies"), [(1.5, 1.02), (1.05, 3.0)])
+def test_copies_that_look_like_kernels(products: float, copies: float) -> None:
+    with pytest.raises(selftest.NotOffered, match="looks like copies by compute units"):
+        selftest._looks(products, copies)

@@ -113,6 +113,11 @@ def page(lines: Sequence[Line], machine: Machine, command: str, table: Path, pic
         "engines, with the whole GEMM behind; ideal is the longer of GEMM and communication. "
         f"FiCCO schedules copy over all links at once (`copy={one.world - 1}`), shard overlap "
         "peer after peer, as Async TP does.",
+        f"Queues are laid out as the HIP engine lays out its streams for `copy={one.world - 1}`: "
+        "one for the copies to each peer, one per compute lane, one that hands slots on, each in "
+        "its own order. That the runtime lets streams share hardware queues (four unless "
+        "`GPU_MAX_HW_QUEUES` says otherwise), so that copies to one peer may wait for those to "
+        "another, is **not** simulated.",
         _table(gathers),
         "## Expert-parallel scenarios (EP)",
         "The paper ran these as an all-to-all of tokens. Simulated is an **all-gather** of m / 8 "

@@ -30,6 +30,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ficco.dma.blas import library
 from ficco.dma.collectives import Collectives, Start
 from ficco.dma.engine import (
     Call,
@@ -631,11 +632,16 @@ class CpuEngine(Engine):
             "the cores and the memory bandwidth with the products. Operands whose rows are "
             "strided inside are copied by PyTorch",
             movers=("dma", "kernel"),
+            products=library(self.device),
             accumulate="into the product for float32 and float64; for bfloat16 and float16 into a "
             "float32 buffer of the product's size, from float32 copies of the pieces and of their "
             "rows of b, rounded once",
             capture=False,
         )
+
+    def copy_engines(self) -> int:
+        # A lane's thread copies, but all of them share the cores and the bandwidth of memory.
+        return 1
 
     def close(self) -> None:
         self._closed.set()

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma import cuda_driver as cu
+from ficco.dma.blas import library
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.dma.engine import (
     Call,
@@ -735,16 +736,19 @@ class CudaEngine(StreamEngine):
             else "without a flush, which this device does not offer: relies on a peer's word "
             "arriving behind the copy in front of it"
         )
-        engines = cu.attribute("ASYNC_ENGINE_COUNT", self.device.index)
         return Capabilities(
             engine="cuda",
             post=post + (" (asked for)" if self._signals != "auto" else ""),
             wait=f"stream wait, {order}",
-            copy=f"cuMemcpyDtoDAsync on {engines} copy engines, driver {self._driver}",
+            copy=f"cuMemcpyDtoDAsync on {self.copy_engines()} copy engines, driver {self._driver}",
             movers=("dma", "kernel") if can_compile("cuda") else ("dma",),
+            products=f"{library(self.device)}; cuBLASLt for sums that begin in another buffer",
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=True,
         )
+
+    def copy_engines(self) -> int:
+        return int(cu.attribute("ASYNC_ENGINE_COUNT", self.device.index))
 
     def close(self) -> None:
         with _gate.closed():

@@ -35,6 +35,7 @@ class Capabilities:
         wait: how a signal is waited for, and what orders the data behind it.
         copy: what moves the bytes.
         movers: the values of the mover axis that are served.
+        products: the library that multiplies matrices.
         accumulate: how partial sums of column pieces are accumulated, and what memory that costs.
         capture: whether calls can be captured in a graph.
     """
@@ -44,6 +45,7 @@ class Capabilities:
     wait: str
     copy: str
     movers: tuple[str, ...]
+    products: str
     accumulate: str
     capture: bool
 
@@ -342,6 +344,10 @@ class Engine(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    def copy_engines(self) -> int | None:
+        """Copies that this rank's device can have in flight; None if the engine cannot say."""
 
     @abstractmethod
     def close(self) -> None:

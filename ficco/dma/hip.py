@@ -7,6 +7,10 @@ memory: posted by a stream write behind the copy or, where such writes do not re
 
 Ordering: a stream's write, or copy, is performed after the copy in front of it is complete.
 
+``hipStreamBatchMemOp``, which both series of the binding have, would enqueue several words by one
+call. It is not used: its documentation promises no order among its operations, and until July 2026
+AMD's runtime carried them out side by side (ROCm/rocm-systems #8911 says so).
+
 Written without a card. ``docs/amd.md`` says what was proven, and on what. Tensors on the CPU are
 served on a double of the HIP library alone.
 """
@@ -27,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma import hip_api as hip
+from ficco.dma.blas import library
 from ficco.dma.engine import (
     Call,
     Capabilities,
@@ -84,6 +89,15 @@ EVENTS = {
 }
 
 
+#: What each of them needs.
+_NEEDS = {
+    "signal": "stream waits (hipDeviceAttributeCanUseStreamWaitValue) on signal memory that "
+    "processes can share",
+    "uncached": "stream waits on memory that is no signal, which AMD's runtime has unless "
+    "GPU_STREAMOPS_CP_WAIT=1 is set",
+    "kernel": "a compiler for ficco's kernels, ROCm's clang or hiprtc",
+}
+
 _MakeEvent = Callable[[], hip.Event]
 #: Addresses and values of 32-bit words.
 _Values = Sequence[tuple[int, int]]
@@ -116,7 +130,7 @@ class _SlotState:
         self.over = event()  # the caller's stream is through with the latest call
         self.retired = event()  # and the slot has been handed on
         self.used = False
-        self.packs: dict[str, tuple[int, int]] = {}  # by lane: address and size
+        self.packs: dict[str, tuple[int, torch.Tensor]] = {}  # by lane: address, and its bytes
 
 
 class _Lanes(dict[str, Any]):
@@ -253,8 +267,13 @@ class HipEngine(StreamEngine):
         for way in WAYS if wanted is None else [wanted]:
             if all(map(any, meeting.gather(bytes([tests[way](meeting)])))):
                 return way
+        if wanted is not None:
+            raise NotImplementedError(
+                f"{WAY_VARIABLE}={wanted} cannot be had on all ranks: it needs {_NEEDS[wanted]}; "
+                "give all ranks that, or unset the variable and the hip engine takes what works"
+            )
         raise NotImplementedError(
-            f"the hip engine cannot signal by {wanted or ' or by '.join(WAYS)} here: on some rank "
+            f"the hip engine cannot signal by {' or by '.join(WAYS)} here: on some rank "
             "hipStreamWaitValue32 is missing, does not serve memory that processes share, or no "
             "compiler is there for ficco's kernels; install ROCm's clang, or hiprtc, on all ranks"
         )
@@ -308,8 +327,19 @@ class HipEngine(StreamEngine):
     def _kernels(self) -> Kernels:
         hip.use(self.index)
         with hip.uncaptured():
-            self._binding = HipBinding(self.work.target(), self.index)
+            # Code that was loaded before something went wrong is unloaded at the end, too.
+            self._binding = self._binding or HipBinding(self.work.target(), self.index)
             return Kernels(self._binding)
+
+    @cached_property
+    def _kernels_or_none(self) -> Kernels | None:
+        """ficco's kernels for what PyTorch can do as well; None where there is no compiler."""
+        try:
+            return self._kernels
+        except BackendError as error:
+            hip.forgive()
+            warn_once(f"PyTorch's operations are used in place of ficco's kernels: {error}")
+            return None
 
     def _wait_by_kernel(self, words: _Values, stream: Any) -> None:
         # Past its end the watchdog has let it go on, or the process is gone.
@@ -463,6 +493,8 @@ class HipEngine(StreamEngine):
         if (room := self._blocks(program, dst)) is not None:
             dst_pitch = width
             to = base + (dst.col * room + dst.row * dst.cols) * itemsize
+            # To pack by. Compiled now: in a call that would be taken for a peer that is late.
+            _ = by_kernel or self._kernels_or_none
         to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
         own = src.rank == self.rank and src.buffer not in SHARED_BUFFERS
         fixed = None if own else self._address(program, src)
@@ -511,15 +543,17 @@ class HipEngine(StreamEngine):
         nbytes = region.elements * itemsize
         assert program.slot is not None
         packs = program.slot.state.packs
-        address, room = packs.get(lane, (0, 0))
-        if room < nbytes:
+        if lane not in packs or packs[lane][1].numel() < nbytes:
             with hip.uncaptured():
                 address = hip.malloc(nbytes)
-            self._spent.append(address)  # the smaller one may still be in use
-            packs[lane] = address, nbytes
+                self._spent.append(address)  # the smaller one may still be in use
+                packs[lane] = address, self.work.tensor(address, nbytes)[0]
+        address, room = packs[lane]
         dtype = getattr(torch, program.plan.problem.dtype)
-        flat, _ = self.work.tensor(address, nbytes)
-        packed = flat.view(dtype).view(region.rows, region.cols)
+        packed = room[:nbytes].view(dtype).view(region.rows, region.cols)
+        if self._kernels_or_none is not None:
+            self._kernels.place(packed, self._view(program, call, region), call.state[lane])
+            return address
 
         def op(call: Call) -> None:
             packed.copy_(self._view(program, call, region))
@@ -570,13 +604,7 @@ class HipEngine(StreamEngine):
     def _sums_by_kernel(self) -> bool:
         """Whether ficco's kernel adds parts up; a double has none, nor a machine without a
         compiler."""
-        if self.device.type == "cpu":
-            return False
-        try:
-            return self._kernels is not None
-        except BackendError as error:
-            warn_once(f"PyTorch's operations are used in place of ficco's kernels: {error}")
-            return False
+        return self.device.type != "cpu" and self._kernels_or_none is not None
 
     def collective(self, program: Program, step: int) -> Op:
         return self._on_lane(program, step, super().collective(program, step))
@@ -775,9 +803,14 @@ class HipEngine(StreamEngine):
             copy=f"{copy} in memory of {source}, columns by {rectangles}, ends told by {events}; "
             f"HIP {hip.runtime_version()}",
             movers=("dma", "kernel") if can_compile(self.work.target().vendor) else ("dma",),
+            products=library(self.device),
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=True,
         )
+
+    def copy_engines(self) -> None:
+        # AsyncEngineCount is no help: AMD's runtime answers with 8 queues, whatever the device.
+        return None
 
     def close(self) -> None:
         hip.use(self.index)

@@ -27,6 +27,9 @@ except ImportError as error:
         "the HIP engine needs hip-python of your ROCm's version: pip install 'ficco[hip]'"
     ) from error
 
+#: The oldest HIP that has all of this, that of ROCm 7.2; also the oldest that hip-python may bind.
+OLDEST = 7, 2
+
 _EQUAL = int(hip.hipStreamWaitValueEq)
 _SIGNAL_MEMORY = int(hip.hipMallocSignalMemory)
 _UNCACHED = 3  # hipDeviceMallocUncached, which the binding does not name
@@ -98,11 +101,11 @@ def _tried(attempt: Callable[[], _T]) -> _T | None:
     try:
         return attempt()
     except BackendError:
-        _forgive()
+        forgive()
         return None
 
 
-def _forgive() -> None:
+def forgive() -> None:
     """Forget an error that was expected: PyTorch would take it for its own."""
     hip.hipGetLastError()
 
@@ -113,7 +116,7 @@ def _pending(call: str, error: Any) -> bool:
         return False
     if error.name != "hipErrorNotReady":
         raise _failed(call, error)
-    _forgive()
+    forgive()
     return True
 
 
@@ -160,16 +163,38 @@ def start() -> int:
     Raises:
         BackendError: there is no library, it is of another version, or there is no device.
     """
-    version = _runtime_version()
-    wanted, found = HIP_VERSION_TUPLE[0], version // 10_000_000
-    if found != wanted:
-        raise BackendError(
-            "hipRuntimeGetVersion",
-            f"HIP {found}.{version // 100_000 % 100}",
-            f"the installed hip-python binds HIP {wanted}; install the hip-python of your ROCm",
-        )
+    _check_version(*_version())
     _only_library()
     return int(_get_device_count())
+
+
+def _version() -> tuple[int, int]:
+    version = _runtime_version()
+    return version // 10_000_000, version // 100_000 % 100
+
+
+def _check_version(*found: int) -> None:
+    """Refuse a library, or a binding, that this engine was not written for."""
+    binds, oldest = HIP_VERSION_TUPLE[:2], _dotted(OLDEST)
+    if binds < OLDEST:
+        what = f"the installed hip-python binds HIP {_dotted(binds)}, ficco needs {oldest} or later"
+        remedy = "pip install 'hip-python>=7.2,<11'"
+    elif not any(found):
+        what = f"the library does not tell its version, ficco needs HIP {oldest} or later"
+        remedy = "install ROCm 7.2 or later and start with its lib folder in LD_LIBRARY_PATH"
+    elif found < OLDEST:
+        what = f"ficco needs HIP {oldest} or later, the installed hip-python binds HIP {binds[0]}"
+        remedy = "install ROCm 7.2 or later and a PyTorch that is built for it"
+    elif found[0] != binds[0]:
+        what = f"the installed hip-python binds HIP {binds[0]}"
+        remedy = f"install ROCm 7.2 or a later one of HIP {binds[0]}, and a PyTorch built for it"
+    else:
+        return
+    raise BackendError("hipRuntimeGetVersion", f"HIP {_dotted(found)}", f"{what}; {remedy}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _loaded() -> set[str]:
@@ -192,8 +217,7 @@ def _only_library() -> None:
 
 def runtime_version() -> str:
     """For example ``7.2``."""
-    version = _runtime_version()
-    return f"{version // 10_000_000}.{version // 100_000 % 100}"
+    return _dotted(_version())
 
 
 def use(device: int) -> None:
@@ -208,7 +232,7 @@ def attribute(name: str, device: int) -> int:
         return 0
     error, value = hip.hipDeviceGetAttribute(wanted, device)
     if error:
-        _forgive()
+        forgive()
         return 0
     return int(value)
 
@@ -227,7 +251,7 @@ def reach(device: int, peer: int) -> bool:
     if error:
         if error.name != "hipErrorPeerAccessAlreadyEnabled":
             raise _failed("hipDeviceEnablePeerAccess", error)
-        _forgive()
+        forgive()
     return True
 
 

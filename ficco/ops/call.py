@@ -134,14 +134,16 @@ def run_traced(
             )
         slot = workspace.slot(bound.plan, bound.single)
         program = compile(bound.plan, workspace.engine, slot, bound.source, trace=True)
-        _execute(workspace, program, call)
-        spans = workspace.engine.spans(program, call)
+        try:
+            _execute(workspace, program, call)
+            spans = workspace.engine.spans(program, call)
+        finally:
+            if slot is not None:
+                slot.programs.pop(program.number, None)
+            program.clear()
     except BaseException as error:
         workspace.end(error)
         raise
-    if slot is not None:
-        slot.programs.pop(program.number, None)
-    program.clear()
     return call.out, bound.plan, spans
 
 

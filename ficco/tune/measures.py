@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -345,13 +344,10 @@ def _copies(site: Site, step: str, mover: str, engines: int) -> Copies:
 
 
 def engines(site: Site) -> int:
-    """Copies that a rank can have in flight: as the driver says, else as the file says."""
-    if not site.watch.on_gpu:
-        return 1
-    with suppress(Exception):  # only one vendor's driver tells
-        from ficco.dma import cuda_driver
-
-        return int(cuda_driver.attribute("ASYNC_ENGINE_COUNT", torch.cuda.current_device()))
+    """Copies that a rank can have in flight: as its engine says, else as the file says."""
+    said = workspace_of(site.watch.group, site.watch.device).engine.copy_engines()
+    if said:
+        return said
     known = site.machine.copies
     return known.engines if known is not None else max(site.world - 1, 1)
 

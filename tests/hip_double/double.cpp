@@ -18,6 +18,8 @@
 //   HIP_DOUBLE_FAIL=call:code:first[:count]   the calls from number first on, 1 for the next, fail
 //   HIP_DOUBLE_JITTER_US=0     every operation of a queue sleeps up to so long
 //
+// double_delay makes every operation of one queue late, double_lose takes a peer's memory away.
+//
 // The types of the prototypes are those of the binding's own declarations; enumerations are ints.
 
 #include <fcntl.h>
@@ -469,6 +471,7 @@ struct Stream {
   bool busy = false, ending = false;
   std::shared_ptr<Capture> capture;  // that it is in, guarded by `capturing`
   size_t lane = 0;
+  std::atomic<long> delay_us{0};  // before each of its operations
   std::thread thread;
 
   explicit Stream(int device_) : device(device_) {
@@ -491,6 +494,7 @@ struct Stream {
         work.pop_front();
         busy = true;
       }
+      if (long us = delay_us) std::this_thread::sleep_for(std::chrono::microseconds(us));
       perform(next, over);
       if (over()) return;
       next = Work{};
@@ -835,6 +839,14 @@ API long double_calls(const char* call) {
   return counts()[call];
 }
 API void double_jitter(long most_us) { settings().jitter_us = most_us; }
+// From now on each operation of a queue begins so much later, 0 for as before.
+API int double_delay(void* stream, long us) {
+  std::lock_guard<std::mutex> lock(table);
+  auto found = streams().find(stream);
+  if (found == streams().end()) return InvalidHandle;
+  found->second->delay_us = us;
+  return Success;
+}
 
 // From now on nothing reaches the memory of a process.
 API void double_lose(int pid) {

@@ -1,0 +1,163 @@
+"""What the self-test asks of a device below the interface of its engine, by the engine's name.
+
+Nothing here needs an engine: where none can be made, this still tells what is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ficco.errors import BackendError
+
+#: Attributes of a device that engines go by, and what is used where one is 0.
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "cuda": {
+        "CAN_USE_64_BIT_STREAM_MEM_OPS": "schedule='serial:collective': there is no engine without",
+        "CAN_FLUSH_REMOTE_WRITES": "waits without a flush of remote writes",
+        "ASYNC_ENGINE_COUNT": "copies by multiprocessors",
+    },
+    "hip": {
+        "CanUseStreamWaitValue": "kernels of ficco's that wait: FICCO_HIP_SIGNALS=kernel",
+        "MultiprocessorCount": "nothing: ficco's kernels cannot be launched",
+        "WallClockRate": "100 MHz, for the deadline of a kernel that waits",
+    },
+}
+#: Kinds of memory that processes share by handles, and what is used where they cannot.
+SHARED: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "cuda": {},  # PyTorch's symmetric memory alone
+    "hip": {
+        "plain": "PyTorch's symmetric memory: FICCO_HIP_MEMORY=torch",
+        "uncached": "signals in signal memory: FICCO_HIP_SIGNALS=signal",
+        "signal": "signals in uncached memory: FICCO_HIP_SIGNALS=uncached",
+    },
+}
+#: Bytes of an allocation, as much as signal memory has.
+_BYTES = 8
+#: Seconds that they may take to move.
+_PATIENCE_S = 5.0
+
+
+def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
+    """An attribute of this rank's device."""
+    if engine == "cuda":
+        from ficco.dma import cuda_driver
+
+        return int(cuda_driver.attribute(name, torch.cuda.current_device()))
+    from ficco.dma import hip_api
+
+    return hip_api.attribute(name, _device(device, rank))
+
+
+def _device(device: torch.device, rank: int) -> int:
+    """The number of this rank's device; a double gives each rank one."""
+    from ficco.dma import hip_api
+
+    count = hip_api.start()
+    index = rank % count if device.type == "cpu" else torch.cuda.current_device()
+    hip_api.use(index)
+    return index
+
+
+class Seen(NamedTuple):
+    """What a rank met: calls that were refused, and data that arrived wrong."""
+
+    refused: list[str]
+    wrong: list[str]
+
+
+def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], list[Any]]) -> Seen:
+    """Whether ranks map each other's memory of a kind, read what its owner wrote there, and write
+    what its owner reads. Collective; ``gather`` returns what every rank gives it."""
+    from ficco.dma import hip_api as hip
+
+    found = Seen([], [])
+    index = _device(device, rank)
+    allocate = {
+        "plain": lambda: hip.malloc(_BYTES),
+        "uncached": lambda: hip.malloc_uncached(_BYTES),
+        "signal": hip.malloc_signal,
+    }[kind]
+    owned: list[int] = []  # memory of this rank
+    theirs: dict[int, int] = {}  # memory of peers, by rank
+    host = stream = 0
+
+    def step(action: Callable[[], Any]) -> bool:
+        """Whether all ranks are through with something, and none was refused."""
+        try:
+            action()
+        except BackendError as error:
+            found.refused.append(str(error))
+        return not any(gather(bool(found.refused)))
+
+    def settle() -> None:
+        if not hip.drain(stream, _PATIENCE_S):
+            raise BackendError("hipStreamQuery", "hipErrorNotReady", "a stream does not end")
+
+    def prepare() -> None:
+        nonlocal host, stream
+        stream, host = hip.make_stream(False), hip.malloc_host(_BYTES)
+        owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
+        owned.append(allocate())
+        for address in owned:
+            hip.fill(address, _BYTES, stream)
+            hip.write_32(stream, address, _mark(rank))
+        settle()
+
+    def map_peers() -> None:
+        for peer, (place, handle) in enumerate(met):
+            other = numbers.get(place, index)
+            if other != index and not hip.reach(index, other):
+                raise BackendError("hipDeviceCanAccessPeer", "0", f"no access to rank {peer}'s")
+            if peer != rank:
+                theirs[peer] = hip.open_shared(handle)
+
+    def read(address: int) -> list[int]:
+        hip.copy(owned[0], address, _BYTES, stream)
+        hip.copy_to_host(host, owned[0], _BYTES, stream)
+        settle()
+        return list((ctypes.c_uint32 * 2).from_address(host))
+
+    def read_peers() -> None:
+        for peer, address in theirs.items():
+            if (seen := read(address)[0]) != _mark(peer):
+                found.wrong.append(f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}")
+
+    def write_next() -> None:
+        hip.write_32(stream, owned[0], _mark(rank))
+        hip.copy(theirs[(rank + 1) % len(met)] + 4, owned[0], 4, stream)
+        settle()
+
+    def read_own() -> None:
+        before = (rank - 1) % len(met)
+        if (seen := read(owned[1])[1]) != _mark(before):
+            found.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
+
+    handles: list[bytes] = []
+    try:
+        if not (step(prepare) and step(lambda: handles.append(hip.share(owned[1])))):
+            return found
+        numbers = {hip.bus_id(number): number for number in range(hip.start())}
+        met = gather((hip.bus_id(index), handles[0]))
+        if step(map_peers) and step(read_peers) and step(write_next):
+            step(read_own)
+        return found
+    finally:
+        for address in theirs.values():
+            hip.close_shared(address)
+        gather(None)  # nobody maps this rank's any more
+        for address in owned:
+            hip.free(address)
+        if host:
+            hip.free_host(host)
+        if stream:
+            hip.destroy_stream(stream)
+
+
+def _mark(rank: int) -> int:
+    return 0x5EED0000 + rank

@@ -1,0 +1,280 @@
+"""What the HIP engine asks of its machine: the placement kernel, a version, a way of signals.
+
+On the double of the HIP library, as ``test_hip.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import hip_ranks
+import pytest
+import test_hip
+import torch
+from cases import Case, all_exact, equal, exact
+from hip_ranks import SERIES, calls, clean, double, run
+from ranks import Failure, Rank, caught
+
+import ficco
+from ficco.dma import blas
+from ficco.tune import measures
+
+#: Schedules whose senders pack columns where there are no 2D copies, and one that packs rows that
+#: lie apart.
+PACKED = ("hetero-fused-2d", "uniform-fused-2d:copy=2", "uniform-unfused-2d:pieces=3", "growing")
+LAUNCH, LOAD, HOST = "hipModuleLaunchKernel", "hipModuleLoadData", "hipLaunchHostFunc"
+#: A code of the library.
+LAUNCH_FAILURE = 719
+NO_RECTANGLES = {"2D": 0}
+
+# Packing columns.
+
+
+def _without_compiler(at: Rank, fn: Any, *args: Any) -> Any:
+    from ficco.hip_kernels.build import FINDERS, Missing
+
+    def missing() -> Any:
+        raise Missing("hidden by the test")
+
+    FINDERS["hip"] = (missing,)
+    return fn(at, *args)
+
+
+def _counted(at: Rank, jitter: int) -> tuple[int, int]:
+    """Kernels that packing launches, and how often PyTorch is given something to do."""
+    cases = [
+        case
+        for index, name in enumerate(PACKED)
+        for case in (
+            equal(3, 24, 40, 16, schedule=name, dtype=test_hip.DTYPES[index]),
+            Case((5, 8, 2), 11, 6, schedule=name, dtype="float64", gathered=True),
+            Case((5, 8, 2), 36, 6, schedule=name, a="every-other-row"),
+        )
+    ]
+    with clean():
+        exact(at, equal(3, 4, 4, 4), 0)
+        double().double_jitter(jitter)
+        before = calls(LAUNCH), calls(HOST)
+        all_exact(at, cases)
+        ficco.synchronize()
+        double().double_jitter(0)
+        assert "packing" in test_hip.engine().capabilities().copy
+        # PyTorch would report what was tried in vain as an error of its own.
+        assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
+        return calls(LAUNCH) - before[0], calls(HOST) - before[1]
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_columns_are_packed_by_the_placement_kernel(series: str) -> None:
+    """Each packing is one launch; without a compiler, one operation of PyTorch's."""
+    settings = {"series": series, "settings": NO_RECTANGLES}
+    by_kernel = run(3, test_hip._compiling, _counted, 200, **settings)
+    by_torch = run(3, _without_compiler, _counted, 0, **settings)
+    for (launched, asked), (none, more) in zip(by_kernel, by_torch, strict=True):
+        assert none == 0 and launched == more - asked > 20
+
+
+def test_packing_is_captured() -> None:
+    """The kernels are loaded while the first graph is captured."""
+    schedules = ["hetero-fused-2d:pieces=2", "uniform-unfused-2d:compute=2"]
+    args = (test_hip._replays, schedules, test_hip.GLOBAL, 12)
+    run(3, test_hip._compiling, *args, series="10", settings=NO_RECTANGLES)
+
+
+def _rectangles(at: Rank) -> int:
+    with clean():
+        all_exact(at, [equal(2, 24, 40, 16, schedule=name) for name in PACKED])
+        return calls(LAUNCH) + calls(LOAD)
+
+
+def test_nothing_is_packed_where_the_runtime_copies_rectangles() -> None:
+    assert run(2, test_hip._compiling, _rectangles) == [0, 0]
+
+
+def _failing(at: Rank, name: str) -> tuple[Any, int, int]:
+    """A call whose packing fails on rank 1, then kernels that are asked for."""
+    case = equal(2, 24, 40, 16, schedule="hetero-fused-2d")
+    with clean():
+        exact(at, equal(2, 4, 4, 4), 0)
+        at.barrier()
+        if at.rank == 1:
+            double().double_fail(name.encode(), LAUNCH_FAILURE, 1, 1)
+        with ficco.options(timeout_s=2):
+            outcome = caught(lambda: test_hip._attempt(at, case, None))
+        at.barrier()
+        launched = calls(LAUNCH)
+        if name == LAUNCH:
+            ficco.close()
+        exact(at, case.on(schedule="hetero-fused-2d:kernel"), 1)
+        assert calls(LAUNCH) > launched
+    return outcome, launched, calls("hipModuleUnload")
+
+
+@pytest.mark.parametrize(
+    ("name", "unloaded"), [(LOAD, 1), ("hipModuleGetFunction", 2)], ids=["load", "look up"]
+)
+def test_kernels_that_cannot_be_loaded_are_got_round(name: str, unloaded: int) -> None:
+    """PyTorch packs, and what had been loaded is unloaded at the end."""
+    args = (test_hip._compiling, _failing, name)
+    (_, other, _), (outcome, launched, found) = run(2, *args, settings=NO_RECTANGLES)
+    assert (outcome, launched, found) == (None, 0, unloaded) and other > 0
+
+
+def _last_error(at: Rank) -> tuple[Any, int]:
+    with clean():
+        exact(at, equal(1, 4, 4, 4), 0)
+        double().double_fail(LOAD.encode(), LAUNCH_FAILURE, 1, 1)
+        found = test_hip.engine()._kernels_or_none
+        return found, ctypes.CDLL("libamdhip64.so").hipGetLastError()
+
+
+def test_pytorch_does_not_meet_the_error() -> None:
+    assert run(1, test_hip._compiling, _last_error) == [(None, 0)]
+
+
+def test_a_launch_that_fails_is_named() -> None:
+    args = (test_hip._compiling, _failing, LAUNCH)
+    (other, _, _), (outcome, _, _) = run(2, *args, series="10", settings=NO_RECTANGLES)
+    assert isinstance(outcome, Failure) and outcome.type == "BackendError"
+    assert (outcome.fields["call"], outcome.fields["code"]) == (LAUNCH, "hipErrorLaunchFailure")
+    assert other.type == "PeerFailed" and LAUNCH in other.text
+
+
+# Versions.
+
+#: What starting says, for each version that a library tells and a binding binds: the double's own
+#: first, then made up ones.
+START = """
+import ficco.dma.hip_api as api
+def start():
+    try:
+        print(api.start(), api.runtime_version())
+    except Exception as error:
+        print(type(error).__name__, error)
+start()
+for version, binds in {made_up}:
+    api._runtime_version = lambda: version
+    api.HIP_VERSION_TUPLE = binds or api.HIP_VERSION_TUPLE
+    start()
+"""
+OLD = ("needs HIP 7.2 or later", "; install ROCm 7.2 or later")
+#: Versions, and what is said of those that will not do.
+REFUSED = {
+    70051831: ("HIP 7.0:", *OLD),  # the double's
+    60443483: ("HIP 6.4:", *OLD),
+    70153211: ("HIP 7.1:", *OLD),
+    0: ("HIP 0.0:", "does not tell its version", OLD[1]),
+    80000001: ("HIP 8.0:", "binds HIP 7", "; install ROCm 7.2 or a later one of HIP 7"),
+}
+ACCEPTED = {70253211: "3 7.2", 71526333: "3 7.15"}
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_versions(series: str) -> None:
+    own, *others = REFUSED
+    made_up = [(version, None) for version in (*others, *ACCEPTED)]
+    made_up.append((70253211, (7, 1, 52802, "")))
+    env = {
+        "LD_LIBRARY_PATH": str(hip_ranks.library().parent),
+        "HIP_DOUBLE_VERSION": str(own),
+        "HIP_DOUBLE_DEVICES": "3",
+    }
+    script = START.replace("{made_up}", repr(made_up))
+    done = test_hip.python(script, wheel=str(hip_ranks.wheel(series)), **env)
+    assert done.returncode == 0, done.stderr
+    *refused, fits, newer, binding = done.stdout.splitlines()
+    for said, words in zip(refused, REFUSED.values(), strict=True):
+        assert said.startswith("BackendError hipRuntimeGetVersion failed with HIP "), said
+        assert all(word in said for word in words), said
+    assert [fits, newer] == list(ACCEPTED.values())
+    assert "hip-python binds HIP 7.1, ficco needs 7.2 or later" in binding
+    assert "pip install 'hip-python>=7.2,<11'" in binding
+
+
+# Ways of signals that are asked for and cannot be gone.
+
+
+@pytest.mark.parametrize(
+    ("way", "settings", "words"),
+    [
+        ("signal", {"WAIT": 0}, "CanUseStreamWaitValue"),
+        ("signal", {"SIGNAL_IPC": 0}, "signal memory that processes can share"),
+        ("uncached", {}, "GPU_STREAMOPS_CP_WAIT=1"),
+        ("kernel", {}, "clang or hiprtc"),
+    ],
+)
+def test_refused_ways_of_signals(way: str, settings: dict[str, int], words: str) -> None:
+    hide = {"FICCO_HIP_SIGNALS": way}
+    found = run(2, _without_compiler, test_hip._first, settings=settings, env=hide, series="10")
+    for outcome, leaks in found:
+        assert outcome.type == "NotImplementedError" and not leaks, outcome
+        assert outcome.text.count(f"FICCO_HIP_SIGNALS={way} cannot be had") == 1
+        assert words in outcome.text and "unset the variable" in outcome.text
+        # A compiler is the remedy for one way alone.
+        assert ("compiler" in outcome.text) == (way == "kernel")
+
+
+# What it tells.
+
+
+def _told(at: Rank) -> tuple[str, int | None]:
+    with clean():
+        exact(at, equal(1, 4, 4, 4), 0)
+        found = test_hip.engine()
+        return found.capabilities().products, found.copy_engines()
+
+
+def test_it_names_the_library_of_products_and_no_number_of_engines() -> None:
+    """The double's attribute AsyncEngineCount is 2, AMD's a constant: neither is believed."""
+    assert run(1, _told) == [(blas.library(torch.device("cpu")), None)]
+
+
+@pytest.mark.parametrize(("said", "known", "taken"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])
+def test_the_tuner_asks_the_engine(
+    monkeypatch: pytest.MonkeyPatch, said: int | None, known: int | None, taken: int
+) -> None:
+    engine = SimpleNamespace(copy_engines=lambda: said)
+    monkeypatch.setattr(measures, "workspace_of", lambda *_: SimpleNamespace(engine=engine))
+    machine = SimpleNamespace(copies=known and SimpleNamespace(engines=known))
+    site: Any = SimpleNamespace(watch=SimpleNamespace(group=None, device=None), machine=machine)
+    site.world = 8
+    assert measures.engines(site) == taken
+
+
+@pytest.mark.parametrize(
+    ("hip", "preferred", "words"),
+    [
+        ("7.2", "Cublaslt", "hipBLASLt, "),
+        ("7.2", "Cublas", "rocBLAS (through hipBLAS), "),
+        ("7.2", "Ck", "CK, "),
+        (None, "Cublaslt", "cuBLASLt, "),
+        (None, "Cublas", "cuBLAS, "),
+        (None, "Another", "Another, "),
+    ],
+)
+def test_names_of_libraries(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, preferred: str, words: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    said = SimpleNamespace(name=preferred)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: said)
+    assert blas.library(torch.device("cuda")) == f"{words}which PyTorch prefers"
+
+
+def test_naming_a_library_uses_no_gpu_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden() -> Any:
+        raise RuntimeError("no CUDA GPUs are available")
+
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", forbidden)
+    said = blas.library(torch.device("cuda"))
+    assert "hipBLASLt" in said and "when it first uses a GPU" in said
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert "does not tell" in blas.library(torch.device("cuda"))
+    monkeypatch.setattr(torch.__config__, "show", forbidden)
+    assert "does not tell" in blas.library(torch.device("cpu"))
+    monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open, USE_MKL=OFF")
+    assert blas.library(torch.device("cpu")).startswith("OpenBLAS")
