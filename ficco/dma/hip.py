@@ -239,13 +239,14 @@ class HipEngine(StreamEngine):
         self._watched = hip.malloc_host(nbytes)
         self._host.append(self._watched)
         ctypes.memset(self._watched, 0, nbytes)
-        # A 0 and a 1 to copy from, and room to try a rectangle in.
+        # A 0 and a 1 to copy from, room to try a rectangle in, and a word to try a capture with.
         self._constants = hip.malloc(64)
         self._spent.append(self._constants)
         hip.fill(self._constants, 64, self.side)
         hip.write_32(self.side, self._constants + WORD, 1)
         self._rectangles = hip.copies_2d(self._constants + 32, self.side)
         self.settle(self.side)
+        self._captures = self._captures_writes(self._constants + 56)
         meeting = Meeting(self, "hip engine")
         self.indices = self._find(meeting.gather(hip.bus_id(self.index)))
         self.way = self._way(meeting)
@@ -253,6 +254,17 @@ class HipEngine(StreamEngine):
         meeting.close()
         if self.way == "kernel":
             self._write, self._wait = self._kernels.post, self._wait_by_kernel
+
+    def _captures_writes(self, word: int) -> bool:
+        """Whether graphs capture stream writes, and so waits. AMD's runtime carried them out at
+        once until July 2026 (ROCm/rocm-systems #8911): captured calls would have no signals."""
+        if not hip.try_capture(self.side, word):
+            return False
+        hip.copy_to_host(self._watched, word, WORD, self.side)  # nobody watches yet
+        self.settle(self.side)
+        left = ctypes.c_uint32.from_address(self._watched)
+        carried_out, left.value = bool(left.value), 0
+        return not carried_out
 
     # What this machine allows, found out together.
 
@@ -701,7 +713,18 @@ class HipEngine(StreamEngine):
         return float(program.state[since].seconds_to(program.state[until]))
 
     def capturing(self) -> int:
-        return self.work.capturing()
+        number = self.work.capturing()
+        if number and not self._can_be_captured:
+            raise NotImplementedError(
+                "this ROCm carries stream writes out at once in place of capturing them in a "
+                f"graph; set {WAY_VARIABLE}=kernel on all ranks, so that kernels signal, update "
+                "ROCm, or make the call outside of the capture"
+            )
+        return number
+
+    @property
+    def _can_be_captured(self) -> bool:
+        return self._captures or self.way == "kernel"
 
     def synchronize(self) -> None:
         hip.use(self.index)
@@ -805,7 +828,7 @@ class HipEngine(StreamEngine):
             movers=("dma", "kernel") if can_compile(self.work.target().vendor) else ("dma",),
             products=library(self.device),
             accumulate="float32 sums of m x n by " + accumulation(),
-            capture=True,
+            capture=self._can_be_captured,
         )
 
     def copy_engines(self) -> None:

@@ -38,6 +38,7 @@ _NO_TIMING = int(hip.hipEventDisableTiming)
 _NON_BLOCKING = int(hip.hipStreamNonBlocking)
 _COHERENT = int(hip.hipHostMallocCoherent)
 _RELAXED = int(hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed)
+_THREAD_LOCAL = hip.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
 _CAPTURING = int(hip.hipStreamCaptureStatus.hipStreamCaptureStatusActive)
 _KIND = hip.hipMemcpyKind
 
@@ -137,6 +138,9 @@ _destroy_event = _checked("hipEventDestroy")
 _elapsed = _checked("hipEventElapsedTime")
 _memset = _checked("hipMemsetAsync")
 _call = _checked("hipLaunchHostFunc")
+_begin_capture = _checked("hipStreamBeginCapture")
+_end_capture = _checked("hipStreamEndCapture")
+_destroy_graph = _checked("hipGraphDestroy")
 _write_32 = _checked("hipStreamWriteValue32")
 _wait_32 = _checked("hipStreamWaitValue32")
 _copy_dtod = _checked("hipMemcpyDtoDAsync")
@@ -422,6 +426,21 @@ def wait_equal(stream: Any, address: int, value: int) -> None:
 def writes_reach(stream: Any, address: int) -> bool:
     """Whether a stream may write to an address; leaves a 0 there if so."""
     return _tried(lambda: write_32(stream, address, 0) is None) is True and drain(stream, 5.0)
+
+
+def try_capture(stream: Any, address: int) -> bool:
+    """Capture a stream write of a 1 and drop the graph; whether the runtime allows that. Where it
+    carries writes out at once in place of capturing them, the 1 will be there."""
+
+    def capture() -> bool:
+        _begin_capture(stream, _THREAD_LOCAL)
+        try:
+            write_32(stream, address, 1)
+        finally:
+            _destroy_graph(_end_capture(stream))
+        return True
+
+    return _tried(capture) is True
 
 
 def try_wait(stream: Any, address: int, value: int) -> bool:

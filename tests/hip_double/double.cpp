@@ -14,6 +14,8 @@
 //   HIP_DOUBLE_SIGNAL_IPC=1    whether signal memory can be shared between processes
 //   HIP_DOUBLE_PEER_WRITE=1    whether a stream write reaches the memory of another process
 //   HIP_DOUBLE_2D=1            whether hipMemcpy2DAsync is supported
+//   HIP_DOUBLE_CAPTURE_WRITES=1  whether graphs capture stream writes and waits, which AMD's runtime
+//                              carried out at once until July 2026
 //   HIP_DOUBLE_VERSION=70253211
 //   HIP_DOUBLE_FAIL=call:code:first[:count]   the calls from number first on, 1 for the next, fail
 //   HIP_DOUBLE_JITTER_US=0     every operation of a queue sleeps up to so long
@@ -123,6 +125,7 @@ struct Settings {
   bool signal_ipc = setting("SIGNAL_IPC", 1);
   bool peer_write = setting("PEER_WRITE", 1);
   bool rectangles = setting("2D", 1);
+  bool capture_writes = setting("CAPTURE_WRITES", 1);
   int version = setting("VERSION", 70253211);
   std::atomic<long> jitter_us{setting("JITTER_US", 0)};
 };
@@ -670,7 +673,10 @@ int write_value(const char* call, void* handle, void* pointer, uint64_t value, i
     else
       __atomic_store_n(static_cast<uint64_t*>(pointer), value, __ATOMIC_RELEASE);
   };
-  stream->add({run, nullptr, {memory}});
+  if (!settings().capture_writes && capture_of(*stream))
+    run();
+  else
+    stream->add({run, nullptr, {memory}});
   return Success;
 }
 
