@@ -144,14 +144,18 @@ def test_products_of_a_lane_come_one_after_the_other_with_a_launch_between() -> 
     assert bars_of(three, 0, "matmul") == [(0, 16), (16, 42), (42, 68)]
 
 
-def test_a_sum_comes_before_products_that_are_not_yet_served() -> None:
+def summing(latency: float) -> tuple[Machine, Step]:
+    """A machine on which sums start so late, and one of 6 seconds behind a plan's first step."""
     machine = replace(
-        TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, 0.0)
+        TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, latency)
     )
     part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
-    add = Step(
-        "reduce", "reduce0", "sum", after=(0,), reduction=Reduction((part, part), (1, 2), part)
-    )
+    adds = Reduction((part, part), (1, 2), part)
+    return machine, Step("reduce", "reduce0", "sum", after=(0,), reduction=adds)
+
+
+def test_a_sum_comes_before_products_that_are_not_yet_served() -> None:
+    machine, add = summing(0.0)
     product = [multiply(f"compute{lane}", 2, k=2) for lane in (0, 1, 0)]
     found = simulate([own_plan(*product, add)], machine)
     assert bars_of(found, 0, "reduce") == [(8, 16 + 6)]  # behind the product that is served
@@ -159,13 +163,7 @@ def test_a_sum_comes_before_products_that_are_not_yet_served() -> None:
 
 
 def test_the_next_product_of_a_lane_comes_before_a_sum_of_the_one_before() -> None:
-    machine = replace(
-        TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, 1.0)
-    )
-    part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
-    add = Step(
-        "reduce", "reduce0", "sum", after=(0,), reduction=Reduction((part, part), (1, 2), part)
-    )
+    machine, add = summing(1.0)
     first, second = multiply("compute0", 2, k=2), multiply("compute0", 4, k=2)
     found = simulate([own_plan(first, add, second)], machine)
     assert bars_of(found, 0, "matmul") == [(0, 8), (8, 24)]
