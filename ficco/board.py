@@ -230,7 +230,7 @@ class Board:
             looks += 1
             if looks > SPINS:
                 time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
-            if looks % 16 and looks < SPINS:
+            if looks % 16:  # what follows takes longer than a look
                 continue
             if found := self.mismatch(number):
                 raise found

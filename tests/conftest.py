@@ -20,6 +20,10 @@ os.environ["FICCO_CONFIG_DIR"] = os.path.join(FOLDER, "config")
 os.environ["FICCO_CACHE_DIR"] = os.path.join(FOLDER, "cache")
 os.environ.pop("FICCO_MACHINE", None)
 
+#: Ranks share few cores, where OpenMP's threads would spin for each other: also those that threads
+#: of a double start, which torch.set_num_threads does not reach.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 #: No example has to end within a time: a busy machine may take a core away at any moment.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

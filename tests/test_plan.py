@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import slower
 
 from ficco.plan import Plan, PlanError, Reduction, Signal, Step, Transfer, check
 from ficco.plan.check import _Proof
@@ -1549,8 +1550,8 @@ def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: 
     assert by_one.sum() < (by_one | by_two).sum() < true.sum()
 
 
-#: Seconds that building and checking what takes longest may take on a quiet core, and how much
-#: slower a shared runner may be.
+#: Seconds that building and checking what takes longest should take on a quiet core, and how much
+#: more they may: plans that fit in no cache share the memory of a machine with its other users.
 LIMIT, SLACK = 5, 3
 
 
@@ -1567,11 +1568,15 @@ def test_64_ranks_with_64_pieces_build_and_check_in_time(
     operator: str, name: str, stages: int
 ) -> None:
     problem = Problem(operator, (4096,) * 64, 512, 4096, "bfloat16")
+    paces = [slower()]
     begin = time.process_time()
     found = made(name, problem, stages * 64 * problem.k * problem.itemsize or None)
     check(found)
+    seconds = time.process_time() - begin
     assert found[0].stages == stages
-    assert time.process_time() - begin < LIMIT * SLACK
+    del found
+    paces.append(slower())
+    assert seconds < LIMIT * SLACK * sum(paces) / 2
 
 
 @pytest.mark.parametrize(("count", "generation"), [(MANY + 1, 2), (100, 0)])

@@ -12,7 +12,6 @@ Two series of the binding are served, of ROCm 7.2 and of ROCm 10. What differs i
 from __future__ import annotations
 
 import ctypes
-import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -204,7 +203,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 def _loaded() -> set[str]:
     """Paths of the copies of the library in this process."""
     with open("/proc/self/maps") as maps:
-        return set(re.findall(r"\S*/libamdhip64\.so\S*", maps.read()))
+        return {line.rstrip().split(maxsplit=5)[5] for line in maps if "/libamdhip64.so" in line}
 
 
 def _only_library() -> None:

@@ -244,9 +244,11 @@ class CallbackWork(Work):
         over = hip.Event()
         try:
             over.record(stream)
+            pause = 5e-5
             while not over.over():
                 interrupt()
-                time.sleep(5e-5)
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)  # queues want the core that this thread looks from
         finally:
             over.destroy()
         self._forget(self._calls.pop())

@@ -117,6 +117,7 @@ class _Uses(NamedTuple):
 
     signals: list[Signal]
     step: Ints
+    which: Ints  # of all signals, each once
     word: Ints  # the words of all ranks numbered through, those that are used
 
     def who(self, index: int) -> str:
@@ -326,7 +327,11 @@ class _Proof:
         columns = self.of.posts, self.of.waits, self.of.clears
         signals, steps = zip(*map(self._held, columns), strict=True)
         every = list(chain.from_iterable(signals))
-        word, waiter = (_ints(map(attrgetter(name), every)) for name in ("word", "waiter"))
+        # Who posts, waits for and clears a signal holds one tuple of it, as a rule, and a million
+        # of them are read once each, in the order in which they lie in memory.
+        _, first, which = np.unique(_ints(map(id, every)), return_index=True, return_inverse=True)
+        self.signal = _unzipped([every[index] for index in first.tolist()], Signal)
+        word, waiter = _ints(self.signal.word)[which], _ints(self.signal.waiter)[which]
         inside = (word >= 0) & (word < self.words) & (waiter >= 0) & (waiter < self.world)
         self.demand(inside, lambda i: f"signal {every[i].name}", "has its word outside the pads")
         word += waiter * self.words
@@ -336,7 +341,8 @@ class _Proof:
         #: Of each word that is used, by its number: whose it is, and which of that rank's it is.
         self.word_of, self.word_at = np.divmod(np.flatnonzero(used), max(self.words, 1))
         ends = np.cumsum([len(found) for found in signals])
-        posts, waits, clears = map(_Uses, signals, steps, np.split(word, ends[:-1]))
+        of_uses = (np.split(column, ends[:-1]) for column in (which, word))
+        posts, waits, clears = map(_Uses, signals, steps, *of_uses)
         return posts, waits, clears
 
     def _step_by_word(self, uses: _Uses) -> Ints:
@@ -362,20 +368,18 @@ class _Proof:
         index = np.empty(len(self.word_of), np.int64)
         index[posts.word] = np.arange(len(posts.word))
         for uses in (waits, clears):
-            posted = [posts.signals[i] for i in index[uses.word].tolist()]
-            if posted != uses.signals:
-                one, two = next(
-                    (one, two) for one, two in zip(posted, uses.signals, strict=True) if one != two
-                )
-                raise PlanError(f"signal {two.name} shares its word with {one.name}")
-        self.posted = _unzipped(posts.signals, Signal)
+            posted = index[uses.word]
+            for use in np.flatnonzero(posts.which[posted] != uses.which).tolist():
+                one, two = posts.signals[posted[use]], uses.signals[use]
+                if one != two:
+                    raise PlanError(f"signal {two.name} shares its word with {one.name}")
         waiter, word = self.word_of[posts.word], self.word_at[posts.word]
-        own = self.rank[posts.step] == _ints(self.posted.poster)
+        own = self.rank[posts.step] == _ints(self.signal.poster)[posts.which]
         own &= self.rank[self.waiter[posts.word]] == waiter
         own &= self.rank[self.clearer[posts.word]] == waiter
         self.demand(own, posts.who, "is used by another rank than it says")
         # Words that rest at 1 have the same poster whatever the schedule; the others rest at 0.
-        released = _bools(map(attrgetter("released"), posts.signals))
+        released = _bools(map("released".__eq__, self.signal.kind))[posts.which]
         rests = np.where(released, word == self.rank[posts.step], word >= self.world)
         self.demand(rests, posts.who, "has a word that rests at another value")
         self.released = self.word_at < self.world
@@ -433,13 +437,14 @@ class _Proof:
                 head = heads[number]
                 while head < len(steps):
                     step = steps[head]
-                    if not all(map(is_done, sources[joins[step] : joins[step + 1]])):
+                    first, last = joins[step], joins[step + 1]
+                    if first < last and not all(map(is_done, sources[first:last])):
                         break
                     done[step] = 1
-                    order.append(step)
                     head += 1
-                moved = moved or head > heads[number]
-                heads[number] = head
+                if head > heads[number]:
+                    order += steps[heads[number] : head]
+                    heads[number], moved = head, True
         return order, [s[head] for head, s in zip(heads, queues, strict=True) if head < len(s)]
 
     # What steps read and write.
@@ -541,7 +546,8 @@ class _Proof:
         at[copy] = np.arange(len(copy))
         at = at[self.posts.step]
         row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts behind no copy
-        first, last = _ints(self.posted.first), _ints(self.posted.last)
+        bounds = self.signal.first, self.signal.last
+        first, last = (_ints(column)[self.posts.which] for column in bounds)
         gated = (first <= row[at]) & (row_stop[at] <= last)
         self.demand(gated | (at < 0), self.posts.who, "gates other rows than those copied")
 

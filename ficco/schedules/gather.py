@@ -46,50 +46,41 @@ class _Staging:
         self.rows = whole - self.own_rows_absent if whole > own else 0
         self.cols = problem.k
         self.stages = 0
+        #: The group whose place in the ring each takes over, and the one that takes over its own.
+        self.ahead_of: dict[int, int] = {}
+        self.heir_of: dict[int, int] = {}
+        self._stage: dict[int, int] = {}  # the first row of each group that lands
         self._row: dict[int, list[int]] = {}  # of each unit of a rank, within its stage
-        self._groups: list[int] = []  # those that take turns on the ring
-        self._turn: dict[int, int] = {}
         self._regions: dict[int, list[Region]] = {}
 
     def make_ring(self) -> None:
         """Lay the pieces of each group side by side; :meth:`set_stages` says for how many."""
-        self.rows = self.cols = 0  # of one stage
-        self._row = {peer: [] for peer in self.arrivals.set_of}
-        for group, units in enumerate(self.arrivals.by_group):
-            row = 0
-            for unit in units:
-                self._row[unit.peer].append(row)
-                row += self._unit_rows(unit)
-            if self._lands(group):
-                self._turn[group] = len(self._groups)
-                self._groups.append(group)
-                self.rows = max(self.rows, row)
-                self.cols = max(self.cols, *[unit.stop - unit.start for unit in units])
-        if not self.by_columns:
-            self.cols = self.arrivals.problem.k
+        filled = [0] * self.arrivals.groups
+        widest = [0] * self.arrivals.groups
+        for peer in self.arrivals.set_of:
+            self._row[peer] = rows = []
+            height = self.arrivals.block(peer) if self.by_columns else 0  # else each has its own
+            for _, _, start, stop, group in self.arrivals.units(peer):
+                rows.append(filled[group])
+                filled[group] += height or stop - start
+                widest[group] = max(widest[group], stop - start)
+        self.rows = max([filled[group] for group in self._landing_groups], default=0)  # of a stage
+        if self.by_columns:
+            self.cols = max([widest[group] for group in self._landing_groups], default=0)
 
     def set_stages(self, most: int) -> None:
-        self.stages, self._stage_rows = min(most, len(self._groups)), self.rows
+        groups, rows = self._landing_groups, self.rows
+        self.stages = min(most, len(groups))
         self.rows *= self.stages
+        self._stage = {group: turn % self.stages * rows for turn, group in enumerate(groups)}
+        self.ahead_of = dict(zip(groups[self.stages :], groups, strict=False))
+        self.heir_of = dict(zip(groups, groups[self.stages :], strict=False))
 
-    def ahead_of(self, group: int) -> int | None:
-        """The group whose place in the ring this one takes over."""
-        turn = self._turn.get(group, -1) - self.stages
-        return self._groups[turn] if self.stages and turn >= 0 else None
-
-    def heir_of(self, group: int) -> int | None:
-        """The group that takes over the place of this one."""
-        turn = self._turn.get(group, len(self._groups)) + self.stages
-        return self._groups[turn] if self.stages and turn < len(self._groups) else None
-
-    def _lands(self, group: int) -> bool:
-        """Whether the units of a group lie here: those of the rank itself stay where they are."""
-        return any(unit.peer != self.arrivals.rank for unit in self.arrivals.by_group[group])
-
-    def _unit_rows(self, unit: Unit) -> int:
-        if self.by_columns:
-            return self.arrivals.problem.block(unit.peer, self.arrivals.rank)
-        return unit.stop - unit.start
+    @cached_property
+    def _landing_groups(self) -> list[int]:
+        """Groups of which a unit lands here: those of the rank itself stay where they are."""
+        peers = [peer for peer in self.arrivals.set_of if peer != self.arrivals.rank]
+        return sorted({unit.group for peer in peers for unit in self.arrivals.units(peer)})
 
     def regions(self, peer: int) -> list[Region]:
         """Where the units of a peer lie, in order of arrival."""
@@ -101,25 +92,24 @@ class _Staging:
         units = self.arrivals.units(peer)
         if peer != self.arrivals.rank:
             return self._landing(peer, units)
-        stays = self.arrivals.in_shard("a", peer)
+        stays, there = self.arrivals.in_shard("a", peer), set(self._landing_groups)
+        lands = iter(self._landing(peer, [unit for unit in units if unit.group in there]))
         return [
-            self._landing(peer, [unit])[0] if self._lands(unit.group) else stays[unit.ordinal]
-            for unit in units
+            next(lands) if unit.group in there else region
+            for unit, region in zip(units, stays, strict=True)
         ]
 
     def _landing(self, peer: int, units: list[Unit]) -> list[Region]:
-        if self.stages:
-            return [self._on_ring(unit) for unit in units]
-        rank = self.arrivals.rank
-        first = self.arrivals.problem.lands(peer, rank)
-        first -= self.own_rows_absent if peer > rank else 0
-        return self.arrivals.regions("staging", rank, first, units)
-
-    def _on_ring(self, unit: Unit) -> Region:
-        row = self._turn[unit.group] % self.stages * self._stage_rows
-        row += self._row[unit.peer][unit.ordinal]
-        cols = unit.stop - unit.start if self.by_columns else self.arrivals.problem.k
-        return Region("staging", self.arrivals.rank, row, row + self._unit_rows(unit), 0, cols)
+        rank, problem = self.arrivals.rank, self.arrivals.problem
+        if not self.stages:
+            first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
+            return self.arrivals.regions("staging", rank, first, units)
+        found, by_columns, rows, cols = [], self.by_columns, self.arrivals.block(peer), problem.k
+        for _, ordinal, start, stop, group in units:
+            row, length = self._stage[group] + self._row[peer][ordinal], stop - start
+            size = (rows, length) if by_columns else (length, cols)
+            found.append(Region("staging", rank, row, row + size[0], 0, size[1]))
+        return found
 
 
 class GatherWorld:
@@ -200,17 +190,18 @@ class Gather:
         self.staging = world.landing[rank]
         self.peers = [peer for peer in range(self.problem.world) if peer != rank]
         self.groups = self.mine.by_group
-        #: Where the units of each rank lie, and what says so of those that peers push.
+        #: Where the units of each rank lie, and by group what says so of those that peers push.
         self.regions = {peer: self.staging.regions(peer) for peer in self.mine.set_of}
-        pushers = [] if self.schedule.pull else self.peers
-        self.ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
+        pushers = [] if self.schedule.pull else [peer for peer in self.mine.set_of if peer != rank]
+        ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
+        self.ready = self.mine.in_groups(ready)
         self.sum = "sum" if world.partial and self.problem.rounds else "out"
         self.steps: list[Step] = []
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
         self.source = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
         self.sources: dict[tuple[int, int, int, int], list[Region]] = {}
-        self.acquired: dict[str, int] = {}  # copy lane -> the step that takes over its peers' slots
+        self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
         self.compute_lanes = [
             f"compute{i}" for i in range(min(self.schedule.compute, len(self.groups) + 1))
         ]
@@ -218,9 +209,18 @@ class Gather:
         self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
 
     @cached_property
-    def room(self) -> dict[int, list[Signal]]:
-        """What tells each peer that there is room for its units in a ring."""
-        return {peer: self.world.of_units("room", self.me, peer) for peer in self.peers}
+    def room(self) -> list[list[Signal]]:
+        """By group, what tells peers that there is room for their units in a ring."""
+        peers = [peer for peer in self.mine.set_of if peer != self.me]
+        return self.mine.in_groups({p: self.world.of_units("room", self.me, p) for p in peers})
+
+    @cached_property
+    def names(self) -> list[list[str]]:
+        """By group, what its units are called."""
+        pieces = {peer: range(len(self.mine.units(peer))) for peer in self.mine.set_of}
+        return self.mine.in_groups(
+            {p: [f"{p}.{i}" for i in counted] for p, counted in pieces.items()}
+        )
 
     @cached_property
     def shard(self) -> list[Region]:
@@ -325,7 +325,7 @@ class Gather:
             self.steps += steps
             return
         # A pull into a ring also waits until this rank has used up what lay there.
-        before = self.staging.ahead_of(group)
+        before = self.staging.ahead_of.get(group)
         after = () if before is None else (self.last_use[before],)
         self.pulled[group] = {step.lane: self._add(step._replace(after=after)) for step in steps}
 
@@ -345,7 +345,7 @@ class Gather:
             return [()] * len(units)
         room = self.world.of_units("room", target, self.me)
         return [
-            () if landing.ahead_of(unit.group) is None else (signal,)
+            (signal,) if unit.group in landing.ahead_of else ()
             for unit, signal in zip(units, room, strict=True)
         ]
 
@@ -379,7 +379,7 @@ class Gather:
                 if not self.problem.block(self.me, peer)
             )
             step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=bare)
-            self.acquired[lane] = self._add(step)
+            self.acquired.update(dict.fromkeys(peers, self._add(step)))
 
     def _publish(self) -> tuple[int, ...]:
         whole = (0, self.problem.left_rows(self.me), 0, self.problem.k)
@@ -467,10 +467,8 @@ class Gather:
         if not units:
             return
         lane = self._compute_lane(group, units)
-        remote = [unit for unit in units if unit.peer != self.me]
-        if remote and len(remote) < len(units):
-            self._place_own(group, lane, units)
-        ready = [self.ready[unit.peer][unit.ordinal] for unit in remote] if self.ready else []
+        if group in self.beside:
+            self._place_own(group, lane)
         after = tuple(self.pulled.pop(group).values()) if self.schedule.pull else ()
         room = self._room_behind(group)
         posts, acquired = NO_ROOM if self.problem.return_gathered else room
@@ -478,8 +476,8 @@ class Gather:
             Step(
                 "matmul",
                 lane,
-                " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
-                waits=tuple(ready),
+                " ".join(self.names[group]),
+                waits=tuple(self.ready[group]),
                 posts=posts,
                 after=after + acquired,
                 products=self._products(group),
@@ -502,24 +500,33 @@ class Gather:
             index = self._place(lane, there, gathered, after, posts)
         return index
 
-    def _place_own(self, group: int, lane: str, units: list[Unit]) -> None:
+    @cached_property
+    def beside(self) -> dict[int, list[Unit]]:
+        """By group, the rank's own units where peers have others in it."""
+        own = self.mine.units(self.me) if self.me in self.mine.set_of else []
+        found: dict[int, list[Unit]] = {}
+        for unit in own:
+            found.setdefault(unit.group, []).append(unit)
+        return {group: us for group, us in found.items() if len(us) < len(self.groups[group])}
+
+    def _place_own(self, group: int, lane: str) -> None:
         """Bring the rank's own units beside those of its peers."""
-        before = self.staging.ahead_of(group)
+        before = self.staging.ahead_of.get(group)
         used = () if before is None else (self.last_use[before],)
         after = tuple(i for i in used if self.steps[i].lane != lane)
-        for unit in units:
-            if unit.peer == self.me:
-                there = self.regions[self.me][unit.ordinal]
-                self._place(lane, self.shard[unit.ordinal], there, after)
+        for unit in self.beside[group]:
+            there = self.regions[self.me][unit.ordinal]
+            self._place(lane, self.shard[unit.ordinal], there, after)
 
     def _products(self, group: int) -> tuple[Product, ...]:
-        units = sorted(self.groups[group])
-        return merged([self.products[peer][ordinal] for peer, ordinal, _, _, _ in units])
+        return merged(self.products[group])
 
     @cached_property
-    def products(self) -> dict[int, list[Product]]:
-        """The product of each unit of each rank, in order of arrival."""
-        return {peer: list(self._of_peer(peer)) for peer in self.regions}
+    def products(self) -> list[list[Product]]:
+        """By group, the products of its units, in the order of ranks."""
+        return self.mine.in_groups(
+            {peer: list(self._of_peer(peer)) for peer in sorted(self.regions)}
+        )
 
     def _of_peer(self, peer: int) -> Iterator[Product]:
         by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
@@ -549,10 +556,8 @@ class Gather:
 
     def _room_behind(self, group: int) -> Room:
         """What tells the peers that write to the same stage next that it is free."""
-        heir = self.staging.heir_of(group)
+        heir = self.staging.heir_of.get(group)
         if heir is None or self.schedule.pull:
             return NO_ROOM
-        heirs = [unit for unit in self.groups[heir] if unit.peer != self.me]
-        posts = tuple([self.room[unit.peer][unit.ordinal] for unit in heirs])
-        acquired = {self.acquired[self.lane_of[unit.peer]] for unit in heirs}
-        return posts, tuple(sorted(acquired))
+        posts = tuple(self.room[heir])
+        return posts, tuple(sorted({self.acquired[signal.waiter] for signal in posts}))

@@ -7,9 +7,10 @@ to know when a piece comes and where it lies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ficco.plan.model import Region
 from ficco.problem import Problem
@@ -18,6 +19,8 @@ from ficco.schedules.space import Schedule
 #: Boundaries between pieces fall on multiples of this where the pieces are long enough: 16 bytes
 #: of the narrowest dtype, which library GEMMs want of their operands.
 GRANULE = 8
+
+T = TypeVar("T")
 
 
 class Unit(NamedTuple):
@@ -183,12 +186,15 @@ class Groups(ABC):
     @cached_property
     def by_group(self) -> list[list[Unit]]:
         """The units of every group."""
-        groups: list[list[Unit]] = [[] for _ in range(self.groups)]
-        for members in self.sets:
-            for peer in members:
-                for unit in self.units(peer):
-                    groups[unit.group].append(unit)
-        return groups
+        return self.in_groups({peer: self.units(peer) for peer in self.set_of})
+
+    def in_groups(self, of_units: Mapping[int, Sequence[T]]) -> list[list[T]]:
+        """By group, what belongs to the units of some ranks, in the order of these ranks."""
+        found: list[list[T]] = [[] for _ in range(self.groups)]
+        for peer, column in of_units.items():
+            for unit, one in zip(self.units(peer), column, strict=True):
+                found[unit.group].append(one)
+        return found
 
 
 def finer(unit: Unit, pieces: int) -> list[Unit]:
