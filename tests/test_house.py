@@ -289,7 +289,7 @@ def test_every_module_has_a_docstring() -> None:
         ("runtime.py", "def use_nvidia(): pass", vendor_names),
         ("tune/measures.py", "def f():\n    from ficco.dma import cuda_driver", vendor_modules),
         ("bench/calls.py", "import ficco.dma.hip_api as hip", vendor_modules),
-        ("selftest.py", "from ficco.dma.cublaslt import CublasLt", vendor_modules),
+        ("selftest/checks.py", "from ficco.dma.cublaslt import CublasLt", vendor_modules),
     ],
 )
 def test_rules_see_what_breaks_them(

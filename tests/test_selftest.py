@@ -145,16 +145,16 @@ def results(
 ) -> dict[str, Result]:
     """What the self-test says, by check, where ranks are broken; and its report is whole."""
     monkeypatch.setattr(
-        selftest,
+        selftest.run,
         "launch",
         lambda fn, ranks, *args, **options: launch(_broken, ranks, breaks, fn, *args, **options),
     )
     if only:
-        checks = tuple(check for check in selftest.CHECKS if check.name.startswith(tuple(only)))
-        monkeypatch.setattr(selftest, "CHECKS", checks)
+        checks = tuple(check for check in selftest.run.CHECKS if check.name.startswith(tuple(only)))
+        monkeypatch.setattr(selftest.run, "CHECKS", checks)
     run = selftest.selftest("cpu", 2, settings)
     names = [result.check for result in run.results]
-    assert names[: len(selftest.CHECKS)] == [check.name for check in selftest.CHECKS]
+    assert names[: len(selftest.run.CHECKS)] == [check.name for check in selftest.run.CHECKS]
     assert len(names) == len(set(names))
     text = report(run, {})
     assert f"ranks were started {run.starts} times" in text and run.starts > 0
@@ -184,7 +184,7 @@ def test_it_passes_here(
     found = json.loads(capsys.readouterr().out)
     assert found["ranks"] == 2 and found["failed"] == 0
     verdicts = {result["check"]: result["verdict"] for result in found["results"]}
-    assert list(verdicts) == [check.name for check in selftest.CHECKS]
+    assert list(verdicts) == [check.name for check in selftest.run.CHECKS]
     offered = {name for name, verdict in verdicts.items() if verdict == "ok"}
     assert set(verdicts) - offered == {
         "signals by write",
@@ -222,7 +222,7 @@ def test_a_corrupted_byte(
     assert "shard-overlap" not in found["memory of peers"].seen
     # The command says so, too.
     out = tmp_path / "report.md"
-    monkeypatch.setattr(selftest, "CHECKS", selftest.CHECKS[:1])
+    monkeypatch.setattr(selftest.run, "CHECKS", selftest.run.CHECKS[:1])
     monkeypatch.setattr(selftest, "about", dict)
     monkeypatch.setattr(Settings, "of", lambda device: FAST)
     arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--out", str(out)]
@@ -339,15 +339,15 @@ def on_the_double(
     found = str(hip_ranks.library()), str(hip_ranks.wheel("7"))
     env = {f"HIP_DOUBLE_{name}": str(value) for name, value in settings.items()}
     double = partial(_on_the_double, *found, env, breaks)
-    ways = tuple(check for check in selftest.WAYS["hip"] if check.name.startswith(tuple(only)))
-    monkeypatch.setattr(selftest, "WAYS", {**selftest.WAYS, "hip": ways})
+    ways = tuple(check for check in selftest.run.WAYS["hip"] if check.name.startswith(tuple(only)))
+    monkeypatch.setattr(selftest.run, "WAYS", {**selftest.run.WAYS, "hip": ways})
     with ficco.options(engine="hip"):
         return results(monkeypatch, double, only)
 
 
 def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     # Every check, of schedules and operators one each: tests/test_hip.py runs them all.
-    only = [check.name for check in (*selftest.CHECKS, *selftest.WAYS["hip"])]
+    only = [check.name for check in (*selftest.run.CHECKS, *selftest.run.WAYS["hip"])]
     each = {"schedule growing", "operator matmul_reduce_scatter"}
     only = [one for one in only if one in each or not one.startswith(("schedule ", "operator "))]
     found = on_the_double(monkeypatch, only)
@@ -399,10 +399,12 @@ def test_memory_that_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("products", "copies"), [(1.05, 1.02), (1.29, 1.29)])
 def test_copies_that_look_like_engines(products: float, copies: float) -> None:
-    assert selftest._looks(products, copies).seen.startswith("looks like copies by DMA engines")
+    assert selftest.speed.looks(products, copies).seen.startswith(
+        "looks like copies by DMA engines"
+    )
 
 
 @pytest.mark.parametrize(("products", "copies"), [(1.5, 1.02), (1.05, 3.0)])
 def test_copies_that_look_like_kernels(products: float, copies: float) -> None:
-    with pytest.raises(selftest.NotOffered, match="looks like copies by compute units"):
-        selftest._looks(products, copies)
+    with pytest.raises(selftest.rank.NotOffered, match="looks like copies by compute units"):
+        selftest.speed.looks(products, copies)

@@ -1,0 +1,338 @@
+"""The checks of what engines assume, each by calls whose results are known."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco import doctor
+from ficco.bench.candidates import of_problem, parse
+from ficco.dma import probe
+from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.problem import OPERATORS
+from ficco.schedules import NAMED
+from ficco.selftest.exact import (
+    exact,
+    exact_on,
+    in_turn,
+    operands_of,
+    sentences,
+    uneven_operands,
+    wrong_rows,
+)
+from ficco.selftest.rank import Found, NotOffered, Rank
+from ficco.selftest.speed import all_at_once, gb_per_s
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Seconds beyond the timeout within which a peer that stays away is noticed: the look of the
+#: watchdog, and freeing the streams.
+SLACK_S = 6.0
+
+
+def device(at: Rank, group: ProcessGroup) -> Found:
+    at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
+    engine = at.engine(group)
+    mine = {
+        "device": engine.fingerprint().accelerator,
+        **asdict(engine.capabilities()),
+        "attributes": doctor.attributes(at.device),
+    }
+    found = at.gather(mine)
+    problems = [] if found[0] == mine else [f"differs from rank 0: {mine}"]
+    if at.device.type == "cuda":
+        here = torch.cuda.current_device()
+        problems += [
+            f"device {here} cannot access the memory of device {peer}"
+            for peer in at.gather(here)
+            if peer != here and not torch.cuda.can_device_access_peer(here, peer)
+        ]
+    at.conclude(problems)
+    details = "\n".join(f"{name}: {value}" for name, value in mine.items())
+    return Found(f"{mine['engine']} engine on {at.world} x {mine['device']}", details)
+
+
+#: Schedules that copy whole rows, and columns, in both directions.
+MOVED = (
+    *("shard-overlap", "shard-overlap:pull"),
+    *("hetero-fused-2d:pieces=3", "hetero-fused-2d:pieces=3,pull"),
+)
+
+
+def memory(at: Rank, group: ProcessGroup) -> Found:
+    rows, k, _ = at.settings.large
+    count = torch.arange(rows * k, device=at.device, dtype=torch.int64)
+
+    def pattern(rank: int, turn: int) -> torch.Tensor:
+        """24-bit numbers, which float32 holds."""
+        mixed = (count + 1) * (2654435761 + 2 * rank) + 40503 * turn
+        return ((mixed >> 3) % (1 << 24)).to(torch.float32).view(rows, k)
+
+    b = torch.zeros(k, 1, device=at.device)[:, :0]
+    plain = torch.empty(rows, k, device=at.device)
+    shared = ficco.empty((rows, k), dtype=torch.float32, group=group, device=at.device)
+    problems = []
+    for where, shard in (("its own memory", plain), ("symmetric memory", shared)):
+        for schedule in MOVED:
+            for turn in (1, 2):
+                shard.copy_(pattern(at.rank, turn))
+                _, found = ficco.all_gather_matmul(
+                    shard, b, group=group, schedule=schedule, return_gathered=True
+                )
+                ficco.synchronize(group)
+                for rank, part in enumerate(found.view(at.world, rows, k)):
+                    wrong = int((part != pattern(rank, turn)).sum())
+                    if wrong:
+                        problems.append(
+                            f"{schedule} from {where}: {wrong} of {rows * k} elements that rank "
+                            f"{rank} wrote arrived wrong"
+                        )
+    at.conclude(problems)
+    nbytes = rows * k * 4
+    return Found(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+
+
+def signals(at: Rank, group: ProcessGroup, way: str) -> Found:
+    names = ["growing", "shrinking:pull", "hetero-fused-1d:pieces=2"]
+    with ficco.options(signals=way):
+        try:
+            problems = exact(at, group, names, at.settings.small, at.settings.repeat)
+        except BackendError as error:
+            raise NotOffered(f"{error}") from error
+        post = at.engine(group).capabilities().post
+    at.conclude(problems)
+    if way != "auto" and "asked for" not in post:
+        raise NotOffered(f"this engine has one way: {post}")
+    return Found(post)
+
+
+#: Schedules whose products come right behind a signal, by pushed and by pulled pieces.
+ORDERED = (
+    *("growing", "shard-overlap:pull", "hetero-fused-1d:pieces=4", "hetero-unfused-1d:pull"),
+    *("uniform-fused-1d:pieces=2,copy=2", "hetero-fused-2d:pieces=2"),
+)
+
+
+def ordering(at: Rank, group: ProcessGroup) -> Found:
+    settings, problems, calls = at.settings, [], 0
+    for replay in (True, False):
+        with ficco.options(replay=replay):
+            few = max(2, settings.iterations // 8)
+            for shape, count in ((settings.small, settings.iterations), (settings.large, few)):
+                problems += exact(at, group, ORDERED, shape, count)
+                calls += count * len(ORDERED)
+    at.conclude(problems)
+    return Found(f"{calls} calls with changing data, none stale")
+
+
+def columns(at: Rank, group: ProcessGroup) -> Found:
+    names = [f"{name}:{knob}" for name in NAMED if "2d" in name for knob in ("pieces=3", "pull")]
+    return in_turn(at, group, names, " with pieces of columns")
+
+
+def schedule(at: Rank, group: ProcessGroup, name: str) -> Found:
+    names = [name, f"{name}:pull", f"{name}:pieces=3", f"{name}:pieces=3,pull,copy=2"]
+    return in_turn(at, group, names, ", push and pull, whole and in pieces")
+
+
+#: Schedules of each operator in its check: every named one, and knobs of each kind.
+VARIED = (
+    *(
+        *NAMED,
+        "serial:collective",
+        "shard-overlap:pull",
+        "growing:tail=2",
+        "shrinking:pieces=2,pull",
+    ),
+    *("hetero-fused-1d:pieces=3,copy=2,compute=2", "hetero-fused-2d:pieces=3,pull"),
+    *("shard-overlap:beta", "hetero-fused-1d:pieces=3,beta", "ring:pieces=3"),
+)
+
+
+def operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
+    settings = at.settings
+    uneven = uneven_operands(at, operator)
+    names = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
+    few, problems, calls = min(settings.repeat, 2), [], 0
+    rows, k, n = settings.large
+    if OPERATORS[operator].scatters:  # what travels is wide
+        n, k = k, n
+    large = (max(rows // at.world, 1), k, n)
+    for operands, some, count in (
+        (operands_of(at, settings.small, operator), names, settings.repeat),
+        (operands_of(at, large, operator), names, few),
+        (operands_of(at, large, operator), ORDERED, max(2, settings.iterations // 8)),
+        (uneven, names, few),
+    ):
+        problems += exact_on(at, group, some, operands, count)
+        calls += count * len(some)
+    at.conclude(problems)
+    return Found(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
+
+
+def collective(at: Rank, group: ProcessGroup) -> Found:
+    return in_turn(at, group, ["serial:collective"], f" by {dist.get_backend(group)}")
+
+
+def mover(at: Rank, group: ProcessGroup) -> Found:
+    at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
+    engine = at.engine(group)
+    if "kernel" not in engine.capabilities().movers:
+        raise NotOffered("the engine has no such mover: no compiler for ficco's kernels is here")
+    names = ["growing:kernel", "hetero-fused-1d:pieces=3,pull,kernel", "uniform-fused-2d:kernel"]
+    return in_turn(at, group, names, " with copies by the kernel")
+
+
+def kernels(at: Rank, group: ProcessGroup) -> Found:
+    kernels, stream = doctor.own_kernels(at.device)
+    generator = torch.Generator(at.device).manual_seed(at.rank)
+
+    def integers(dtype: torch.dtype, rows: int, cols: int) -> torch.Tensor:
+        made = torch.empty(rows, cols, dtype=dtype, device=at.device)
+        return made.random_(-3, 4, generator=generator)
+
+    problems = []
+    half = torch.bfloat16
+    for rows, cols, pitch, first in ((64, 512, 512, 0), (33, 100, 160, 8), (17, 23, 40, 3)):
+        source = integers(half, rows, cols)
+        wide = torch.full((rows, pitch), 99.0, dtype=half, device=at.device)
+        wanted = wide.clone()
+        wanted[:, first : first + cols] = source
+        kernels.place(wide[:, first : first + cols], source, stream)
+        back = torch.empty_like(source)
+        kernels.place(back, wide[:, first : first + cols], stream)
+        if not (torch.equal(wide, wanted) and torch.equal(back, source)):
+            problems.append(f"placement of {rows} x {cols} at {first} of {pitch} is wrong")
+    for part, out in ((half, half), (torch.float32, half), (torch.float32, torch.float32)):
+        for count, size in ((2, 4096), (8, 1000), (16, 7)):
+            parts = [integers(part, 1, size) for _ in range(count)]
+            total = torch.empty(1, size, dtype=out, device=at.device)
+            kernels.reduce(total, parts, stream)
+            if not torch.equal(total, torch.stack(parts).double().sum(0).to(out)):
+                problems.append(f"the sum of {count} x {size} {part} in {out} is wrong")
+    for rows, cols, pitch, first in ((64, 512, 1024, 512), (33, 100, 160, 8), (17, 23, 40, 3)):
+        wide = [integers(half, rows, pitch) for _ in range(4)]
+        wanted = wide[0].clone()
+        blocks = [one[:, first : first + cols] for one in wide]
+        wanted[:, first : first + cols] = torch.stack(blocks).double().sum(0).to(half)
+        kernels.reduce(blocks[0], blocks, stream)  # in place, among columns that stay
+        if not torch.equal(wide[0], wanted):
+            problems.append(f"the sum of 4 x {rows} x {cols} at {first} of {pitch} is wrong")
+    at.settle()
+    at.conclude(problems)
+    target = kernels.binding.target
+    return Found(f"placement and sums exact, compiled for {target.arch}")
+
+
+def graph(at: Rank, group: ProcessGroup) -> Found:
+    problems = exact(at, group, ["growing"], at.settings.small, 1)
+    at.conclude(problems)
+    if at.device.type == "cpu" or not at.engine(group).capabilities().capture:
+        raise NotOffered("this engine does not serve captured calls")
+    names, count = ("growing", "shrinking:pull", "hetero-fused-1d:pieces=4"), 10
+    for name in names:
+        operands = operands_of(at, at.settings.small)
+        operands.exact(0)
+        at.settle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            product = ficco.all_gather_matmul(
+                operands.a_LK, operands.b_KN, group=group, schedule=name
+            )
+        wrong = []
+        for number in range(count):
+            at.iteration += 1
+            operands.exact(at.iteration)
+            graph.replay()
+            wrong.append((f"{name}, replay {number}", wrong_rows(product, operands)))
+        ficco.synchronize(group)
+        problems += sentences(wrong)
+        at.settle()
+        del graph, product
+    at.conclude(problems)
+    return Found(f"{len(names) * count} replays of {len(names)} graphs exact")
+
+
+def timeout(at: Rank, group: ProcessGroup) -> Found:
+    if at.world == 1:
+        raise NotOffered("one rank has no peer to wait for")
+    at.conclude(exact(at, group, ["growing"], at.settings.small, 2))
+    at.settle()
+    absent, limit = at.world - 1, at.settings.timeout_s / 2
+    problems, waited = [], 0.0
+    if at.rank != absent:
+        operands = operands_of(at, at.settings.small)
+        operands.exact(1)
+        began = time.monotonic()
+        try:
+            with ficco.options(timeout_s=limit, on_timeout="raise"):
+                ficco.all_gather_matmul(
+                    operands.a_LK, operands.b_KN, group=group, schedule="growing"
+                )
+                ficco.synchronize(group)
+            problems.append(f"a call ended although rank {absent} made none")
+        except SignalTimeout:
+            waited = time.monotonic() - began
+            if not limit * 0.9 <= waited <= limit + SLACK_S:
+                problems.append(f"SignalTimeout came after {waited:.1f} s, {limit:.1f} s were set")
+    longest = max(at.gather(waited))
+    at.conclude(problems)
+    at.settle()
+    ficco.close(group)
+    other = dist.new_group(list(range(at.world)))
+    at.conclude(exact(at, other, ["growing"], at.settings.small, 2))
+    at.settle()
+    ficco.close(other)
+    at.settle()
+    dist.destroy_process_group(other)
+    return Found(f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well")
+
+
+def way(at: Rank, group: ProcessGroup, variable: str, value: str) -> Found:
+    """One of the ways that an engine can be told to go."""
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        count = max(2, at.settings.iterations // 8)
+        problems = exact(at, group, ORDERED, at.settings.small, count)
+        problems += exact(at, group, ORDERED, at.settings.large, 2)
+        at.conclude(problems)
+        rate = gb_per_s(at, group, all_at_once(at), at.world - 1)
+    except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
+        raise
+    except RuntimeError as error:  # of the engine, or of PyTorch's memory
+        raise NotOffered(f"{type(error).__name__}: {error}") from error
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+    capabilities = at.engine(group).capabilities()
+    details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
+    calls = (count + 2) * len(ORDERED)
+    return Found(f"{calls} calls exact; {rate:.1f} GB/s received per rank", details)
+
+
+def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Found:
+    found = at.gather(probe.attribute(engine, name, at.device, at.rank))
+    if not all(found):
+        raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(found) if not value]}")
+    return Found(", ".join(map(str, dict.fromkeys(found))))
+
+
+def sharing(at: Rank, group: ProcessGroup, kind: str) -> Found:
+    if at.world == 1:
+        raise NotOffered("one rank has nobody to share with")
+    seen = probe.share(kind, at.device, at.rank, at.gather)
+    for rank, (refused, _) in enumerate(at.gather(seen)):
+        if refused:
+            raise NotOffered(f"rank {rank}: {refused[0]}")
+    at.conclude(seen.wrong)
+    return Found("every rank read what its peers wrote in theirs, and what one wrote in its own")

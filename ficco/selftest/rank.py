@@ -1,0 +1,138 @@
+"""What a check of the self-test is given, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.dma.engine import Engine
+from ficco.workspace import workspace_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is tried.
+
+    Attributes:
+        iterations: calls with small pieces per schedule that is to show the order of copy and
+            signal; an eighth of them with large ones.
+        repeat: calls per schedule where that is not the question.
+        small, large: rows per rank, k and n of calls.
+        dtype: of the operands.
+        pair_bytes: bytes that a rank receives from a peer where bandwidth is measured.
+        rounds: times that each bandwidth is measured; the best counts.
+        timeout_s: seconds that a call may wait for a peer.
+        limit_s: seconds after which a check has hung.
+    """
+
+    iterations: int = 100
+    repeat: int = 3
+    small: tuple[int, int, int] = (24, 40, 16)
+    large: tuple[int, int, int] = (512, 512, 32)
+    dtype: str = "float32"
+    pair_bytes: int = 8 << 20
+    rounds: int = 3
+    timeout_s: float = 3.0
+    limit_s: float = 30.0
+
+    @classmethod
+    def of(cls, device: str) -> Settings:
+        """What suits a device."""
+        if device == "cpu":
+            return cls()
+        return cls(
+            iterations=400,
+            repeat=5,
+            small=(48, 64, 40),
+            large=(4096, 4096, 256),
+            dtype="bfloat16",
+            pair_bytes=64 << 20,
+            timeout_s=5.0,
+            limit_s=45.0,
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check that passed has seen, in a line, and what the report says of it."""
+
+    seen: str
+    details: str = ""
+
+
+class Wrong(Exception):
+    """A check has failed on ranks that are still in step."""
+
+
+class NotOffered(Exception):
+    """This machine does not have what was to be checked."""
+
+
+class PeerLeft(Exception):
+    """A peer is no longer in this check."""
+
+
+@dataclass
+class Rank:
+    """One rank of the self-test; ``talk`` is a group by which ranks tell each other what they saw,
+    whatever their devices do."""
+
+    rank: int
+    world: int
+    device: torch.device
+    settings: Settings
+    talk: ProcessGroup
+    iteration: int = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, on every rank; :class:`PeerLeft` if one has left the check."""
+        found = self._exchange((False, value))
+        if gone := [rank for rank, (left, _) in enumerate(found) if left]:
+            raise PeerLeft(f"ranks {gone} left the check")
+        return [value for _, value in found]
+
+    def _exchange(self, mine: tuple[bool, Any]) -> list[tuple[bool, Any]]:
+        found: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(found, mine, group=self.talk)
+        except RuntimeError as error:
+            raise PeerLeft(f"a peer's process is gone: {error}") from error
+        return found
+
+    def settle(self) -> None:
+        """Every rank is here, and its device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.gather(None)
+
+    def leave(self, group: ProcessGroup) -> None:
+        """Take a group down, once every rank has left the check and nothing uses its memory."""
+        self._outside()
+        ficco.close(group)
+        self._outside()
+        dist.destroy_process_group(group)
+
+    def _outside(self) -> None:
+        """Every rank has left the check; one that has not learns by this that it is over."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        while not all(left for left, _ in self._exchange((True, None))):
+            pass
+
+    def conclude(self, problems: Iterable[str]) -> None:
+        """Raise on all ranks what any of them found wrong."""
+        found = self.gather(list(problems))
+        lines = [f"rank {rank}: {line}" for rank, some in enumerate(found) for line in some]
+        if lines:
+            raise Wrong("\n".join(lines))
+
+    def engine(self, group: ProcessGroup) -> Engine:
+        return workspace_of(group, self.device).engine

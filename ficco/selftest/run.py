@@ -1,0 +1,271 @@
+"""The checks on real ranks, and on new ones where those cannot go on."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco import doctor
+from ficco.dma.choose import engine_name
+from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.launch import RankFailed, check_ranks, launch, under_torchrun
+from ficco.options import current
+from ficco.selftest.rank import NotOffered, PeerLeft, Rank, Settings, Wrong
+from ficco.selftest.table import CHECKS, COLLECTIVE, WAYS, Check
+
+#: Seconds that ranks may take to start, with everything that a first use of a library takes.
+START_S = 60.0
+#: What a rank says of a check, in the order in which it goes before what others say: "left", its
+#: peers were gone, and "late", it waited in vain, follow from what befell another.
+ORDER = ("ok", "left", "late", "not offered", "failed")
+#: Lines of what a rank printed that go to the report.
+LOG_LINES = 60
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a check: ``verdict`` is ``"ok"``, ``"failed"`` or ``"not offered"``."""
+
+    check: str
+    verdict: str
+    seen: str
+    instead: str = ""
+    seconds: float = 0.0
+    details: str = ""
+
+
+@dataclass
+class _Journal:
+    """What a rank begins, finds and ends, a JSON object per line."""
+
+    path: Path
+
+    def note(self, check: str, event: str, **more: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"check": check, "event": event, **more}) + "\n")
+
+    def read(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The events of each check."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # the rank died while it wrote
+                    event = json.loads(line)
+                    found.setdefault(event["check"], {})[event["event"]] = event
+        return found
+
+
+def _files(folder: Path, rank: int) -> tuple[_Journal, Path]:
+    """Where a rank notes what it does, and where its output goes."""
+    return _Journal(folder / f"rank{rank}.jsonl"), folder / f"rank{rank}.log"
+
+
+def _on_a_rank(names: Sequence[str], settings: Settings, device: str, folder: str) -> None:
+    """Run checks on this rank, one behind the other."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    journal, log = _files(Path(folder), rank)
+    screen = os.fdopen(os.dup(2), "w")
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks share this machine
+    patience = timedelta(seconds=3 * settings.limit_s)
+    talk = dist.new_group(list(range(world)), backend="gloo", timeout=patience)
+    here = torch.device(device)
+    if device == "cuda":
+        here = torch.device(device, torch.cuda.current_device())
+    at = Rank(rank, world, here, settings, talk)
+    _warm(at)
+    at.settle()
+    every = {check.name: check for some in (CHECKS, *WAYS.values()) for check in some}
+    for check in (every[name] for name in names):
+        if rank == 0:
+            print(f"selftest: {check.name}", file=screen, flush=True)
+        at.iteration = 10_000 * list(every).index(check.name)
+        # In place of the time that launch() set: where a check hangs, the rank ends.
+        faulthandler.dump_traceback_later(check.limits * settings.limit_s, exit=True)
+        journal.note(check.name, "begin")
+        with ficco.options(timeout_s=settings.timeout_s, on_timeout="raise"):
+            _attempt(at, check, journal)
+        journal.note(check.name, "end")
+    faulthandler.dump_traceback_later(settings.limit_s, exit=True)
+
+
+def _warm(at: Rank) -> None:
+    """What the first use of libraries takes is no peer's delay."""
+    dtype = getattr(torch, at.settings.dtype)
+    for kind in (dtype, torch.float32):
+        a = torch.ones(2, 64, 64, dtype=kind, device=at.device)
+        torch.bmm(a, a), torch.mm(a[0], a[1]), torch.addmm(a[0], a[0], a[1])
+        torch.baddbmm(a, a, a), a.random_(-3, 4), (a != a.clone()).sum()
+    with contextlib.suppress(NotImplementedError, BackendError, ImportError):  # its check will tell
+        doctor.own_kernels(at.device)
+
+
+def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
+    """Run one check in a group of its own; note what came out. Raises where this rank cannot go
+    on."""
+    began = time.monotonic()
+
+    def note(verdict: str, seen: str, details: str = "") -> None:
+        seconds = time.monotonic() - began
+        journal.note(
+            check.name, "outcome", verdict=verdict, seen=seen, details=details, seconds=seconds
+        )
+
+    group = dist.new_group(list(range(at.world)))
+    try:
+        found = check.run(at, group)
+        note("ok", found.seen, found.details)
+    except Wrong as error:
+        note("failed", str(error))
+    except (NotOffered, NotImplementedError) as error:
+        note("not offered", str(error), "".join(traceback.format_exception(error)))
+        if error.__cause__ is not None:  # who knows where the peers are
+            raise
+    except (SignalTimeout, RankMismatch, PeerFailed) as error:
+        note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
+    except PeerLeft as error:
+        note("left", str(error))
+    except Exception as error:
+        note("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+        raise
+    at.leave(group)
+
+
+# Where the command was given.
+
+
+@dataclass
+class Selftest:
+    """A run of all checks.
+
+    Attributes:
+        results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
+        logs: what ranks printed, by launch and rank.
+        starts: how often new ranks were started: for the checks, for those that have ranks to
+            themselves, and behind one after which ranks could not go on.
+    """
+
+    device: str
+    ranks: int
+    settings: Settings
+    results: list[Result] = field(default_factory=list)
+    logs: dict[str, str] = field(default_factory=dict)
+    starts: int = 0
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> int:
+        return sum(result.verdict == "failed" for result in self.results)
+
+
+def default_ranks(device: str) -> int:
+    """As many as there are GPUs, two on CPUs."""
+    return torch.cuda.device_count() if device == "cuda" else 2
+
+
+def selftest(device: str, ranks: int | None = None, settings: Settings | None = None) -> Selftest:
+    """Run all checks on ranks of this machine; goes on behind those that fail.
+
+    Raises:
+        ValueError: that many ranks cannot run here.
+    """
+    if under_torchrun():
+        raise ValueError("the self-test starts its ranks by itself; run it without torchrun")
+    if ranks is None and device == "cpu":
+        ranks = default_ranks(device)
+    run = Selftest(device, check_ranks(ranks, device), settings or Settings.of(device))
+    began = time.monotonic()
+    engine = engine_name(torch.device(device), current().engine)
+    checks = (*CHECKS, *WAYS[engine])
+    left = list(checks)
+    found: dict[str, Result] = {}
+    while left:
+        batch = [left[0]] if left[0].alone else [check for check in left if not check.alone]
+        new = _launched(run, batch)
+        found |= new
+        if not any(check.name in new for check in batch):  # they do not even start
+            why = new["start of ranks"].seen if new else "nothing was noted"
+            for check in left:
+                found[check.name] = Result(check.name, "failed", f"not run: {why}", check.instead)
+        left = [check for check in left if check.name not in found]
+    names = [check.name for check in checks]
+    run.results = [found[name] for name in names]
+    run.results += [result for name, result in found.items() if name not in names]
+    run.seconds = time.monotonic() - began
+    return run
+
+
+def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, Result]:
+    """Run checks on new ranks; the results of those that they began."""
+    settings, error = run.settings, None
+    run.starts += 1
+    with tempfile.TemporaryDirectory(prefix="ficco-selftest-") as folder:
+        names = [check.name for check in batch]
+        limit = START_S + sum(check.limits for check in batch) * settings.limit_s
+        try:
+            args = (names, settings, run.device, folder)
+            launch(_on_a_rank, run.ranks, *args, device=run.device, timeout_s=limit)
+        except RankFailed as failure:
+            error = failure
+        journals = []
+        for rank in range(run.ranks):
+            journal, log = _files(Path(folder), rank)
+            journals.append(journal.read())
+            if error is not None and log.exists():
+                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
+    found = {}
+    for check in batch:
+        events = [journal.get(check.name, {}) for journal in journals]
+        if any(events):
+            found[check.name] = _result(check, events, error, settings)
+    broken = any(len(journal.get(name, {})) < 3 for journal in journals for name in found)
+    if error is not None and not broken:
+        name = "end of ranks" if found else "start of ranks"
+        found[name] = Result(name, "failed", str(error), COLLECTIVE, details=error.details)
+    return found
+
+
+def _result(
+    check: Check, events: list[dict[str, Any]], error: RankFailed | None, settings: Settings
+) -> Result:
+    """The verdict on a check, from what each rank noted of it."""
+    outcomes = {rank: one["outcome"] for rank, one in enumerate(events) if "outcome" in one}
+    unfinished = [rank for rank, one in enumerate(events) if "begin" in one and "end" not in one]
+    worst = max(
+        outcomes.values(), key=lambda one: ORDER.index(one["verdict"]), default={"verdict": "ok"}
+    )
+    seconds = max((one["seconds"] for one in outcomes.values()), default=0.0)
+    if unfinished and worst["verdict"] in ("ok", "left", "late") and error is not None:
+        stuck = [rank for rank in unfinished if rank not in outcomes]
+        limit = check.limits * settings.limit_s
+        seen = f"{error}; ranks {stuck or unfinished} did not finish (limit {limit:.0f} s)"
+        details = [error.details]
+        verdict = "failed"
+    else:
+        verdict = "failed" if worst["verdict"] in ("left", "late") else worst["verdict"]
+        alike = [rank for rank, one in outcomes.items() if one["seen"] == worst["seen"]]
+        everywhere = verdict == "ok" or len(alike) == len(events)
+        seen = worst["seen"] if everywhere else f"rank {alike[0]}: {worst['seen']}"
+        details = []
+    for rank, one in outcomes.items():
+        if one["details"] and (one["verdict"] != "ok" or rank == 0):
+            details.append(f"rank {rank}:\n{one['details']}")
+    instead = "" if verdict == "ok" else check.instead
+    return Result(check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details)))

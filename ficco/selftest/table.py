@@ -1,0 +1,113 @@
+"""All checks in their order, and what is used where one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ficco import doctor
+from ficco.bench.cases import OPERATOR as GATHER
+from ficco.dma import probe
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, refusal
+from ficco.selftest import checks, speed
+from ficco.selftest.rank import Found, Rank
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Check:
+    """A thing that is assumed; ``instead`` says what is used where it does not hold.
+
+    ``alone`` is for one that leaves ranks in a state that the next should not meet; ``limits`` is
+    the time that it may take, in limits of the settings.
+    """
+
+    name: str
+    run: Callable[[Rank, ProcessGroup], Found]
+    instead: str
+    alone: bool = False
+    limits: int = 1
+
+
+COLLECTIVE = "schedule='serial:collective', or PyTorch's own collectives"
+
+CHECKS = (
+    Check("device and engine", checks.device, COLLECTIVE),
+    Check("memory of peers", checks.memory, COLLECTIVE),
+    Check(
+        "signals, first way",
+        partial(checks.signals, way="auto"),
+        "options(signals='copy'); on AMD cards the variable FICCO_HIP_SIGNALS",
+    ),
+    Check("signals by write", partial(checks.signals, way="write"), "the first way"),
+    Check("signals by copy", partial(checks.signals, way="copy"), "the first way"),
+    Check(
+        "order of copy and signal",
+        checks.ordering,
+        "options(signals='copy'); options(replay=False) if that alone is right",
+        limits=2,
+    ),
+    Check("2D copies", checks.columns, "schedules whose names end in 1d"),
+    *(
+        Check(
+            f"schedule {name}",
+            partial(checks.schedule, name=name),
+            "another schedule=; 'auto' does not know that it fails",
+        )
+        for name in NAMED
+        if not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
+    ),
+    Check("schedule serial:collective", checks.collective, "schedule='serial'"),
+    *(
+        Check(
+            f"operator {name}",
+            partial(checks.operator, operator=name),
+            "PyTorch's own collective and product",
+            limits=2,
+        )
+        for name in OPERATORS
+        if name != GATHER
+    ),
+    Check("copies by kernel", checks.mover, "the mover dma: leave the knob kernel out"),
+    Check("kernels", checks.kernels, "PyTorch's operations"),
+    Check("graphs", checks.graph, "calls outside of graphs"),
+    Check("bandwidth of pairs", speed.bandwidth_of_pairs, "nothing", limits=2),
+    Check("bandwidth of all pairs", speed.bandwidth_of_all, "nothing"),
+    Check(
+        "products beside copies",
+        speed.beside,
+        "copies by compute units, which slow products down; on AMD cards try FICCO_HIP_COPY=nocu, "
+        "and leave HSA_ENABLE_SDMA out",
+    ),
+    Check("timeouts", checks.timeout, "a limit of your own for each call", alone=True),
+)
+
+#: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
+#: told to go. Those of the other engines are not tried.
+WAYS = {
+    engine: (
+        *(
+            Check(f"attribute {name}", partial(checks.attribute, engine=engine, name=name), instead)
+            for name, instead in probe.ATTRIBUTES[engine].items()
+        ),
+        *(
+            Check(f"sharing of {kind} memory", partial(checks.sharing, kind=kind), instead)
+            for kind, instead in probe.SHARED[engine].items()
+        ),
+        *(
+            Check(
+                f"{variable}={value}",
+                partial(checks.way, variable=variable, value=value),
+                f"leave {variable} out, or set another of {', '.join(values)}",
+            )
+            for variable, values in variables.items()
+            for value in values
+        ),
+    )
+    for engine, variables in doctor.CHOICES.items()
+}
