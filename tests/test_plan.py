@@ -1526,14 +1526,15 @@ def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: 
     problem = Problem(operator, (24, 0, 17, 8), 24, 40, "bfloat16")
     proof = _Proof(made(name, problem, cap))
     proof.run()
+    order = proof.order
     steps = range(len(proof.steps))
     over = [1 << step for step in steps]  # by step, what is over before it starts, and itself
     before = defaultdict(list)
-    for source, target in zip(proof.source.tolist(), proof.target.tolist(), strict=True):
+    for source, target in zip(order.source.tolist(), order.target.tolist(), strict=True):
         before[target].append(source)
     latest: dict[int, int] = {}
-    for step in proof.order:
-        lane = int(proof.lane[step])
+    for step in order.ran:
+        lane = int(order.lane[step])
         for other in [*before[step], *([latest[lane]] if lane in latest else ())]:
             over[step] |= over[other]
         latest[lane] = step
@@ -1541,11 +1542,11 @@ def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: 
     first, second = map(np.ravel, np.meshgrid(steps, steps))
     pairs = zip(first.tolist(), second.tolist(), strict=True)
     true = np.array([over[after] >> one & 1 for one, after in pairs], np.bool_)
-    by_one = proof._heard_of(second, proof.lane[first]) >= first
-    by_two = proof._by_two(first, second)
+    by_one = order._heard_of(second, order.lane[first]) >= first
+    by_two = order._by_two(first, second)
     assert not (by_one & ~true).any() and not (by_two & ~true).any()
-    other = proof.lane[first] != proof.lane[second]
-    assert (proof._by_clocks(first[other], second[other]) == true[other]).all()
+    other = order.lane[first] != order.lane[second]
+    assert (order._by_clocks(first[other], second[other]) == true[other]).all()
     # Each tells more than the one before.
     assert by_one.sum() < (by_one | by_two).sum() < true.sum()
 

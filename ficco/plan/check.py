@@ -38,16 +38,26 @@ numbers, one array for each field: 64 ranks with 64 pieces make a million of the
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ficco.plan.collector import paused
+from ficco.plan.columns import (
+    Accesses,
+    Bools,
+    Ints,
+    Regions,
+    among,
+    bools,
+    cut,
+    filled,
+    ints,
+    unzipped,
+)
 from ficco.plan.model import (
     SHARED_BUFFERS,
     Plan,
@@ -58,9 +68,7 @@ from ficco.plan.model import (
     Step,
     Transfer,
 )
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from ficco.plan.order import Order
 
 #: Names the subject of a rule by its index.
 Who = Callable[[int], str]
@@ -124,57 +132,6 @@ class _Uses(NamedTuple):
         return f"signal {self.signals[index].name}"
 
 
-class _Regions(NamedTuple):
-    buffer: Ints
-    rank: Ints
-    row: Ints
-    row_stop: Ints
-    col: Ints
-    col_stop: Ints
-
-    @property
-    def rows(self) -> Ints:
-        return self.row_stop - self.row
-
-    @property
-    def cols(self) -> Ints:
-        return self.col_stop - self.col
-
-    def at(self, index: Ints) -> _Regions:
-        return _Regions(*(column[index] for column in self))
-
-    def down(self, rows: Ints) -> _Regions:
-        return self._replace(row=self.row + rows, row_stop=self.row_stop + rows)
-
-
-class _Accesses(NamedTuple):
-    """What steps read and write.
-
-    Attributes:
-        row_shift, col_shift: the place of what is there among what leaves or lands, less its place
-            in the buffer.
-        k_first, k_last: rows of b that a product adds up; -1 where none writes.
-        adds: 1 where a product adds the next part of the sum to what is there.
-        terms: whose products are summed in what is read or left there, numbered.
-        joins: the same of what a write of another sum adds itself to; -1 where it does not.
-    """
-
-    step: Ints
-    buffer: Ints
-    rank: Ints
-    row: Ints
-    row_stop: Ints
-    col: Ints
-    col_stop: Ints
-    row_shift: Ints
-    col_shift: Ints
-    k_first: Ints
-    k_last: Ints
-    adds: Ints
-    terms: Ints
-    joins: Ints
-
-
 class _Claim(NamedTuple):
     """Steps of which the first is over before the second starts, in every interleaving."""
 
@@ -197,7 +154,7 @@ class _Proof:
         sizes = [len(plan.steps) for plan in plans]
         self.start = np.cumsum([0, *sizes])
         self.rank = np.repeat(np.arange(self.world), sizes)
-        self.of = _unzipped(self.steps, Step)
+        self.of = unzipped(self.steps, Step)
         self.lanes: list[tuple[int, str]] = []
         lane_of: list[int] = []
         for rank, (first, last) in enumerate(pairwise(self.start.tolist())):
@@ -232,7 +189,7 @@ class _Proof:
 
     def _held(self, column: Sequence[Sequence[Any]]) -> tuple[list[Any], Ints]:
         """What steps hold in one of their fields, and which step each of it belongs to."""
-        step = np.repeat(np.arange(len(column)), _ints(map(len, column)))
+        step = np.repeat(np.arange(len(column)), ints(map(len, column)))
         return list(chain.from_iterable(column)), step
 
     def name(self, step: int) -> str:
@@ -329,9 +286,9 @@ class _Proof:
         every = list(chain.from_iterable(signals))
         # Who posts, waits for and clears a signal holds one tuple of it, as a rule, and a million
         # of them are read once each, in the order in which they lie in memory.
-        _, first, which = np.unique(_ints(map(id, every)), return_index=True, return_inverse=True)
-        self.signal = _unzipped([every[index] for index in first.tolist()], Signal)
-        word, waiter = _ints(self.signal.word)[which], _ints(self.signal.waiter)[which]
+        _, first, which = np.unique(ints(map(id, every)), return_index=True, return_inverse=True)
+        self.signal = unzipped([every[index] for index in first.tolist()], Signal)
+        word, waiter = ints(self.signal.word)[which], ints(self.signal.waiter)[which]
         inside = (word >= 0) & (word < self.words) & (waiter >= 0) & (waiter < self.world)
         self.demand(inside, lambda i: f"signal {every[i].name}", "has its word outside the pads")
         word += waiter * self.words
@@ -374,12 +331,12 @@ class _Proof:
                 if one != two:
                     raise PlanError(f"signal {two.name} shares its word with {one.name}")
         waiter, word = self.word_of[posts.word], self.word_at[posts.word]
-        own = self.rank[posts.step] == _ints(self.signal.poster)[posts.which]
+        own = self.rank[posts.step] == ints(self.signal.poster)[posts.which]
         own &= self.rank[self.waiter[posts.word]] == waiter
         own &= self.rank[self.clearer[posts.word]] == waiter
         self.demand(own, posts.who, "is used by another rank than it says")
         # Words that rest at 1 have the same poster whatever the schedule; the others rest at 0.
-        released = _bools(map("released".__eq__, self.signal.kind))[posts.which]
+        released = bools(map("released".__eq__, self.signal.kind))[posts.which]
         rests = np.where(released, word == self.rank[posts.step], word >= self.world)
         self.demand(rests, posts.who, "has a word that rests at another value")
         self.released = self.word_at < self.world
@@ -406,46 +363,15 @@ class _Proof:
         posters = self.poster[self.waits.word[data]]
         source = np.concatenate([posters, after + self.start[self.rank[step]]])
         target = np.concatenate([self.waits.step[data], step])
-        #: What each step waits for: step i for source[j], joins[i] <= j < joins[i + 1].
-        by_target = np.argsort(target, kind="stable")
-        self.source, self.target = source[by_target], target[by_target]
-        self.joins = np.searchsorted(self.target, np.arange(len(self.steps) + 1))
-        self.order, stuck = self._order(self.rank)
-        if stuck:
-            circle = self._order(self.lane)[1]
+        self.order = Order(self.rank, self.lane, source, target)
+        if stuck := self.order.stuck:
+            circle = self.order.run(self.lane)[1]
             kind = (
                 "wait for each other in a circle"
                 if circle
                 else "deadlock where lanes share one hardware queue"
             )
             raise PlanError(f"steps {kind}: {'; '.join(map(self.name, (circle or stuck)[:4]))}")
-        self.when = np.empty(len(self.steps), np.int64)
-        self.when[self.order] = np.arange(len(self.steps))
-
-    def _order(self, queue: Ints) -> tuple[list[int], list[int]]:
-        """Run queues of steps as far as they go: the steps that ran, and those that are stuck."""
-        queues = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
-        sources, joins = self.source.tolist(), self.joins.tolist()
-        done = bytearray(len(self.steps))
-        is_done = done.__getitem__
-        heads = [0] * len(queues)
-        order: list[int] = []
-        moved = True
-        while moved:
-            moved = False
-            for number, steps in enumerate(queues):
-                head = heads[number]
-                while head < len(steps):
-                    step = steps[head]
-                    first, last = joins[step], joins[step + 1]
-                    if first < last and not all(map(is_done, sources[first:last])):
-                        break
-                    done[step] = 1
-                    head += 1
-                if head > heads[number]:
-                    order += steps[heads[number] : head]
-                    heads[number], moved = head, True
-        return order, [s[head] for head, s in zip(heads, queues, strict=True) if head < len(s)]
 
     # What steps read and write.
 
@@ -454,7 +380,7 @@ class _Proof:
         found = (self._transfers(), self._products(), self._reductions(), self._collectives())
         # What a product adds to is not read by itself: its write says that it adds.
         reads, writes = zip(*found, strict=True)
-        self.access = _Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
+        self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
         self.reads = sum(len(part.step) for part in reads)
         shapes = [[self._shape(name, plan) for plan in self.plans] for name in BUFFERS]
         access = self.access
@@ -468,12 +394,12 @@ class _Proof:
         there = {"publish": plan.publish, "sum": plan.sums, "gathered": self.gathers}
         return plan.shape(name) if there.get(name, True) else (0, 0)
 
-    def _regions(self, regions: Sequence[Region], step: Ints) -> _Regions:
-        names, *bounds = _unzipped(regions, Region)
+    def _regions(self, regions: Sequence[Region], step: Ints) -> Regions:
+        names, *bounds = unzipped(regions, Region)
         numbers = dict.fromkeys(names, -1) | {name: i for i, name in enumerate(BUFFERS)}
-        buffer = _ints(map(numbers.__getitem__, names))
+        buffer = ints(map(numbers.__getitem__, names))
         self.demand(buffer >= 0, self.by_step(step), "names no buffer")
-        found = _Regions(buffer, *map(_ints, bounds))
+        found = Regions(buffer, *map(ints, bounds))
         known = (found.rank >= 0) & (found.rank < self.world)
         self.demand(known, self.by_step(step), "names no rank")
         return found
@@ -483,21 +409,21 @@ class _Proof:
         masks = list(terms)
         for mask in dict.fromkeys(masks):
             self.numbers.setdefault(mask, len(self.numbers))
-        return _ints(map(self.numbers.__getitem__, masks))
+        return ints(map(self.numbers.__getitem__, masks))
 
-    def _of_block(self, regions: _Regions, src: Ints, dst: Ints, needs: Bools, who: Who) -> Ints:
+    def _of_block(self, regions: Regions, src: Ints, dst: Ints, needs: Bools, who: Who) -> Ints:
         """Rows that leave: how far from there they land. They lie in the block of two ranks."""
         first = self.leaves[src, dst]
         inside = (first <= regions.row) & (regions.row_stop <= first + self.block[src, dst])
         self.demand(inside | ~needs, who, "takes rows of another block")
         return np.where(needs, self.lands[src, dst] - first, 0)
 
-    def _transfers(self) -> tuple[_Accesses, _Accesses]:
+    def _transfers(self) -> tuple[Accesses, Accesses]:
         transfers = list(self.of.transfer)
         for number in self.collective:
             transfers[number] = None
-        step = np.flatnonzero(_bools(map(bool, transfers)))
-        sources, targets, named = _unzipped(list(filter(None, transfers)), Transfer)
+        step = np.flatnonzero(bools(map(bool, transfers)))
+        sources, targets, named = unzipped(list(filter(None, transfers)), Transfer)
         who, me = self.by_step(step), self.rank[step]
         src, dst = self._regions(sources, step), self._regions(targets, step)
         terms = self._terms(named)
@@ -505,7 +431,7 @@ class _Proof:
         self.demand(
             (terms > 0) == scatters, who, "does not say whose products it moves, or says so of A"
         )
-        copy = _bools(map("copy".__eq__, self.of.op))[step]
+        copy = bools(map("copy".__eq__, self.of.op))[step]
         ends = (src.rank == me).astype(int) + (dst.rank == me)
         self.demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
         for region in (src, dst):
@@ -528,16 +454,16 @@ class _Proof:
         here_across = np.where(staged & (dst.buffer != STAGING), -across, 0)
         on = np.flatnonzero(staged & (dst.buffer == STAGING))
         posts = [self.of.posts[number] for number in step[on]]
-        here[on] = _ints(found[0].first if found else 0 for found in posts) - src.row[on]
+        here[on] = ints(found[0].first if found else 0 for found in posts) - src.row[on]
         there, there_across = here + down + way, here_across + across
         home = (dst.buffer == STAGING) | (there == begins) & (there_across == 0)
         home &= ~np.isin(dst.buffer, LEAVING) | (src.rank == dst.rank)
         self.demand(home, who, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
-        none, zero = _same(-1, len(step)), _same(0, len(step))
+        none, zero = filled(-1, len(step)), filled(0, len(step))
         return (
-            _Accesses(step, *src, here, here_across, none, none, zero, terms, none),
-            _Accesses(step, *dst, there, there_across, none, none, zero, terms, none),
+            Accesses(step, *src, here, here_across, none, none, zero, terms, none),
+            Accesses(step, *dst, there, there_across, none, none, zero, terms, none),
         )
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
@@ -547,21 +473,21 @@ class _Proof:
         at = at[self.posts.step]
         row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts behind no copy
         bounds = self.signal.first, self.signal.last
-        first, last = (_ints(column)[self.posts.which] for column in bounds)
+        first, last = (ints(column)[self.posts.which] for column in bounds)
         gated = (first <= row[at]) & (row_stop[at] <= last)
         self.demand(gated | (at < 0), self.posts.who, "gates other rows than those copied")
 
-    def _products(self) -> tuple[_Accesses, _Accesses]:
+    def _products(self) -> tuple[Accesses, Accesses]:
         problem = self.problem
         found, step = self._held(self.of.products)
-        made = _unzipped(found, Product)
+        made = unzipped(found, Product)
         who, me = self.by_step(step), self.rank[step]
         a, out = self._regions(made.a, step), self._regions(made.out, step)
         k_first, k_last, adds, batch = map(
-            _ints, (made.k_first, made.k_last, made.accumulate, made.batch)
+            ints, (made.k_first, made.k_last, made.accumulate, made.batch)
         )
         inner = problem.kind.inner
-        turned = _bools(made.transposed)
+        turned = bools(made.transposed)
         self.demand(turned == inner, who, "multiplies A the wrong way round")
         summed, left = (a.rows, a.cols) if inner else (a.cols, a.rows)
         fits = (summed == k_last - k_first) & (left == out.rows)
@@ -571,23 +497,23 @@ class _Proof:
         if problem.kind.scatters:
             whole = (k_first == 0) & (k_last == problem.k)
             self.demand(whole, who, "multiplies part of k")
-            targets = np.where(adds > 0, _among(out.buffer, STAGING, OUT), out.buffer != STAGING)
-            buffers = (a.buffer == A) & targets & _among(out.buffer, STAGING, OUT, PARTIAL, PUBLISH)
+            targets = np.where(adds > 0, among(out.buffer, STAGING, OUT), out.buffer != STAGING)
+            buffers = (a.buffer == A) & targets & among(out.buffer, STAGING, OUT, PARTIAL, PUBLISH)
         else:
             whole = (out.col == 0) & (out.col_stop == problem.n)
             self.demand(whole, who, "multiplies in part of the columns")
-            buffers = _among(a.buffer, A, STAGING, GATHERED) & _among(out.buffer, SUM, OUT)
+            buffers = among(a.buffer, A, STAGING, GATHERED) & among(out.buffer, SUM, OUT)
             exact = (adds == 0) | (out.buffer == SUM) | (not problem.rounds)
             self.demand(exact, who, "adds to what has been rounded")
         self.demand(buffers, who, "multiplies in the wrong buffers")
         adds, joins, terms = self._joined(made, adds, me, who)
-        which = np.flatnonzero(_bools(map(bool, made.addend)))
+        which = np.flatnonzero(bools(map(bool, made.addend)))
         adding = step[which]
         # One access for each product of a batch.
         each = np.repeat(np.arange(len(step)), batch)
         turn = np.arange(len(each)) - np.repeat(np.cumsum(batch) - batch, batch)
-        a = a.at(each).down(turn * _ints(made.a_stride)[each])
-        out = out.at(each).down(turn * _ints(made.out_stride)[each])
+        a = a.at(each).down(turn * ints(made.a_stride)[each])
+        out = out.at(each).down(turn * ints(made.out_stride)[each])
         k_first, k_last, adds, step = k_first[each], k_last[each], adds[each], step[each]
         who, mine, kept = self.by_step(step), a.buffer == A, ~np.isin(out.buffer, LEAVING)
         way = self._of_block(a, a.rank, out.rank, mine & kept, who)
@@ -599,38 +525,38 @@ class _Proof:
         home = (there == begins) | (out.buffer == STAGING)
         self.demand(home & ((across == 0) | ~mine), who, "multiplies its own rows into a peer's")
         here = np.where(mine, 0, row - a.row)
-        none, zero = _same(-1, len(each)), _same(0, len(each))
-        read = _Accesses(step, *a, here, across, none, none, zero, zero, none)
+        none, zero = filled(-1, len(each)), filled(0, len(each))
+        read = Accesses(step, *a, here, across, none, none, zero, zero, none)
         added = self._addends([found[index] for index in which], adding)
         return (
-            _Accesses(*map(np.concatenate, zip(read, added, strict=True))),
-            _Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
+            Accesses(*map(np.concatenate, zip(read, added, strict=True))),
+            Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
         )
 
-    def _addends(self, products: list[Product], step: Ints) -> _Accesses:
+    def _addends(self, products: list[Product], step: Ints) -> Accesses:
         """What products add themselves to without being in the same place."""
-        made = _unzipped(products, Product)
+        made = unzipped(products, Product)
         who = self.by_step(step)
         addend, out = self._regions(made.addend, step), self._regions(made.out, step)
         fits = (addend.rows == out.rows) & (addend.col == out.col) & (addend.cols == out.cols)
-        fits &= (_ints(made.batch) == 1) & (_ints(made.accumulate) == 0)
+        fits &= (ints(made.batch) == 1) & (ints(made.accumulate) == 0)
         self.demand(fits, who, "adds itself to a region that does not fit")
-        local = (addend.rank == self.rank[step]) & _among(addend.buffer, STAGING)
+        local = (addend.rank == self.rank[step]) & among(addend.buffer, STAGING)
         self.demand(local & (out.buffer == OUT), who, "adds itself to the wrong buffer")
         down = out.row + self.begins[out.buffer, out.rank] - addend.row
-        none, zero = _same(-1, len(step)), _same(0, len(step))
+        none, zero = filled(-1, len(step)), filled(0, len(step))
         terms = self._terms(made.terms)
-        return _Accesses(step, *addend, down, zero, none, none, zero, terms, none)
+        return Accesses(step, *addend, down, zero, none, none, zero, terms, none)
 
     def _joined(self, made: Any, adds: Ints, me: Ints, who: Who) -> tuple[Ints, ...]:
         """Which products add a part of k, which sums others add to, and what all leave."""
-        added = _bools(map(bool, made.addend))
+        added = bools(map(bool, made.addend))
         if not self.problem.kind.scatters:
-            plain = ~(_bools(map(bool, made.terms)) | added)
+            plain = ~(bools(map(bool, made.terms)) | added)
             self.demand(plain, who, "adds itself to what another rank made")
-            return adds, _same(-1, len(adds)), _same(0, len(adds))
+            return adds, filled(-1, len(adds)), filled(0, len(adds))
         joined = (adds > 0) | added
-        said = _bools(mask > 0 for mask in made.terms) == joined
+        said = bools(mask > 0 for mask in made.terms) == joined
         self.demand(said, who, "does not say whose products it adds itself to")
         own = [1 << rank for rank in me.tolist()]
         pairs = list(zip(made.terms, own, strict=True))
@@ -639,7 +565,7 @@ class _Proof:
         joins = np.where(adds > 0, self._terms(made.terms), -1)
         return np.zeros_like(adds), joins, self._terms(mask | mine for mask, mine in pairs)
 
-    def _reductions(self) -> tuple[_Accesses, _Accesses]:
+    def _reductions(self) -> tuple[Accesses, Accesses]:
         made: list[Reduction] = []
         numbers: list[int] = []
         if "reduce" in self.operations:
@@ -647,8 +573,8 @@ class _Proof:
             numbers = [number for number, found in enumerate(self.of.reduction) if found]
         step = np.array(numbers, np.int64)
         who, me = self.by_step(step), self.rank[step]
-        parts = _ints(len(reduction.parts) for reduction in made)
-        named = _ints(len(reduction.terms) for reduction in made)
+        parts = ints(len(reduction.parts) for reduction in made)
+        named = ints(len(reduction.terms) for reduction in made)
         some = (parts > 0) & (parts == named) & self.problem.kind.sums
         self.demand(some, who, "does not say whose products it sums")
         left = self._terms(map(self._summed, made, step.tolist()))
@@ -658,7 +584,7 @@ class _Proof:
         part = self._regions([p for reduction in made for p in reduction.parts], part_step)
         who, here = self.by_step(part_step), out.at(each)
         local = (part.rank == me[each]) & (here.rank == me[each])
-        local &= _among(part.buffer, PARTIAL, PUBLISH, STAGING) & (here.buffer == OUT)
+        local &= among(part.buffer, PARTIAL, PUBLISH, STAGING) & (here.buffer == OUT)
         self.demand(local, who, "sums in the wrong buffers")
         sizes = (part.rows == here.rows) & (part.cols == here.cols)
         self.demand(sizes, who, "sums regions of different sizes")
@@ -667,10 +593,10 @@ class _Proof:
         home = (part.buffer == STAGING) | (down == 0) & (across == 0)
         self.demand(home, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in made for mask in reduction.terms)
-        none, zero = _same(-1, len(each)), _same(0, len(each))
-        reads = _Accesses(part_step, *part, down, across, none, none, zero, terms, none)
+        none, zero = filled(-1, len(each)), filled(0, len(each))
+        reads = Accesses(part_step, *part, down, across, none, none, zero, terms, none)
         none, zero = none[: len(made)], zero[: len(made)]
-        return reads, _Accesses(step, *out, begins, zero, none, none, zero, left, none)
+        return reads, Accesses(step, *out, begins, zero, none, none, zero, left, none)
 
     def _summed(self, reduction: Reduction, step: int) -> int:
         """What a reduction leaves: a sum in the order of the ranks, each of them in it once."""
@@ -683,7 +609,7 @@ class _Proof:
             union |= mask
         return union
 
-    def _collectives(self) -> tuple[_Accesses, _Accesses]:
+    def _collectives(self) -> tuple[Accesses, Accesses]:
         """What a collective does on each rank: it moves all that there is to where it belongs."""
         reads: list[tuple[int, ...]] = []
         writes: list[tuple[int, ...]] = []
@@ -709,7 +635,7 @@ class _Proof:
             rest = int(self.begins[target, rank]), 0, -1, -1, 0
             joins = mine if kind.returns else -1
             writes.append((number, target, *dst[1:], *rest, all_terms, joins))
-        return _columns(reads), _columns(writes)
+        return Accesses.of(reads), Accesses.of(writes)
 
     # 4. Composition with the calls before and behind.
 
@@ -761,7 +687,7 @@ class _Proof:
         """By rank and peer, the step that first waits for what the peer posts in this call."""
         data = ~self.released[self.waits.word]
         step, word = self.waits.step[data], self.waits.word[data]
-        late_first = np.argsort(-self.when[step], kind="stable")
+        late_first = np.argsort(-self.order.when[step], kind="stable")
         step, word = step[late_first], word[late_first]
         heard = np.full((self.world, self.world), -1)
         heard[self.rank[step], self.rank[self.poster[word]]] = step
@@ -772,7 +698,7 @@ class _Proof:
     def _memory(self) -> None:
         """The rules for every rectangle that no access divides, along the execution."""
         access = self.access
-        summed = _ints(map(self.problem.b_rows, range(self.world)))  # by rank
+        summed = ints(map(self.problem.b_rows, range(self.world)))  # by rank
         each, before, behind, cell = self._cells()
         write = each >= self.reads
         k_first, k_last = self._parts(each, cell)
@@ -862,15 +788,17 @@ class _Proof:
         kept = np.flatnonzero(self.access.buffer != A)
         step, buffer, rank, *bounds = (column[kept] for column in self.access[:7])
         home = buffer * self.world + rank
-        rows, row, row_count = _cut(home, *bounds[:2])
-        cols, col, col_count = _cut(home, *bounds[2:])
+        rows, row, row_count = cut(home, *bounds[:2])
+        cols, col, col_count = cut(home, *bounds[2:])
         count = row_count * col_count
         each = np.repeat(np.arange(len(kept)), count)
         turn = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
         row, col = row[each] + turn // col_count[each], col[each] + turn % col_count[each]
         # A step's reads come before its writes, and its writes in their order.
         place = np.empty(len(kept), np.int64)
-        place[np.argsort(self.when[step] * len(kept) + np.arange(len(kept)))] = np.arange(len(kept))
+        place[np.argsort(self.order.when[step] * len(kept) + np.arange(len(kept)))] = np.arange(
+            len(kept)
+        )
         cell = row * len(cols) + col
         order = np.argsort(cell * len(kept) + place[each])
         each, cell = each[order], cell[order]
@@ -907,153 +835,8 @@ class _Proof:
     def _settle(self) -> None:
         first = np.concatenate([claim.first for claim in self.claims])
         second = np.concatenate([claim.second for claim in self.claims])
-        self._history()
-        holds = self._heard_of(second, self.lane[first]) >= first
-        for settle in (self._by_two, self._by_clocks):
-            left = np.flatnonzero(~holds)
-            if len(left):
-                holds[left] = settle(first[left], second[left])
+        holds = self.order.holds(first, second)
         stop = np.cumsum([len(claim.first) for claim in self.claims])
         for claim, part in zip(self.claims, np.split(holds, stop[:-1]), strict=True):
             self.demand(part, claim.who, claim.why)
         self.claims.clear()  # what they say of `who` is a cycle, which nobody collects meanwhile
-
-    def _history(self) -> None:
-        """What lanes have waited for: by pair of lanes and by step, the latest step until then."""
-        pair = (self.lane[self.target] * len(self.lanes) + self.lane[self.source]) * len(self.steps)
-        order = np.argsort(pair + self.target)
-        self.waits_of_pairs = np.append(-1, (pair + self.target)[order])
-        self.heard_by_pairs = np.maximum.accumulate(np.append(-1, (pair + self.source)[order]))
-
-    def _heard_of(self, step: Ints, lane: Ints) -> Ints:
-        """The latest step of a lane that a step, or one before it on its own lane, waits for.
-
-        On its own lane that is the step itself; it is -1 where there is none.
-        """
-        own = self.lane[step]
-        pair = (own * len(self.lanes) + lane) * len(self.steps)
-        at = np.searchsorted(self.waits_of_pairs, pair + step, side="right") - 1
-        heard: Ints = np.where(own == lane, step, self.heard_by_pairs[at] - pair)
-        return np.where(step < 0, -1, np.maximum(heard, -1))
-
-    def _by_two(self, first: Ints, second: Ints) -> Bools:
-        """Whether a step has heard of another by way of a third lane of the rank of either."""
-        holds = np.zeros(len(first), np.bool_)
-        of_rank = np.searchsorted([rank for rank, _ in self.lanes], np.arange(self.world + 1))
-        for rank in (self.rank[first], self.rank[second]):
-            for turn in range(int(np.diff(of_rank).max())):
-                between = np.minimum(of_rank[rank] + turn, of_rank[rank + 1] - 1)
-                heard = self._heard_of(second, between)
-                holds |= self._heard_of(heard, self.lane[first]) >= first
-        return holds
-
-    def _by_clocks(self, first: Ints, second: Ints) -> Bools:
-        """Whether steps are over before others on other lanes start, in every interleaving.
-
-        The clock of a lane holds for every lane the latest step that is over, as its number plus 1,
-        or 0. It changes only where a step waits for one of another lane, whose clock was kept.
-        """
-        by_second = np.argsort(second, kind="stable")
-        first, second = first[by_second], second[by_second]
-        asked, begin = np.unique(second, return_index=True)
-        ends = zip(begin.tolist(), [*begin[1:].tolist(), len(second)], strict=True)
-        questions = dict(zip(asked.tolist(), ends, strict=True))
-        lane_of_first = self.lane[first]
-        answers = np.zeros(len(first), np.bool_)
-
-        source, reader = self._telling(asked)
-        joins: dict[int, list[int]] = {}  # by step, those whose clocks it takes in
-        for one, two in zip(source.tolist(), reader.tolist(), strict=True):
-            joins.setdefault(two, []).append(one)
-        told = np.unique(np.concatenate([source, reader, asked]))
-        lanes, to_come = self.lane.tolist(), Counter(source.tolist())
-        clocks = list(np.zeros((len(self.lanes), len(self.lanes)), np.int64))
-        kept: dict[int, Ints] = {}  # by step, for those that will wait for it
-        in_use = [False] * len(clocks)  # a kept clock must not change
-        for step in told[np.argsort(self.when[told])].tolist():
-            lane = lanes[step]
-            for other in joins.get(step, ()):
-                to_come[other] -= 1
-                clock = kept[other] if to_come[other] else kept.pop(other)
-                if clocks[lane][lanes[other]] <= other:
-                    if in_use[lane]:
-                        clocks[lane], in_use[lane] = clocks[lane].copy(), False
-                    np.maximum(clocks[lane], clock, out=clocks[lane])
-                    clocks[lane][lanes[other]] = other + 1
-            if to_come[step]:
-                kept[step], in_use[lane] = clocks[lane], True
-            if step in questions:
-                these = slice(*questions[step])
-                answers[these] = clocks[lane][lane_of_first[these]] > first[these]
-        holds = np.empty(len(answers), np.bool_)
-        holds[by_second] = answers
-        return holds
-
-    def _telling(self, asked: Ints) -> tuple[Ints, Ints]:
-        """The waits between lanes that a clock can tell: what is waited for, and who tells first.
-
-        Clocks are read where others wait for a step, or ask. Of what a lane has waited for up to
-        there, the latest step of each other lane tells of those before it.
-        """
-        steps, lanes = len(self.steps), len(self.lanes)
-        read = np.unique(np.concatenate([self.source, asked]))
-        read = np.sort(self.lane[read] * steps + read)
-        wait = self.lane[self.target] * steps + self.target
-        reader = np.append(read, -1)[np.searchsorted(read, wait)]
-        told = np.flatnonzero(reader // steps == self.lane[self.target])
-        source, reader = self.source[told], reader[told] % steps
-        pair = (reader * lanes + self.lane[source]) * steps + source
-        pair = np.sort(pair)
-        pair = pair[np.diff(pair // steps, append=-1) != 0]
-        return pair % steps, pair // steps // lanes
-
-
-def _cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut lines of equal ``home`` at all their ends.
-
-    Returns the cuts of all homes one behind the other, and for each line the index of its first
-    part there and the number of its parts.
-    """
-    ends = np.concatenate([start, stop]) + np.tile(home * (stop.max(initial=0) + 1), 2)
-    order = np.argsort(ends)
-    new = np.diff(ends[order], prepend=-1) > 0
-    index = np.empty(len(ends), np.int64)
-    index[order] = np.cumsum(new) - 1
-    first, last = index[: len(home)], index[len(home) :]
-    return ends[order][new], first, last - first
-
-
-def _columns(rows: list[tuple[int, ...]]) -> _Accesses:
-    return _Accesses(*np.array(rows, np.int64).reshape(-1, len(_Accesses._fields)).T)
-
-
-def _among(buffer: Ints, *wanted: int) -> Bools:
-    found: Bools = np.isin(buffer, wanted)
-    return found
-
-
-def _same(value: int, count: int) -> Ints:
-    """A column of one number, without memory of its own."""
-    return np.broadcast_to(np.int64(value), count)
-
-
-def _ints(values: Iterable[int]) -> Ints:
-    return np.fromiter(values, np.int64)
-
-
-def _bools(values: Iterable[object]) -> Bools:
-    return np.fromiter(values, np.bool_)
-
-
-def _unzipped(rows: Sequence[Any], kind: type[Any]) -> Any:
-    """The fields of rows of a kind as columns, under the same names.
-
-    It reads few rows at a time, which are then still in a cache for their other fields.
-    """
-    columns: list[list[Any]] = [[] for _ in kind._fields]
-    for start in range(0, len(rows), 4096):
-        for column, part in zip(
-            columns, zip(*rows[start : start + 4096], strict=True), strict=True
-        ):
-            column += part
-    return kind(*columns)

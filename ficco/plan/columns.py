@@ -1,0 +1,117 @@
+"""Regions, accesses and other rows of a proof as columns of numbers, one array for each field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Regions(NamedTuple):
+    """As :class:`ficco.plan.model.Region`; buffers are numbered."""
+
+    buffer: Ints
+    rank: Ints
+    row: Ints
+    row_stop: Ints
+    col: Ints
+    col_stop: Ints
+
+    @property
+    def rows(self) -> Ints:
+        return self.row_stop - self.row
+
+    @property
+    def cols(self) -> Ints:
+        return self.col_stop - self.col
+
+    def at(self, index: Ints) -> Regions:
+        return Regions(*(column[index] for column in self))
+
+    def down(self, rows: Ints) -> Regions:
+        return self._replace(row=self.row + rows, row_stop=self.row_stop + rows)
+
+
+class Accesses(NamedTuple):
+    """What steps read and write.
+
+    Attributes:
+        row_shift, col_shift: the place of what is there among what leaves or lands, less its place
+            in the buffer.
+        k_first, k_last: rows of b that a product adds up; -1 where none writes.
+        adds: 1 where a product adds the next part of the sum to what is there.
+        terms: whose products are summed in what is read or left there, numbered.
+        joins: the same of what a write of another sum adds itself to; -1 where it does not.
+    """
+
+    step: Ints
+    buffer: Ints
+    rank: Ints
+    row: Ints
+    row_stop: Ints
+    col: Ints
+    col_stop: Ints
+    row_shift: Ints
+    col_shift: Ints
+    k_first: Ints
+    k_last: Ints
+    adds: Ints
+    terms: Ints
+    joins: Ints
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, ...]]) -> Accesses:
+        """Rows as columns."""
+        return cls(*np.array(rows, np.int64).reshape(-1, len(cls._fields)).T)
+
+
+def cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut lines of equal ``home`` at all their ends.
+
+    Returns the cuts of all homes one behind the other, and for each line the index of its first
+    part there and the number of its parts.
+    """
+    ends = np.concatenate([start, stop]) + np.tile(home * (stop.max(initial=0) + 1), 2)
+    order = np.argsort(ends)
+    new = np.diff(ends[order], prepend=-1) > 0
+    index = np.empty(len(ends), np.int64)
+    index[order] = np.cumsum(new) - 1
+    first, last = index[: len(home)], index[len(home) :]
+    return ends[order][new], first, last - first
+
+
+def among(buffer: Ints, *wanted: int) -> Bools:
+    found: Bools = np.isin(buffer, wanted)
+    return found
+
+
+def filled(value: int, count: int) -> Ints:
+    """A column of one number, without memory of its own."""
+    return np.broadcast_to(np.int64(value), count)
+
+
+def ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+def bools(values: Iterable[object]) -> Bools:
+    return np.fromiter(values, np.bool_)
+
+
+def unzipped(rows: Sequence[Any], kind: type[Any]) -> Any:
+    """The fields of rows of a kind as columns, under the same names.
+
+    It reads few rows at a time, which are then still in a cache for their other fields.
+    """
+    columns: list[list[Any]] = [[] for _ in kind._fields]
+    for start in range(0, len(rows), 4096):
+        for column, part in zip(
+            columns, zip(*rows[start : start + 4096], strict=True), strict=True
+        ):
+            column += part
+    return kind(*columns)

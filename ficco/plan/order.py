@@ -1,0 +1,160 @@
+"""What runs before what: in one order that all ranks can keep to, and in every interleaving."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from ficco.plan.columns import Bools, Ints
+
+
+class Order:
+    """Steps of all ranks, numbered through, rank by rank, and what they wait for.
+
+    Attributes:
+        source, target: pairs of a step and one that waits for it, by the latter.
+        ran, stuck: the steps in an order in which they can run with each rank's plan as one queue,
+            and those that cannot.
+        when: the place of each step among those that ran.
+    """
+
+    def __init__(self, rank: Ints, lane: Ints, source: Ints, target: Ints) -> None:
+        """``rank`` and ``lane`` of every step: lanes are numbered through, rank by rank, too."""
+        self.rank, self.lane = rank, lane
+        self.lanes = int(lane.max(initial=-1)) + 1
+        rank_of_lane = np.zeros(self.lanes, np.int64)
+        rank_of_lane[lane] = rank
+        ranks = np.arange(rank.max(initial=-1) + 2)
+        self.lanes_of_rank = np.searchsorted(rank_of_lane, ranks)  # the first, and behind the last
+        by_target = np.argsort(target, kind="stable")
+        self.source, self.target = source[by_target], target[by_target]
+        #: Step i waits for source[j], joins[i] <= j < joins[i + 1].
+        self.joins = np.searchsorted(self.target, np.arange(len(lane) + 1))
+        self.ran, self.stuck = self.run(rank)
+        self.when = np.full(len(lane), -1)
+        self.when[self.ran] = np.arange(len(self.ran))
+
+    def run(self, queue: Ints) -> tuple[list[int], list[int]]:
+        """Run queues of steps as far as they go: the steps that ran, and those that are stuck."""
+        queues = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
+        sources, joins = self.source.tolist(), self.joins.tolist()
+        done = bytearray(len(self.lane))
+        is_done = done.__getitem__
+        heads = [0] * len(queues)
+        order: list[int] = []
+        moved = True
+        while moved:
+            moved = False
+            for number, steps in enumerate(queues):
+                head = heads[number]
+                while head < len(steps):
+                    step = steps[head]
+                    first, last = joins[step], joins[step + 1]
+                    if first < last and not all(map(is_done, sources[first:last])):
+                        break
+                    done[step] = 1
+                    head += 1
+                if head > heads[number]:
+                    order += steps[heads[number] : head]
+                    heads[number], moved = head, True
+        return order, [s[head] for head, s in zip(heads, queues, strict=True) if head < len(s)]
+
+    def holds(self, first: Ints, second: Ints) -> Bools:
+        """Whether steps are over before others start, or are the same, in every interleaving."""
+        self._history()
+        found: Bools = self._heard_of(second, self.lane[first]) >= first
+        for tell in (self._by_two, self._by_clocks):
+            left = np.flatnonzero(~found)
+            if len(left):
+                found[left] = tell(first[left], second[left])
+        return found
+
+    def _history(self) -> None:
+        """What lanes have waited for: by pair of lanes and by step, the latest step until then."""
+        pair = (self.lane[self.target] * self.lanes + self.lane[self.source]) * len(self.lane)
+        order = np.argsort(pair + self.target)
+        self.waits_of_pairs = np.append(-1, (pair + self.target)[order])
+        self.heard_by_pairs = np.maximum.accumulate(np.append(-1, (pair + self.source)[order]))
+
+    def _heard_of(self, step: Ints, lane: Ints) -> Ints:
+        """The latest step of a lane that a step, or one before it on its own lane, waits for.
+
+        On its own lane that is the step itself; it is -1 where there is none.
+        """
+        own = self.lane[step]
+        pair = (own * self.lanes + lane) * len(self.lane)
+        at = np.searchsorted(self.waits_of_pairs, pair + step, side="right") - 1
+        heard: Ints = np.where(own == lane, step, self.heard_by_pairs[at] - pair)
+        return np.where(step < 0, -1, np.maximum(heard, -1))
+
+    def _by_two(self, first: Ints, second: Ints) -> Bools:
+        """Whether a step has heard of another by way of a third lane of the rank of either."""
+        holds = np.zeros(len(first), np.bool_)
+        of_rank = self.lanes_of_rank
+        for rank in (self.rank[first], self.rank[second]):
+            for turn in range(int(np.diff(of_rank).max())):
+                between = np.minimum(of_rank[rank] + turn, of_rank[rank + 1] - 1)
+                heard = self._heard_of(second, between)
+                holds |= self._heard_of(heard, self.lane[first]) >= first
+        return holds
+
+    def _by_clocks(self, first: Ints, second: Ints) -> Bools:
+        """Whether steps are over before others on other lanes start, in every interleaving.
+
+        The clock of a lane holds for every lane the latest step that is over, as its number plus 1,
+        or 0. It changes only where a step waits for one of another lane, whose clock was kept.
+        """
+        by_second = np.argsort(second, kind="stable")
+        first, second = first[by_second], second[by_second]
+        asked, begin = np.unique(second, return_index=True)
+        ends = zip(begin.tolist(), [*begin[1:].tolist(), len(second)], strict=True)
+        questions = dict(zip(asked.tolist(), ends, strict=True))
+        lane_of_first = self.lane[first]
+        answers = np.zeros(len(first), np.bool_)
+
+        source, reader = self._telling(asked)
+        joins: dict[int, list[int]] = {}  # by step, those whose clocks it takes in
+        for one, two in zip(source.tolist(), reader.tolist(), strict=True):
+            joins.setdefault(two, []).append(one)
+        told = np.unique(np.concatenate([source, reader, asked]))
+        lanes, to_come = self.lane.tolist(), Counter(source.tolist())
+        clocks = list(np.zeros((self.lanes, self.lanes), np.int64))
+        kept: dict[int, Ints] = {}  # by step, for those that will wait for it
+        in_use = [False] * len(clocks)  # a kept clock must not change
+        for step in told[np.argsort(self.when[told])].tolist():
+            lane = lanes[step]
+            for other in joins.get(step, ()):
+                to_come[other] -= 1
+                clock = kept[other] if to_come[other] else kept.pop(other)
+                if clocks[lane][lanes[other]] <= other:
+                    if in_use[lane]:
+                        clocks[lane], in_use[lane] = clocks[lane].copy(), False
+                    np.maximum(clocks[lane], clock, out=clocks[lane])
+                    clocks[lane][lanes[other]] = other + 1
+            if to_come[step]:
+                kept[step], in_use[lane] = clocks[lane], True
+            if step in questions:
+                these = slice(*questions[step])
+                answers[these] = clocks[lane][lane_of_first[these]] > first[these]
+        holds = np.empty(len(answers), np.bool_)
+        holds[by_second] = answers
+        return holds
+
+    def _telling(self, asked: Ints) -> tuple[Ints, Ints]:
+        """The waits between lanes that a clock can tell: what is waited for, and who tells first.
+
+        Clocks are read where others wait for a step, or ask. Of what a lane has waited for up to
+        there, the latest step of each other lane tells of those before it.
+        """
+        steps, lanes = len(self.lane), self.lanes
+        read = np.unique(np.concatenate([self.source, asked]))
+        read = np.sort(self.lane[read] * steps + read)
+        wait = self.lane[self.target] * steps + self.target
+        reader = np.append(read, -1)[np.searchsorted(read, wait)]
+        told = np.flatnonzero(reader // steps == self.lane[self.target])
+        source, reader = self.source[told], reader[told] % steps
+        pair = (reader * lanes + self.lane[source]) * steps + source
+        pair = np.sort(pair)
+        pair = pair[np.diff(pair // steps, append=-1) != 0]
+        return pair % steps, pair // steps // lanes
