@@ -42,7 +42,9 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "torch",
+        "torch._dynamo",
         "torch.distributed._symmetric_memory",
+        "torch.distributed.tensor.parallel",
         "ficco",
         "pytest",
         "hypothesis",
