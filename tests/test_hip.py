@@ -1166,7 +1166,7 @@ def test_without_rocm(series: str) -> None:
 def test_without_hip_python() -> None:
     done = python("import sys; sys.modules['hip'] = None\n" + CALL)
     assert done.returncode == 0, done.stderr
-    assert "pip install 'ficco[hip]'" in done.stdout
+    assert "pip install 'hip-python>=7.2,<11'" in done.stdout
 
 
 def test_two_libraries(tmp_path: Path) -> None:
@@ -1198,7 +1198,7 @@ def test_doctor_without_rocm(wheel: bool) -> None:
     found["ROCM_PATH"] = "/nowhere"
     done = python("import ficco.doctor as d; print(d.report()['engines'])", **found)
     assert done.returncode == 0, done.stderr
-    text = "libamdhip64.so cannot be opened" if wheel else "pip install 'ficco[hip]'"
+    text = "libamdhip64.so cannot be opened" if wheel else "pip install 'hip-python>=7.2,<11'"
     assert text in done.stdout
 
 

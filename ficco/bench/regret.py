@@ -35,7 +35,8 @@ class Regret:
 
     Attributes:
         problem, mode: what was measured.
-        best: name of the fastest schedule of those that ``auto`` compares, and its milliseconds.
+        best: name of the fastest schedule of those that ``auto`` compares or takes from a tuned
+            entry, and its milliseconds.
         auto: name and milliseconds of the schedule that ``auto`` takes.
         rule: the same of the paper's rule, where it was measured; else None.
         others: milliseconds of the best of serial and PyTorch's fused op.
@@ -202,5 +203,6 @@ ABOUT = (
     "Decided from the description of `{machine}`, times from [`{bench}.csv`]({bench}.csv). "
     "`auto` takes one schedule for eager calls, without knowing whether the host runs ahead "
     "(queued) or the GPU waits for it (idle). The best is the fastest measured of the schedules "
-    "that `auto` compares; others are the better of serial and PyTorch's fused op."
+    "that `auto` compares and of those by a copy kernel, which it takes from a tuned entry alone; "
+    "others are the better of serial and PyTorch's fused op."
 )

@@ -23,7 +23,7 @@ try:
     from hip import HIP_VERSION_TUPLE, hip
 except ImportError as error:
     raise ImportError(
-        "the HIP engine needs hip-python of your ROCm's version: pip install 'ficco[hip]'"
+        "the HIP engine needs hip-python of your ROCm's version: pip install 'hip-python>=7.2,<11'"
     ) from error
 
 #: The oldest HIP that has all of this, that of ROCm 7.2; also the oldest that hip-python may bind.

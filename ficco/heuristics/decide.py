@@ -7,7 +7,7 @@ caller    named a schedule
 tuned     this problem was measured on this machine
 model     every candidate is predicted from the machine's figures (:mod:`.model`)
 rule      the paper's, with the machine's thresholds (:mod:`.rule`)
-fallback  serial, since nothing is known of the machine
+fallback  serial, on CPUs growing, since nothing is known of the machine
 ========  ====================================================================================
 
 A decision depends on the problem and on facts that all ranks share, so that it is the same on

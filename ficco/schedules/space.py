@@ -51,7 +51,7 @@ class Schedule:
             mesh are busy), or ``"peer"``, peer after peer (what a switch wants).
         pull: receivers fetch; otherwise senders push.
         mover: ``"dma"``, copy engines; ``"kernel"``, a copy kernel on a few SMs or CUs; or
-            ``"collective"``, the all-gather of the group's own library, for serial alone.
+            ``"collective"``, the operator's collective by the group's library, for serial alone.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.
         beta: for operators that sum: what the peers sent is summed and rounded first, and the own
