@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,4 +168,7 @@ def _changed(options: Options, changes: dict[str, Any]) -> Options:
     for name in changes:
         if name not in known:
             raise ValueError(f"options: required one of {', '.join(known)}, got {name!r}")
+    for name in ("machine", "log_problems"):
+        if isinstance(changes.get(name), os.PathLike):
+            changes = {**changes, name: os.fspath(changes[name])}
     return replace(options, **changes)

@@ -216,6 +216,17 @@ def test_linear_weight_and_inference_mode(device: str) -> None:
 # Results are the caller's.
 
 
+def _patient(at: Rank) -> None:
+    with ficco.options(timeout_s=float("inf")):
+        all_exact(
+            at, [equal(2, 4, 6, 8, schedule=name) for name in ("serial:collective", "growing")]
+        )
+
+
+def test_a_call_may_wait_for_ever(device: str) -> None:
+    run(2, _patient, device=device)
+
+
 def _results_are_owned(at: Rank, schedule: str) -> None:
     case = equal(at.world, 10, 12, 8, schedule=schedule, gathered=True)
     kept = []

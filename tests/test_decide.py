@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -676,13 +677,16 @@ def test_another_version_decides_anew(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"key": 1}', '"text"', "\x00\xff", None], ids=repr
+    "text",
+    ["", "{", "[]", '{"key": 1}', '"text"', "\x00\xff", "[" * 10**5, {"schedule": "whirling"}]
+    + [{"schedule": 5}, {"schedule": None}],
+    ids=lambda text: repr(text)[:20],
 )
-def test_a_damaged_saved_decision_is_made_again(tmp_path: Path, text: str | None) -> None:
+def test_a_damaged_saved_decision_is_made_again(tmp_path: Path, text: str | dict[str, Any]) -> None:
     first = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path))
     (file,) = tmp_path.rglob("*.json")
     whole = json.loads(file.read_text())
-    damaged = json.dumps({**whole, "schedule": "whirling"}) if text is None else text
+    damaged = text if isinstance(text, str) else json.dumps({**whole, **text})
     file.write_bytes(damaged.encode("latin-1"))
     if text == '{"key": 1}':  # another one with the same digest: nothing is wrong
         assert decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path)) == first

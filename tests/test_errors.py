@@ -10,6 +10,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -427,6 +428,8 @@ def test_options(changes: dict[str, Any], patterns: tuple[str, ...]) -> None:
             fn(**changes)
         for pattern in patterns:
             assert re.search(pattern, str(error.value)), error.value
+    with ficco.options(machine=Path("a.yaml"), log_problems=Path("log")) as now:
+        assert (now.machine, now.log_problems) == ("a.yaml", "log")
     # A refused change leaves nothing behind.
     with ficco.options() as now:
         assert now == ficco.Options()

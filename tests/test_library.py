@@ -297,6 +297,33 @@ def test_groups_and_schedules_of_compiled_calls() -> None:
     run(2, _arguments)
 
 
+def _partly(at: Rank) -> None:
+    """A compiled step with a part that is not, and its backward inside."""
+    torch._dynamo.reset()
+
+    @torch.compiler.disable
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ficco.all_gather_matmul(x, w, schedule="hetero-fused-1d:pieces=2")
+
+    @torch.compile(backend="aot_eager")
+    def step(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        layer(2 * x, w).backward(grad)
+
+    for rows in (2, 3, 5):
+        case = case_of("all_gather_matmul", at.world, rows, 6, 8)
+        a, b = operands(case, make(case, at.world), at)
+        grad = torch.arange(at.world * rows * 8.0).view(-1, 8) % 5 - 2
+        step(a, b, grad.to(a.dtype))
+        found = a.grad, b.grad
+        a.grad = b.grad = None
+        ficco.all_gather_matmul(2 * a, b).backward(grad.to(a.dtype))
+        assert torch.equal(found[0], a.grad) and torch.equal(found[1], b.grad)
+
+
+def test_a_part_that_is_not_compiled() -> None:
+    run(2, _partly)
+
+
 def _gathered(at: Rank) -> None:
     torch._dynamo.reset()
     case = case_of("all_gather_matmul", at.world, 4, 6, 8)

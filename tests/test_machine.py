@@ -507,6 +507,9 @@ def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_dir() == tmp_path / ".config" / "ficco"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # who has no name here
+    assert user_dir() == Path("/nonexistent/.config/ficco")
 
 
 def test_digests_are_of_facts() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -244,7 +245,7 @@ def test_state_dict_of_the_unsharded_model() -> None:
 
 
 def _wrong_use(at: Rank) -> list[Failure]:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
     from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, gather_once
@@ -252,6 +253,7 @@ def _wrong_use(at: Rank) -> list[Failure]:
     column, row = ColumnParallelLinear(8, 16), RowParallelLinear(8, 16)
     batched = ColumnParallelLinear(8, 16, sequence_dim=1)
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    turned = DeviceMesh("cpu", [1, 0, 2, 3])
     wrong: list[Callable[[], Any]] = [
         lambda: ColumnParallelLinear(8, 6),
         lambda: RowParallelLinear(6, 8),
@@ -275,6 +277,7 @@ def _wrong_use(at: Rank) -> list[Failure]:
         lambda: ColumnParallelLinear(8, 4, schedule=None),
         lambda: ColwiseParallel(schedule="slowing"),
         lambda: ColumnParallelLinear(8, 4, sequence_dim="s"),
+        lambda: ColumnParallelLinear.from_linear(nn.Linear(8, 8), group=turned),
     ]
     return [caught(call) for call in wrong]
 
@@ -303,6 +306,7 @@ def test_wrong_use_says_what_is_required() -> None:
         "schedule: required 'auto', a name or a Schedule, got None",
         "got 'slowing'",
         "sequence_dim: required a dimension, got 's'",
+        "ranks in rising order, as their group has them, got [1, 0, 2, 3]",
     )
     for failures in run(4, _wrong_use):
         for failure, text in zip(failures, words, strict=True):
@@ -388,6 +392,15 @@ def _one_gather(at: Rank) -> None:
                 else:
                     same(param.grad, part(full.grad, at, 0), f"{about}: gradient of a parameter")
     assert gather_once(mine) == ()
+    # What nothing needs may be changed in place.
+    for layer in layers:
+        layer.zero_grad()
+    outs = gather_once(mine.detach(), *layers, rows=np.array(rows))
+    outs[1].mul_(2)
+    with torch.no_grad():
+        layers[0].weight.add_(1)
+    torch.autograd.backward(outs, shards)
+    same(layers[0].weight.grad, part(wholes[0].weight.grad, at, 0), "gradient of what changed")
     # Between forward and backward nothing is kept but the input and the layers' own weights.
     kept: list[torch.Tensor] = []
 
@@ -412,9 +425,10 @@ def _replicated_norm(at: Rank) -> None:
     weight = integers(HIDDEN, seed=1).requires_grad_()
     x, grad = integers(SEQUENCE, HIDDEN, seed=2), integers(SEQUENCE, HIDDEN, seed=3)
     (want,) = torch.autograd.grad(x * weight, weight, grad)
-    y = part(x, at, 0) * sum_gradient(weight)
-    (found,) = torch.autograd.grad(y, weight, part(grad, at, 0))
-    same(found, want, "gradient of a weight that all ranks hold")
+    for group in (None, dist.group.WORLD, mesh_of(at)):
+        y = part(x, at, 0) * sum_gradient(weight, group)
+        (found,) = torch.autograd.grad(y, weight, part(grad, at, 0))
+        same(found, want, "gradient of a weight that all ranks hold")
 
 
 def test_sum_gradient() -> None:
@@ -560,6 +574,15 @@ class Twice(Mlp):
         return self.down(self.gate(x) + self.up(x) + self.up(x))
 
 
+class Frozen(Mlp):
+    """Calls the first of the layers that share an input without gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            up = self.up(x)
+        return self.down(self.gate(x) + up)
+
+
 def sequence_plan() -> dict[str, Any]:
     """The plan of an :class:`Mlp` between parts of the sequence."""
     from torch.distributed.tensor import Replicate, Shard
@@ -578,7 +601,7 @@ def _shared(at: Rank) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
     from torch.utils.checkpoint import checkpoint
 
-    for kind, gathers in ((Mlp, 1), (Twice, 2)):
+    for kind, gathers in ((Mlp, 1), (Twice, 2), (Frozen, 2)):
         whole = kind()
         x = integers(2, SEQUENCE, HIDDEN, seed=3).requires_grad_()
         grad = integers(2, SEQUENCE, HIDDEN, seed=4)
@@ -600,7 +623,10 @@ def _shared(at: Rank) -> None:
             for (name, param), full in zip(
                 model.named_parameters(), whole.parameters(), strict=True
             ):
-                same(param.grad.full_tensor(), full.grad, f"{about}: gradient of {name}")
+                if full.grad is None:
+                    assert param.grad is None, f"{about}: gradient of {name}"
+                else:
+                    same(param.grad.full_tensor(), full.grad, f"{about}: gradient of {name}")
 
 
 def test_layers_of_a_module_share_its_gather() -> None:

@@ -422,6 +422,18 @@ def test_memory_keeps_to_its_cap(device: str, operator: str, schedule: str) -> N
         assert held[0] >= held[1] > held[2]
 
 
+def _rows_that_pass(at: Rank) -> None:
+    """Rows that can be read once, in a call that goes by columns."""
+    a, b = torch.ones(7, 8), torch.ones(8, 640)
+    with ficco.options(workspace_bytes=3000):
+        found = ficco.matmul_reduce_scatter(a, b, rows=iter([3, 4]), schedule="shard-overlap")
+    assert torch.equal(found, torch.full((3 + at.rank, 640), 16.0))
+
+
+def test_rows_that_can_be_read_once() -> None:
+    run(2, _rows_that_pass)
+
+
 def _capped_anyhow(at: Rank, operator: str, n: int) -> list[int]:
     """Exact with a cap of any size, or refused; what is then said to be required."""
     case = Case(operator, rows_for(operator, at.world, "ragged"), 8, n, schedule="shard-overlap")

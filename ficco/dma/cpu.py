@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 #: Seconds between two looks of a waiting lane at failures of other lanes, the clock and
 #: :attr:`Engine.interrupt`.
 SLICE_S = 0.02
+#: What stands for a time limit that a duration of the library cannot hold, such as infinity.
+LONGEST_S = 1e9
 #: Seconds that closing the engine waits for a lane.
 JOIN_S = 1.0
 #: Seconds within which a peer whose connection is lost turns out to be dead, if it is.
@@ -403,7 +405,7 @@ class CpuEngine(Engine):
         def op(call: Call) -> None:
             counts[self.rank][0] += 1
             # Its own time limit, which it keeps even where the call is broken off: see _outlive().
-            patience = timedelta(seconds=call.state.timeout_s + 1)
+            patience = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
             buffers = call.a, call.partial, call.gathered, call.out
             begun: list[Work] = []
             try:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ficco.machine.atomic import write
+from ficco.machine.find import home
 from ficco.problem import digest
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
@@ -34,10 +35,10 @@ class Saved:
             data = json.loads(path.read_text())
             if data["key"] != key:
                 return None  # another one with the same digest
-            return Schedule.parse(data["schedule"]), str(data["reason"])
+            return Schedule.parse(str(data["schedule"])), str(data["reason"])
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             warn_once(f"a saved decision cannot be used and is made again: {path}: {error}")
             return None
 
@@ -62,7 +63,7 @@ def cache_dir() -> Path:
     """The folder of what ficco can make again."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ficco"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"
 
 
 @lru_cache(maxsize=1)

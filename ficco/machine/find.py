@@ -85,11 +85,20 @@ def shipped() -> tuple[str, ...]:
     return tuple(path.stem for path in _files(configs()))
 
 
+def home() -> Path:
+    """The user's folder; one that is not there where nobody knows it, as in a container whose user
+    has no name."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
+
+
 def user_dir() -> Path:
     """The folder of the user's machines; it need not exist."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ficco"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "ficco"
 
 
 def configs() -> Path:

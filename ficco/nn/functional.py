@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ficco.ops.all_gather_matmul import all_gather_matmul
+from ficco.ops.call import frozen, process_group
 from ficco.ops.gradients import Asked, Kept, backward
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -25,6 +26,7 @@ from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def gathered_linears(
@@ -55,7 +57,9 @@ def gathered_linears(
         asked = Asked("all_gather_matmul", group, schedule, cut)
         y = _Joined.apply(asked, *_autocast(flat, *weights))
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
-    outs = y.split([weight.shape[0] for weight in weights], -1) if len(weights) > 1 else (y,)
+    sizes = [weight.shape[0] for weight in weights]
+    # Not y.split, whose parts must not be changed in place; nobody else has y.
+    outs = torch.unsafe_split_with_sizes(y, sizes, -1) if len(weights) > 1 else (y,)
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
 
@@ -127,7 +131,9 @@ def copied_linear(
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
-def sum_gradient(tensor: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
+def sum_gradient(
+    tensor: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None
+) -> torch.Tensor:
     """The tensor itself; its gradient is summed over the ranks of a group (default WORLD).
 
     For a parameter that all ranks hold and each applies to its own part of the sequence, such as
@@ -135,7 +141,7 @@ def sum_gradient(tensor: torch.Tensor, group: ProcessGroup | None = None) -> tor
 
         y = F.rms_norm(x_shard, (hidden,), ficco.nn.sum_gradient(self.weight, group))
     """
-    return _SumGradient.apply(tensor, group)
+    return _SumGradient.apply(tensor, process_group(group))
 
 
 def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
@@ -166,7 +172,8 @@ def _lengths(
 
 
 def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
-    lengths = tuple(rows) if isinstance(rows, Sequence) else ()
+    found = frozen(rows)
+    lengths = found if isinstance(found, tuple) else ()
     if len(lengths) != world or any(
         not isinstance(length, int) or length < 0 for length in lengths
     ):
@@ -199,6 +206,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, asked: Asked, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.asked, ctx.options = asked, current()
+        ctx.sizes = [weight.shape[0] for weight in weights]
         _, group, schedule, rows = asked
         joined = torch.cat(weights).t()
         gathered, some = None, any(ctx.needs_input_grad[2:])
@@ -208,7 +216,8 @@ class _Joined(torch.autograd.Function):
             )
         else:
             y = all_gather_matmul(x, joined, group=group, schedule=schedule, rows=rows)
-        ctx.save_for_backward(x if some and gathered is None else None, gathered, *weights)
+        needed = weights if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(x if some and gathered is None else None, gathered, *needed)
         return y
 
     @staticmethod
@@ -220,8 +229,8 @@ class _Joined(torch.autograd.Function):
         with carried(ctx.options):
             grad_x, grad_joined = backward(ctx.asked, grad.contiguous(), None, kept, wanted)
         if grad_joined is None:
-            return None, grad_x, *(None for _ in weights)
-        parts = grad_joined.t().split([weight.shape[0] for weight in weights])
+            return None, grad_x, *(None for _ in ctx.sizes)
+        parts = grad_joined.t().split(ctx.sizes)
         return None, grad_x, *parts
 
 

@@ -55,6 +55,17 @@ def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
     return Ranks(group.get_group(), group)
 
 
+def _check_order(mesh: DeviceMesh) -> None:
+    """``ValueError`` where parts by place in a mesh are not those by rank in its group, by which
+    the operators and DTensor's collectives put them together."""
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.ndim == 1 and ranks != sorted(ranks):
+        raise ValueError(
+            f"group: required a DeviceMesh with its ranks in rising order, as their group has "
+            f"them, got {ranks}; sort them"
+        )
+
+
 def check_schedule(schedule: str | Schedule) -> None:
     """``ValueError`` where a layer is made, and not when it runs, if there is no such schedule."""
     if isinstance(schedule, str) and schedule != "auto":
@@ -187,6 +198,7 @@ class _ParallelLinear(nn.Linear):
     ) -> torch.Tensor:
         """This rank's part of an unsharded parameter; nothing travels."""
         if mesh is not None:
+            _check_order(mesh)
             return distribute_tensor(full, mesh, placements, src_data_rank=None)
         cut, group = self._cut(name), self.group
         return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()

@@ -136,7 +136,7 @@ class _ColwiseLinear(ColumnParallelLinear):
         if dim is None:
             local = _local(_redistributed(x, style.input_layouts, self.mesh, Replicate()))
             y = copied_linear(local, *self.local(), group=self.group)
-        elif shared is not None and self in shared:
+        elif shared is not None and shared.serves(self, x):
             y = shared.take(self, x)
         else:
             (y,) = _gathered(x, dim, (self,))
@@ -174,16 +174,28 @@ class _Shared:
     def __init__(self, dim: int, layers: Sequence[_ColwiseLinear]) -> None:
         self.dim, self.layers = dim, layers
         self.outs: dict[_ColwiseLinear, torch.Tensor] | None = None
+        self.modes: tuple[Any, ...] = ()  # under which these were made
 
-    def __contains__(self, layer: _ColwiseLinear) -> bool:
-        # A second call of one layer, as in recomputation, gathers for itself.
-        return layer in (self.layers if self.outs is None else self.outs)
+    def serves(self, layer: _ColwiseLinear, x: torch.Tensor) -> bool:
+        if self.outs is None:
+            return layer in self.layers
+        # A second call of one layer, as in recomputation, gathers for itself; so does one that
+        # is called without gradients, or in another precision, where the first was not.
+        return layer in self.outs and self.modes == _modes(x)
 
     def take(self, layer: _ColwiseLinear, x: torch.Tensor) -> torch.Tensor:
         if self.outs is None:
+            self.modes = _modes(x)
             outs = _gathered(x, self.dim, self.layers)
             self.outs = dict(zip(self.layers, outs, strict=True))
         return self.outs.pop(layer)
+
+
+def _modes(x: torch.Tensor) -> tuple[Any, ...]:
+    """What a product of an input depends on beside its operands."""
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.is_grad_enabled(), autocast
 
 
 def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

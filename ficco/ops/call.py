@@ -99,6 +99,7 @@ def run(
     """
     workspace = _workspace(group, a, b, operator)
     try:
+        rows = frozen(rows)
         bound, call = _begin(workspace, operator, a, b, schedule, rows, return_gathered, out)
         if bound.columns:
             workspace.calls -= 1  # its parts are calls
@@ -115,6 +116,11 @@ def run(
     return call.out, call.gathered if return_gathered else None
 
 
+#: The same for backwards and operators of the library. They run where the compiler may look on, who
+#: would compile this path and everything below it.
+run_unwatched = torch._disable_dynamo(run)
+
+
 def run_traced(
     operator: str,
     a: torch.Tensor,
@@ -126,7 +132,7 @@ def run_traced(
     """One call that notes when each step of its Plan ran on this rank; waits for it."""
     workspace = _workspace(group, a, b, operator)
     try:
-        bound, call = _begin(workspace, operator, a, b, schedule, rows, False)
+        bound, call = _begin(workspace, operator, a, b, schedule, frozen(rows), False)
         if bound.columns:
             raise NotImplementedError(
                 f"a call that goes by {bound.columns} columns at a time, to keep to "
@@ -197,7 +203,6 @@ def _begin(
     workspace.calls += 1
     number = workspace.calls
     kind = OPERATORS[operator]
-    rows = frozen(rows)
     if not isinstance(schedule, (str, Schedule)):
         raise ValueError(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"

@@ -47,7 +47,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ficco.ops.call import Result, run
+from ficco.ops.call import Result
+from ficco.ops.call import run_unwatched as run
 from ficco.options import carried, current
 from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
