@@ -434,6 +434,19 @@ def test_rows_that_can_be_read_once() -> None:
     run(2, _rows_that_pass)
 
 
+def _rows_that_fail(at: Rank) -> None:
+    """Rows that cannot be read refuse their call, and nothing else."""
+    a, b = torch.ones(4, 8), torch.ones(8, 4)
+    for _ in range(2):
+        assert torch.equal(ficco.matmul_reduce_scatter(a, b), torch.full((2, 4), 16.0))
+        with pytest.raises(ZeroDivisionError):
+            ficco.matmul_reduce_scatter(a, b, rows=(1 // 0 for _ in range(2)))
+
+
+def test_rows_that_cannot_be_read() -> None:
+    run(2, _rows_that_fail)
+
+
 def _capped_anyhow(at: Rank, operator: str, n: int) -> list[int]:
     """Exact with a cap of any size, or refused; what is then said to be required."""
     case = Case(operator, rows_for(operator, at.world, "ragged"), 8, n, schedule="shard-overlap")

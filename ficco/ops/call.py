@@ -39,6 +39,7 @@ class Bound:
     """What is kept of a kind of call: its Plan, and a Program per slot.
 
     ``columns``: the Plan needs more memory than is allowed; so many columns of b at a time do not.
+    ``rows``: as they were given, which may have been in what can be read once.
     ``latest``: number of the latest call of the kind.
     """
 
@@ -47,6 +48,7 @@ class Bound:
     single: bool
     source: tuple[Symmetric, int] | None
     columns: int = 0
+    rows: Rows = None
     programs: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
 
@@ -99,13 +101,13 @@ def run(
     """
     workspace = _workspace(group, a, b, operator)
     try:
-        rows = frozen(rows)
         bound, call = _begin(workspace, operator, a, b, schedule, rows, return_gathered, out)
         if bound.columns:
             workspace.calls -= 1  # its parts are calls
             for first in range(0, b.shape[1], bound.columns):
                 some = slice(first, first + bound.columns)
-                run(operator, call.a, call.b[:, some], group, schedule, rows, out=call.out[:, some])
+                right, into = call.b[:, some], call.out[:, some]
+                run(operator, call.a, right, group, schedule, bound.rows, out=into)
             return call.out, None
         slot = workspace.slot(bound.plan, bound.single)
         program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
@@ -116,8 +118,8 @@ def run(
     return call.out, call.gathered if return_gathered else None
 
 
-#: The same for backwards and operators of the library. They run where the compiler may look on, who
-#: would compile this path and everything below it.
+#: The same for backwards and operators of the library: Dynamo may look on where they run, and would
+#: compile this path and everything below it.
 run_unwatched = torch._disable_dynamo(run)
 
 
@@ -132,7 +134,7 @@ def run_traced(
     """One call that notes when each step of its Plan ran on this rank; waits for it."""
     workspace = _workspace(group, a, b, operator)
     try:
-        bound, call = _begin(workspace, operator, a, b, schedule, frozen(rows), False)
+        bound, call = _begin(workspace, operator, a, b, schedule, rows, False)
         if bound.columns:
             raise NotImplementedError(
                 f"a call that goes by {bound.columns} columns at a time, to keep to "
@@ -203,6 +205,7 @@ def _begin(
     workspace.calls += 1
     number = workspace.calls
     kind = OPERATORS[operator]
+    rows = frozen(rows)
     if not isinstance(schedule, (str, Schedule)):
         raise ValueError(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
@@ -238,6 +241,7 @@ def _begin(
         group = workspace.group
         problem = _problem(group, operator, a, b, rows, return_gathered, source is not None)
         bound = _bound(workspace, problem, schedule, mode, source, options)
+        bound.rows = rows
     call = _operands(bound, a, b, out)
     bound.latest = number
     if not bound.columns:
