@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "the CUDA engine needs cuda-bindings of the same major version as your driver: "
-        "pip install cuda-bindings==13.*, or ==12.*"
+        "pip install 'cuda-bindings==13.*', or 12.*"
     ) from error
 
 _KIND = driver.CUstreamBatchMemOpType

@@ -189,7 +189,7 @@ def _candidates(
 
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
-    """Names for an operator, the simplest first."""
+    """Names for an operator; of those that are predicted alike the first is taken."""
     kind = problem.kind
     if kind.inner:
         return TRANSPOSED

@@ -26,7 +26,7 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 
 #: Predictions that differ by less are equal, since no model is better than that; of equals the
-#: first is taken, and candidates are in the order of their simplicity.
+#: first is taken: see the order in :mod:`ficco.heuristics.candidates`.
 TIE = 0.01
 
 #: The blocks of a machine without which nothing can be predicted.
