@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ficco.dma.engine import Engine, Op, Program, Slot, Symmetric
-from ficco.plan import Plan, Step
+from ficco.plan import Plan, together
 
 
 def compile(
@@ -19,18 +19,22 @@ def compile(
     program = Program(plan, slot, [], source)
     needed = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
-    for index, step in enumerate(plan.steps):
-        found = list(_operations(program, engine, index, step, index in needed, trace))
-        if step.lane not in entered:
-            entered.add(step.lane)
-            found.insert(0, engine.enter(program, step.lane))
-        program.ops += [(step.lane, op) for op in found if op is not None]
+    for run in together(plan):
+        lane = plan.steps[run[0]].lane
+        found = list(_operations(program, engine, run, needed, trace))
+        if lane not in entered:
+            entered.add(lane)
+            found.insert(0, engine.enter(program, lane))
+        program.ops += [(lane, op) for op in found if op is not None]
     return program
 
 
 def _operations(
-    program: Program, engine: Engine, index: int, step: Step, needed: bool, trace: bool
+    program: Program, engine: Engine, run: Sequence[int], needed: set[int], trace: bool
 ) -> Iterator[Op | None]:
+    """Those of steps that go together."""
+    index, last = run[0], run[-1]
+    step = program.plan.steps[index]
     for earlier in step.after:
         yield engine.join(program, index, earlier)
     if step.waits:
@@ -38,8 +42,10 @@ def _operations(
     if step.clears:
         yield engine.clear(program, index, step.clears)
     if trace:
-        yield engine.stamp(program, index, end=False)
-    if step.op == "copy" and step.transfer and step.transfer.src.elements:
+        yield from (engine.stamp(program, one, end=False) for one in run)
+    if len(run) > 1:
+        yield engine.copies(program, run)
+    elif step.op == "copy" and step.transfer and step.transfer.src.elements:
         yield engine.copy(program, index, step.transfer, step.mover)
     if step.op == "collective":
         yield engine.collective(program, index)
@@ -50,8 +56,8 @@ def _operations(
     if step.reduction is not None and step.reduction.out.elements:
         yield engine.reduce(program, index, step.reduction)
     if trace:
-        yield engine.stamp(program, index, end=True)
-    if step.posts:
-        yield engine.post(program, index, step.posts)
-    if needed:
-        yield engine.record(program, index)
+        yield from (engine.stamp(program, one, end=True) for one in run)
+    if posts := [signal for one in run for signal in program.plan.steps[one].posts]:
+        yield engine.post(program, last, posts)
+    for one in needed.intersection(run):
+        yield engine.record(program, one)

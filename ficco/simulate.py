@@ -55,7 +55,7 @@ from ficco.machine import (
     Memory,
     Topology,
 )
-from ficco.plan import Plan, Signal, Step
+from ficco.plan import Plan, Signal, Step, together
 from ficco.plan.collector import paused
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, plans
@@ -302,6 +302,7 @@ class _Rank:
     __slots__ = (
         "plan", "lanes", "clock", "since", "slowed", "worked", "served", "multiplying", "busy",
         "copying", "in_flight", "engines", "queue", "enqueued", "ran",
+        "posts", "together", "more",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, number: int) -> None:
@@ -327,6 +328,20 @@ class _Rank:
         self.queue: deque[_Lane] = deque()  # lanes that wait for an engine
         self.enqueued: list[tuple[float, float]] = []  # step -> when it is there, and its posts
         self.ran: list[tuple[float, int, float]] = []  # start, step, stop
+        self.posts = [step.posts for step in steps]
+        #: Of copies that go together: the bytes of all, and those that have more behind them.
+        self.together: dict[int, int] = {}
+        self.more: set[int] = set()
+        for run in together(plan):
+            if len(run) == 1:
+                continue
+            moved = [one for i in run if (one := steps[i].transfer) is not None]
+            nbytes = sum(one.src.elements for one in moved) * plan.problem.itemsize
+            self.together.update(dict.fromkeys(run, nbytes))
+            self.more.update(run[:-1])
+            self.posts[run[-1]] = tuple(post for i in run for post in steps[i].posts)
+            for i in run[:-1]:
+                self.posts[i] = ()
 
     def waiting(self) -> list[_Lane]:
         """The compute lanes whose products are not yet served."""
@@ -420,7 +435,7 @@ class _Simulation:
                 rank.engines = self.copies.engines
             if mode == "idle":
                 late = 1.0 if self.mirror else rank.plan.rank / max(self.problem.world - 1, 1)
-                rank.enqueued = _enqueued(rank.plan, host, late * host.skew)
+                rank.enqueued = _enqueued(rank, host, late * host.skew)
 
     def run(self) -> list[list[Ran]]:
         """The steps of every rank that is simulated, in the order of their start."""
@@ -555,7 +570,7 @@ class _Simulation:
         lane.at += 1
         lane.version += 1
         posted = max(seen, rank.enqueued[index][1]) if rank.enqueued else seen
-        for signal in rank.plan.steps[index].posts:
+        for signal in rank.posts[index]:
             if signal.kind != "released":
                 self._tell(self._post_key(signal), posted)
         self._tell((-1, lane.rank, index), seen)
@@ -647,9 +662,10 @@ class _Simulation:
             self._over(lane, self.now, self.now)
             return
         rank.in_flight += 1
-        if nbytes not in self._rates:
-            self._rates[nbytes] = self.copies.rate(nbytes)
-        lane.left, lane.alone = float(nbytes), self._rates[nbytes]
+        size = rank.together.get(lane.steps[lane.at], nbytes)
+        if size not in self._rates:
+            self._rates[size] = self.copies.rate(size)
+        lane.left, lane.alone = float(nbytes), self._rates[size]
         lane.pace, lane.since = 0.0, self.now
         peer = dst.rank if src.rank == rank.plan.rank else src.rank
         if self.met and peer != lane.peer:
@@ -682,7 +698,9 @@ class _Simulation:
             self.changed_ranks[end] = None
         self.changed_copies.pop(lane, None)
         lane.ends = ()
-        free = self.now + self.copies.gap
+        free = self.now
+        if lane.steps[lane.at] not in rank.more:
+            free += self.copies.gap
         self._push(free, _ENGINE, lane)
         self._over(lane, self.now + self.copies.latency, free)
 
@@ -736,12 +754,13 @@ class _Simulation:
         return whole if sharers == 1 else whole * self.topology.sharing / sharers
 
 
-def _enqueued(plan: Plan, host: Host, begin: float) -> list[tuple[float, float]]:
+def _enqueued(rank: _Rank, host: Host, begin: float) -> list[tuple[float, float]]:
     """When the host has enqueued each step, and what the step posts.
 
     The lane ``sync`` comes last, as engines enqueue it. A collective is part of its call; a place
     or a sum is as much work for the host as a product.
     """
+    plan = rank.plan
     at = begin + (host.collective_call if plan.collective else host.call)
     found = [(0.0, 0.0)] * len(plan.steps)
     for last in (False, True):
@@ -752,13 +771,13 @@ def _enqueued(plan: Plan, host: Host, begin: float) -> list[tuple[float, float]]
                 at += host.signal
             there = at
             if step.op == "copy":
-                there = at = at + host.copy
+                there = at = at + host.copy * (index not in rank.more)
             elif step.op in ("place", "reduce"):
                 there = at = at + host.matmul
             elif step.op == "matmul":
                 there = at + host.matmul  # of the first product: the next come while that runs
                 at += host.matmul * len(step.products)
-            if step.posts:
+            if rank.posts[index]:
                 at += host.signal
             found[index] = there, at
     return found

@@ -64,6 +64,7 @@ KINDS = (
     "serial",
     "serial:collective",
     "serial:pull",
+    "serial:kernel",
     "growing:tail=2",
     "shrinking:pull",
     "shard-overlap",

@@ -717,6 +717,8 @@ def test_shapes_of_the_command_line() -> None:
     assert [operator for operator, _ in found] == ["all_to_all_matmul"] * 4 + [OPERATOR] * 9
     found, _ = shapes("--set", "cpu", "--operator", *OPERATORS, device="cpu")
     assert len(found) == 3 * len(OPERATORS)
+    found, _ = shapes("--set", "scenarios", "experts", "--only", "g14", "g2")
+    assert [name for _, name in found] == ["g2", "g14", "g14"]
 
 
 def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:

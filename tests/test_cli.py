@@ -123,6 +123,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--rounds", "0", "--device", "cpu"], "--rounds"),
         (["bench", "--plot", "nowhere.csv"], "nowhere.csv"),
         (["bench", "--set", "cpu", "--shapes", "x.csv", "--device", "cpu"], "got both"),
+        (["bench", "--set", "experts", "--only", "g1"], "required some of g13, g14, g15, g16, got"),
         (["demo", "--ranks", "0"], "at least 1"),
         (["nothing"], "nothing"),
         ([], "command"),

@@ -425,15 +425,39 @@ def test_copy_takes_the_blocks_that_it_is_given(on_host: Kernels) -> None:
         assert launches == [("ficco_copy16", taken)]
 
 
+@pytest.mark.parametrize("peers", [1, 2, 3, launch.MAX_ENDS, launch.MAX_ENDS + 1])
+@pytest.mark.parametrize("apart", [0, 1], ids=["alike", "of other alignment"])
+def test_copies_to_several_places(on_host: Kernels, peers: int, apart: int) -> None:
+    """By one launch where it can be, with blocks of their own."""
+    width, height, pitch, room = 200, 9, 224, 9 * 224 + 16
+    dst, src = area(peers * (room + apart), 1), area(peers * room, 2)
+    wanted, ends = dst.clone(), []
+    for peer in range(peers):
+        to, at = peer * (room + apart), peer * room
+        for row in range(height):
+            there = to + row * pitch
+            wanted[there : there + width] = src[at + row * width : at + (row + 1) * width]
+        ends.append((dst.data_ptr() + to, src.data_ptr() + at))
+    launches = on_host.binding.launches
+    launches.clear()
+    on_host.copies(tuple(ends), pitch, width, width, height, None, 2)
+    assert torch.equal(dst, wanted)
+    together = peers <= launch.MAX_ENDS and not (apart and peers > 1)
+    assert len(launches) == (1 if together else peers)
+    if together:
+        ((_, blocks),) = launches
+        assert blocks == peers
+
+
 @pytest.mark.parametrize("limit", [64, 1000])
 def test_a_copy_too_large_for_one_launch(
     on_host: Kernels, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MAX_UNITS", limit)
-    on_host._copy.cache_clear()
+    on_host._copies.cache_clear()
     for shape in RECTANGLES[:14]:
         rectangle(on_host.copy, shape)
-    on_host._copy.cache_clear()
+    on_host._copies.cache_clear()
 
 
 def test_units_divide_addresses() -> None:

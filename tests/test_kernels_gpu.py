@@ -338,6 +338,7 @@ def test_crossover_of_the_movers(capsys: pytest.CaptureFixture[str]) -> None:
 # The mover of the CUDA engine.
 
 MOVED = (
+    "serial:kernel",
     "growing:kernel",
     "shrinking:kernel",
     "shard-overlap:kernel",

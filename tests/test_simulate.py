@@ -69,6 +69,7 @@ MESH = replace(TOY, topology=Topology("mesh", 64e9, GIVEN, sharing=0.9))
 EVERY = (
     *(name for name in NAMED if name != "ring"),
     "serial:collective",
+    "serial:kernel",
     "shard-overlap:pull,copy=2",
     "shard-overlap:tail=3,compute=2",
     "growing:tail=2,compute=2",

@@ -52,6 +52,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k, and maybe op"
     )
     what.add_argument(
+        "--only", nargs="+", metavar="NAME", help="of these shapes those that are called so"
+    )
+    what.add_argument(
         "--schedules",
         nargs="+",
         metavar="NAME",
@@ -161,7 +164,7 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
     from ficco.bench.measure import modes_of
     from ficco.launch import launch
 
-    for name in ("set", "shapes", "operator", "schedules", "timelines", "json"):
+    for name in ("set", "shapes", "only", "operator", "schedules", "timelines", "json"):
         if getattr(arguments, name):
             raise ValueError(f"--layers: required without --{name}, which is for products")
     modes = modes_of(device, arguments.mode)
@@ -188,7 +191,22 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
-    """The shapes of the command line, and what they are called."""
+    """The shapes of the command line, and what they are called.
+
+    Raises:
+        ValueError: there is no shape of a name that was asked for.
+    """
+    found, what = _of_sets(arguments, device)
+    if arguments.only:
+        there = [case.name for case in found]
+        for name in arguments.only:
+            if name not in there:
+                raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
+        found = [case for case in found if case.name in arguments.only]
+    return found, what
+
+
+def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
     wanted = arguments.operator
     if arguments.shapes:
         found = list(cases.read(arguments.shapes))

@@ -46,7 +46,7 @@ from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.dma.streams import WORD, Mapped, StreamEngine, Watch, align, wanted
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels, TorchKernels, can_compile, kernels
-from ficco.plan import SHARED_BUFFERS, Reduction, Signal, Transfer
+from ficco.plan import Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -392,32 +392,22 @@ class CudaEngine(StreamEngine):
         src, dst, _ = transfer
         itemsize = program.plan.problem.itemsize
         width, height = src.cols * itemsize, src.rows
-        dst_base, dst_pitch = self._address(program, dst)
-        target = dst_base + dst.row * dst_pitch + dst.col * itemsize
+        target, dst_pitch = self._target(program, dst)
         to, rectangle = cu.address(target), cu.Copy2D(width, height, dst_pitch)
         by_kernel = self._kernels if mover == "kernel" else None
+        source = self._source(program, src)
 
-        def move(at: Any, pitch: int, stream: Any) -> None:
+        def op(call: Call) -> None:
+            at, pitch = source(call)
+            stream = call.state[lane]
             if by_kernel is not None:
-                by_kernel.copy(target, dst_pitch, int(at), pitch, width, height, stream)
+                by_kernel.copy(target, dst_pitch, at, pitch, width, height, stream)
             elif (pitch == width == dst_pitch) or height == 1:
                 cu.copy(to, at, width * height, stream)
             else:
                 rectangle.enqueue(to, at, pitch, stream)
 
-        if src.rank == self.rank and src.buffer not in SHARED_BUFFERS:
-            name = src.buffer
-
-            def push(call: Call) -> None:
-                whole = self._tensor(program, call, name)
-                pitch = whole.stride(0) * itemsize
-                at = whole.data_ptr() + src.row * pitch + src.col * itemsize
-                move(at, pitch, call.state[lane])
-
-            return push
-        src_base, src_pitch = self._address(program, src)
-        at = cu.address(src_base + src.row * src_pitch + src.col * itemsize)
-        return lambda call: move(at, src_pitch, call.state[lane])
+        return op
 
     @cached_property
     def _kernels_or_torch(self) -> Kernels | TorchKernels:
@@ -433,6 +423,11 @@ class CudaEngine(StreamEngine):
             "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; "
             "leave the knob out"
         )
+
+    @cached_property
+    def _copies_by_kernel(self) -> bool:
+        """Whether there is the kernel that copies: auto may take it."""
+        return can_compile("cuda") and isinstance(self._kernels_or_torch, Kernels)
 
     # Products.
 
@@ -741,7 +736,7 @@ class CudaEngine(StreamEngine):
             post=post + (" (asked for)" if self._signals != "auto" else ""),
             wait=f"stream wait, {order}",
             copy=f"cuMemcpyDtoDAsync on {self.copy_engines()} copy engines, driver {self._driver}",
-            movers=("dma", "kernel") if can_compile("cuda") else ("dma",),
+            movers=("dma", "kernel") if self._copies_by_kernel else ("dma",),
             products=f"{library(self.device)}; cuBLASLt for sums that begin in another buffer",
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=True,

@@ -283,6 +283,21 @@ class Engine(ABC):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         """Copy a region between ranks."""
 
+    def copies(self, program: Program, steps: Sequence[int]) -> Op:
+        """The copies of several steps that go together (:func:`ficco.plan.together`)."""
+        found = []
+        for index in steps:
+            step = program.plan.steps[index]
+            assert step.transfer is not None
+            if step.transfer.src.elements:
+                found.append(self.copy(program, index, step.transfer, step.mover))
+
+        def op(call: Call) -> None:
+            for copy in found:
+                copy(call)
+
+        return op
+
     def collective(self, program: Program, step: int) -> Op:
         """The collective of the group's library that does a Plan's whole exchange."""
         exchange = Collectives(program.plan.problem, self.rank, self.group)

@@ -48,7 +48,7 @@ from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.dma.streams import WORD, StreamEngine, Watch, align, wanted
 from ficco.errors import BackendError, ConfigError
 from ficco.hip_kernels import MAX_PARTS, Kernels, can_compile
-from ficco.plan import SHARED_BUFFERS, Reduction, Region, Signal, Transfer
+from ficco.plan import Reduction, Region, Signal, Transfer
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
 
@@ -498,27 +498,17 @@ class HipEngine(StreamEngine):
         by_kernel = self._kernels if mover == "kernel" else None
         lane = program.plan.steps[step].lane
         src, dst, _ = transfer
-        itemsize = program.plan.problem.itemsize
-        width, height = src.cols * itemsize, src.rows
-        base, dst_pitch = self._address(program, dst)
-        to = base + dst.row * dst_pitch + dst.col * itemsize
-        if (room := self._blocks(program, dst)) is not None:
-            dst_pitch = width
-            to = base + (dst.col * room + dst.row * dst.cols) * itemsize
+        width, height = src.cols * program.plan.problem.itemsize, src.rows
+        to, dst_pitch = self._target(program, dst)
+        if self._blocks(program, dst) is not None:
             # To pack by. Compiled now: in a call that would be taken for a peer that is late.
             _ = by_kernel or self._kernels_or_none
         to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
-        own = src.rank == self.rank and src.buffer not in SHARED_BUFFERS
-        fixed = None if own else self._address(program, src)
+        source = self._source(program, src)
         view = src if src.rank == self.rank else None
 
         def op(call: Call) -> None:
-            if fixed is not None:
-                base, pitch = fixed
-            else:
-                whole = self._tensor(program, call, src.buffer)
-                base, pitch = whole.data_ptr(), whole.stride(0) * itemsize
-            at = base + src.row * pitch + src.col * itemsize
+            at, pitch = source(call)
             stream = call.state[lane]
             if by_kernel is not None:
                 by_kernel.copy(to, dst_pitch, at, pitch, width, height, stream)
@@ -535,6 +525,13 @@ class HipEngine(StreamEngine):
                     self._copy(there, here, width, stream, to_index, at_index)
 
         return op
+
+    def _target(self, program: Program, region: Region) -> tuple[int, int]:
+        if (room := self._blocks(program, region)) is None:
+            return super()._target(program, region)
+        base, itemsize = self._address(program, region)[0], program.plan.problem.itemsize
+        to = base + (region.col * room + region.row * region.cols) * itemsize
+        return to, region.cols * itemsize
 
     def _blocks(self, program: Program, region: Region) -> int | None:
         """Without 2D copies the columns of a piece lie together in staging, all rows of them,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,8 @@ import torch
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, Slot, Span, Symmetric
 from ficco.dma.products import multiply
 from ficco.errors import BackendError
-from ficco.plan import Product, Region, Signal, Transfer
+from ficco.hip_kernels import Kernels
+from ficco.plan import SHARED_BUFFERS, Product, Region, Signal, Transfer
 
 #: Bytes of a signal word.
 WORD = 4
@@ -74,6 +75,11 @@ class StreamEngine(Engine):
 
     asynchronous = True
 
+    @property
+    @abstractmethod
+    def _kernels(self) -> Kernels:
+        """ficco's kernels, of which copies by kernel are; raises where they are not to be had."""
+
     @abstractmethod
     def _new_event(self) -> Event:
         """An event that programs keep."""
@@ -126,6 +132,26 @@ class StreamEngine(Engine):
         assert isinstance(memory, Mapped)
         return memory.addresses[region.rank] + offset, pitch
 
+    def _at(self, program: Program, region: Region) -> tuple[int, int]:
+        """Address and row pitch in bytes of a region of a symmetric buffer."""
+        base, pitch = self._address(program, region)
+        return base + region.row * pitch + region.col * program.plan.problem.itemsize, pitch
+
+    def _source(self, program: Program, region: Region) -> Callable[[Call], tuple[int, int]]:
+        """Address and row pitch in bytes of what a copy reads, for each call: one of its own
+        operands or results, or what lies in symmetric memory."""
+        if region.rank != self.rank or region.buffer in SHARED_BUFFERS:
+            fixed = self._at(program, region)
+            return lambda call: fixed
+        itemsize = program.plan.problem.itemsize
+
+        def own(call: Call) -> tuple[int, int]:
+            whole = self._tensor(program, call, region.buffer)
+            pitch = whole.stride(0) * itemsize
+            return whole.data_ptr() + region.row * pitch + region.col * itemsize, pitch
+
+        return own
+
     def _tensor(self, program: Program, call: Call, name: str) -> torch.Tensor:
         """A whole buffer of this rank as a matrix."""
         if name in ("staging", "publish"):
@@ -160,6 +186,28 @@ class StreamEngine(Engine):
             (stride * pitch, pitch, step),
             whole.storage_offset() + region.row * pitch + region.col * step,
         )
+
+    # Copies.
+
+    def _target(self, program: Program, region: Region) -> tuple[int, int]:
+        """Address and row pitch in bytes of where a copy leads."""
+        return self._at(program, region)
+
+    def copies(self, program: Program, steps: Sequence[int]) -> Op:
+        plan, kernels = program.plan, self._kernels
+        lane = plan.steps[steps[0]].lane
+        transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]
+        targets = [self._target(program, transfer.dst) for transfer in transfers]
+        sources = [self._source(program, transfer.src) for transfer in transfers]
+        width, height = transfers[0].src.cols * plan.problem.itemsize, transfers[0].src.rows
+        dst_pitch = targets[0][1]
+
+        def op(call: Call) -> None:
+            found = [source(call) for source in sources]
+            ends = tuple((to, at) for (to, _), (at, _) in zip(targets, found, strict=True))
+            kernels.copies(ends, dst_pitch, found[0][1], width, height, call.state[lane])
+
+        return op
 
     # What PyTorch does.
 

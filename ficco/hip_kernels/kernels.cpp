@@ -7,6 +7,7 @@ constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 MAX_PARTS = 16;
+constexpr u32 MAX_ENDS = 16;
 
 // Units that a thread has in flight: loads first, then stores.
 constexpr u32 IN_FLIGHT = 8;
@@ -37,8 +38,8 @@ INLINE u32 move(u8* dst, const u8* src, u64 at) {
 // With `release` a stream's write behind the kernel tells a peer that the rows are there.
 template <typename Unit>
 INLINE void copy_rows(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u32 head, Row row_of,
-                      u32 tail, u32 height, u32 blocks, u32 release) {
-  const u32 first = block_index() * COPY_THREADS + thread_index();
+                      u32 tail, u32 height, u32 block, u32 blocks, u32 release) {
+  const u32 first = block * COPY_THREADS + thread_index();
   const u32 stride = blocks * COPY_THREADS;
   const u32 total = row_of.units * height;  // below 2^31
   u8* const to = dst + head;
@@ -75,12 +76,21 @@ INLINE void copy_rows(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u32 
   if (release) release_block();
 }
 
+// Where several copies of the same shape lead, and where they come from.
+struct Ends {
+  u8* dst[MAX_ENDS];
+  const u8* src[MAX_ENDS];
+};
+
+// The first `blocks` blocks carry out the first copy, the next the second, and so on.
 #define COPY(name, Unit)                                                                         \
   KERNEL(COPY_THREADS)                                                                           \
-  name(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u32 head, u32 units, u32 magic,     \
+  name(CONSTANT Ends ends, u64 dst_pitch, u64 src_pitch, u32 head, u32 units, u32 magic,         \
        u32 shift, u32 tail, u32 height, u32 blocks, u32 release) {                               \
     const Row row_of = {units, magic, shift};                                                    \
-    copy_rows<Unit>(dst, dst_pitch, src, src_pitch, head, row_of, tail, height, blocks, release);\
+    const u32 which = block_index() / blocks, block = block_index() % blocks;                    \
+    copy_rows<Unit>(ends.dst[which], dst_pitch, ends.src[which], src_pitch, head, row_of, tail,  \
+                    height, block, blocks, release);                                             \
   }
 
 COPY(ficco_copy16, u32x4)

@@ -20,6 +20,7 @@ COPY_THREADS = 512
 REDUCE_THREADS = 256
 SIGNAL_THREADS = 64
 MAX_PARTS = 16
+MAX_ENDS = 16
 
 #: Blocks of a peer copy, one for each SM or CU that it may take. On 4 H200s 32 were as fast at
 #: 0.5 MiB per peer, 5 % faster at 2 MiB and 8 % at 8 MiB, above which copy engines win.
@@ -58,6 +59,12 @@ class Parts(ctypes.Structure):
     """Addresses of the parts of a sum."""
 
     _fields_ = [("at", ctypes.c_uint64 * MAX_PARTS)]
+
+
+class Ends(ctypes.Structure):
+    """Where copies of one shape lead, and where they come from."""
+
+    _fields_ = [("dst", ctypes.c_uint64 * MAX_ENDS), ("src", ctypes.c_uint64 * MAX_ENDS)]
 
 
 class Words(ctypes.Structure):
@@ -108,6 +115,11 @@ class Strip(NamedTuple):
     head: int
     units: int
     tail: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All but where it lies."""
+        return self.unit, self.height, self.head, self.units, self.tail
 
 
 def strips(
@@ -203,7 +215,7 @@ class Kernels:
         self.binding = binding
         self._kernels = binding.load(compiled(binding.target), NAMES)
         # An engine copies between the same places call after call.
-        self._copy = lru_cache(maxsize=4096)(self._prepare)
+        self._copies = lru_cache(maxsize=4096)(self._prepare)
 
     def copy(
         self,
@@ -218,8 +230,22 @@ class Kernels:
     ) -> None:
         """Copy ``height`` rows of ``width`` bytes between ranks with ``blocks`` blocks. What the
         stream writes behind it tells a peer that they are there."""
-        for prepared in self._copy(
-            dst, dst_pitch, src, src_pitch, width, height, blocks, release=True
+        self.copies(((dst, src),), dst_pitch, src_pitch, width, height, stream, blocks)
+
+    def copies(
+        self,
+        ends: tuple[tuple[int, int], ...],
+        dst_pitch: int,
+        src_pitch: int,
+        width: int,
+        height: int,
+        stream: Any,
+        blocks: int = PEER_BLOCKS,
+    ) -> None:
+        """:meth:`copy` for several pairs of destination and source at the same time, each with
+        ``blocks`` blocks: where their addresses are alike, by one launch."""
+        for prepared in self._copies(
+            ends, dst_pitch, src_pitch, width, height, blocks, release=True
         ):
             self.binding.launch(*prepared, stream)
 
@@ -229,37 +255,44 @@ class Kernels:
         to, dst_pitch, width, height = address_of(dst)
         at, src_pitch, _, _ = address_of(src)
         blocks = WHOLE * self.binding.processors
-        for prepared in self._copy(
-            to, dst_pitch, at, src_pitch, width, height, blocks, release=False
+        for prepared in self._copies(
+            ((to, at),), dst_pitch, src_pitch, width, height, blocks, release=False
         ):
             self.binding.launch(*prepared, stream)
 
     def _prepare(
         self,
-        dst: int,
+        ends: tuple[tuple[int, int], ...],
         dst_pitch: int,
-        src: int,
         src_pitch: int,
         width: int,
         height: int,
         blocks: int,
         release: bool,
     ) -> list[tuple[Any, ...]]:
-        """What a copy launches."""
-        found = []
-        for strip in strips(dst, dst_pitch, src, src_pitch, width, height):
-            edges = strip.height if strip.head or strip.tail else 0
-            work = max(strip.units * strip.height, edges)
-            count = min(blocks, -(-work // COPY_THREADS))
-            u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-            numbers = (strip.head, strip.units, *divisor(strip.units), strip.tail, strip.height)
-            arguments = (
-                *(u64(strip.dst), u64(dst_pitch), u64(strip.src), u64(src_pitch)),
-                *map(u32, (*numbers, count, release)),
-            )
-            kernel = self._kernels[f"ficco_copy{strip.unit}"]
-            found.append((kernel, count, COPY_THREADS, self.binding.pack(arguments)))
-        return found
+        """What copies launch."""
+        each = [strips(dst, dst_pitch, src, src_pitch, width, height) for dst, src in ends]
+        launches: list[tuple[Strip, ...]] = [(strip,) for found in each for strip in found]
+        alike = len({tuple(strip.shape for strip in found) for found in each}) == 1
+        if alike and len(ends) <= MAX_ENDS:
+            launches = list(zip(*each, strict=True))
+        return [self._launch(some, dst_pitch, src_pitch, blocks, release) for some in launches]
+
+    def _launch(
+        self, some: tuple[Strip, ...], dst_pitch: int, src_pitch: int, blocks: int, release: bool
+    ) -> tuple[Any, ...]:
+        """The launch that copies some strips of one shape."""
+        strip, ends = some[0], Ends()
+        for index, one in enumerate(some):
+            ends.dst[index], ends.src[index] = one.dst, one.src
+        edges = strip.height if strip.head or strip.tail else 0
+        work = max(strip.units * strip.height, edges)
+        count = min(blocks, -(-work // COPY_THREADS))
+        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+        numbers = (strip.head, strip.units, *divisor(strip.units), strip.tail, strip.height)
+        arguments = (ends, u64(dst_pitch), u64(src_pitch), *map(u32, (*numbers, count, release)))
+        kernel = self._kernels[f"ficco_copy{strip.unit}"]
+        return kernel, count * len(some), COPY_THREADS, self.binding.pack(arguments)
 
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
         """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may

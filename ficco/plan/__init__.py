@@ -12,6 +12,7 @@ from ficco.plan.model import (
     Transfer,
 )
 from ficco.plan.render import render
+from ficco.plan.together import together
 
 __all__ = [
     "SHARED_BUFFERS",
@@ -25,4 +26,5 @@ __all__ = [
     "Transfer",
     "check",
     "render",
+    "together",
 ]

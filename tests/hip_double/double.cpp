@@ -726,6 +726,11 @@ struct Words {
   uint32_t value[WORDS];
 };
 
+constexpr int ENDS = 16;
+struct Ends {
+  char *dst[ENDS], *src[ENDS];
+};
+
 template <typename T>
 T argument(void** arguments, int index) {
   T value;
@@ -748,7 +753,7 @@ int signal_words(Stream& stream, void** arguments, Words& words, uint32_t& count
   return Success;
 }
 
-int launch(const std::string& name, Stream& stream, void** arguments) {
+int launch(const std::string& name, Stream& stream, uint32_t blocks, void** arguments) {
   Words words;
   uint32_t count;
   Uses uses;
@@ -781,21 +786,29 @@ int launch(const std::string& name, Stream& stream, void** arguments) {
   }
   unsigned unit = 0;
   if (sscanf(name.c_str(), "ficco_copy%u", &unit) == 1) {
-    auto target = argument<char*>(arguments, 0), source = argument<char*>(arguments, 2);
+    auto ends = argument<Ends>(arguments, 0);
     auto target_pitch = argument<uint64_t>(arguments, 1);
-    auto source_pitch = argument<uint64_t>(arguments, 3);
-    uint32_t number[6];
-    for (int i = 0; i < 6; i++) number[i] = argument<uint32_t>(arguments, 4 + i);
+    auto source_pitch = argument<uint64_t>(arguments, 2);
+    uint32_t number[7];
+    for (int i = 0; i < 7; i++) number[i] = argument<uint32_t>(arguments, 3 + i);
     size_t width = number[0] + size_t(number[1]) * unit + number[4], height = number[5];
-    int code = 0;
-    for (auto [at, pitch] : {std::pair{target, target_pitch}, std::pair{source, source_pitch}}) {
-      auto memory = reach(stream, at, (height - 1) * pitch + width, "a copy kernel", code);
-      if (!memory) return code;
-      uses.push_back(memory);
+    uint32_t each = number[6], count = blocks / each;
+    if (!count || blocks % each || count > ENDS)
+      return violation(InvalidValue, "%u blocks of copies that have %u each", blocks, each);
+    for (uint32_t i = 0; i < count; i++) {
+      int code = 0;
+      for (auto [at, pitch] :
+           {std::pair{ends.dst[i], target_pitch}, std::pair{ends.src[i], source_pitch}}) {
+        auto memory = reach(stream, at, (height - 1) * pitch + width, "a copy kernel", code);
+        if (!memory) return code;
+        uses.push_back(memory);
+      }
     }
     stream.add({[=] {
-                  for (size_t row = 0; row < height; row++)
-                    memcpy(target + row * target_pitch, source + row * source_pitch, width);
+                  for (uint32_t i = 0; i < count; i++)
+                    for (size_t row = 0; row < height; row++)
+                      memcpy(ends.dst[i] + row * target_pitch, ends.src[i] + row * source_pitch,
+                             width);
                   std::atomic_thread_fence(std::memory_order_release);
                 },
                 nullptr, uses});
@@ -1486,13 +1499,13 @@ API int hipModuleUnload(void* module) {
   delete static_cast<char*>(module);
   return Success;
 }
-API int hipModuleLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned,
-                              unsigned, unsigned, void* handle, void** arguments, void** extra) {
+API int hipModuleLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned,
+                              unsigned, unsigned, unsigned, void* handle, void** arguments, void** extra) {
   const char* call = "hipModuleLaunchKernel";
   ENTER(call);
   int code = 0;
   auto stream = queue(handle, call, code);
   if (!stream) return code;
   if (!arguments || extra) return violation(InvalidValue, "%s without arguments", call);
-  return launch(static_cast<Function*>(function)->name, *stream, arguments);
+  return launch(static_cast<Function*>(function)->name, *stream, blocks, arguments);
 }

@@ -1,0 +1,166 @@
+"""Which copies one launch carries out, and what is enqueued and predicted then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_plan import PROBLEM, SENT, SUMMED, TAKEN, TURNED, served
+from test_simulate import GIVEN, ONE, bars_of, own_plan, problem_of, send
+
+from ficco.machine import Copies, Host
+from ficco.plan import Plan, Signal, together
+from ficco.plan.together import TOGETHER_BYTES
+from ficco.problem import OPERATORS, Problem
+from ficco.runtime import compile
+from ficco.schedules import Schedule, plan, plans
+from ficco.simulate import simulate
+
+
+def runs(name: str, problem: Problem = PROBLEM, rank: int = 1) -> list[tuple[str, ...]]:
+    """The labels of copies that go together."""
+    one = plan(problem, Schedule.parse(name), rank)
+    return [tuple(one.steps[i].label for i in run) for run in together(one) if len(run) > 1]
+
+
+def test_one_piece_for_every_peer_goes_at_once() -> None:
+    assert runs("serial:kernel") == [("1.0>0", "1.0>3", "1.0>2")]
+    assert runs("growing:kernel") == [("1.0>0", "1.0>3", "1.0>2")]
+    pieces = [tuple(f"1.{piece}>{peer}" for peer in (0, 3, 2)) for piece in (0, 1)]
+    assert runs("hetero-fused-1d:pieces=2,kernel") == pieces
+    assert [len(run) for run in runs("serial:kernel", SUMMED)] == [3]
+    assert [len(run) for run in runs("serial:kernel", SENT)] == [3]
+
+
+def test_what_does_not_go_together() -> None:
+    assert runs("serial") == runs("growing") == []  # copy engines
+    assert runs("serial:collective") == []
+    assert runs("serial:kernel,copy=3") == []  # a lane for each peer
+    assert runs("serial:kernel,pull") == []  # each waits for the peer whose shard it is
+    assert runs("serial:kernel", replace(SUMMED, rows=(16, 8, 4, 36))) == []  # of other sizes
+    assert runs("ring:kernel", SUMMED) == []  # each waits for the one before
+    # Pieces for one peer, one behind the other: the tuner's measure of a copy.
+    same = "hetero-unfused-1d:pieces=4,order=peer,kernel"
+    assert all(len({label[-1] for label in run}) == len(run) for run in runs(same))
+    assert max(map(len, runs(same)), default=0) <= 2
+
+
+@pytest.mark.parametrize(("rows", "whole"), [(0, True), (1, False)])
+def test_large_copies_stay_alone(rows: int, whole: bool) -> None:
+    each = TOGETHER_BYTES // (2 * 4096 * 2)  # 8 KiB a row, two peers
+    problem = Problem("all_gather_matmul", (each + rows,) * 3, 8, 4096, "bfloat16")
+    assert [len(run) for run in runs("serial:kernel", problem)] == [2] * whole
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, SUMMED, SENT, TURNED, TAKEN])
+def test_every_step_once_and_in_order(problem: Problem) -> None:
+    for name in served(problem):
+        for mover in ("dma", "kernel"):
+            one = plan(problem, replace(Schedule.parse(name), mover=mover), 2)
+            found = together(one)
+            assert sorted(i for run in found for i in run) == list(range(len(one.steps)))
+            assert [run[0] for run in found] == sorted(run[0] for run in found)
+            for run in found:
+                steps = [one.steps[i] for i in run]
+                lane = [i for i, step in enumerate(one.steps) if step.lane == steps[0].lane]
+                first = lane.index(run[0])
+                assert tuple(lane[first : first + len(run)]) == run  # nothing is overtaken
+                if len(run) > 1:
+                    assert all(s.op == "copy" and s.mover == mover == "kernel" for s in steps)
+                    assert not any(s.waits or s.clears for s in steps[1:])
+                    assert all(set(s.after) <= set(steps[0].after) for s in steps)
+
+
+class Recorder:
+    """In place of an engine: what it is asked for, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def method(program: Any, *arguments: Any, **more: Any) -> Any:
+            self.asked.append((verb, arguments))
+            return lambda call: None
+
+        return method
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_what_goes_together_is_enqueued_once_and_posted_behind_it(trace: bool) -> None:
+    one = plan(PROBLEM, Schedule.parse("growing:kernel"), 1)
+    (run,) = (run for run in together(one) if len(run) > 1)
+    engine = Recorder()
+    compile(one, engine, None, trace=trace)  # type: ignore[arg-type]
+    verbs = [verb for verb, _ in engine.asked]
+    assert verbs.count("copies") == 1 and "copy" not in verbs
+    at = verbs.index("copies")
+    assert engine.asked[at][1] == (run,)
+    stamps = len(run) * trace
+    assert verbs[at - stamps : at] == verbs[at + 1 : at + 1 + stamps] == ["stamp"] * stamps
+    verb, (step, posts) = engine.asked[at + 1 + stamps]
+    assert (verb, step) == ("post", run[-1])
+    assert list(posts) == [signal for i in run for signal in one.steps[i].posts]
+    assert {signal.waiter for signal in posts} == {0, 2, 3}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_signal_is_posted_once(operator: str) -> None:
+    problem = {"all-to-all": SENT, "reduce-scatter": SUMMED}.get(
+        OPERATORS[operator].collective, PROBLEM
+    )
+    one = plan(replace(problem, operator=operator), Schedule.parse("serial:kernel"), 1)
+    engine = Recorder()
+    compile(one, engine, None)  # type: ignore[arg-type]
+    posted = [s for verb, (_, *rest) in engine.asked if verb == "post" for s in rest[0]]
+    assert sorted(posted) == sorted(s for step in one.steps for s in step.posts)
+
+
+def three_sends(mover: str = "kernel") -> list[Plan]:
+    """Rank 0 sends 8 bytes to each of three peers, of which the first waits for its own."""
+    problem = problem_of(*[100] * 4)
+    seen = [Signal("ready", 0, peer, 0, peer) for peer in (1, 2, 3)]
+    steps = [send("copy0", 0, s.waiter, 8, mover=mover, posts=(s,)) for s in seen]
+    made = [replace(own_plan(problem=problem), rank=rank) for rank in range(4)]
+    made[0] = own_plan(*steps, problem=problem)
+    waits = send("copy0", 1, 0, 4, waits=(seen[0],))
+    made[1] = replace(own_plan(waits, problem=problem), rank=1)
+    return made
+
+
+def test_copies_that_go_together_are_predicted_as_one() -> None:
+    kernel = Copies(8, 3.0, 5.0, ((8.0, 1.0), (24.0, 2.0)), GIVEN)
+    machine = replace(ONE, kernel_copies=kernel, topology=replace(ONE.topology, bandwidth=9.0))
+    found = simulate(three_sends(), machine)
+    # At the rate of 24 bytes, with no gap between them; seen 3 s after the last is over.
+    assert bars_of(found, 0, "copy") == [(0, 4), (4, 8), (8, 17)]
+    assert bars_of(found, 1, "copy")[0][0] == 15
+    apart = simulate(three_sends("dma"), replace(machine, copies=kernel))
+    assert bars_of(apart, 0, "copy") == [(0, 13), (13, 26), (26, 39)]
+    assert bars_of(apart, 1, "copy")[0][0] == 11
+
+
+def test_the_host_enqueues_them_once() -> None:
+    host = Host(0.0, 0.0, 0.0, 100.0, 10.0, GIVEN)
+    quick = Copies(8, 0.0, 0.0, ((1.0, 1e9),), GIVEN)
+    machine = replace(ONE, host=host, copies=quick, kernel_copies=quick)
+    machine = replace(machine, topology=replace(ONE.topology, bandwidth=1e9))
+    begins = {
+        mover: bars_of(simulate(three_sends(mover), machine, "idle"), 1, "copy")[0][0]
+        for mover in ("kernel", "dma")
+    }
+    # One copy and one post; or the first of three. Rank 1 enqueues its own copy behind a wait.
+    assert begins == {"kernel": 110, "dma": 110}
+    ends = {
+        mover: bars_of(simulate(three_sends(mover), machine, "idle"), 0, "copy")[-1][1]
+        for mover in ("kernel", "dma")
+    }
+    assert round(ends["kernel"]) == 100 and round(ends["dma"]) == 320
+
+
+def test_signals_reach_every_waiter_in_simulations_of_all_ranks() -> None:
+    for name in ("serial:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel"):
+        for world in (2, 3, 5):
+            problem = problem_of(*[64] * world, n=64, k=64)
+            assert simulate(plans(problem, Schedule.parse(name)), ONE).stop_s > 0
