@@ -26,13 +26,13 @@ from ficco import cli, warn
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import rule_table
 from ficco.heuristics import Saved, decide, problem_of, saved, where
-from ficco.heuristics.candidates import SERIALS, candidates
+from ficco.heuristics.candidates import SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
-from ficco.heuristics.model import is_serial
 from ficco.machine import (
     Collective,
     Fingerprint,
     Machine,
+    Provenance,
     Thresholds,
     Tuned,
     digest,
@@ -173,13 +173,14 @@ def test_nothing_is_taken_that_is_predicted_to_lose_to_serial(name: str, operato
 )
 def test_a_tuned_entry_that_is_no_more_is_passed_over(name: str, why: str) -> None:
     machine = replace(MACHINE, tuned=(replace(TUNED, queued=name),))
+    here: dict[str, Any] = {"machine": machine, "movers": ("dma",)}
     with pytest.warns(UserWarning, match=f"(?s)toy.*{why}.*ficco tune"):
-        decision = decide(PROBLEM, machine=machine, mode="queued")
+        decision = decide(PROBLEM, mode="queued", **here)
     assert decision.source == "model"
     with warnings.catch_warnings():  # it was said once
         warnings.simplefilter("error")
-        assert decide(PROBLEM, machine=machine, mode="queued") == decision
-        assert decide(PROBLEM, machine=machine, mode="idle").source == "tuned"
+        assert decide(PROBLEM, mode="queued", **here) == decision
+        assert decide(PROBLEM, mode="idle", **here).source == "tuned"
 
 
 def test_the_model_goes_before_the_rule() -> None:
@@ -616,15 +617,46 @@ def test_the_page_about_choosing_holds_the_table_as_it_is_made_now() -> None:
 MOVERS = ("dma", "kernel")
 
 
-def test_the_model_leaves_copy_kernels_to_tuned_entries() -> None:
-    assert MACHINE.copies is not None
-    slow = replace(MACHINE.copies, curve=tuple((size, r / 4) for size, r in MACHINE.copies.curve))
-    fast = replace(MACHINE, copies=slow, kernel_copies=MACHINE.copies)
-    found = decide(PROBLEM, machine=fast, movers=MOVERS).schedule
-    assert found.mover != "kernel"
-    by_kernel = [one for one in candidates(PROBLEM, fast, MOVERS) if one.mover == "kernel"]
-    sooner = min(predict(PROBLEM, one, fast, "idle") for one in by_kernel)
-    assert sooner < predict(PROBLEM, found, fast, "idle")
+def by_kernel(machine: Machine, source: str = "measured") -> Machine:
+    """A machine whose kernels copy as its copy engines, and those at a quarter of that."""
+    assert machine.copies is not None
+    slow = replace(machine.copies, curve=tuple((size, r / 4) for size, r in machine.copies.curve))
+    known = replace(machine.copies, latency=1e-6, gap=1e-6, provenance=Provenance(source))
+    return replace(machine, copies=slow, kernel_copies=known)
+
+
+def test_beside_products_the_model_leaves_copy_kernels_to_tuned_entries() -> None:
+    fast = by_kernel(MACHINE)
+    found = decide(PROBLEM, machine=fast, movers=MOVERS)
+    assert found.source == "model" and found.schedule.mover != "kernel"
+    beside = [one for one in candidates(PROBLEM, fast, MOVERS) if one.mover == "kernel"]
+    sooner = min(predict(PROBLEM, one, fast, "idle") for one in beside if not is_serial(one))
+    assert sooner < predict(PROBLEM, found.schedule, fast, "idle")
+
+
+def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> None:
+    small, fast = problem(512, 1024, 512), by_kernel(MACHINE)
+    found = decide(small, machine=fast)
+    assert (str(found.schedule), found.source) == ("serial:kernel", "model")
+    assert "serial:kernel" in [one.schedule for one in found.candidates]
+    for machine, movers in (
+        (fast, ("dma",)),  # no compiler
+        (by_kernel(MACHINE, "assumed"), MOVERS),
+        (replace(fast, kernel_copies=None), MOVERS),
+    ):
+        without = decide(small, machine=machine, movers=movers)
+        assert without.source == "model" and without.schedule.mover != "kernel"
+        assert "serial:kernel" not in [one.schedule for one in without.candidates]
+    sums = problem_of("matmul_reduce_scatter", 512, 1024, 512, "bfloat16", 4)
+    assert decide(sums, machine=fast).schedule.mover != "kernel"
+
+
+def test_a_decision_that_was_saved_with_a_compiler_is_not_taken_without(tmp_path: Path) -> None:
+    small, fast = problem(512, 1024, 512), by_kernel(MACHINE)
+    saved = Saved(digest(fast), tmp_path)
+    assert decide(small, machine=fast, saved=saved).schedule.mover == "kernel"
+    assert decide(small, machine=fast, saved=saved, movers=("dma",)).schedule.mover != "kernel"
+    assert decide(small, machine=fast, saved=saved).schedule.mover == "kernel"
 
 
 # Saved decisions.

@@ -18,10 +18,10 @@ from ficco.heuristics import (
     problem_of,
     rule,
 )
-from ficco.heuristics.candidates import on_mesh
+from ficco.heuristics.candidates import is_serial, on_mesh
 from ficco.heuristics.capacity import held_bytes
 from ficco.heuristics.losses import copy_loss, gemm_loss, ideal
-from ficco.heuristics.model import Prediction, choose, is_serial, lacking
+from ficco.heuristics.model import Prediction, choose, lacking
 from ficco.machine import (
     Collective,
     Contention,
@@ -486,7 +486,4 @@ def test_a_decision_takes_less_than_50_ms_the_first_time() -> None:
             pace, started = slower(), time.process_time()
             assert decide(asked, machine=machine).source == "model"
             best[operator] = min(best[operator], (time.process_time() - started) / pace)
-    gather = best["all_gather_matmul"]
-    assert gather < 0.05
-    # Sums and copies that return: 1.0, 1.3, 1.1 and 1.8 times as long on a quiet core.
-    assert all(seconds < 3 * gather for seconds in best.values()), best
+    assert max(best.values()) < 0.05, best

@@ -22,7 +22,7 @@ from typing import Any
 
 from ficco.amounts import seconds_text
 from ficco.heuristics import shown
-from ficco.heuristics.candidates import MOVERS, candidates, suited
+from ficco.heuristics.candidates import ALL_MOVERS, candidates, predictable, suited
 from ficco.heuristics.losses import Losses, ideal, losses
 from ficco.heuristics.model import (
     MODES,
@@ -78,7 +78,8 @@ class Decision:
         schedule: the choice.
         source: ``"caller"``, ``"tuned"``, ``"model"``, ``"rule"`` or ``"fallback"``.
         reason: in words.
-        problem, machine, mode, search: what it was decided for; machine None if it is unknown.
+        problem, machine, mode, search, movers: what it was decided for; machine None if it is
+            unknown.
     """
 
     schedule: Schedule
@@ -88,6 +89,7 @@ class Decision:
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
     search: bool = field(default=False, repr=False, compare=False)
+    movers: tuple[str, ...] = field(default=ALL_MOVERS, repr=False, compare=False)
     _predict: Predict = field(default=simulated, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -104,9 +106,8 @@ class Decision:
         if machine is None or lacking(machine, "queued"):
             return ()
         modes = ("queued",) if lacking(machine, "idle") else ("queued", "idle")
-        found = list(
-            predictions(problem, candidates(problem, machine), machine, modes, self._predict)
-        )
+        named = _comparable(problem, machine, self.movers)
+        found = list(predictions(problem, named, machine, modes, self._predict))
         if self.search:
             found += look_further(problem, found, machine, self.mode, self._predict)
         if self.schedule not in [one.schedule for one in found]:
@@ -145,7 +146,7 @@ def decide(
     machine: Machine | None = None,
     mode: str = "eager",
     search: bool = False,
-    movers: tuple[str, ...] = MOVERS,
+    movers: tuple[str, ...] = ALL_MOVERS,
     saved: Saved | None = None,
     predict: Predict = simulated,
 ) -> Decision:
@@ -158,7 +159,7 @@ def decide(
         mode: ``"eager"``, on a GPU whose host may or may not run ahead; ``"queued"``, captured in
             a graph; ``"idle"``, carried out by the caller itself (the CPU engine).
         search: look beyond the named schedules.
-        movers: who moves bytes here.
+        movers: who moves bytes here, as far as the machine's figures say how fast.
         saved: decisions of earlier processes on this machine.
         predict: seconds of a problem under a schedule on a machine in a mode.
 
@@ -173,7 +174,7 @@ def decide(
     def decision(schedule: str | Schedule, source: str, reason: str) -> Decision:
         if isinstance(schedule, str):
             schedule = Schedule.parse(schedule)
-        return Decision(schedule, source, reason, problem, machine, mode, search, predict)
+        return Decision(schedule, source, reason, problem, machine, mode, search, movers, predict)
 
     if wanted != "auto":
         given = decision(wanted, "caller", "given")
@@ -194,10 +195,10 @@ def decide(
         return decision(FALLBACK[mode], "fallback", f"{why}; {REMEDY}")
     missing = lacking(known, mode)
     if not missing:
-        key = f"{problem} {mode} search={search:d}"
+        key = f"{problem} {mode} search={search:d} by {' and '.join(movers)}"
         found = saved.get(key) if saved else None
         if found is None:
-            found = _modelled(problem, known, mode, search, predict)
+            found = _modelled(problem, known, mode, search, movers, predict)
             if saved:
                 saved.put(key, *found)
         return decision(found[0], "model", found[1])
@@ -242,14 +243,27 @@ def _tuned(
     return None
 
 
+def _comparable(
+    problem: Problem, machine: Machine, movers: tuple[str, ...]
+) -> tuple[Schedule, ...]:
+    """The schedules that the model compares."""
+    found = candidates(problem, machine, movers)
+    return tuple(one for one in found if predictable(one, problem, machine))
+
+
 @lru_cache(maxsize=4096)
 def _modelled(
-    problem: Problem, machine: Machine, mode: str, search: bool, predict: Predict
+    problem: Problem,
+    machine: Machine,
+    mode: str,
+    search: bool,
+    movers: tuple[str, ...],
+    predict: Predict,
 ) -> tuple[Schedule, str]:
-    """What the model takes, and why. Copy engines move the bytes: how long the blocks of a copy
-    kernel wait for SMs that products hold, it does not know. Tuned entries do."""
+    """What the model takes, and why."""
     modes = MODES[mode]
-    found = predictions(problem, candidates(problem, machine), machine, modes, predict)
+    named = _comparable(problem, machine, movers)
+    found = predictions(problem, named, machine, modes, predict)
     if search:
         found += look_further(problem, found, machine, mode, predict)
     choice = choose(found, machine, mode)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ficco.amounts import seconds_text
-from ficco.heuristics.candidates import SERIALS
+from ficco.heuristics.candidates import is_serial
 from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -55,15 +55,6 @@ class Choice:
     chosen: Prediction
     serial: Prediction
     reason: str
-
-
-def is_serial(schedule: Schedule) -> bool:
-    """Whether all copies come before the one product."""
-    return any(
-        (schedule.uniform, schedule.grouping, schedule.dims, schedule.pieces, schedule.tail)
-        == (other.uniform, other.grouping, other.dims, other.pieces, other.tail)
-        for other in map(Schedule.parse, SERIALS)
-    )
 
 
 def lacking(machine: Machine, mode: str) -> tuple[str, ...]:
