@@ -22,11 +22,12 @@ from ficco import cli
 from ficco.bench import bounds, cases, command, layers, plots, regret, report, stats, table
 from ficco.bench.accuracy import Accuracy
 from ficco.bench.bounds import block_bytes, moved_bytes, movements
-from ficco.bench.calls import build, expected, step_bytes
+from ficco.bench.calls import Runner, build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
     REFERENCES,
     SCHEDULES,
+    Candidate,
     choose,
     named_again,
     of_problem,
@@ -36,7 +37,7 @@ from ficco.bench.candidates import (
 from ficco.bench.cases import OPERATOR, Case
 from ficco.bench.inputs import Operands
 from ficco.bench.lines import lines, mean_and_worst, modes, summary
-from ficco.bench.measure import Gate, modes_of
+from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Gate, Item, modes_of, rounds
 from ficco.bench.run import Settings, bench
 from ficco.bench.table import COLUMNS, Row
 from ficco.errors import ConfigError
@@ -361,6 +362,62 @@ def _through_the_gate(at: ranks.Rank) -> list[int]:
 
 def test_all_ranks_go_through_the_gate_and_hear_what_rank_0_decides() -> None:
     assert ranks.run(3, _through_the_gate) == [list(range(200))] * 3
+
+
+class _Clock:
+    """Calls that take what is written down: seconds, and those of the host, the last for ever."""
+
+    warm_calls = 6
+
+    def __init__(self, **taken: list[tuple[float, float]]) -> None:
+        self.taken = taken
+        self.calls = dict.fromkeys(taken, 0)
+        self.sleeps: list[float] = []
+
+    def time(self, item: Item) -> tuple[float, float]:
+        name = item.candidate.name
+        taken = self.taken[name][min(self.calls[name], len(self.taken[name]) - 1)]
+        self.calls[name] += 1
+        self.sleeps.append(item.sleep_s)
+        return taken
+
+    def host(self, item: Item) -> float:
+        return 1e-4
+
+
+class _Alone:
+    def decide(self, value: int) -> int:
+        return value
+
+
+def _timed(clock: _Clock) -> list[Item]:
+    items = [Item("queued", Candidate(name, "ficco"), Runner(_nothing)) for name in clock.taken]
+    assert rounds(items, clock, _Alone(), most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
+    return items
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0)
+
+
+def test_calls_for_which_memory_is_allocated_are_not_taken_for_long_ones() -> None:
+    clock = _Clock(
+        grows=[(0.4, 0.3), (0.3, 0.2), (0.02, 1e-3), (0.01, 5e-4)], is_long=[(0.2, 1e-4)]
+    )
+    grows, is_long = _timed(clock)
+    assert clock.calls == {"grows": 6 + 4, "is_long": 3 + 4}
+    assert grows.times_s == [0.01] * 4 and grows.host_s == 1e-4
+    assert math.isnan(is_long.host_s)
+
+
+def test_every_call_finds_a_card_that_has_rested_as_long() -> None:
+    """One that rests for longer is cooler, and faster."""
+    clock = _Clock(one=[(0.4, 0.3), (0.01, 1e-4)], other=[(0.01, 7e-4)])
+    one, other = _timed(clock)
+    assert one.sleep_s == other.sleep_s == pytest.approx(SLEEP_LEAST_S + 2 * 7e-4)
+    assert clock.sleeps[-8:] == [one.sleep_s] * 8
+    slow = _Clock(one=[(0.01, 0.5)])
+    assert _timed(slow)[0].sleep_s == SLEEP_MOST_S
 
 
 # Rows, reports and pictures, from made-up figures.

@@ -47,13 +47,14 @@ HOST_CALLS, HOST_ROWS = 5, 5
 #: takes.
 LONG_S = 0.05
 
-#: Calls to warm up of any candidate: one on each slot.
-LEAST_WARM = 2
+#: Calls to warm up of any candidate: one on each slot, for which memory may be allocated, and one.
+LEAST_WARM = 3
 
-#: How long the GPU sleeps: so many times what the host took before, and so many seconds more, in
-#: which the collective that lines the ranks up is enqueued.
+#: How long the GPU sleeps: so many times what the host takes at its best, and so many seconds more,
+#: in which the collective that lines the ranks up is enqueued; not longer than the last.
 SLEEP_FACTOR = 2.0
 SLEEP_LEAST_S = 200e-6
+SLEEP_MOST_S = 5e-3
 
 
 #: Turns of a waiting rank between two looks at the clock.
@@ -278,6 +279,9 @@ def rounds(
         for item in items:
             with item.runner.context():
                 _warm(item, clock, gate)
+        rest = max((item.sleep_s for item in items), default=0.0)
+        for item in items:
+            item.sleep_s = rest  # a card that has rested for longer is cooler, and faster
         began = time.monotonic()
         done = 0
         while done < most:
@@ -296,12 +300,15 @@ def rounds(
 
 def _warm(item: Item, clock: HostClock | DeviceClock, gate: Gate) -> None:
     """Call until nothing is slow for being new, and see what the host takes."""
-    for number in range(clock.warm_calls):
-        seconds, host = clock.time(item)
-        long = bool(gate.decide(seconds > LONG_S))
-        if long and number + 1 >= LEAST_WARM:
+    found = []
+    for _ in range(clock.warm_calls):
+        found.append(clock.time(item))
+        # Not by the slowest ones, for which memory was allocated.
+        long = bool(gate.decide(min(seconds for seconds, _ in found) > LONG_S))
+        if long and len(found) >= LEAST_WARM:
             break
-    item.sleep_s = SLEEP_LEAST_S + SLEEP_FACTOR * host
+    host = min(host for _, host in found)
+    item.sleep_s = min(SLEEP_LEAST_S + SLEEP_FACTOR * host, SLEEP_MOST_S)
     if not long:
         item.host_s = clock.host(item)
 
