@@ -70,7 +70,8 @@ def explain(
     machine: str | PathLike[str] | Machine | None = None,
     search: bool = False,
 ) -> Decision:
-    """The schedule that a call would take, and why; needs no device and no process group.
+    """The schedule that a call would take, and why; needs no device and no process group. That
+    ficco's kernels can be compiled is taken for granted.
 
     The result's ``candidates`` and ``table()`` say what is predicted of each schedule that was
     compared: seconds, share of the ideal, decomposition and contention loss, memory.

@@ -6,6 +6,8 @@ What is modelled, and how:
   signal is seen ``latency`` and its bytes' time after it began. Bytes move at the copy's own rate
   or at its share of what it shares: on a switch the sender's port out and the receiver's port in,
   on a mesh the link between the two. A rank has no more copies in flight than it has engines.
+  Copies by the kernel that go together (:func:`ficco.plan.together`) move at the rate of all their
+  bytes, without gaps; they are enqueued once, and who waits for one of them waits for all.
 - *Ranks out of step.* Cards multiply at different rates, so that products which are sent are ready
   sooner on one rank than on the next. Copies that go from peer to peer by turns then meet copies of
   other ranks at the ports of a switch, for as long as those are early or late: see ``APART``. Rows
@@ -302,7 +304,7 @@ class _Rank:
     __slots__ = (
         "plan", "lanes", "clock", "since", "slowed", "worked", "served", "multiplying", "busy",
         "copying", "in_flight", "engines", "queue", "enqueued", "ran",
-        "posts", "together", "more",
+        "posts", "runs", "bytes",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, number: int) -> None:
@@ -329,16 +331,20 @@ class _Rank:
         self.enqueued: list[tuple[float, float]] = []  # step -> when it is there, and its posts
         self.ran: list[tuple[float, int, float]] = []  # start, step, stop
         self.posts = [step.posts for step in steps]
-        #: Of copies that go together: the bytes of all, and those that have more behind them.
-        self.together: dict[int, int] = {}
-        self.more: set[int] = set()
-        for run in together(plan):
+        #: Copies that go together, and the bytes of all, by each of them.
+        self.runs: dict[int, tuple[int, ...]] = {}
+        self.bytes: dict[int, int] = {}
+
+    def join(self) -> None:
+        """Let copies go together, as on a GPU, where one launch carries them out."""
+        steps = self.plan.steps
+        for run in together(self.plan):
             if len(run) == 1:
                 continue
             moved = [one for i in run if (one := steps[i].transfer) is not None]
-            nbytes = sum(one.src.elements for one in moved) * plan.problem.itemsize
-            self.together.update(dict.fromkeys(run, nbytes))
-            self.more.update(run[:-1])
+            nbytes = sum(one.src.elements for one in moved) * self.plan.problem.itemsize
+            self.runs.update(dict.fromkeys(run, run))
+            self.bytes.update(dict.fromkeys(run, nbytes))
             self.posts[run[-1]] = tuple(post for i in run for post in steps[i].posts)
             for i in run[:-1]:
                 self.posts[i] = ()
@@ -430,6 +436,8 @@ class _Simulation:
             self.met = self._met(peers) if self.topology.kind == "switch" else 0.0
         host: Host = block("host", mode == "idle")
         for rank in self.ranks:
+            if by_kernel and machine.accelerator != "cpu":
+                rank.join()
             lanes = sum(name.startswith("copy") for name in rank.lanes)
             if self.copies is not None and lanes > self.copies.engines:
                 rank.engines = self.copies.engines
@@ -573,7 +581,10 @@ class _Simulation:
         for signal in rank.posts[index]:
             if signal.kind != "released":
                 self._tell(self._post_key(signal), posted)
-        self._tell((-1, lane.rank, index), seen)
+        run = rank.runs.get(index, (index,))
+        if run[-1] == index:
+            for one in run:
+                self._tell((-1, lane.rank, one), seen)
         self.ready.append(lane)
 
     def _gather(self) -> None:
@@ -662,7 +673,7 @@ class _Simulation:
             self._over(lane, self.now, self.now)
             return
         rank.in_flight += 1
-        size = rank.together.get(lane.steps[lane.at], nbytes)
+        size = rank.bytes.get(lane.steps[lane.at], nbytes)
         if size not in self._rates:
             self._rates[size] = self.copies.rate(size)
         lane.left, lane.alone = float(nbytes), self._rates[size]
@@ -699,7 +710,8 @@ class _Simulation:
         self.changed_copies.pop(lane, None)
         lane.ends = ()
         free = self.now
-        if lane.steps[lane.at] not in rank.more:
+        index = lane.steps[lane.at]
+        if rank.runs.get(index, (index,))[-1] == index:
             free += self.copies.gap
         self._push(free, _ENGINE, lane)
         self._over(lane, self.now + self.copies.latency, free)
@@ -765,19 +777,21 @@ def _enqueued(rank: _Rank, host: Host, begin: float) -> list[tuple[float, float]
     found = [(0.0, 0.0)] * len(plan.steps)
     for last in (False, True):
         for index, step in enumerate(plan.steps):
-            if (step.lane == SYNC_LANE) != last:
+            run = rank.runs.get(index, (index,))
+            if (step.lane == SYNC_LANE) != last or run[0] != index:
                 continue
             if step.waits or step.after:
                 at += host.signal
             there = at
             if step.op == "copy":
-                there = at = at + host.copy * (index not in rank.more)
+                there = at = at + host.copy
             elif step.op in ("place", "reduce"):
                 there = at = at + host.matmul
             elif step.op == "matmul":
                 there = at + host.matmul  # of the first product: the next come while that runs
                 at += host.matmul * len(step.products)
-            if rank.posts[index]:
+            if rank.posts[run[-1]]:
                 at += host.signal
-            found[index] = there, at
+            for one in run:
+                found[one] = there, at
     return found

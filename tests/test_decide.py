@@ -643,6 +643,7 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
         (fast, ("dma",)),  # no compiler
         (by_kernel(MACHINE, "assumed"), MOVERS),
         (replace(fast, kernel_copies=None), MOVERS),
+        (replace(fast, accelerator="cpu"), MOVERS),
     ):
         without = decide(small, machine=machine, movers=movers)
         assert without.source == "model" and without.schedule.mover != "kernel"

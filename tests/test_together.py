@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 from test_plan import PROBLEM, SENT, SUMMED, TAKEN, TURNED, served
-from test_simulate import GIVEN, ONE, bars_of, own_plan, problem_of, send
+from test_simulate import GIVEN, ONE, bars_of, multiply, own_plan, problem_of, send
 
 from ficco.machine import Copies, Host
 from ficco.plan import Plan, Signal, together
-from ficco.plan.together import TOGETHER_BYTES
+from ficco.plan.together import MOST, TOGETHER_BYTES
 from ficco.problem import OPERATORS, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan, plans
-from ficco.simulate import simulate
+from ficco.simulate import predict, simulate
+from ficco.tune import fits
+from ficco.tune.effort import GPU
+from ficco.tune.measures import launches
 
 
 def runs(name: str, problem: Problem = PROBLEM, rank: int = 1) -> list[tuple[str, ...]]:
@@ -117,6 +121,28 @@ def test_every_signal_is_posted_once(operator: str) -> None:
     assert sorted(posted) == sorted(s for step in one.steps for s in step.posts)
 
 
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 18])
+def test_rows_of_copies_that_the_tuner_fits(world: int) -> None:
+    """What a launch takes is fitted to what one launch carries out."""
+    for size, pieces in product(GPU.sizes, GPU.pieces):
+        peers = world - 1
+        assert launches(size, pieces, world, "dma") == (size, pieces * peers)
+        nbytes, count = launches(size, pieces, world, "kernel")
+        assert nbytes * count == pytest.approx(size * pieces * peers)
+        if peers <= MOST and size * peers <= TOGETHER_BYTES:
+            assert (nbytes, count) == (size * peers, pieces)
+        elif 2 * size > TOGETHER_BYTES:
+            assert (nbytes, count) == (size, pieces * peers)
+
+
+def test_figures_of_launches_are_found_again() -> None:
+    gap, latency, rate = 6e-6, 2e-5, 3e11
+    rows = [launches(size, n, 4, "kernel") for size in GPU.sizes for n in GPU.pieces]
+    times = [(s, n, latency + n * s / rate + (n - 1) * gap) for s, n in rows]
+    found = fits.copies([fits.CopyTime(*one) for one in times])
+    assert (found.latency, found.gap) == (pytest.approx(latency), pytest.approx(gap))
+
+
 def three_sends(mover: str = "kernel") -> list[Plan]:
     """Rank 0 sends 8 bytes to each of three peers, of which the first waits for its own."""
     problem = problem_of(*[100] * 4)
@@ -143,24 +169,43 @@ def test_copies_that_go_together_are_predicted_as_one() -> None:
 
 def test_the_host_enqueues_them_once() -> None:
     host = Host(0.0, 0.0, 0.0, 100.0, 10.0, GIVEN)
-    quick = Copies(8, 0.0, 0.0, ((1.0, 1e9),), GIVEN)
+    quick = Copies(8, 0.0, 0.0, ((1.0, 1.0),), GIVEN)
     machine = replace(ONE, host=host, copies=quick, kernel_copies=quick)
-    machine = replace(machine, topology=replace(ONE.topology, bandwidth=1e9))
-    begins = {
-        mover: bars_of(simulate(three_sends(mover), machine, "idle"), 1, "copy")[0][0]
-        for mover in ("kernel", "dma")
-    }
-    # One copy and one post; or the first of three. Rank 1 enqueues its own copy behind a wait.
-    assert begins == {"kernel": 110, "dma": 110}
-    ends = {
-        mover: bars_of(simulate(three_sends(mover), machine, "idle"), 0, "copy")[-1][1]
-        for mover in ("kernel", "dma")
-    }
-    assert round(ends["kernel"]) == 100 and round(ends["dma"]) == 320
+    kernel, dma = (simulate(three_sends(mover), machine, "idle") for mover in ("kernel", "dma"))
+    # None begins before the host has enqueued them; copies of their own each wait for the host,
+    # which enqueues what each of them posts, too.
+    assert bars_of(kernel, 0, "copy") == [(100, 108), (108, 116), (116, 124)]
+    assert bars_of(dma, 0, "copy") == [(100, 108), (210, 218), (320, 328)]
+    # Where the first of them comes, whatever is enqueued between them for other lanes.
+    slow = replace(machine, host=replace(host, matmul=1000.0))
+    first, *others = three_sends()[0].steps
+    plan_of_0 = replace(three_sends()[0], steps=(first, multiply("compute0", 1), *others))
+    found = simulate([plan_of_0, *three_sends()[1:]], slow, "idle")
+    assert bars_of(found, 0, "copy")[-1] == (116, 124)
+
+
+def test_on_a_cpu_nothing_goes_together() -> None:
+    kernel = Copies(8, 3.0, 5.0, ((8.0, 1.0),), GIVEN)
+    machine = replace(ONE, accelerator="cpu", copies=kernel, kernel_copies=kernel)
+    by_kernel, dma = (simulate(three_sends(mover), machine) for mover in ("kernel", "dma"))
+    assert bars_of(by_kernel, 0, "copy") == bars_of(dma, 0, "copy") == [(0, 13), (13, 26), (26, 39)]
+
+
+def test_who_waits_for_one_of_them_waits_for_all() -> None:
+    """As the runtime marks what follows on other lanes: behind the launch."""
+    problem = problem_of(*[100] * 4)
+    steps = [send("copy0", 0, peer, 8, mover="kernel") for peer in (1, 2, 3)]
+    behind = multiply("compute0", 5, after=(0,))
+    made = [replace(own_plan(problem=problem), rank=rank) for rank in range(4)]
+    made[0] = own_plan(*steps, behind, problem=problem)
+    machine = replace(ONE, kernel_copies=Copies(8, 0.0, 0.0, ((8.0, 1.0),), GIVEN))
+    assert bars_of(simulate(made, machine), 0, "matmul")[0][0] == 24
 
 
 def test_signals_reach_every_waiter_in_simulations_of_all_ranks() -> None:
+    machine = replace(ONE, kernel_copies=Copies(8, 3.0, 5.0, ((8.0, 1.0), (64.0, 4.0)), GIVEN))
     for name in ("serial:kernel", "growing:kernel", "hetero-fused-1d:pieces=2,kernel"):
         for world in (2, 3, 5):
-            problem = problem_of(*[64] * world, n=64, k=64)
-            assert simulate(plans(problem, Schedule.parse(name)), ONE).stop_s > 0
+            problem, schedule = problem_of(*[64] * world, n=64, k=64), Schedule.parse(name)
+            whole = simulate(plans(problem, schedule), machine).stop_s
+            assert predict(problem, schedule, machine) == pytest.approx(whole, rel=0.01)

@@ -675,7 +675,10 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     assert outcome.machine == other.machine
     machine = load(path)
     assert machine == outcome.machine
+    assert machine.kernel_copies is None  # on a CPU both movers are the same
     for step in measures.STEPS:
+        if step.name == "kernel_copies":
+            continue
         source = getattr(machine, step.name).provenance
         assert source.command == "tests" and source.torch == torch.__version__
         assert source.date and source.commit and source.source in ("measured", "fitted")

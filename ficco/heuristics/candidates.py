@@ -215,12 +215,14 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     """Whether the model may take a schedule.
 
     How long the blocks of a copy kernel wait for SMs that products hold, it does not know; tuned
-    entries do. Where all products come behind all copies of a gather, none waits: on 4 H200 such
-    calls took as long as predicted to 5 % up to 4096 x 4096 x 4096.
+    entries do. Where all products come behind all copies of a gather, none waits: queued on 4 H200,
+    13 such calls took as long as predicted to 6 % (docs/results/serial-by-kernel-h200-4.csv). On a
+    CPU both movers are the same.
     """
     if schedule.mover != "kernel":
         return True
     known = machine.kernel_copies is not None and machine.kernel_copies.provenance.source in MET
+    known = known and machine.accelerator != "cpu"
     return known and is_serial(schedule) and problem.kind.collective == "all-gather"
 
 

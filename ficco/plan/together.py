@@ -7,6 +7,8 @@ from ficco.plan.model import Plan, Step
 #: Most bytes that go together. More would keep those who wait for the first copy waiting for longer
 #: than launches of their own take: 6.5 us each (``kernel_copies`` in configs/h200-4.yaml).
 TOGETHER_BYTES = 4 << 20
+#: Most copies of a launch.
+MOST = 16
 
 
 def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -32,6 +34,8 @@ def _follows(plan: Plan, run: list[int], step: Step) -> bool:
     """Whether a step goes together with those before it on its lane."""
     first = plan.steps[run[0]]
     if not (first.op == step.op == "copy" and first.mover == step.mover == "kernel"):
+        return False
+    if len(run) == MOST:
         return False
     if step.waits or step.clears or not set(step.after) <= set(first.after):
         return False

@@ -50,7 +50,7 @@ class Schedule:
         order: ``"piece"``, a piece of every peer before the next piece of any (all links of a
             mesh are busy), or ``"peer"``, peer after peer (what a switch wants).
         pull: receivers fetch; otherwise senders push.
-        mover: ``"dma"``, copy engines; ``"kernel"``, a copy kernel on a few SMs or CUs; or
+        mover: ``"dma"``, copy engines; ``"kernel"``, a copy kernel on a few SMs or CUs per peer; or
             ``"collective"``, the operator's collective by the group's library, for serial alone.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.

@@ -39,7 +39,7 @@ from ficco.machine import (
     nearest,
 )
 from ficco.machine.fit import Sample, errors, fit
-from ficco.plan import Plan
+from ficco.plan import Plan, together
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
 from ficco.tune import fits
@@ -48,9 +48,13 @@ from ficco.workspace import workspace_of
 
 Tick = Callable[[str], None]
 
-#: Copies of a shard in pieces, peer after peer: rows of copies on one queue. In one piece they
-#: visit the peers as a permutation, so that every rank receives from one at a time.
-ROW = "hetero-unfused-1d:pieces={pieces},order=peer,mover={mover}"
+#: Copies of a shard in pieces: rows of copies on one queue. By copy engines peer after peer; in one
+#: piece they visit the peers as a permutation, so that every rank receives from one at a time. By
+#: the kernel piece after piece, so that small ones go to all peers in one launch, or none do.
+ROWS_OF = {
+    "dma": "hetero-unfused-1d:pieces={pieces},order=peer",
+    "kernel": "hetero-unfused-1d:pieces={pieces},order=piece,kernel",
+}
 ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
 
 #: Schedules with different numbers of products, copies and signals.
@@ -299,14 +303,23 @@ def copy_times(
         for count in dict.fromkeys(min(count, 2) if large else count for count in pieces):
             rows[f"{count} x {size}"] = (size, count)
     calls = {
-        name: parts.copies(ROW.format(pieces=count, mover=mover), size * count)
+        name: parts.copies(ROWS_OF[mover].format(pieces=count), size * count)
         for name, (size, count) in rows.items()
     }
     found = site.time(step, calls)
     return [
-        fits.CopyTime(float(size), count * (site.world - 1), found[name].seconds)
+        fits.CopyTime(*launches(size, count, site.world, mover), found[name].seconds)
         for name, (size, count) in rows.items()
     ]
+
+
+def launches(size: int, pieces: int, world: int, mover: str) -> tuple[float, int]:
+    """Bytes of what is enqueued at once in a row of :data:`ROWS_OF`, in the mean, and how often."""
+    rows = (max(size * pieces // 2048, 1),) * world
+    row = Schedule.parse(ROWS_OF[mover].format(pieces=pieces))
+    whole = plan(Problem("all_gather_matmul", rows, 0, 1024, "bfloat16"), row, 0)
+    count = sum(whole.steps[first].op == "copy" for first, *_ in together(whole))
+    return size * pieces * (world - 1) / count, count
 
 
 def copies(site: Site) -> Copies:
@@ -315,9 +328,9 @@ def copies(site: Site) -> Copies:
 
 def kernel_copies(site: Site) -> Copies | None:
     """Those of the copy kernel, which has no engines to wait for: a queue per peer at most. None
-    where no kernel copies."""
+    where no kernel copies, as on a CPU."""
     engine = workspace_of(site.watch.group, site.watch.device).engine
-    if "kernel" not in engine.capabilities().movers:
+    if not site.watch.on_gpu or "kernel" not in engine.capabilities().movers:
         return None
     return _copies(site, "kernel_copies", "kernel", max(site.world - 1, 1))
 
@@ -326,9 +339,9 @@ def _copies(site: Site, step: str, mover: str, engines: int) -> Copies:
     _needs_peers(site)
     sizes = site.effort.sizes
     fit = fits.copies(copy_times(site, sizes, site.effort.pieces, step, mover))
+    turn = "peer after peer" if mover == "dma" else "small ones to all peers at once"
     note = (
-        f"push, one queue, peer after peer, {sizes[0]} to {sizes[-1]} bytes; largest error "
-        f"{fit.error:.1%}"
+        f"push, one queue, {turn}, {sizes[0]} to {sizes[-1]} bytes; largest error {fit.error:.1%}"
     )
     latency, gap = fit.latency, fit.gap
     if site.crowded:
