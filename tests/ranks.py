@@ -25,9 +25,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,16 +127,19 @@ def run(
         timeout: seconds after which the call fails; by default 50 on CPUs and 100 on GPUs, where
             the first call of a pool also brings up the vendor's libraries.
     """
+    assert fresh or not (env or lost), "only fresh processes can have an environment or die"
+    env = env or {}
     timeout = timeout or {"cpu": 50.0, "cuda": 100.0}[device]
     if device == "cuda" and most_gpu_ranks() < world:
         pytest.skip(f"needs {world} GPUs")
+    if device == "cpu" and _around is not None:
+        fn, env = partial(_around[0], fn), {**_around[1], **env}
     own_gpu = device == "cuda" and torch.cuda.device_count() >= world
     key = (world, device, backend or ("nccl" if own_gpu else "gloo"))
     if fresh:
-        pool = _Pool(*key, env or {})
+        pool = _Pool(*key, env)
     else:
-        assert not env and not lost, "only fresh processes can have an environment or die"
-        pool = _pools.get(key) or _pools.setdefault(key, _Pool(*key, {}))
+        pool = _pools.get(key) or _pools.setdefault(key, _Pool(*key, env))
     try:
         results = pool.run(fn, args, lost, timeout)
     except BaseException:
@@ -147,6 +151,25 @@ def run(
     if not whole and not catch:
         pytest.fail(_report(results), pytrace=False)
     return results
+
+
+@contextlib.contextmanager
+def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
+    """In this block ranks on CPUs have an environment, and ``fn(called, at, *args)`` is called in
+    place of ``called(at, *args)``: tests written for one engine run on another."""
+    global _around
+    close()  # others have not got the environment
+    _around = fn, env
+    try:
+        yield
+    finally:
+        _around = None
+        close()
+
+
+def kept() -> list[int]:
+    """Worlds whose workers stay for the next test."""
+    return [world for world, *_ in _pools]
 
 
 def close() -> None:
@@ -275,6 +298,8 @@ class _Pool:
 
 
 _pools: dict[tuple[int, str, str], _Pool] = {}
+#: See :func:`around`.
+_around: tuple[Callable[..., Any], Mapping[str, str]] | None = None
 atexit.register(close)
 
 

@@ -51,6 +51,8 @@ ROOT = Path(__file__).parent.parent
 NAMES = [name for name in NAMED if name != "ring"]
 #: Every knob that moves bytes by copies.
 COPIED = tuple(knobs for knobs in KNOBS if "kernel" not in knobs)
+#: Knobs whose bytes are moved by ficco's kernel.
+LAUNCHED = ("kernel", "kernel,pull", "kernel,pieces=3", "kernel,copy=3,compute=2", "kernel,tail=3")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OPERATORS = operators.OPERATORS
 #: A code of the library.
@@ -121,18 +123,22 @@ def test_layouts() -> None:
 # The other operators.
 
 
-def _operators(at: Rank, cases: list[operators.Case], jitter: int) -> int:
+def _operators(
+    at: Rank, cases: list[operators.Case], jitter: int, gathers: Sequence[Case] = ()
+) -> int:
     with clean():
         exact(at, equal(at.world, 4, 4, 4), 0)
         double().double_jitter(jitter)
         operators.all_exact(at, cases)
+        all_exact(at, gathers)
         ficco.synchronize()
         double().double_jitter(0)
-    return len(cases)
+    return len(cases) + len(gathers)
 
 
-def _cases(operator: str, world: int, seed: str) -> list[operators.Case]:
-    """All schedules of an operator that copies serve, on rows, sizes and dtypes drawn for each."""
+def _cases(operator: str, world: int, seed: str, kernel: bool = False) -> list[operators.Case]:
+    """All schedules of an operator that copies serve, or the kernel, on rows, sizes and dtypes
+    drawn for each."""
     chance = random.Random(f"{operator} {world} {seed}")
     return [
         operators.Case(
@@ -145,7 +151,7 @@ def _cases(operator: str, world: int, seed: str) -> list[operators.Case]:
             chance.random() < 0.5,
         )
         for schedule in operators.schedules_of(operator)
-        if "kernel" not in schedule
+        if ("kernel" in schedule) == kernel
     ]
 
 
@@ -510,6 +516,37 @@ def test_ways_of_events() -> None:
     env = {"FICCO_HIP_EVENTS": "write"}
     written = run(3, _events, "an event behind a stream write", env=env)
     assert [more - less for more, less in zip(written, plain, strict=True)] == [6] * 3
+
+
+def _launched(at: Rank, *args: Any) -> tuple[int, int]:
+    return _compiling(at, _operators, *args), calls("hipModuleLaunchKernel")
+
+
+def test_copy_kernel_and_collectives_while_queues_are_late() -> None:
+    """Every schedule whose bytes the kernel moves on 4 ranks, the gather's and the operators', and
+    the library's collective of each."""
+    cases = [
+        case
+        for operator in OPERATORS
+        for case in (
+            *_cases(operator, 4, "launched", kernel=True),
+            operators.Case(
+                operator,
+                operators.rows_for(operator, 4, "ragged"),
+                8,
+                24,
+                schedule="serial:collective",
+            ),
+        )
+    ]
+    names = ["serial:collective", *(named(name, knobs) for name in NAMES for knobs in LAUNCHED)]
+    gathers = [
+        case.on(dtype=DTYPES[i % 4], schedule=name)
+        for i, name in enumerate(names)
+        for case in (equal(4, 24, 40, 16), Case((5, 0, 8, 2), 11, 6, gathered=True))
+    ]
+    for count, launches in run(4, _launched, cases, 100, gathers, series="7", timeout=120):
+        assert count == len(cases) + len(gathers) and launches > count / 2
 
 
 def test_copy_kernel() -> None:

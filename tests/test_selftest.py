@@ -7,22 +7,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hip_ranks
 import pytest
+import test_kernels as on_host
 import torch
 
 import ficco
 from ficco import cli, doctor, selftest
 from ficco.dma import cpu
-from ficco.hip_kernels import Target, TorchKernels
+from ficco.hip_kernels import Kernels, TorchKernels, build
+from ficco.hip_kernels.launch import NAMES
 from ficco.launch import launch
 from ficco.selftest import Result, Settings, report
+from ficco.selftest.rank import Rank, Wrong
 
 FAST = Settings(
     iterations=8,
@@ -72,18 +74,21 @@ def _refused_on_one_rank() -> None:
     cpu.CpuEngine.copy = copy  # type: ignore[method-assign]
 
 
-class _OnCpu(TorchKernels):
-    """PyTorch's operations in place of compiled kernels."""
-
-    binding = SimpleNamespace(target=Target("none", "cpu"))
-
-
-class _ForgetsAPart(_OnCpu):
+class _ForgetsAPart(TorchKernels):
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
         super().reduce(out, parts[:8], stream)
 
 
-class _SumsWholeRows(_OnCpu):
+class _CutsSmallHalves(TorchKernels):
+    """Sums of float16, and those in it, lose what is smaller than 2."""
+
+    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
+        super().reduce(out, parts, stream)
+        if out.dtype == torch.float16:
+            out.div_(2).trunc_().mul_(2)
+
+
+class _SumsWholeRows(TorchKernels):
     """Where rows lie apart, what is between them is summed, too."""
 
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
@@ -248,13 +253,154 @@ def test_a_refusal_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = results(monkeypatch, partial(_has, _OnCpu(False)), ["kernels"])["kernels"]
-    assert right.verdict == "ok" and "compiled for cpu" in right.seen
+    """PyTorch's operations in their place: what there is of them is checked all the same."""
+    right = results(monkeypatch, partial(_has, TorchKernels(False)), ["kernels"])["kernels"]
+    assert right.verdict == "ok" and "by PyTorch's operations" in right.seen
+    assert "posts and waits are not there" in right.seen
     wrong = results(monkeypatch, partial(_has, _ForgetsAPart(False)), ["kernels"])["kernels"]
     assert wrong.verdict == "failed"
     assert "sum of 16 x 7" in wrong.seen and "8 x" not in wrong.seen
-    wide = results(monkeypatch, partial(_has, _SumsWholeRows(False)), ["kernels"])["kernels"]
-    assert wide.verdict == "failed" and "sum of 4 x 33 x 100 at 8 of 160 is wrong" in wide.seen
+    wide = _checked(_SumsWholeRows(False), monkeypatch)
+    for dtype in ("bfloat16", "float16"):
+        assert f"sum of 4 x 33 x 100 torch.{dtype} at 8 of 160 is wrong" in wide
+    cut = _checked(_CutsSmallHalves(False), monkeypatch)
+    for part in ("float16", "float32"):
+        assert f"sum of 2 x 4096 torch.{part} in torch.float16 is wrong" in cut
+    assert "sum of 4 x 33 x 100 torch.float16 at 8 of 160 is wrong" in cut
+    assert "bfloat16" not in cut
+
+
+# The compiled kernels, on this CPU: launches are carried out at once, whatever their stream, one
+# word of a signal after the other.
+
+
+@pytest.fixture(scope="module")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    header = (on_host.ON_HOST / "device.h").read_text()
+    text = (build.HERE / "kernels.cpp").read_text().replace('#include "device.h"\n', header)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "source", lambda: text)
+        patch.setitem(build.FINDERS, "host", (on_host.for_this_cpu,))
+        patch.setenv("FICCO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield Kernels(on_host.HostBinding())
+
+
+class _Alone(Rank):
+    """The one rank of a self-test, without processes."""
+
+    def _exchange(self, mine: tuple[bool, Any]) -> list[tuple[bool, Any]]:
+        return [mine]
+
+
+def _checked(kernels: Kernels | TorchKernels, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the check of kernels has seen, or finds wrong."""
+    monkeypatch.setattr(doctor, "own_kernels", lambda device: (kernels, None))
+    at = _Alone(0, 1, torch.device("cpu"), FAST, None)
+    try:
+        return selftest.kernels.own(at, None).seen
+    except Wrong as error:
+        return f"wrong: {error}"
+
+
+def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, right, together = host_kernels.binding.launches, host_kernels.copies, []
+
+    def copies(*args: Any) -> None:
+        before = len(launches)
+        right(*args)
+        together.append((len(args[0]), len(launches) - before))
+
+    monkeypatch.setattr(host_kernels, "copies", copies)
+    launches.clear()
+    seen = _checked(host_kernels, monkeypatch)
+    assert seen == "placement, sums, copies, posts and waits as they should be, compiled for cpu"
+    assert together == [(3, 1)] * 3  # several places, one launch
+    assert {name for name, _ in launches} >= {name for name in NAMES if "copy" not in name}
+
+
+def _copies_to_one_place(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.copies
+    return {"copies": lambda ends, *args: right(ends[:1], *args)}
+
+
+def _posts_all_but_one(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.post
+    return {"post": lambda words, stream: right([*words[:5], *words[6:]], stream)}
+
+
+def _posts_one_only_once(kernels: Kernels) -> dict[str, Any]:
+    right, calls = kernels.post, []
+
+    def post(words: Any, stream: Any) -> None:
+        calls.append(words)
+        right(words[: None if len(calls) == 1 else -1], stream)
+
+    return {"post": post}
+
+
+def _posts_the_word_behind(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.post
+    behind = 4 * selftest.kernels.WORDS
+    return {"post": lambda words, stream: right([*words, (words[0][0] + behind, 1)], stream)}
+
+
+def _does_not_wait(kernels: Kernels) -> dict[str, Any]:
+    return {"wait": lambda words, seconds, late, stream: None}
+
+
+def _waits_ten_times_as_long(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.wait
+    return {"wait": lambda words, seconds, late, stream: right(words, 10 * seconds, late, stream)}
+
+
+def _names_the_word_of_its_launch(kernels: Kernels) -> dict[str, Any]:
+    """Not that of the whole signal."""
+    right = kernels.wait
+
+    def wait(words: Any, seconds: float, late: int, stream: Any) -> None:
+        for first in range(0, len(words), 64):
+            right(words[first : first + 64], seconds, late, stream)
+
+    return {"wait": wait}
+
+
+def _brings_nothing_new(kernels: Kernels) -> dict[str, Any]:
+    """What is placed in front of a post is not there behind the wait."""
+    right = kernels.place
+
+    def place(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        if src.numel() > 1 or float(src) != 5.0:
+            right(dst, src, stream)
+
+    return {"place": place}
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words", "others"),
+    [
+        (_copies_to_one_place, "33 x 100 at 8 of 160 to 3 places: wrong at [1, 2]", 2),
+        (_posts_all_but_one, "a wait behind its own posts missed word 5", 0),
+        (_posts_one_only_once, "a wait missed word 69, which another stream had posted", 1),
+        (_posts_the_word_behind, "posts wrote something else", 0),
+        (_does_not_wait, "a wait that reached its deadline wrote 0, 68 is right", 1),
+        (_waits_ten_times_as_long, "a deadline of 0.2 s was over after 2.", 0),
+        (_names_the_word_of_its_launch, "a wait that reached its deadline wrote 4, 68", 0),
+        (_brings_nothing_new, "behind a wait was not seen what lay in front of the post", 0),
+    ],
+)
+def test_compiled_kernels_that_are_broken(
+    breaks: Callable[[Kernels], dict[str, Any]],
+    words: str,
+    others: int,
+    host_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is found, and nothing else is said to be wrong but for what follows from it."""
+    for name, wrong in breaks(host_kernels).items():
+        monkeypatch.setattr(host_kernels, name, wrong)
+    found = _checked(host_kernels, monkeypatch)
+    assert found.startswith("wrong: rank 0: ") and words in found
+    assert len(found.splitlines()) == 1 + others, found
 
 
 def test_a_sum_without_a_term(monkeypatch: pytest.MonkeyPatch) -> None:

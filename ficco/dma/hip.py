@@ -786,6 +786,8 @@ class HipEngine(StreamEngine):
 
     def _satisfy(self) -> None:
         """Give every word of this rank the value that is waited for."""
+        if not hip.idle(self._rescue):
+            return  # once more behind it, again and again, and the stream would never be through
         for memory in self._memories:
             if memory.words is not None:
                 words = [memory.words.address(self.rank, i) for i in range(memory.words.count)]

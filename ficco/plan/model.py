@@ -2,8 +2,9 @@
 
 A Plan is what one rank does for one Problem under one Schedule: Steps in the order in which they
 are enqueued, each on a lane. Lanes of the same rank run beside each other; steps of one lane run
-one after the other, but for copies that may as well go :func:`~ficco.plan.together`. Engines execute Plans, :func:`ficco.plan.check` proves them,
-:func:`ficco.plan.render` draws them. Nothing here knows a device.
+one after the other, but for copies that one launch may carry out (:func:`ficco.plan.together`).
+Engines execute Plans, :func:`ficco.plan.check` proves them, :func:`ficco.plan.render` draws them.
+Nothing here knows a device.
 
 Buffers that a Region can name, with their shapes on rank r:
 

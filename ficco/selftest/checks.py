@@ -190,47 +190,6 @@ def mover(at: Rank, group: ProcessGroup) -> Found:
     return in_turn(at, group, names, " with copies by the kernel")
 
 
-def kernels(at: Rank, group: ProcessGroup) -> Found:
-    kernels, stream = doctor.own_kernels(at.device)
-    generator = torch.Generator(at.device).manual_seed(at.rank)
-
-    def integers(dtype: torch.dtype, rows: int, cols: int) -> torch.Tensor:
-        made = torch.empty(rows, cols, dtype=dtype, device=at.device)
-        return made.random_(-3, 4, generator=generator)
-
-    problems = []
-    half = torch.bfloat16
-    for rows, cols, pitch, first in ((64, 512, 512, 0), (33, 100, 160, 8), (17, 23, 40, 3)):
-        source = integers(half, rows, cols)
-        wide = torch.full((rows, pitch), 99.0, dtype=half, device=at.device)
-        wanted = wide.clone()
-        wanted[:, first : first + cols] = source
-        kernels.place(wide[:, first : first + cols], source, stream)
-        back = torch.empty_like(source)
-        kernels.place(back, wide[:, first : first + cols], stream)
-        if not (torch.equal(wide, wanted) and torch.equal(back, source)):
-            problems.append(f"placement of {rows} x {cols} at {first} of {pitch} is wrong")
-    for part, out in ((half, half), (torch.float32, half), (torch.float32, torch.float32)):
-        for count, size in ((2, 4096), (8, 1000), (16, 7)):
-            parts = [integers(part, 1, size) for _ in range(count)]
-            total = torch.empty(1, size, dtype=out, device=at.device)
-            kernels.reduce(total, parts, stream)
-            if not torch.equal(total, torch.stack(parts).double().sum(0).to(out)):
-                problems.append(f"the sum of {count} x {size} {part} in {out} is wrong")
-    for rows, cols, pitch, first in ((64, 512, 1024, 512), (33, 100, 160, 8), (17, 23, 40, 3)):
-        wide = [integers(half, rows, pitch) for _ in range(4)]
-        wanted = wide[0].clone()
-        blocks = [one[:, first : first + cols] for one in wide]
-        wanted[:, first : first + cols] = torch.stack(blocks).double().sum(0).to(half)
-        kernels.reduce(blocks[0], blocks, stream)  # in place, among columns that stay
-        if not torch.equal(wide[0], wanted):
-            problems.append(f"the sum of 4 x {rows} x {cols} at {first} of {pitch} is wrong")
-    at.settle()
-    at.conclude(problems)
-    target = kernels.binding.target
-    return Found(f"placement and sums exact, compiled for {target.arch}")
-
-
 def graph(at: Rank, group: ProcessGroup) -> Found:
     problems = exact(at, group, ["growing"], at.settings.small, 1)
     at.conclude(problems)

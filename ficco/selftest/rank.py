@@ -107,10 +107,14 @@ class Rank:
             raise PeerLeft(f"a peer's process is gone: {error}") from error
         return found
 
-    def settle(self) -> None:
-        """Every rank is here, and its device is idle."""
+    def idle(self) -> None:
+        """This rank's device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def settle(self) -> None:
+        """Every rank is here, and its device is idle."""
+        self.idle()
         self.gather(None)
 
     def leave(self, group: ProcessGroup) -> None:
@@ -122,8 +126,7 @@ class Rank:
 
     def _outside(self) -> None:
         """Every rank has left the check; one that has not learns by this that it is over."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.idle()
         while not all(left for left, _ in self._exchange((True, None))):
             pass
 

@@ -12,7 +12,7 @@ from ficco.bench.cases import OPERATOR as GATHER
 from ficco.dma import probe
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, refusal
-from ficco.selftest import checks, speed
+from ficco.selftest import checks, kernels, speed
 from ficco.selftest.rank import Found, Rank
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ CHECKS = (
         if name != GATHER
     ),
     Check("copies by kernel", checks.mover, "the mover dma: leave the knob kernel out"),
-    Check("kernels", checks.kernels, "PyTorch's operations"),
+    Check("kernels", kernels.own, "PyTorch's operations, and signals by stream writes and waits"),
     Check("graphs", checks.graph, "calls outside of graphs"),
     Check("bandwidth of pairs", speed.bandwidth_of_pairs, "nothing", limits=2),
     Check("bandwidth of all pairs", speed.bandwidth_of_all, "nothing"),

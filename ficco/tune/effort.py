@@ -32,7 +32,9 @@ class Effort:
         gemms: products, and ``reference`` one that tells how hot the device is.
         heating: products, with many terms and with many columns, and ``rows`` how many of them
             follow each other until the device is at its power limit; three numbers or more.
-        sizes: bytes of a copy, and of what a rank has for another in a collective.
+        sizes: bytes of a copy, and
+            ``exchanges`` of what a rank has for another in a collective, whose library changes its
+            ways from size to size; empty for the same.
         pieces: copies to each peer in a row; two different numbers.
         least_bytes: copies of more than this are measured with fewer pieces.
         products: products that are measured beside communication, and
@@ -60,6 +62,7 @@ class Effort:
     rule: tuple[tuple[int, int, int], ...]
     seconds: dict[str, float]
     least: int = 3
+    exchanges: tuple[int, ...] = ()
 
 
 def grid(
@@ -127,6 +130,9 @@ GPU = Effort(
                      (32768, 8192))
     ),
     seconds=_GPU_SECONDS,
+    exchanges=tuple(
+        size * KIB for size in (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536, 131072)
+    ),
 )  # fmt: skip
 
 CPU = Effort(

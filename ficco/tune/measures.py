@@ -395,7 +395,7 @@ def topology(site: Site) -> Topology:
 
 def collective(site: Site) -> Collective:
     _needs_peers(site)
-    parts, sizes = site.parts(), site.effort.sizes
+    parts, sizes = site.parts(), site.effort.exchanges or site.effort.sizes
     parts.collective(max(sizes))  # grows the memory that the others share
     found = site.time("collective", {str(size): parts.collective(size) for size in sizes})
     curve = tuple((float(size), found[str(size)].seconds) for size in sizes)
@@ -438,7 +438,7 @@ def _exchange(
 ) -> Collective:
     """The curve of a collective of the library."""
     _needs_peers(site)
-    parts, sizes = site.parts(), site.effort.sizes
+    parts, sizes = site.parts(), site.effort.exchanges or site.effort.sizes
     call(parts, max(sizes))  # grows the memory that the others share
     found = site.time(step, {str(size): call(parts, size) for size in sizes})
     curve = tuple((float(size), found[str(size)].seconds) for size in sizes)
