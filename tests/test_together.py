@@ -11,9 +11,10 @@ import pytest
 from test_plan import PROBLEM, SENT, SUMMED, TAKEN, TURNED, served
 from test_simulate import GIVEN, ONE, bars_of, multiply, own_plan, problem_of, send
 
+from ficco.hip_kernels.launch import MAX_ENDS
 from ficco.machine import Copies, Host
 from ficco.plan import Plan, Signal, together
-from ficco.plan.together import MOST, TOGETHER_BYTES
+from ficco.plan.launches import MOST, TOGETHER_BYTES
 from ficco.problem import OPERATORS, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan, plans
@@ -36,6 +37,12 @@ def test_one_piece_for_every_peer_goes_at_once() -> None:
     assert runs("hetero-fused-1d:pieces=2,kernel") == pieces
     assert [len(run) for run in runs("serial:kernel", SUMMED)] == [3]
     assert [len(run) for run in runs("serial:kernel", SENT)] == [3]
+
+
+def test_one_launch_serves_as_many_as_go_together() -> None:
+    assert MOST == MAX_ENDS
+    problem = replace(PROBLEM, rows=(4,) * (MOST + 3))
+    assert [len(run) for run in runs("serial:kernel", problem)] == [MOST, 2]
 
 
 def test_what_does_not_go_together() -> None:

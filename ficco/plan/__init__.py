@@ -1,6 +1,7 @@
 """Plans: the data, the proof and the picture."""
 
 from ficco.plan.check import PlanError, check
+from ficco.plan.launches import together
 from ficco.plan.model import (
     SHARED_BUFFERS,
     Plan,
@@ -12,7 +13,6 @@ from ficco.plan.model import (
     Transfer,
 )
 from ficco.plan.render import render
-from ficco.plan.together import together
 
 __all__ = [
     "SHARED_BUFFERS",
