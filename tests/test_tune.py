@@ -664,6 +664,21 @@ def tune_quick(at: ranks.Rank, path: str) -> tuning.Outcome:
     return tuning.tune(tuning.Settings(Path(path), at.device.type, quick=True, command="tests"))
 
 
+def rows_by(at: ranks.Rank, mover: str) -> list[tuple[float, int, bool]]:
+    watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
+    asked = effort.effort("cpu", quick=True)
+    site = measures.Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
+    found = measures.copy_times(site, asked.sizes[:2], asked.pieces, "kernel_copies", mover)
+    return [(one.nbytes, one.count, one.seconds > 0) for one in found]
+
+
+def test_rows_of_copies_count_what_is_enqueued_at_once() -> None:
+    small, large = effort.effort("cpu", quick=True).sizes[:2]
+    dma = [(size, 2 * n, True) for size in (small, large) for n in (1, 4)]
+    assert ranks.run(3, rows_by, "dma")[0] == dma
+    assert ranks.run(3, rows_by, "kernel")[0] == [(2 * size, n // 2, ok) for size, n, ok in dma]
+
+
 def check_file(at: ranks.Rank, machine: Machine) -> list[check.Point]:
     return check.check(check.Settings(machine, "cpu", quick=True))
 
