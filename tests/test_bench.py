@@ -364,6 +364,18 @@ def test_all_ranks_go_through_the_gate_and_hear_what_rank_0_decides() -> None:
     assert ranks.run(3, _through_the_gate) == [list(range(200))] * 3
 
 
+def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
+    """Is that of what ``auto`` would take without them, and none of its shapes are left out."""
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    machine = find("h200-2", None)
+    rows = [r for r in table.read(folder / "unseen-h200-2.csv") if r.case == "512x3584x2048"]
+    assert decide(rows[0].problem, machine=machine).schedule.mover == "kernel"
+    assert "serial:kernel" not in {row.candidate for row in rows}
+    found = [one for _, one in regret.regrets(rows, machine) if one is not None]
+    assert len(found) == 2 and all("kernel" not in one.auto[0] for one in found)
+    assert found[0].best[0] == "shard-overlap:kernel"  # a tuned entry may name it
+
+
 class _Clock:
     """Calls that take what is written down: seconds, and those of the host, the last for ever."""
 

@@ -679,6 +679,19 @@ def test_rows_of_copies_count_what_is_enqueued_at_once() -> None:
     assert ranks.run(3, rows_by, "kernel")[0] == [(2 * size, n // 2, ok) for size, n, ok in dma]
 
 
+def curve_of(at: ranks.Rank, step: str) -> list[float]:
+    watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
+    asked = replace(effort.effort("cpu", quick=True), exchanges=(4096, 12288, 65536))
+    site = measures.Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
+    return [size for size, _ in getattr(measures, step)(site).curve]
+
+
+def test_collectives_are_measured_at_sizes_of_their_own() -> None:
+    assert set(effort.GPU.sizes) < set(effort.GPU.exchanges)
+    for step in ("collective", "all_to_all"):
+        assert ranks.run(2, curve_of, step)[0] == [4096.0, 12288.0, 65536.0]
+
+
 def check_file(at: ranks.Rank, machine: Machine) -> list[check.Point]:
     return check.check(check.Settings(machine, "cpu", quick=True))
 

@@ -216,7 +216,8 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
 
     How long the blocks of a copy kernel wait for SMs that products hold, it does not know; tuned
     entries do. Where all products come behind all copies of a gather, none waits: queued on 4 H200,
-    13 such calls took as long as predicted to 6 % (docs/results/serial-by-kernel-h200-4.csv). On a
+    13 such calls took as long as predicted to 6 % (docs/results/serial-by-kernel-h200-4.csv), and
+    six of problems that were not seen before 3 % less to 16 % more (unseen-h200-4.csv there). On a
     CPU both movers are the same.
     """
     if schedule.mover != "kernel":
