@@ -11,8 +11,8 @@ What makes no sense here, and why:
   collective that a peer does not join, gloo's, inside a function of the host's.
 * ``test_mismatch_of_symmetric_memory``: closes a group with memory of ``ficco.empty`` in hand,
   which stays allocated with the caller; the double calls that a leak.
-* ``test_float_error_is_that_of_a_plain_product``: with late queues the double refused a copy once in
-  three whole runs, for a reason not found yet.
+* ``test_float_error_is_that_of_a_plain_product``: with late queues the double refused a copy
+  once in three whole runs, for a reason not found yet.
 * jittered, slow, stuck and dying ranks: by the CPU engine's own means of disturbing it.
 * exits of processes, threads that end, bytes that are copied: of the CPU engine's making.
 """
