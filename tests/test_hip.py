@@ -803,7 +803,7 @@ def _untimed(at: Rank) -> Any:
         lambda: run_traced("all_gather_matmul", made.a, made.b, None, case.schedule, None)
     )
     ficco.close()
-    assert not double().double_leaks()
+    assert not double().double_leaks(), double().double_said().decode()
     exact(at, case, 1)
     assert not double().double_violations()
     return outcome

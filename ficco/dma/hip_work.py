@@ -259,15 +259,21 @@ class CallbackWork(Work):
 
     def _forget(self, call: Call) -> None:
         """Give the operands back; raises what went wrong in an operation."""
-        for storage in _storages(call):
-            self._release(storage.data_ptr())
+        self._give_back(call)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
 
+    def _give_back(self, call: Call) -> None:
+        for storage in _storages(call):
+            self._release(storage.data_ptr())
+
     def take(self) -> list[Any]:
-        while self._captured:
-            self._forget(self._captured.popitem()[1])
+        # Those of graphs, and of calls that were broken off.
+        for call in (*self._captured.values(), *self._calls):
+            self._give_back(call)
+        self._captured.clear()
+        self._calls.clear()
         found = list(self.streams.values())
         self.streams.clear()
         return found

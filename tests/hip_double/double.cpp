@@ -703,8 +703,8 @@ int leaks() {
   std::lock_guard<std::mutex> lock(table);
   std::string found;
   for (auto& [start, memory] : memories()) {
-    if (memory->kind == Adopted) continue;
-    if (!memory->mapped && memory->header()->openers) continue;  // not this process's fault
+    bool own = memory->kind != Adopted && !memory->mapped;
+    if (own && memory->header()->openers) continue;  // not this process's fault
     found += "leak: " + std::to_string(memory->nbytes) + " bytes of " + KINDS[memory->kind] +
              " memory" + (memory->mapped ? ", mapped from another process\n" : "\n");
   }
@@ -877,7 +877,14 @@ API void double_lose(int pid) {
 API int double_adopt(void* start, size_t nbytes) {
   std::lock_guard<std::mutex> lock(table);
   auto& memory = memories()[static_cast<char*>(start)];
-  if (memory) return memory->opened += memory->kind == Adopted, Success;
+  if (memory) {
+    if (memory->kind != Adopted) return Success;  // a tensor in memory of the device
+    if (memory->nbytes != nbytes)
+      return violation(InvalidValue, "operands of %zu bytes where %zu are known", nbytes,
+                       memory->nbytes);
+    memory->opened++;
+    return Success;
+  }
   memory = std::make_shared<Memory>();
   memory->start = static_cast<char*>(start);
   memory->nbytes = nbytes;
@@ -892,8 +899,9 @@ API int double_forget(void* start) {
   auto found = memories().find(static_cast<char*>(start));
   if (found == memories().end() || found->second->kind != Adopted) return InvalidValue;
   if (--found->second->opened) return Success;
-  if (found->second->pending) return violation(InvalidValue, "operands freed while in use");
+  int pending = found->second->pending;
   memories().erase(found);
+  if (pending && !sticky) return violation(InvalidValue, "operands freed while in use");
   return Success;
 }
 
