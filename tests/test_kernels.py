@@ -7,7 +7,10 @@ lld-19, nvcc, nvrtc. Without one its tests are skipped; where ``CI`` is set they
 from __future__ import annotations
 
 import ctypes
+import itertools
+import mmap
 import os
+import random
 import re
 import subprocess
 import sys
@@ -53,7 +56,7 @@ def output(*command: str) -> str:
 
 # The instructions for AMD.
 
-COPIES = tuple(f"ficco_copy{unit}" for unit in launch.UNITS)
+COPIES = ("ficco_copy_aligned", "ficco_copy_shifted")
 REDUCTIONS = tuple(name for name in launch.NAMES if "reduce" in name)
 #: A 16-byte access of every lane.
 LOAD, STORE = "global_load_dwordx4", "global_store_dwordx4"
@@ -94,7 +97,7 @@ def test_amd_every_kernel_is_there_and_spills_nothing(isa: tuple[str, str]) -> N
 
 def test_amd_copy_is_by_16_bytes_with_several_in_flight(isa: tuple[str, str]) -> None:
     _, text = isa
-    lines = body(text, "ficco_copy16")
+    lines = body(text, "ficco_copy_aligned")
     loads, stores = places(lines, LOAD), places(lines, STORE)
     assert len(loads) == len(stores) == 8
     assert max(loads) < min(stores)
@@ -102,11 +105,14 @@ def test_amd_copy_is_by_16_bytes_with_several_in_flight(isa: tuple[str, str]) ->
     assert waits == [], "it waits for one load before it issues the next"
 
 
-def test_amd_each_copy_uses_its_unit(isa: tuple[str, str]) -> None:
+def test_amd_shifted_copy_is_by_16_bytes_but_at_the_ends_of_rows(isa: tuple[str, str]) -> None:
     _, text = isa
-    for name, size in zip(COPIES[1:], ("dwordx2", "dword", "short", "byte"), strict=True):
-        stores = places(body(text, name), rf"global_store_{size}(_d16_hi)? ")
-        assert len(stores) >= 8, name
+    lines = body(text, "ficco_copy_shifted")
+    loads, stores = places(lines, LOAD), places(lines, STORE)
+    assert len(loads) == 8 and len(stores) == 4
+    assert max(loads) < min(stores)
+    assert not places(lines, r"global_load_(u?byte|u?short|dword )"), "a load of less than a unit"
+    assert places(lines, "global_store_byte")
 
 
 def test_amd_reduction_is_by_16_bytes(isa: tuple[str, str]) -> None:
@@ -200,9 +206,10 @@ def entry(text: str, kernel: str) -> list[str]:
 
 
 def test_nvidia_accesses_are_by_16_bytes(ptx: str) -> None:
-    lines = entry(ptx, "ficco_copy16")
-    loads, stores = places(lines, r"ld\.global\.v4\."), places(lines, r"st\.global\.v4\.")
-    assert len(loads) == len(stores) == 8 and max(loads) < min(stores)
+    for name, each in zip(COPIES, (8, 4), strict=True):
+        lines = entry(ptx, name)
+        loads, stores = places(lines, r"ld\.global\.v4\."), places(lines, r"st\.global\.v4\.")
+        assert len(loads) == 8 and len(stores) == each and max(loads) < min(stores)
     for name in REDUCTIONS:
         lines = entry(ptx, name)
         assert len(places(lines, r"ld\.global\.v4\.")) >= 4, name
@@ -422,12 +429,18 @@ def test_copy_takes_the_blocks_that_it_is_given(on_host: Kernels) -> None:
     for blocks, taken in ((1, 1), (3, 3), (64, 10)):
         launches.clear()
         rectangle(lambda *args, n=blocks: on_host.copy(*args, n), (0, 80, 0, 80, 80, 1000))
-        assert launches == [("ficco_copy16", taken)]
+        assert launches == [("ficco_copy_aligned", taken)]
 
 
 @pytest.mark.parametrize("peers", [1, 2, 3, launch.MAX_ENDS, launch.MAX_ENDS + 1])
-@pytest.mark.parametrize("apart", [0, 1], ids=["alike", "of other alignment"])
-def test_copies_to_several_places(on_host: Kernels, peers: int, apart: int) -> None:
+@pytest.mark.parametrize(
+    ("src_pitch", "apart", "alike"),
+    [(224, 0, True), (200, 1, True), (224, 1, False)],
+    ids=["aligned", "shifted", "of both kinds"],
+)
+def test_copies_to_several_places(
+    on_host: Kernels, peers: int, src_pitch: int, apart: int, alike: bool
+) -> None:
     """By one launch where it can be, with blocks of their own."""
     width, height, pitch, room = 200, 9, 224, 9 * 224 + 16
     dst, src = area(peers * (room + apart), 1), area(peers * room, 2)
@@ -435,18 +448,42 @@ def test_copies_to_several_places(on_host: Kernels, peers: int, apart: int) -> N
     for peer in range(peers):
         to, at = peer * (room + apart), peer * room
         for row in range(height):
-            there = to + row * pitch
-            wanted[there : there + width] = src[at + row * width : at + (row + 1) * width]
+            there, here = to + row * pitch, at + row * src_pitch
+            wanted[there : there + width] = src[here : here + width]
         ends.append((dst.data_ptr() + to, src.data_ptr() + at))
     launches = on_host.binding.launches
     launches.clear()
-    on_host.copies(tuple(ends), pitch, width, width, height, None, 2)
+    on_host.copies(tuple(ends), pitch, src_pitch, width, height, None, 2)
     assert torch.equal(dst, wanted)
-    together = peers <= launch.MAX_ENDS and not (apart and peers > 1)
+    together = peers <= launch.MAX_ENDS and (alike or peers == 1)
     assert len(launches) == (1 if together else peers)
     if together:
         ((_, blocks),) = launches
         assert blocks == peers
+
+
+def test_copies_stay_within_the_pages_that_hold_their_rows(on_host: Kernels) -> None:
+    """Behind and in front of these pages nothing can be touched: that would end the process."""
+    page = mmap.PAGESIZE
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    rooms = [mmap.mmap(-1, 3 * page) for _ in range(2)]
+    starts = []
+    for room in rooms:
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        room[page : 2 * page] = random.Random(1).randbytes(page)
+        assert protect(begin, page, 0) == protect(begin + 2 * page, page, 0) == 0
+        starts.append(begin + page)
+    (to, _), (at, held) = zip(starts, rooms, strict=True)
+    for width in (1, 15, 16, 17, 33, 100):
+        for to_gap, at_gap in itertools.product((0, 1, 8, 15), repeat=2):
+            # From the first byte on, and up to the last.
+            for first, begin in ((to_gap, at_gap), (page - width - to_gap, page - width - at_gap)):
+                on_host.copy(to + first, width, at + begin, width, width, 1, None)
+                found = ctypes.string_at(to + first, width)
+                assert found == held[page + begin : page + begin + width], (width, first, begin)
+    for start in starts:
+        assert protect(start - page, 3 * page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 @pytest.mark.parametrize("limit", [64, 1000])
@@ -460,22 +497,20 @@ def test_a_copy_too_large_for_one_launch(
     on_host._copies.cache_clear()
 
 
-def test_units_divide_addresses() -> None:
-    """Each access of every strip is aligned, each byte is copied once."""
+def test_strips_copy_each_byte_once_by_units_that_addresses_divide() -> None:
     for to, dst_pitch, at, src_pitch, width, height in RECTANGLES:
         for shift in range(16):
             touched: list[int] = []
             for strip in launch.strips(to + shift, dst_pitch, at, src_pitch, width, height):
-                assert strip.units * strip.unit + strip.head + strip.tail <= 70001
-                assert strip.tail < strip.unit and (strip.head == 0 or strip.unit == 16)
                 for row in range(strip.height):
                     ends = (strip.dst + row * dst_pitch, strip.src + row * src_pitch)
-                    if strip.units:
-                        assert all((end + strip.head) % strip.unit == 0 for end in ends)
-                    if strip.head:
-                        assert (ends[0] - ends[1]) % 16 == 0
-                    size = strip.head + strip.units * strip.unit + strip.tail
-                    touched += range(ends[0], ends[0] + size)
+                    first, last = ends[0], ends[0] + strip.width
+                    if strip.aligned:
+                        assert all((end + strip.head) % 16 == 0 for end in ends)
+                        assert 0 <= strip.width - strip.head - 16 * strip.units < 16
+                    else:
+                        assert len(range(first // 16, -(-last // 16))) <= strip.units
+                    touched += range(first, last)
             rows = (
                 range(to + shift + row * dst_pitch, to + shift + row * dst_pitch + width)
                 for row in range(height)
@@ -483,11 +518,11 @@ def test_units_divide_addresses() -> None:
             assert sorted(touched) == sorted(at for row in rows for at in row)
 
 
-def test_aligned_rows_go_by_16_bytes() -> None:
+def test_aligned_rows_go_by_one_access_each() -> None:
     for shift in (0, 2, 8, 13):
         for pitch in (4096, 4112):
             (strip,) = launch.strips(shift, 4096, shift + 160, pitch, 4000, 20)
-            assert strip.unit == 16 and strip.units >= 248
+            assert strip.aligned and strip.units >= 248
 
 
 def test_division_is_exact() -> None:

@@ -9,71 +9,141 @@ constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 MAX_PARTS = 16;
 constexpr u32 MAX_ENDS = 16;
 
-// Units that a thread has in flight: loads first, then stores.
+// 16-byte units that a thread has in flight, loads first, then stores; where each store takes two
+// loads, half as many.
 constexpr u32 IN_FLIGHT = 8;
+constexpr u32 SHIFTED_IN_FLIGHT = 4;
 
 // Copies.
 
-// Units per row, and what divides by that: i / units = i * magic >> shift for all i below 2^31
-// (Granlund and Montgomery, Division by invariant integers using multiplication, PLDI 1994).
+// 16-byte units per row, and what divides by that: i / units = i * magic >> shift for all i below
+// 2^31 (Granlund and Montgomery, Division by invariant integers using multiplication, PLDI 1994).
 struct Row {
   u32 units, magic, shift;
 };
 
+INLINE u32 row_of(u32 i, Row row) { return (u32)((u64)i * row.magic >> row.shift); }
+
 // Where the i-th unit lies, from the first unit of the first row.
-template <typename Unit>
 INLINE u64 place_of(u32 i, Row row, u64 pitch) {
-  const u32 at = (u32)((u64)i * row.magic >> row.shift);
-  return at * pitch + (u64)(i - at * row.units) * sizeof(Unit);
+  const u32 at = row_of(i, row);
+  return at * pitch + (u64)(i - at * row.units) * 16;
 }
 
-template <typename Unit>
+// How many bytes an address lies behind a multiple of 16.
+INLINE u32 behind(const u8* at) { return (u32)(u64)at & 15; }
+
+template <typename Piece>
 INLINE u32 move(u8* dst, const u8* src, u64 at) {
-  *(Unit*)(dst + at) = *(const Unit*)(src + at);
-  return sizeof(Unit);
+  *(Piece*)(dst + at) = *(const Piece*)(src + at);
+  return sizeof(Piece);
 }
 
-// Copies `height` rows of `head` bytes, units and `tail` bytes. Units lie at multiples of their
-// size in both buffers; head and tail are shorter than a unit, and only 16-byte units have a head.
-// With `release` a stream's write behind the kernel tells a peer that the rows are there.
-template <typename Unit>
-INLINE void copy_rows(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u32 head, Row row_of,
-                      u32 tail, u32 height, u32 block, u32 blocks, u32 release) {
+// Copies `height` rows of `width` bytes, all of them equally far behind multiples of 16 in both
+// buffers: up to the first such multiple, by units, and what is left.
+INLINE void copy_aligned(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u64 width, Row row,
+                         u32 height, u32 block, u32 blocks) {
   const u32 first = block * COPY_THREADS + thread_index();
   const u32 stride = blocks * COPY_THREADS;
-  const u32 total = row_of.units * height;  // below 2^31
+  const u32 total = row.units * height;  // below 2^31
+  const u32 head = (16 - behind(dst)) & 15, tail = (u32)(width - head) & 15;
   u8* const to = dst + head;
   const u8* const from = src + head;
   for (u32 i = first; i < total; i += IN_FLIGHT * stride) {
-    Unit held[IN_FLIGHT];
+    u32x4 held[IN_FLIGHT];
 #pragma unroll
     for (u32 n = 0; n < IN_FLIGHT; n++) {
       const u32 at = i + n * stride;
-      if (at < total) held[n] = *(const Unit*)(from + place_of<Unit>(at, row_of, src_pitch));
+      if (at < total) held[n] = *(const u32x4*)(from + place_of(at, row, src_pitch));
     }
 #pragma unroll
     for (u32 n = 0; n < IN_FLIGHT; n++) {
       const u32 at = i + n * stride;
-      if (at < total) *(Unit*)(to + place_of<Unit>(at, row_of, dst_pitch)) = held[n];
+      if (at < total) *(u32x4*)(to + place_of(at, row, dst_pitch)) = held[n];
     }
   }
   if (head || tail) {
-    for (u32 row = first; row < height; row += stride) {
-      u8* const d = dst + row * dst_pitch;
-      const u8* const s = src + row * src_pitch;
+    for (u32 n = first; n < height; n += stride) {
+      u8* const d = dst + n * dst_pitch;
+      const u8* const s = src + n * src_pitch;
       u64 at = 0;
       if (head & 1) at += move<u8>(d, s, at);
       if (head & 2) at += move<u16>(d, s, at);
       if (head & 4) at += move<u32>(d, s, at);
       if (head & 8) at += move<u64>(d, s, at);
-      at += (u64)row_of.units * sizeof(Unit);
+      at += (u64)row.units * 16;
       if (tail & 8) at += move<u64>(d, s, at);
       if (tail & 4) at += move<u32>(d, s, at);
       if (tail & 2) at += move<u16>(d, s, at);
       if (tail & 1) at += move<u8>(d, s, at);
     }
   }
-  if (release) release_block();
+}
+
+// A unit of the destination, and the bytes of it, from `first` to `last`, that belong to a row.
+struct Piece {
+  u8* to;
+  const u8* from;  // where its first byte comes from, were it one of the row
+  u32 first, last;
+};
+
+INLINE Piece piece_of(u32 i, Row row, u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch,
+                      u64 width) {
+  const u32 at = row_of(i, row);
+  const u64 begin = (u64)(i - at * row.units) * 16;
+  u8* const d = dst + at * dst_pitch;
+  const u32 lead = behind(d);
+  const u64 bytes = lead + width > begin ? lead + width - begin : 0;
+  return {d - lead + begin, src + at * src_pitch - lead + begin, begin ? 0 : lead,
+          bytes < 16 ? (u32)bytes : 16};
+}
+
+// 16 of 32 bytes, from one of the first 16 on.
+INLINE u32x4 from_byte(u32 first, u32x4 low, u32x4 high) {
+  u32 held[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (u32 n = 0; n < 6; n++) held[n] = first & 8 ? held[n + 2] : held[n];
+#pragma unroll
+  for (u32 n = 0; n < 5; n++) held[n] = first & 4 ? held[n + 1] : held[n];
+  const u32 bits = 8 * (first & 3);
+#pragma unroll
+  for (u32 n = 0; n < 4; n++) held[n] = (u32)(((u64)held[n + 1] << 32 | held[n]) >> bits);
+  return {held[0], held[1], held[2], held[3]};
+}
+
+// Copies `height` rows of `width` bytes that begin anywhere. Only units that hold bytes of a row
+// are read, so that no access leaves the memory that holds it.
+INLINE void copy_shifted(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u64 width, Row row,
+                         u32 height, u32 block, u32 blocks) {
+  const u32 stride = blocks * COPY_THREADS;
+  const u32 total = row.units * height;  // below 2^31
+  for (u32 i = block * COPY_THREADS + thread_index(); i < total; i += SHIFTED_IN_FLIGHT * stride) {
+    u32x4 low[SHIFTED_IN_FLIGHT], high[SHIFTED_IN_FLIGHT];
+#pragma unroll
+    for (u32 n = 0; n < SHIFTED_IN_FLIGHT; n++) {
+      low[n] = high[n] = {0, 0, 0, 0};
+      if (i + n * stride >= total) continue;
+      const Piece p = piece_of(i + n * stride, row, dst, dst_pitch, src, src_pitch, width);
+      const u32 shift = behind(p.from);
+      const u32x4* const from = (const u32x4*)(p.from - shift);
+      if (p.first < p.last && p.first < 16 - shift) low[n] = from[0];
+      if (p.first < p.last && p.last > 16 - shift) high[n] = from[1];
+    }
+#pragma unroll
+    for (u32 n = 0; n < SHIFTED_IN_FLIGHT; n++) {
+      if (i + n * stride >= total) continue;
+      const Piece p = piece_of(i + n * stride, row, dst, dst_pitch, src, src_pitch, width);
+      const u32x4 found = from_byte(behind(p.from), low[n], high[n]);
+      if (p.last - p.first == 16) {
+        *(u32x4*)p.to = found;
+        continue;
+      }
+      const u32 words[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+      for (u32 byte = 0; byte < 16; byte++)
+        if (p.first <= byte && byte < p.last) p.to[byte] = (u8)(words[byte / 4] >> 8 * (byte % 4));
+    }
+  }
 }
 
 // Where several copies of the same shape lead, and where they come from.
@@ -82,22 +152,20 @@ struct Ends {
   const u8* src[MAX_ENDS];
 };
 
-// The first `blocks` blocks carry out the first copy, the next the second, and so on.
-#define COPY(name, Unit)                                                                         \
+// The first `blocks` blocks carry out the first copy, the next the second, and so on. With
+// `release` a stream's write behind the kernel tells a peer that the rows are there.
+#define COPY(name, copy)                                                                         \
   KERNEL(COPY_THREADS)                                                                           \
-  name(CONSTANT Ends ends, u64 dst_pitch, u64 src_pitch, u32 head, u32 units, u32 magic,         \
-       u32 shift, u32 tail, u32 height, u32 blocks, u32 release) {                               \
-    const Row row_of = {units, magic, shift};                                                    \
+  name(CONSTANT Ends ends, u64 dst_pitch, u64 src_pitch, u64 width, u32 units, u32 magic,        \
+       u32 shift, u32 height, u32 blocks, u32 release) {                                         \
     const u32 which = block_index() / blocks, block = block_index() % blocks;                    \
-    copy_rows<Unit>(ends.dst[which], dst_pitch, ends.src[which], src_pitch, head, row_of, tail,  \
-                    height, block, blocks, release);                                             \
+    copy(ends.dst[which], dst_pitch, ends.src[which], src_pitch, width, {units, magic, shift},   \
+         height, block, blocks);                                                                 \
+    if (release) release_block();                                                                \
   }
 
-COPY(ficco_copy16, u32x4)
-COPY(ficco_copy8, u64)
-COPY(ficco_copy4, u32)
-COPY(ficco_copy2, u16)
-COPY(ficco_copy1, u8)
+COPY(ficco_copy_aligned, copy_aligned)
+COPY(ficco_copy_shifted, copy_shifted)
 
 // Reduction.
 

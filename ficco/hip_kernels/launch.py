@@ -27,7 +27,7 @@ MAX_ENDS = 16
 PEER_BLOCKS = 8
 #: Blocks for each SM or CU of a kernel that may take the whole device.
 WHOLE = 4
-#: Units that one launch of a copy takes, so that 32 bits count them.
+#: Units of 16 bytes that one launch of a copy takes, so that 32 bits count them.
 MAX_UNITS = 1 << 30
 
 #: Sums: dtype of the parts and of the result.
@@ -39,8 +39,6 @@ REDUCTIONS = {
     (torch.float32, torch.float16),
 }
 
-UNITS = (16, 8, 4, 2, 1)
-
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -48,7 +46,8 @@ def _text(dtype: torch.dtype) -> str:
 
 #: Names of the kernels.
 NAMES = (
-    *(f"ficco_copy{unit}" for unit in UNITS),
+    "ficco_copy_aligned",
+    "ficco_copy_shifted",
     *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
     "ficco_post",
     "ficco_wait",
@@ -105,54 +104,56 @@ class Binding(Protocol):
 
 
 class Strip(NamedTuple):
-    """Rows that one launch copies: ``head`` bytes, ``units`` units of ``unit`` bytes and ``tail``
-    bytes each."""
+    """Rows that one launch copies.
 
-    unit: int
+    Attributes:
+        aligned: all rows are equally far behind multiples of 16 bytes at both ends, by ``-head``.
+        units: of 16 bytes in each row, between head and tail; or, where rows begin anywhere, the
+            most that hold bytes of one.
+    """
+
+    aligned: bool
     dst: int
     src: int
+    width: int
     height: int
     head: int
     units: int
-    tail: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """All but where it lies."""
-        return self.unit, self.height, self.head, self.units, self.tail
+        return self.aligned, self.width, self.height, self.head
 
 
 def strips(
     dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
 ) -> list[Strip]:
-    """How to copy ``height`` rows of ``width`` bytes with accesses as wide as addresses allow."""
+    """How to copy ``height`` rows of ``width`` bytes."""
     if not width or not height:
         return []
     if width == dst_pitch == src_pitch:
         width, height = width * height, 1
     pitches = 0 if height == 1 else dst_pitch | src_pitch
     head = -dst % 16
-    if (dst - src) % 16 == 0 and pitches % 16 == 0 and width >= head + 16:
-        unit = 16
-    else:
-        # The widest unit that divides all addresses of rows and is not wider than a row.
-        unit = next(unit for unit in UNITS if not (dst | src | pitches) % unit and unit <= width)
+    aligned = (dst - src) % 16 == 0 and pitches % 16 == 0 and width >= head + 16
+    if not aligned:
         head = 0
-    units, tail = divmod(width - head, unit)
+    units = (width - head) // 16 if aligned else (width + 30) // 16
     if units > MAX_UNITS:
-        first = head + MAX_UNITS * unit
+        first = head + (MAX_UNITS - 2) * 16
         rest = dst + first, dst_pitch, src + first, src_pitch, width - first, height
         return strips(dst, dst_pitch, src, src_pitch, first, height) + strips(*rest)
-    rows = max(1, MAX_UNITS // max(1, units))
+    rows = MAX_UNITS // units
     return [
         Strip(
-            unit,
+            aligned,
             dst + row * dst_pitch,
             src + row * src_pitch,
+            width,
             min(rows, height - row),
             head,
             units,
-            tail,
         )
         for row in range(0, height, rows)
     ]
@@ -160,8 +161,8 @@ def strips(
 
 def divisor(units: int) -> tuple[int, int]:
     """``magic`` and ``shift`` with ``i // units == i * magic >> shift`` for all i below 2**31."""
-    shift = 31 + (units - 1).bit_length() if units else 31
-    return (1 << shift) // max(1, units) + 1, shift
+    shift = 31 + (units - 1).bit_length()
+    return (1 << shift) // units + 1, shift
 
 
 def address_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
@@ -285,14 +286,13 @@ class Kernels:
         strip, ends = some[0], Ends()
         for index, one in enumerate(some):
             ends.dst[index], ends.src[index] = one.dst, one.src
-        edges = strip.height if strip.head or strip.tail else 0
-        work = max(strip.units * strip.height, edges)
-        count = min(blocks, -(-work // COPY_THREADS))
+        count = min(blocks, -(-strip.units * strip.height // COPY_THREADS))
         u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-        numbers = (strip.head, strip.units, *divisor(strip.units), strip.tail, strip.height)
-        arguments = (ends, u64(dst_pitch), u64(src_pitch), *map(u32, (*numbers, count, release)))
-        kernel = self._kernels[f"ficco_copy{strip.unit}"]
-        return kernel, count * len(some), COPY_THREADS, self.binding.pack(arguments)
+        numbers = (strip.units, *divisor(strip.units), strip.height, count, release)
+        where = (ends, u64(dst_pitch), u64(src_pitch), u64(strip.width))
+        kernel = self._kernels["ficco_copy_aligned" if strip.aligned else "ficco_copy_shifted"]
+        arguments = self.binding.pack((*where, *map(u32, numbers)))
+        return kernel, count * len(some), COPY_THREADS, arguments
 
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
         """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may

@@ -784,15 +784,13 @@ int launch(const std::string& name, Stream& stream, uint32_t blocks, void** argu
     stream.add({[] {}, ready, uses});
     return Success;
   }
-  unsigned unit = 0;
-  if (sscanf(name.c_str(), "ficco_copy%u", &unit) == 1) {
+  if (name == "ficco_copy_aligned" || name == "ficco_copy_shifted") {
     auto ends = argument<Ends>(arguments, 0);
     auto target_pitch = argument<uint64_t>(arguments, 1);
     auto source_pitch = argument<uint64_t>(arguments, 2);
-    uint32_t number[7];
-    for (int i = 0; i < 7; i++) number[i] = argument<uint32_t>(arguments, 3 + i);
-    size_t width = number[0] + size_t(number[1]) * unit + number[4], height = number[5];
-    uint32_t each = number[6], count = blocks / each;
+    auto width = argument<uint64_t>(arguments, 3);
+    size_t height = argument<uint32_t>(arguments, 7);
+    uint32_t each = argument<uint32_t>(arguments, 8), count = blocks / each;
     if (!count || blocks % each || count > ENDS)
       return violation(InvalidValue, "%u blocks of copies that have %u each", blocks, each);
     for (uint32_t i = 0; i < count; i++) {
