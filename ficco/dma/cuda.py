@@ -43,7 +43,7 @@ from ficco.dma.engine import (
 from ficco.dma.gate import Gate
 from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
-from ficco.dma.streams import WORD, Mapped, StreamEngine, Watch, align, wanted
+from ficco.dma.streams import WORD, Flights, Mapped, StreamEngine, Watch, align, wanted
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels, TorchKernels, can_compile, kernels
 from ficco.plan import Reduction, Signal, Transfer
@@ -123,6 +123,31 @@ class _Watch(Watch):
 
     def end(self) -> cu.MemOp:
         return cu.MemOp(cu.WRITE_64, self.begun, 1 << 32)
+
+
+class _Flights(Flights):
+    """By CUDA's events."""
+
+    def __init__(self) -> None:
+        super().__init__(cu.Event)
+        self._context = cu.context()
+
+    def look(self) -> tuple[int, bool]:
+        cu.use(self._context)  # a watchdog's thread has none
+        with cu.uncaptured():
+            return super().look()
+
+
+class _FlightsState:
+    """What the engine keeps with eager calls that have nothing but a watchdog in common."""
+
+    captured = False
+
+    def __init__(self) -> None:
+        self.watch = _Flights()
+
+    def idle(self) -> bool:
+        return self.watch.idle()
 
 
 class _SlotState:
@@ -236,7 +261,7 @@ class CudaEngine(StreamEngine):
             self.side, self._rescue = _stream(-1), _stream(-1)
             self._watched = torch.zeros(2 * MAX_WATCHED, dtype=torch.int32, pin_memory=True)
         self._watches = list(range(MAX_WATCHED))  # those that no slot has
-        self._states: set[_SlotState] = set()
+        self._states: set[_SlotState | _FlightsState] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
         self._streams: dict[bool, dict[str, torch.cuda.Stream]] = {False: {}, True: {}}
@@ -284,7 +309,8 @@ class CudaEngine(StreamEngine):
 
     def discard(self, slot: Slot) -> None:
         self._states.discard(slot.state)
-        self._watches.append(slot.state.index)
+        if isinstance(slot.state, _SlotState):
+            self._watches.append(slot.state.index)
         super().discard(slot)
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
@@ -305,7 +331,12 @@ class CudaEngine(StreamEngine):
         return Slot(memory, words, room, (staging, publish), captured, state=self._state(captured))
 
     def watch(self, captured: bool) -> Slot:
-        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(captured))
+        if captured:
+            return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(captured))
+        with cu.uncaptured(), torch.cuda.device(self.device):
+            state = _FlightsState()
+        self._states.add(state)
+        return Slot(None, 0, (0, 0), (0, 0), state=state)
 
     def _state(self, captured: bool) -> _SlotState:
         if not self._watches:
@@ -502,6 +533,8 @@ class CudaEngine(StreamEngine):
         if slot is None:
             return self._enqueue(run, call)
         state = slot.state
+        if isinstance(state, _FlightsState):
+            return self._fly(run, call, key[0], slot.number(program), state.watch)
         if state.used and slot.words:
             # The words are at rest again, which a call on this stream does not know by itself.
             state.retired.hold(stream)
@@ -535,6 +568,18 @@ class CudaEngine(StreamEngine):
         if slot.captured:
             state.retired.hold(stream)  # a capture ends with all its streams joined
 
+    def _fly(self, run: _Run, call: Call, raw: int, number: int, flights: Flights) -> None:
+        """Enqueue a call that uses the caller's stream alone."""
+        stream = call.state["compute0"]
+        flight = flights.begin(number, raw, stream)  # before anything can be stuck
+        try:
+            for op in run.body:
+                op(call)
+            flights.end(flight, stream)
+        except BaseException:
+            flights.drop(flight)  # the watchdog has no business with it
+            raise
+
     def _enqueue(self, run: _Run, call: Call) -> None:
         """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
         lanes = call.state
@@ -563,7 +608,7 @@ class CudaEngine(StreamEngine):
         if "base" in program.state:
             body.insert(0, self._stamp(program.state["base"], "compute0"))
         begin, tail = None, [op for lane, op in ops if lane == "sync"]
-        if (slot := program.slot) is not None:
+        if (slot := program.slot) is not None and isinstance(slot.state, _SlotState):
             watch = slot.state.watch
             begin = cu.Batch([watch.begin(slot.number(program))])
             tail = tail or [_Memops("sync", cu.Batch([watch.end()]))]
@@ -705,7 +750,7 @@ class CudaEngine(StreamEngine):
                     break
                 if time.monotonic() > end:
                     return False
-                if not aborting and any(watch.running() for watch in collectives):
+                if not aborting and any(watch.look()[0] for watch in collectives):
                     aborting = True
                     threading.Thread(target=self._abort_collective, daemon=True).start()
                 time.sleep(0.01)

@@ -38,6 +38,16 @@ def check(call: str, result: Sequence[Any]) -> Any:
     return result[1] if len(result) == 2 else None
 
 
+def context() -> Any:
+    """The current context of this thread."""
+    return check("cuCtxGetCurrent", driver.cuCtxGetCurrent())
+
+
+def use(context: Any) -> None:
+    """Make a context that of this thread."""
+    check("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+
+
 def stream(handle: int) -> Any:
     """A stream as the binding likes it best: it wraps plain numbers anew in every call."""
     return driver.CUstream(handle)

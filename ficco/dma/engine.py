@@ -242,7 +242,7 @@ class Engine(ABC):
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         """The number of the program that has begun on a slot and is not over, or 0; and whether
-        any has ended on it since the last pulse. Reads host memory alone."""
+        any has ended on it since the last pulse. Must not disturb a capture."""
         raise NotImplementedError
 
     def missing(self, slot: Slot, program: Program) -> Missing | None:

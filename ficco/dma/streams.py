@@ -4,8 +4,12 @@ PyTorch does on a lane, events between lanes, and what the watchdog reads."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +44,9 @@ class Event(Protocol):
     def hold(self, stream: Any) -> None:
         """What comes on the stream waits for it."""
 
+    def over(self) -> bool:
+        """Whether what was on the stream at its latest record is over."""
+
 
 class Mapped(Symmetric):
     """Symmetric memory that has an address here on every rank.
@@ -61,12 +68,93 @@ class Watch:
     def running(self) -> int:
         return int(self._words[0])
 
-    def ended(self) -> bool:
-        """Whether a call has ended since this was last asked."""
-        ended = bool(self._words[1])
+    def look(self) -> tuple[int, bool]:
+        """The number of the program that runs, and whether a call has ended since the latest
+        look."""
+        running, ended = self.running(), bool(self._words[1])
         if ended:
             self._words[1] = 0
-        return ended
+        return running, ended
+
+
+@dataclass
+class Flight:
+    """A call on a stream: an event in front of it, and one behind it once all of it is enqueued.
+
+    They are used again for later calls, of which ``serial`` is another one's each time.
+    """
+
+    before: Event
+    behind: Event
+    number: int = 0
+    serial: int = 0
+    whole: bool = False
+
+    def over(self) -> bool:
+        return self.whole and self.behind.over()
+
+
+class Flights:
+    """Calls that tell by events that they begin and end, as a :class:`Watch` is told by words.
+
+    Events cost a stream nothing. Words that another stream writes meanwhile may share a hardware
+    queue with it, and then hold up what runs (H200, beside NCCL).
+    """
+
+    def __init__(self, make: Callable[[], Event]) -> None:
+        self._make = make
+        # A watchdog looks on; a signal's handler may come back in the thread that holds it.
+        self._lock = threading.RLock()
+        self._flying: dict[int, deque[Flight]] = {}  # by stream, the oldest first
+        self._serials = count(1)
+        self._seen = 0  # what was running at the latest look
+
+    def begin(self, number: int, key: int, stream: Any) -> Flight:
+        """A call of the program of that number begins on a stream, which is known by ``key``."""
+        with self._lock:
+            flying = self._flying.setdefault(key, deque())
+            reused = bool(flying) and flying[0].over()
+            flight = flying.popleft() if reused else Flight(self._make(), self._make())
+            flight.number, flight.serial, flight.whole = number, next(self._serials), False
+            flight.before.record(stream)
+            flying.append(flight)
+        return flight
+
+    def end(self, flight: Flight, stream: Any) -> None:
+        """All of the call is enqueued."""
+        flight.behind.record(stream)
+        flight.whole = True
+
+    def drop(self, flight: Flight) -> None:
+        """The call was broken off: nobody is to wait for it."""
+        with self._lock:
+            for flying in self._flying.values():
+                if flight in flying:
+                    flying.remove(flight)
+
+    def look(self) -> tuple[int, bool]:
+        """The number of the program whose call runs, 0 if none does; and whether it is another
+        call than at the latest look."""
+        with self._lock:
+            running = [flight for flying in self._flying.values() if (flight := _first(flying))]
+            found = [flight for flight in running if flight.serial == self._seen] or running
+            before, self._seen = self._seen, found[0].serial if found else 0
+            return (found[0].number if found else 0), self._seen != before
+
+    def idle(self) -> bool:
+        """Whether all calls are over."""
+        with self._lock:
+            return all(flight.over() for flying in self._flying.values() for flight in flying)
+
+
+def _first(flying: deque[Flight]) -> Flight | None:
+    """The oldest call of a stream that is not over, if it has begun. One that is over stays for
+    its events if it is the latest."""
+    while len(flying) > 1 and flying[0].over():
+        flying.popleft()
+    if not flying or flying[0].over() or not flying[0].before.over():
+        return None
+    return flying[0]
 
 
 class StreamEngine(Engine):
@@ -283,8 +371,8 @@ class StreamEngine(Engine):
         ]
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
-        watch: Watch = slot.state.watch
-        return watch.running(), watch.ended()
+        watch: Watch | Flights = slot.state.watch
+        return watch.look()
 
     def missing(self, slot: Slot, program: Program) -> Missing | None:
         steps = program.plan.steps
