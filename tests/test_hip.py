@@ -43,7 +43,8 @@ from test_all_gather_matmul import KINDS, KNOBS, UGLY, named
 
 import ficco
 from ficco.ops.call import run_traced
-from ficco.schedules import NAMED
+from ficco.problem import Problem
+from ficco.schedules import NAMED, Schedule, plans
 from ficco.workspace import workspaces
 
 ROOT = Path(__file__).parent.parent
@@ -230,6 +231,43 @@ def _one_queue_late(at: Rank) -> None:
 
 def test_one_queue_is_late() -> None:
     run(3, _one_queue_late)
+
+
+#: As on 8 MI300X, whose every link has a copy queue of its own.
+MESH = (
+    "hetero-fused-1d:copy=7",
+    "hetero-unfused-1d:pieces=4,pull,copy=7",
+    "uniform-fused-2d:pieces=2,copy=7",
+    "shard-overlap:copy=7",
+)
+
+
+def _mesh(at: Rank) -> list[str]:
+    """Of the seven links of a rank one is late, on each rank another one."""
+    cases = [equal(8, 16, 24, 8, dtype="bfloat16", schedule=name) for name in MESH]
+    sums = operators.Case("matmul_reduce_scatter", (5,) * 8, 16, 8, "bfloat16", MESH[0])
+    with clean():
+        all_exact(at, cases)
+        queues = engine().work.streams
+        links = sorted(name for name in queues if name.startswith("copy"))
+        late = queues[links[at.rank % 7]].as_c_void_p().value
+        assert not double().double_delay(late, 2000)
+        all_exact(at, cases, 10)
+        operators.all_exact(at, [sums, sums.on(rows=tuple(range(8)))], 20)
+        double().double_delay(late, 0)
+    return links
+
+
+def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
+    for name in MESH:
+        problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
+        for plan in plans(problem, Schedule.parse(name)):
+            ends = [(step.lane, step.transfer) for step in plan.steps if step.op == "copy"]
+            pairs = {
+                (lane, ({one.src.rank, one.dst.rank} - {plan.rank}).pop()) for lane, one in ends
+            }
+            assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "a link shares its queue"
+    assert run(8, _mesh, timeout=120) == [[f"copy{i}" for i in range(7)]] * 8
 
 
 def _delayed(at: Rank) -> None:
