@@ -233,6 +233,24 @@ def test_one_queue_is_late() -> None:
     run(3, _one_queue_late)
 
 
+def _late_trial(at: Rank) -> None:
+    """Rank 0 tries late whether its writes reach a peer, whose first call has begun by then, and
+    hands its slot on late: a trial that told the peer the slot is free would be believed."""
+    case = equal(2, 8, 8, 8, schedule="shard-overlap:pull")
+    with clean(), ficco.options(workspace_bytes=1 << 20, timeout_s=8):
+        exact(at, case.on(schedule="serial:collective"), 0)  # the engine, and no words yet
+        if at.rank == 0:
+            work = engine().work
+            for stream, us in ((engine().side, 60_000), (work.stream("sync", True), 20_000)):
+                assert not double().double_delay(stream.as_c_void_p().value, us)
+        for iteration in range(3):
+            exact(at, case, iteration)
+
+
+def test_a_trial_of_signals_disturbs_no_call_that_has_begun() -> None:
+    run(2, _late_trial)
+
+
 #: As on 8 MI300X, whose every link has a copy queue of its own.
 MESH = (
     "hetero-fused-1d:copy=7",

@@ -80,6 +80,7 @@ def device() -> Iterator[str]:
     env = {
         hip_ranks.LIBRARY: str(hip_ranks.library()),
         hip_ranks.WHEEL: str(hip_ranks.wheel("10")),
+        "HIP_DOUBLE_JITTER_US": "50",
     }
     with ranks.around(_on_the_double, env):
         yield "cpu"

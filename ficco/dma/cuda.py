@@ -322,9 +322,10 @@ class CudaEngine(StreamEngine):
         publish = staging + align(room[0])
         with cu.uncaptured(), torch.cuda.device(self.device):
             if self._writes_reach is None:
-                # A word that rests at 0 and that no call is using yet.
+                # Not a signal's: the peer's first call may have begun.
                 peer = memory.addresses[(self.rank + 1) % self.world]
-                self._writes_reach = cu.writes_reach(peer, self.side.cuda_stream)
+                nobodys = peer + (words + 2) * WORD
+                self._writes_reach = cu.writes_reach(nobodys, self.side.cuda_stream)
             with torch.cuda.stream(self.side):
                 memory.tensor[words * WORD :].view(torch.int32)[1].fill_(1)
             self.side.synchronize()

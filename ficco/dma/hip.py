@@ -415,12 +415,13 @@ class HipEngine(StreamEngine):
         assert isinstance(memory, HipMemory)
         hip.use(self.index)
         with hip.uncaptured():
-            made = memory.words = Words(self, self.way, words, self._serial)
-            if self._writes_reach is None:
-                # A word that rests at 0 and that no call is using yet.
+            tried = self._writes_reach is None
+            made = memory.words = Words(self, self.way, words + tried, self._serial)
+            if tried:
+                # Not a signal's word: the peer's first call may have begun.
                 peer = (self.rank + 1) % self.world
                 self._writes_reach = self.way == "kernel" or hip.writes_reach(
-                    self.side, made.address(peer, 0)
+                    self.side, made.address(peer, words)
                 )
         offsets = 0, align(room[0])
         return Slot(memory, words, room, offsets, captured, state=self._slot_state(made))
