@@ -518,7 +518,7 @@ def test_strips_copy_each_byte_once_by_units_that_addresses_divide() -> None:
             assert sorted(touched) == sorted(at for row in rows for at in row)
 
 
-def test_aligned_rows_go_by_one_access_each() -> None:
+def test_aligned_rows_go_by_16_bytes_at_both_ends() -> None:
     for shift in (0, 2, 8, 13):
         for pitch in (4096, 4112):
             (strip,) = launch.strips(shift, 4096, shift + 160, pitch, 4000, 20)

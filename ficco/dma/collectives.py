@@ -29,7 +29,6 @@ class Collectives:
     def __init__(self, problem: Problem, rank: int, group: ProcessGroup) -> None:
         self.problem, self.rank, self.group = problem, rank, group
         self.bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
-        self._options: dict[Any, Any] = {}
 
     def starts(
         self,
@@ -46,15 +45,13 @@ class Collectives:
             timeout: after which the library gives up by itself; None for the group's own.
         """
 
-        def options(make: Callable[[], Any], root: int | None = None) -> Any:
-            key = make, root, timeout
-            if (found := self._options.get(key)) is None:
-                found = self._options[key] = make()
-                found.asyncOp = False
-                if timeout is not None:
-                    found.timeout = timeout
-                if root is not None:
-                    found.rootRank = root
+        def options(make: Callable[[], Any], **fields: Any) -> Any:
+            found = make()
+            found.asyncOp = False
+            if timeout is not None:
+                found.timeout = timeout
+            for name, value in fields.items():
+                setattr(found, name, value)
             return found
 
         problem, rank, group = self.problem, self.rank, self.group
@@ -73,7 +70,7 @@ class Collectives:
                 gathered[slice(*self.bounds[rank])].copy_(a)
                 for root, (first, last) in enumerate(self.bounds):
                     if first < last:
-                        one = options(c10d.BroadcastOptions, root)
+                        one = options(c10d.BroadcastOptions, rootRank=root)
                         yield partial(group.broadcast, [gathered[first:last]], one)
             case "reduce-scatter":
                 if problem.equal:
@@ -82,7 +79,7 @@ class Collectives:
                     return
                 for root, (first, last) in enumerate(self.bounds):
                     if first < last:
-                        one = options(c10d.ReduceOptions, root)
+                        one = options(c10d.ReduceOptions, rootRank=root)
                         yield partial(group.reduce, [made[first:last]], one)
                 out.copy_(made[slice(*self.bounds[rank])])
             case "all-to-all":

@@ -77,7 +77,7 @@ class Watch:
         return running, ended
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """A call on a stream: an event in front of it, and one behind it once all of it is enqueued.
 
@@ -97,8 +97,8 @@ class Flight:
 class Flights:
     """Calls that tell by events that they begin and end, as a :class:`Watch` is told by words.
 
-    Events cost a stream nothing. Words that another stream writes meanwhile may share a hardware
-    queue with it, and then hold up what runs (H200, beside NCCL).
+    Events cost a stream nothing. Calls of NCCL and a product beside which another stream wrote
+    words took longer in some processes, and in others not (2 H200).
     """
 
     def __init__(self, make: Callable[[], Event]) -> None:
