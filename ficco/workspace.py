@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import math
 import os
@@ -122,7 +123,7 @@ class Workspace:
                     f"a call of this group was broken off by {why}. Its ranks are no longer in "
                     "step: destroy the group and make a new one"
                 )
-            self.error = error
+            self.error = copy.copy(error)  # without the traceback, which holds the call's tensors
         if self._told is not None:
             self._tell(*self._told)
 
@@ -134,7 +135,7 @@ class Workspace:
         if self.closed:
             raise FiccoError("the workspace of this group is closed; make a new group")
         if self.error is not None:
-            raise self.error
+            raise copy.copy(self.error)
 
     def known(self, wanted: str | None) -> Known:
         """What is known of this kind of host, or of the one with a name or path.
@@ -310,7 +311,7 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
     workspace = _workspaces.get(key)
     if workspace is None or workspace.closed:
         if key in _failed:
-            raise _failed[key]
+            raise copy.copy(_failed[key])
         if key in _inherited:
             raise FiccoError(
                 f"{operator}: this process was forked after ficco was used on this group, whose "
@@ -320,7 +321,7 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
         try:
             workspace = _workspaces[key] = Workspace(group, device, options, operator)
         except FiccoError as error:
-            _failed[key] = error  # the next call does not wait for the same peers again
+            _failed[key] = copy.copy(error)  # the next call does not wait for the same peers again
             raise
     return workspace
 

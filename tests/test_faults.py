@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import ficco
 from ficco.board import LATE_S
 from ficco.dma import cpu
 from ficco.dma.collectives import Collectives
+from ficco.errors import BackendError
 from ficco.ops import call as calls
 from ficco.workspace import Workspace, workspaces
 
@@ -639,6 +642,48 @@ def _without_memory(case: Case, warm: bool, what: str, owner: Any = None) -> Non
     assert other["waited"] < AT_ONCE_S + SLACK_S
     assert isinstance(other["again"], Failure) and isinstance(odd["again"], Failure)
     assert odd["waited_again"] < PATIENCE_S + SLACK_S
+
+
+def _operands_behind_an_error(at: Rank) -> list[bool]:
+    """Whether operands are still there behind calls that failed, and behind those refused since."""
+    group = dist.new_group(list(range(at.world)))
+    case = equal(at.world, 8, 8, 8, schedule="growing")
+    exact(at, case, 0, group)
+
+    def refuse(*_: Any) -> Any:
+        raise BackendError("hipMalloc", "hipErrorOutOfMemory", "no memory")
+
+    there = []
+    collecting = gc.isenabled()
+    with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
+        if at.rank == 1:
+            patch.setattr(calls, "_execute", refuse)
+        try:
+            for iteration in (1, 2, 3):
+                made = make(at, case, iteration, group)
+                left = weakref.ref(made.a)
+                gc.collect()
+                gc.disable()
+                outcome = caught(partial(call, case, made.a, made.b, group))
+                del made
+                assert isinstance(outcome, Failure)
+                there.append(left() is not None)
+                gc.enable()
+        finally:
+            if collecting:
+                gc.enable()
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return there
+
+
+def test_an_error_that_is_remembered_does_not_keep_the_operands() -> None:
+    """Nor does it grow by the frames of every call that is refused for it."""
+    here, there = run(2, _operands_behind_an_error)
+    assert there == [False] * 3
+    # The CPU engine's own error of a call that was under way goes with the next collection.
+    assert here[1:] == [False] * 2
 
 
 def _short_of_memory_for_all_columns(at: Rank, warm: bool) -> tuple[Any, float]:
