@@ -304,7 +304,7 @@ class _Rank:
     __slots__ = (
         "plan", "lanes", "clock", "since", "slowed", "worked", "served", "multiplying", "busy",
         "copying", "in_flight", "engines", "queue", "enqueued", "ran",
-        "posts", "runs", "bytes",
+        "posts", "runs", "bytes", "rides",
     )  # fmt: skip
 
     def __init__(self, plan: Plan, number: int) -> None:
@@ -334,12 +334,17 @@ class _Rank:
         #: Copies that go together, and the bytes of all, by each of them.
         self.runs: dict[int, tuple[int, ...]] = {}
         self.bytes: dict[int, int] = {}
+        self.rides: set[int] = set()  # what a launch of copies brings to its place here
 
     def join(self) -> None:
-        """Let copies go together, as on a GPU, where one launch carries them out."""
+        """Let copies go together, as on a GPU, where one launch carries them out. What it brings
+        to its place within the rank is there before what travels."""
         steps = self.plan.steps
-        for run in together(self.plan):
-            if len(run) == 1:
+        for whole in together(self.plan):
+            run = tuple(i for i in whole if steps[i].op == "copy")
+            if len(whole) > 1:
+                self.rides.update(set(whole) - set(run))
+            if len(run) < 2:
                 continue
             moved = [one for i in run if (one := steps[i].transfer) is not None]
             nbytes = sum(one.src.elements for one in moved) * self.plan.problem.itemsize
@@ -548,7 +553,7 @@ class _Simulation:
         if step.op == "matmul":
             self._begin_product(lane, rank, step)
         elif step.op in ("place", "reduce"):
-            if self._move(step):
+            if self._move(step) and lane.steps[lane.at] not in rank.rides:
                 self._push(self.now + self.memory.latency, _REACH, lane)
             else:
                 self._over(lane, self.now, self.now)
@@ -785,7 +790,7 @@ def _enqueued(rank: _Rank, host: Host, begin: float) -> list[tuple[float, float]
             there = at
             if step.op == "copy":
                 there = at = at + host.copy
-            elif step.op in ("place", "reduce"):
+            elif step.op in ("place", "reduce") and index not in rank.rides:
                 there = at = at + host.matmul
             elif step.op == "matmul":
                 there = at + host.matmul  # of the first product: the next come while that runs

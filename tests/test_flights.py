@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from ficco.dma.streams import Flights
 
 
@@ -116,22 +118,31 @@ def test_a_call_that_was_broken_off_is_forgotten() -> None:
 
 
 def test_events_are_used_again() -> None:
-    """As many as calls are under way at once, whoever finds out that they are over."""
+    """As many as calls are under way between two looks of the watchdog."""
     found, made = flights()
-    caller = Caller(found, 1)
+    callers = Caller(found, 1), Caller(found, 2)
     for number in range(1, 4):
-        caller.call(number)
+        callers[0].call(number)
     assert len(made) == 6
     for number in range(4, 50):
-        caller.stream.done += 1
-        caller.call(number)
+        caller = callers[number % 2]
+        for one in callers:
+            one.stream.done = one.stream.given
+        assert found.look()[0] == 0
+        for _ in range(3):
+            caller.call(number)
     assert len(made) == 6
-    caller.stream.done = caller.stream.given
-    found.look()
-    for number in range(50, 60):
-        caller.call(number)
-        caller.stream.done = caller.stream.given
-    assert len(made) == 6
+
+
+def test_nobody_but_the_watchdog_asks_an_event() -> None:
+    """Where another stream is captured that would break the capture."""
+    found, made = flights()
+    caller = Caller(found, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Event, "over", lambda self: pytest.fail("asked"))
+        for number in range(1, 5):
+            caller.call(number)
+    assert len(made) == 8
 
 
 def test_a_watchdog_looks_on() -> None:

@@ -18,14 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
 
 from ficco import warn
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, TorchKernels, build, launch
+from ficco.hip_kernels import Kernels, Signals, TorchKernels, build, launch
 from ficco.hip_kernels.build import Compiler, Missing, Target
 
 ON_HOST = Path(__file__).parent / "kernels_on_host"
@@ -57,6 +57,7 @@ def output(*command: str) -> str:
 # The instructions for AMD.
 
 COPIES = ("ficco_copy_aligned", "ficco_copy_shifted")
+EXCHANGES = ("ficco_exchange_aligned", "ficco_exchange_shifted")
 REDUCTIONS = tuple(name for name in launch.NAMES if "reduce" in name)
 #: A 16-byte access of every lane.
 LOAD, STORE = "global_load_dwordx4", "global_store_dwordx4"
@@ -166,6 +167,29 @@ def test_amd_copy_to_a_peer_ends_with_a_release(isa: tuple[str, str]) -> None:
         assert places(lines[back:], r"s_waitcnt.*vmcnt\(0\)")
 
 
+def test_amd_exchange_is_ordered(isa: tuple[str, str]) -> None:
+    """A block has stored before it is counted; what it clears is seen before what it posts; and
+    what it has waited for is read anew."""
+    arch, text = isa
+    scope = " sc0 sc1" if arch == "gfx942" else ""
+    for name in EXCHANGES:
+        lines = body(text, name)
+        (meet,) = places(lines, "s_barrier")
+        last = max(places(lines[:meet], "global_store_(dwordx4|byte)"))
+        assert places(lines[last:meet], r"s_waitcnt.*vmcnt\(0\)")
+        copied, cleared = places(lines, rf"buffer_wbl2{scope}$")
+        (counted,) = places(lines, "global_atomic_add")
+        assert meet < copied < counted < cleared
+        assert places(lines[copied:counted], r"s_waitcnt.*vmcnt\(0\)")
+        words = [
+            word for word in places(lines, rf"global_store_dword v.*{scope}$") if word > counted
+        ]
+        assert [counted < word < cleared for word in words] == [True] * (len(words) - 1) + [False]
+        dropped = places(lines, r"buffer_inv sc0 sc1$" if scope else r"buffer_invl2$")
+        polls = places(lines, rf"global_load_dword v.*{scope or ' glc'}$")
+        assert counted < min(dropped) and cleared < min(polls) <= max(polls) < max(dropped)
+
+
 @pytest.mark.parametrize(
     ("arch", "number"), [("gfx90a", 0x3F), ("gfx942", 0x4C), ("gfx942:sramecc+:xnack-", 0x4C)]
 )
@@ -224,6 +248,20 @@ def test_nvidia_signals_are_ordered_for_the_system(ptx: str) -> None:
     (fence,) = places(wait, r"membar\.sys|fence\.(sc|acq_rel)\.sys")
     assert fence > max(places(wait, r"ld\.relaxed\.sys"))
     assert any("globaltimer" in line for line in wait)
+
+
+def test_nvidia_exchange_is_ordered(ptx: str) -> None:
+    for name in EXCHANGES:
+        lines = entry(ptx, name)
+        (meet,) = places(lines, r"(bar|barrier)\.(cta\.)?sync")
+        (counted,) = places(lines, r"atom\..*add")
+        fences = places(lines, r"membar\.sys|fence\.(sc|acq_rel)\.sys")
+        words = places(lines, r"st\.relaxed\.sys")
+        polls = places(lines, r"ld\.relaxed\.sys")
+        copied, seen, *_, waited = fences
+        assert max(places(lines, r"st\.global\.v4\.")) < meet < copied < counted < seen
+        # Of what follows, nvcc does not write the blocks in their order.
+        assert len(fences) == 4 and seen < min(words + polls) and max(polls) < waited
 
 
 def test_nvidia_nothing_is_spilt(tmp_path: Path) -> None:
@@ -460,6 +498,93 @@ def test_copies_to_several_places(
     if together:
         ((_, blocks),) = launches
         assert blocks == peers
+
+
+class Area(NamedTuple):
+    """What is copied to several places, where it should lie, and words."""
+
+    src: torch.Tensor
+    dst: torch.Tensor
+    wanted: torch.Tensor
+    ends: tuple[tuple[int, int], ...]
+    words: torch.Tensor
+
+
+def exchanged(apart: int = 0, places: int = 3) -> Area:
+    """Rows of 200 bytes, 600 of them in each place, with a pitch of 224."""
+    height, width, pitch, room = 600, 200, 224, 600 * 224 + 16
+    dst, src = area(places * (room + apart), 1), area(places * room, 2)
+    wanted, ends = dst.clone(), []
+    for place in range(places):
+        to, at = place * (room + apart), place * room
+        for row in range(height):
+            there, here = to + row * pitch, at + row * pitch
+            wanted[there : there + width] = src[here : here + width]
+        ends.append((dst.data_ptr() + to, src.data_ptr() + at))
+    return Area(src, dst, wanted, tuple(ends), torch.zeros(16, dtype=torch.int32))
+
+
+def seen_to(words: torch.Tensor, clears: int = 2, posts: int = 3, waits: int = 0) -> Signals:
+    """The first word counts; then those that are cleared to 7, posted as 9, and waited for as 5."""
+    begin = words.data_ptr()
+    spans = ((7, clears), (9, posts), (5, waits))
+    values = [value for value, count in spans for _ in range(count)]
+    each = [(begin + 4 * (1 + index), value) for index, value in enumerate(values)]
+    return Signals(begin, *(tuple(w for w in each if w[1] == value) for value, _ in spans))
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
+    """Whatever the order of the blocks; and the word that counts them is 0 again."""
+    found = exchanged(apart)
+    signals = seen_to(found.words)
+    launches = on_host._prepare(found.ends, 224, 224, 200, 600, 2, True, signals)
+    assert len(launches) == (3 if apart else 1)
+    for turn in range(2):
+        for number, (kernel, blocks, threads, arguments) in enumerate(launches):
+            for block in random.Random(turn).sample(range(blocks), blocks):
+                assert not found.words[1:].any()
+                for thread in range(threads):
+                    on_host.binding.library.become(block, thread)
+                    kernel(*arguments)
+            last = number == len(launches) - 1
+            assert bool(found.words[1:].any()) == last
+        assert torch.equal(found.dst, found.wanted)
+        assert found.words.tolist() == [0, 7, 7, 9, 9, 9] + 10 * [0]
+        found.words.zero_()
+
+
+def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
+    """Once it has posted its own."""
+    found, said = exchanged(), []
+    signals = seen_to(found.words, waits=2)
+
+    def peer() -> None:
+        while not found.words[5]:
+            time.sleep(1e-3)
+        for word in (6, 7):
+            time.sleep(0.05)
+            said.append(found.words.tolist()[:8])
+            found.words[word] = 5
+
+    thread = threading.Thread(target=peer)
+    thread.start()
+    began = time.monotonic()
+    on_host.copies(found.ends, 224, 224, 200, 600, None, 2, signals)
+    assert time.monotonic() - began >= 0.1
+    thread.join()
+    assert said == [[0, 7, 7, 9, 9, 9, 0, 0], [0, 7, 7, 9, 9, 9, 5, 0]]
+    assert torch.equal(found.dst, found.wanted)
+
+
+def test_what_is_cleared_is_seen_before_what_is_posted() -> None:
+    """As they lie in the kernel's parameters: the kernel goes from the front."""
+    words = torch.zeros(16, dtype=torch.int32)
+    signals = seen_to(words, 1, 2, 3)
+    packed = signals.packed
+    assert signals.count == 6 and (packed.clears, packed.posts, packed.waits) == (1, 2, 3)
+    assert list(packed.value)[:7] == [7, 9, 9, 5, 5, 5, 0]
+    assert list(packed.at)[:7] == [words.data_ptr() + 4 * i for i in range(1, 7)] + [0]
 
 
 def test_copies_stay_within_the_pages_that_hold_their_rows(on_host: Kernels) -> None:

@@ -16,6 +16,7 @@ from ranks import Rank, run
 from test_kernels import RECTANGLES, check_halves, check_place, check_reduce, rectangle
 
 import ficco
+from ficco.dma.memops import WRITE_32, MemOp
 from ficco.hip_kernels import Kernels, TorchKernels, kernels
 from ficco.hip_kernels.launch import REDUCTIONS
 
@@ -295,7 +296,7 @@ def _microseconds(at: Rank, repeat: int = 20) -> dict[tuple[str, int], float]:
     group = torch.distributed.group.WORLD
     addresses = symm_mem.rendezvous(memory, group=group).buffer_ptrs
     word = torch.zeros(1, dtype=torch.int32, device=at.device)
-    write = cu.Batch([cu.MemOp(cu.WRITE_32, word.data_ptr(), 1)])
+    write = cu.Batch([MemOp(WRITE_32, word.data_ptr(), 1)])
     stream = cu.stream(handle)
     begin, end = addresses[at.rank], addresses[(at.rank + 1) % at.world] + SIZES[-1]
     found: dict[tuple[str, int], list[float]] = {}

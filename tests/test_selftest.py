@@ -305,22 +305,27 @@ def _checked(kernels: Kernels | TorchKernels, monkeypatch: pytest.MonkeyPatch) -
 def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, right, together = host_kernels.binding.launches, host_kernels.copies, []
 
-    def copies(*args: Any) -> None:
+    def copies(*args: Any, **more: Any) -> None:
         before = len(launches)
-        right(*args)
+        right(*args, **more)
         together.append((len(args[0]), len(launches) - before))
 
     monkeypatch.setattr(host_kernels, "copies", copies)
     launches.clear()
     seen = _checked(host_kernels, monkeypatch)
     assert seen == "placement, sums, copies, posts and waits as they should be, compiled for cpu"
-    assert together == [(3, 1)] * 3  # several places, one launch
+    assert together == [(3, 1)] * 6  # several places, one launch
     assert {name for name, _ in launches} >= {name for name in NAMES if "copy" not in name}
 
 
 def _copies_to_one_place(kernels: Kernels) -> dict[str, Any]:
     right = kernels.copies
-    return {"copies": lambda ends, *args: right(ends[:1], *args)}
+    return {"copies": lambda ends, *args, **more: right(ends[:1], *args, **more)}
+
+
+def _copies_without_signals(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.copies
+    return {"copies": lambda *args, signals: right(*args)}
 
 
 def _posts_all_but_one(kernels: Kernels) -> dict[str, Any]:
@@ -378,7 +383,8 @@ def _brings_nothing_new(kernels: Kernels) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("breaks", "words", "others"),
     [
-        (_copies_to_one_place, "33 x 100 at 8 of 160 to 3 places: wrong at [1, 2]", 2),
+        (_copies_to_one_place, "33 x 100 at 8 of 160 to 3 places: wrong at [1, 2]", 5),
+        (_copies_without_signals, "a launch of copies left [0, 0, 0, 0] in words", 2),
         (_posts_all_but_one, "a wait behind its own posts missed word 5", 0),
         (_posts_one_only_once, "a wait missed word 69, which another stream had posted", 1),
         (_posts_the_word_behind, "posts wrote something else", 0),

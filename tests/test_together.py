@@ -31,7 +31,7 @@ def runs(name: str, problem: Problem = PROBLEM, rank: int = 1) -> list[tuple[str
 
 
 def test_one_piece_for_every_peer_goes_at_once() -> None:
-    assert runs("serial:kernel") == [("1.0>0", "1.0>3", "1.0>2")]
+    assert runs("serial:kernel") == [("1.0>0", "1.0>3", "1.0>2", "a>staging")]
     assert runs("growing:kernel") == [("1.0>0", "1.0>3", "1.0>2")]
     pieces = [tuple(f"1.{piece}>{peer}" for peer in (0, 3, 2)) for piece in (0, 1)]
     assert runs("hetero-fused-1d:pieces=2,kernel") == pieces
@@ -42,7 +42,7 @@ def test_one_piece_for_every_peer_goes_at_once() -> None:
 def test_one_launch_serves_as_many_as_go_together() -> None:
     assert MOST == MAX_ENDS
     problem = replace(PROBLEM, rows=(4,) * (MOST + 3))
-    assert [len(run) for run in runs("serial:kernel", problem)] == [MOST, 2]
+    assert [len(run) for run in runs("serial:kernel", problem)] == [MOST, 3]
 
 
 def test_what_does_not_go_together() -> None:
@@ -62,7 +62,27 @@ def test_what_does_not_go_together() -> None:
 def test_large_copies_stay_alone(rows: int, whole: bool) -> None:
     each = TOGETHER_BYTES // (2 * 4096 * 2)  # 8 KiB a row, two peers
     problem = Problem("all_gather_matmul", (each + rows,) * 3, 8, 4096, "bfloat16")
-    assert [len(run) for run in runs("serial:kernel", problem)] == [2] * whole
+    assert [len(run) for run in runs("growing:kernel", problem)] == [2] * whole
+    # In front of the product who waits for one waits for all.
+    assert [len(run) for run in runs("serial:kernel", problem)] == [3]
+
+
+def test_copies_in_front_of_the_product_are_on_its_lane() -> None:
+    """Launched there, with the own rows beside them: there is nothing else to do meanwhile."""
+
+    def lanes(name: str, problem: Problem = PROBLEM) -> set[str]:
+        steps = plan(problem, Schedule.parse(name), 1).steps
+        return {step.lane for step in steps if step.op == "copy"}
+
+    for name in ("serial:kernel", "uniform-fused-1d:pieces=1,kernel,compute=2"):
+        assert lanes(name) == {"compute0"}
+    for name in ("serial", "serial:kernel,pull", "serial:kernel,tail=2", "growing:kernel"):
+        assert lanes(name) == {"copy0"}
+    assert lanes("serial:kernel,copy=2") == {"copy0", "copy1"}
+    uneven = replace(PROBLEM, rows=(16, 0, 8, 3))
+    for rank, found in enumerate(plans(uneven, Schedule.parse("serial:kernel"))):
+        on = {step.lane for step in found.steps if step.op == "copy"}
+        assert on == ({"compute0"} if uneven.rows[rank] else set())
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, SUMMED, SENT, TURNED, TAKEN])
@@ -79,7 +99,8 @@ def test_every_step_once_and_in_order(problem: Problem) -> None:
                 first = lane.index(run[0])
                 assert tuple(lane[first : first + len(run)]) == run  # nothing is overtaken
                 if len(run) > 1:
-                    assert all(s.op == "copy" and s.mover == mover == "kernel" for s in steps)
+                    assert steps[0].op == "copy" and {s.op for s in steps} <= {"copy", "place"}
+                    assert all(s.mover == mover == "kernel" for s in steps)
                     assert not any(s.waits or s.clears for s in steps[1:])
                     assert all(set(s.after) <= set(steps[0].after) for s in steps)
 
@@ -207,6 +228,21 @@ def test_who_waits_for_one_of_them_waits_for_all() -> None:
     made[0] = own_plan(*steps, behind, problem=problem)
     machine = replace(ONE, kernel_copies=Copies(8, 0.0, 0.0, ((8.0, 1.0),), GIVEN))
     assert bars_of(simulate(made, machine), 0, "matmul")[0][0] == 24
+
+
+def test_own_rows_beside_copies_take_no_time() -> None:
+    host = Host(0.0, 0.0, 0.0, 100.0, 10.0, GIVEN)
+    kernel = Copies(8, 0.0, 0.0, ((1.0, 1.0),), GIVEN)
+    machine = replace(ONE, host=host, copies=kernel, kernel_copies=kernel)
+    problem = replace(PROBLEM, rows=(16,) * 4)
+    for mode in ("queued", "idle"):
+        by_kernel, dma = (
+            simulate(plans(problem, Schedule.parse(name)), machine, mode)
+            for name in ("serial:kernel", "serial")
+        )
+        ((start, stop),) = bars_of(by_kernel, 0, "place")
+        ((begin, end),) = bars_of(dma, 0, "place")
+        assert start == stop and begin < end
 
 
 def test_signals_reach_every_waiter_in_simulations_of_all_ranks() -> None:

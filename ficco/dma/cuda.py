@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -41,19 +41,32 @@ from ficco.dma.engine import (
     Symmetric,
 )
 from ficco.dma.gate import Gate
+from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, with_front, with_rear
 from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
-from ficco.dma.streams import WORD, Flights, Mapped, StreamEngine, Watch, align, wanted
+from ficco.dma.streams import (
+    WORD,
+    Flight,
+    Flights,
+    KernelCopies,
+    Mapped,
+    StreamEngine,
+    Watch,
+    align,
+    wanted,
+)
 from ficco.errors import BackendError
-from ficco.hip_kernels import MAX_PARTS, Kernels, TorchKernels, can_compile, kernels
+from ficco.hip_kernels import MAX_PARTS, Kernels, Signals, TorchKernels, can_compile, kernels
 from ficco.plan import Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Words behind a slot's signals: a 0 and a 1 to copy from, and one that nobody reads.
-SCRATCH = 3
-#: Slots that one engine can watch: three for eager calls, three for every graph.
+#: Words behind a slot's signals: a 0 and a 1 to copy from, one that nobody reads, and one for each
+#: of so many lanes, where the blocks of a launch of copies are counted.
+CONSTANTS, COUNTED_LANES = 3, 13
+SCRATCH = CONSTANTS + COUNTED_LANES
+#: Slots of graphs that one engine can watch, three for each.
 MAX_WATCHED = 4096
 #: Recordings that are kept, over all programs. One takes about 0.2 MB of the device's memory (H200,
 #: 2 ranks, growing).
@@ -118,11 +131,11 @@ class _Watch(Watch):
         # Adjacent, so that the end of a call is one write.
         self.begun = words.data_ptr() + 2 * index * WORD
 
-    def begin(self, number: int) -> cu.MemOp:
-        return cu.MemOp(cu.WRITE_32, self.begun, number)
+    def begin(self, number: int) -> MemOp:
+        return MemOp(WRITE_32, self.begun, number)
 
-    def end(self) -> cu.MemOp:
-        return cu.MemOp(cu.WRITE_64, self.begun, 1 << 32)
+    def end(self) -> MemOp:
+        return MemOp(WRITE_64, self.begun, 1 << 32)
 
 
 class _Flights(Flights):
@@ -138,29 +151,33 @@ class _Flights(Flights):
             return super().look()
 
 
-class _FlightsState:
-    """What the engine keeps with eager calls that have nothing but a watchdog in common."""
+class _Eager:
+    """What the engine keeps with a slot for eager calls, or where calls share nothing but this."""
 
     captured = False
 
     def __init__(self) -> None:
         self.watch = _Flights()
+        self.over = cu.Event()  # the caller's stream is through with the latest call
+        self.retired: cu.Event | None = None  # and the slot has been handed on
 
     def idle(self) -> bool:
         return self.watch.idle()
 
 
-class _SlotState:
-    """What the engine keeps with a slot."""
+class _Captured:
+    """What the engine keeps with a slot of a graph. Who replays it records no events: the calls
+    themselves write that they begin and end."""
 
-    def __init__(self, watch: _Watch, index: int, captured: bool) -> None:
-        self.watch, self.index, self.captured = watch, index, captured
-        self.over = cu.Event()  # the caller's stream is through with the latest call
-        self.retired = cu.Event()  # and the slot has been handed on
-        self.used = False
+    captured = True
+
+    def __init__(self, watch: _Watch, index: int) -> None:
+        self.watch, self.index = watch, index
+        self.over, self.done = cu.Event(), cu.Event()
+        self.retired: cu.Event | None = None
 
     def idle(self) -> bool:
-        return not self.watch.running() and (self.captured or self.retired.over())
+        return not self.watch.running()
 
 
 #: Streams of engines that are closed, by device and priority: an engine's workspaces of PyTorch's
@@ -213,17 +230,40 @@ class _Memops:
     def __init__(self, lane: str, batch: cu.Batch) -> None:
         self.lane, self.batch = lane, batch
 
+    @property
+    def ops(self) -> tuple[MemOp, ...]:
+        return self.batch.ops
+
     def __call__(self, call: Call) -> None:
         self.batch.enqueue(call.state[self.lane])
+
+
+@dataclass
+class _Posts:
+    """An operation that posts by copies, for a driver that refuses stream writes to a peer.
+
+    Attributes:
+        ops: what would be written.
+        sources: addresses of words that hold the values.
+    """
+
+    lane: str
+    ops: tuple[MemOp, ...]
+    sources: tuple[int, ...]
+
+    def __call__(self, call: Call) -> None:
+        for op, source in zip(self.ops, self.sources, strict=True):
+            cu.copy(op.address, source, WORD, call.state[self.lane])
 
 
 @dataclass(frozen=True)
 class _Run:
     """A program as :meth:`CudaEngine.execute` goes through it.
 
-    ``body`` is what the caller's stream waits for, ``tail`` what peers and the watchdog are told
-    afterwards; ``lanes`` run beside the caller's stream. ``recorded`` holds graphs of the body, by
-    where the operands lie, ``seen`` where they lay once.
+    ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards;
+    ``lanes`` run beside the caller's stream. Of a captured call ``begin`` and ``tail`` tell the
+    watchdog, too. ``recorded`` holds graphs of the body, by where the operands lie, ``seen`` where
+    they lay once.
     """
 
     body: list[Op]
@@ -261,7 +301,7 @@ class CudaEngine(StreamEngine):
             self.side, self._rescue = _stream(-1), _stream(-1)
             self._watched = torch.zeros(2 * MAX_WATCHED, dtype=torch.int32, pin_memory=True)
         self._watches = list(range(MAX_WATCHED))  # those that no slot has
-        self._states: set[_SlotState | _FlightsState] = set()
+        self._states: set[_Eager | _Captured] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
         self._streams: dict[bool, dict[str, torch.cuda.Stream]] = {False: {}, True: {}}
@@ -309,7 +349,7 @@ class CudaEngine(StreamEngine):
 
     def discard(self, slot: Slot) -> None:
         self._states.discard(slot.state)
-        if isinstance(slot.state, _SlotState):
+        if isinstance(slot.state, _Captured):
             self._watches.append(slot.state.index)
         super().discard(slot)
 
@@ -332,24 +372,23 @@ class CudaEngine(StreamEngine):
         return Slot(memory, words, room, (staging, publish), captured, state=self._state(captured))
 
     def watch(self, captured: bool) -> Slot:
-        if captured:
-            return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(captured))
-        with cu.uncaptured(), torch.cuda.device(self.device):
-            state = _FlightsState()
-        self._states.add(state)
-        return Slot(None, 0, (0, 0), (0, 0), state=state)
+        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(captured))
 
-    def _state(self, captured: bool) -> _SlotState:
-        if not self._watches:
+    def _state(self, captured: bool) -> _Eager | _Captured:
+        if captured and not self._watches:
             raise NotImplementedError(f"more than {MAX_WATCHED // 3} graphs capture ficco calls")
-        index = self._watches.pop()
+        state: _Eager | _Captured
         with cu.uncaptured(), torch.cuda.device(self.device):
-            state = _SlotState(_Watch(self._watched, index), index, captured)
+            if captured:
+                index = self._watches.pop()
+                state = _Captured(_Watch(self._watched, index), index)
+            else:
+                state = _Eager()
         self._states.add(state)
         return state
 
     def retire(self, slot: Slot) -> None:
-        if slot.state.used:
+        if slot.state.retired is not None:
             slot.state.retired.synchronize()
 
     # Signals.
@@ -360,36 +399,37 @@ class CudaEngine(StreamEngine):
         addresses = slot.memory.addresses
         return [addresses[signal.waiter] + signal.word * WORD for signal in signals]
 
-    def _memops(self, program: Program, step: int, ops: Sequence[cu.MemOp]) -> Op:
+    def _memops(self, program: Program, step: int, ops: Sequence[MemOp]) -> Op:
         return _Memops(program.plan.steps[step].lane, cu.Batch(ops, self._flush))
 
     def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         found = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
-        return self._memops(program, step, [cu.MemOp(cu.WAIT_32, *at) for at in found])
+        return self._memops(program, step, [MemOp(WAIT_32, *at) for at in found])
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         found = zip(self._addresses(program, signals), signals, strict=True)
-        ops = [cu.MemOp(cu.WRITE_32, at, 1 - wanted(signal)) for at, signal in found]
+        ops = [MemOp(WRITE_32, at, 1 - wanted(signal)) for at, signal in found]
         return self._memops(program, step, ops)
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         slot, lane = program.slot, program.plan.steps[step].lane
         assert slot is not None
-        posts = list(zip(self._addresses(program, signals), map(wanted, signals), strict=True))
-        # The last post of a call also tells the watchdog that it is over.
-        last = [slot.state.watch.end()] if lane == "sync" else []
+        found = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
+        ops = [MemOp(WRITE_32, *post) for post in found]
+        # The last post of a captured call also tells the watchdog that it is over.
+        last = [slot.state.watch.end()] if lane == "sync" and slot.captured else []
         if self._writes_reach:
-            ops = [cu.MemOp(cu.WRITE_32, *post) for post in posts]
             return self._memops(program, step, ops + last)
+        posts = _Posts(lane, tuple(ops), tuple(self._scratch(program, op.value) for op in ops))
+        if not last:
+            return posts
         end = self._memops(program, step, last)
-        copies = [(target, self._scratch(program, value)) for target, value in posts]
 
-        def copy(call: Call) -> None:
-            for target, source in copies:
-                cu.copy(target, source, WORD, call.state[lane])
+        def both(call: Call) -> None:
+            posts(call)
             end(call)
 
-        return copy
+        return both
 
     def _scratch(self, program: Program, index: int) -> int:
         """Address of one of this rank's words behind the signals of a slot."""
@@ -406,7 +446,7 @@ class CudaEngine(StreamEngine):
             return lambda call: event.record(call.state[lane])
         # An event right behind a copy is not seen before the copies behind it are over, too
         # (H200, driver 580); behind a stream write it is seen at once.
-        flush = cu.Batch([cu.MemOp(cu.WRITE_32, self._scratch(program, 2), 0)])
+        flush = cu.Batch([MemOp(WRITE_32, self._scratch(program, 2), 0)])
 
         def op(call: Call) -> None:
             flush.enqueue(call.state[lane])
@@ -420,21 +460,20 @@ class CudaEngine(StreamEngine):
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+        if mover == "kernel":
+            return self.copies(program, (step,))
         lane = program.plan.steps[step].lane
         src, dst, _ = transfer
         itemsize = program.plan.problem.itemsize
         width, height = src.cols * itemsize, src.rows
         target, dst_pitch = self._target(program, dst)
         to, rectangle = cu.address(target), cu.Copy2D(width, height, dst_pitch)
-        by_kernel = self._kernels if mover == "kernel" else None
         source = self._source(program, src)
 
         def op(call: Call) -> None:
             at, pitch = source(call)
             stream = call.state[lane]
-            if by_kernel is not None:
-                by_kernel.copy(target, dst_pitch, at, pitch, width, height, stream)
-            elif (pitch == width == dst_pitch) or height == 1:
+            if (pitch == width == dst_pitch) or height == 1:
                 cu.copy(to, at, width * height, stream)
             else:
                 rectangle.enqueue(to, at, pitch, stream)
@@ -530,62 +569,67 @@ class CudaEngine(StreamEngine):
             lanes = self._lanes[key] = _Lanes(key[0], self._streams[key[1]])
         call.state = lanes
         run = program.state.get("run") or self._run(program)
-        stream = lanes["compute0"]
         if slot is None:
             return self._enqueue(run, call)
-        state = slot.state
-        if isinstance(state, _FlightsState):
-            return self._fly(run, call, key[0], slot.number(program), state.watch)
-        if state.used and slot.words:
+        state: _Eager | _Captured = slot.state
+        if state.retired is not None and slot.words:
             # The words are at rest again, which a call on this stream does not know by itself.
-            state.retired.hold(stream)
-        state.used = True
+            state.retired.hold(lanes["compute0"])
+        if isinstance(state, _Captured):
+            return self._capture(run, call, state)
+        flight = state.watch.begin(slot.number(program), key[0], lanes["compute0"])
         try:
-            self._call(run, call, key[0], slot, eager="base" not in program.state)
+            replays = self.replays and self._recordable and "base" not in program.state
+            self._call(run, call, key[0], state, flight, replays)
         except BaseException:
-            # The watchdog has no business with a call that was broken off.
-            with contextlib.suppress(BackendError):
-                cu.Batch([state.watch.end()]).enqueue(lanes["sync"])
+            state.watch.drop(flight)  # the watchdog has no business with it
             raise
 
-    def _call(self, run: _Run, call: Call, raw: int, slot: Slot, eager: bool) -> None:
-        """Enqueue a call on its slot, step by step or as it was recorded."""
-        lanes, state = call.state, slot.state
-        stream = lanes["compute0"]
-        recording = None
-        if eager and not slot.captured and run.lanes and self.replays and self._recordable:
-            recording = self._recording(run, call, raw)
-        # What peers and the watchdog are told is no business of the caller's stream.
-        sync = lanes["sync"]
+    def _call(
+        self, run: _Run, call: Call, raw: int, state: _Eager, flight: Flight, replays: bool
+    ) -> None:
+        """Enqueue a call, step by step or as it was recorded."""
+        lanes = call.state
+        end = stream = lanes["compute0"]
+        recording = self._recording(run, call, raw) if replays and run.lanes else None
         if recording is not None:
             recording.replay(stream)
         else:
             self._enqueue(run, call)
-        state.over.record(stream)
-        state.over.hold(sync)
-        for op in run.tail:
-            op(call)
-        state.retired.record(sync)
-        if slot.captured:
-            state.retired.hold(stream)  # a capture ends with all its streams joined
-
-    def _fly(self, run: _Run, call: Call, raw: int, number: int, flights: Flights) -> None:
-        """Enqueue a call that uses the caller's stream alone."""
-        stream = call.state["compute0"]
-        flight = flights.begin(number, raw, stream)  # before anything can be stuck
-        try:
-            for op in run.body:
+        if run.tail:  # what peers are told is no business of the caller's stream
+            end = lanes["sync"]
+            state.over.record(stream)
+            state.over.hold(end)
+            for op in run.tail:
                 op(call)
-            flights.end(flight, stream)
+        state.watch.end(flight, end)
+        state.retired = flight.behind
+
+    def _capture(self, run: _Run, call: Call, state: _Captured) -> None:
+        """Enqueue a call while a graph captures it, so that all its streams join in the end."""
+        lanes = call.state
+        stream, sync = lanes["compute0"], lanes["sync"]
+        try:
+            self._enqueue(run, call)
+            state.over.record(stream)
+            state.over.hold(sync)
+            for op in run.tail:
+                op(call)
+            state.retired = state.done
+            state.done.record(sync)
+            state.done.hold(stream)
         except BaseException:
-            flights.drop(flight)  # the watchdog has no business with it
+            # The watchdog has no business with a call that was broken off.
+            with contextlib.suppress(BackendError):
+                cu.Batch([state.watch.end()]).enqueue(sync)
             raise
 
     def _enqueue(self, run: _Run, call: Call) -> None:
         """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
         lanes = call.state
         stream = lanes["compute0"]
-        lanes.fork.record(stream)
+        if run.begin is not None or run.lanes:
+            lanes.fork.record(stream)
         if run.begin is not None:  # before anything can be stuck
             lanes.fork.hold(lanes["sync"])
             run.begin.enqueue(lanes["sync"])
@@ -600,22 +644,47 @@ class CudaEngine(StreamEngine):
         """What :meth:`execute` needs of a program, made once."""
         ops: list[tuple[str, Op]] = []
         for lane, op in program.ops:
-            if ops and isinstance(op, _Memops) and isinstance(before := ops[-1][1], _Memops):
-                if before.lane == lane:
-                    op = _Memops(lane, before.batch + op.batch)
-                    ops.pop()
-            ops.append((lane, op))
+            found: tuple[Op, ...] = (op,)
+            if ops and ops[-1][0] == lane:
+                found = self._joined(program, lane, ops.pop()[1], op)
+            ops += [(lane, one) for one in found]
         body = [op for lane, op in ops if lane != "sync"]
         if "base" in program.state:
             body.insert(0, self._stamp(program.state["base"], "compute0"))
         begin, tail = None, [op for lane, op in ops if lane == "sync"]
-        if (slot := program.slot) is not None and isinstance(slot.state, _SlotState):
+        if (slot := program.slot) is not None and slot.captured:
             watch = slot.state.watch
             begin = cu.Batch([watch.begin(slot.number(program))])
             tail = tail or [_Memops("sync", cu.Batch([watch.end()]))]
         beside = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
         run = program.state["run"] = _Run(body, begin, tail, beside, {}, set())
         return run
+
+    def _joined(self, program: Program, lane: str, one: Op, two: Op) -> tuple[Op, ...]:
+        """Two operations that follow each other on a lane, by as few calls of the driver, and as
+        little of the stream's time, as may be."""
+        if isinstance(one, _Memops) and isinstance(two, _Memops):
+            return (_Memops(lane, one.batch + two.batch),)
+        if isinstance(one, _Memops) and isinstance(two, KernelCopies):
+            if (signals := self._kernel_signals(program, two)) is not None:
+                rest, signals = with_front(signals, one.ops)
+                return *self._some(lane, rest), replace(two, signals=signals)
+        if isinstance(one, KernelCopies) and isinstance(two, (_Memops, _Posts)):
+            if (signals := self._kernel_signals(program, one)) is not None:
+                signals, rest = with_rear(signals, two.ops)
+                if isinstance(two, _Memops) or not rest:  # posts by copies are not divided
+                    return replace(one, signals=signals), *self._some(lane, rest)
+        return one, two
+
+    def _kernel_signals(self, program: Program, copies: KernelCopies) -> Signals | None:
+        """What a launch of copies sees to so far; None where it cannot see to signals."""
+        number = program.plan.lanes.index(copies.lane)
+        if number >= COUNTED_LANES or not copies.width * copies.height:
+            return None
+        return copies.signals or Signals(self._scratch(program, CONSTANTS + number))
+
+    def _some(self, lane: str, ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
+        return (_Memops(lane, cu.Batch(ops, self._flush)),) if ops else ()
 
     def _recording(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
         """The body for operands that lie where these do; None at first sight."""
@@ -671,16 +740,9 @@ class CudaEngine(StreamEngine):
             if recorder is None:  # not every allocator of PyTorch has pools
                 recorder = self._recorders[raw] = _Recorder()
             call.state = recorder.lanes
-            stream, sync = recorder.lanes["compute0"], recorder.lanes["sync"]
-            end = recorder.lanes.joins["sync"]
-
-            def enqueue() -> None:
-                self._enqueue(run, call)
-                end.record(sync)
-                end.hold(stream)
-
+            stream = recorder.lanes["compute0"]
             with torch.cuda.stream(recorder.stream), torch.cuda.use_mem_pool(recorder.memory):
-                return cu.Recording(stream, enqueue)
+                return cu.Recording(stream, lambda: self._enqueue(run, call))
         except (RuntimeError, BackendError) as error:
             warnings.warn(
                 f"ficco enqueues calls step by step, since one could not be recorded: {error}",
@@ -740,7 +802,7 @@ class CudaEngine(StreamEngine):
                 assert isinstance(slot.memory, CudaMemory)
                 base = slot.memory.addresses[self.rank]
                 values = [0] * self.world + [1] * (slot.words - self.world)
-                ops = [cu.MemOp(cu.WRITE_32, base + i * WORD, v) for i, v in enumerate(values)]
+                ops = [MemOp(WRITE_32, base + i * WORD, v) for i, v in enumerate(values)]
                 parts.append(cu.Batch(ops))
         with torch.cuda.device(self.device), cu.uncaptured():
             aborting = False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
 from ficco.errors import BackendError
 
 try:
@@ -22,9 +23,6 @@ _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 _WAIT_FLUSH = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
 _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-
-#: Kinds of MemOp, as the driver calls them.
-WAIT_32, WRITE_32, WRITE_64 = "WAIT_VALUE_32", "WRITE_VALUE_32", "WRITE_VALUE_64"
 
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
@@ -72,14 +70,6 @@ def attribute(name: str, device: int) -> int:
         return 0
     error, value = driver.cuDeviceGetAttribute(found, device)
     return 0 if error else int(value)
-
-
-class MemOp(NamedTuple):
-    """A wait for a 32-bit word to equal a value, or a write of a 32-bit or 64-bit word."""
-
-    kind: str
-    address: int
-    value: int
 
 
 class Batch:

@@ -284,12 +284,15 @@ class Engine(ABC):
         """Copy a region between ranks."""
 
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
-        """The copies of several steps that go together (:func:`ficco.plan.together`)."""
+        """The copies of several steps that go together, within this rank, too
+        (:func:`ficco.plan.together`)."""
         found = []
         for index in steps:
             step = program.plan.steps[index]
             assert step.transfer is not None
-            if step.transfer.src.elements:
+            if step.op == "place":
+                found.append(self.place(program, index, step.transfer))
+            elif step.transfer.src.elements:
                 found.append(self.copy(program, index, step.transfer, step.mover))
 
         def op(call: Call) -> None:

@@ -15,14 +15,23 @@ import torch
 from ficco.errors import BackendError
 from ficco.hip_kernels.build import Target, can_compile, compiled
 from ficco.hip_kernels.fallback import TorchKernels
-from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Binding, Kernels
+from ficco.hip_kernels.launch import (
+    MAX_PARTS,
+    MAX_SIGNALS,
+    PEER_BLOCKS,
+    Binding,
+    Kernels,
+    Signals,
+)
 from ficco.warn import warn_once
 
 __all__ = [
     "MAX_PARTS",
+    "MAX_SIGNALS",
     "PEER_BLOCKS",
     "Binding",
     "Kernels",
+    "Signals",
     "Target",
     "TorchKernels",
     "can_compile",

@@ -51,11 +51,24 @@ INLINE void release_block() {
   __builtin_amdgcn_s_waitcnt(0);
 }
 
+// Every thread of the block has come here, with its stores done.
+INLINE void barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_waitcnt(0);
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
 INLINE u32 load_system(const u32* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 INLINE void store_system(u32* at, u32 value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+
+// Counts up by one for this device, and says what was there before.
+INLINE u32 add_device(u32* at) {
+  return __hip_atomic_fetch_add(at, 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 
 // Ticks of hipDeviceAttributeWallClockRate, 100 MHz on MI200 and MI300.
@@ -85,6 +98,9 @@ INLINE void acquire_system() { __threadfence_system(); }
 
 // The end of a kernel, and the fence of a stream's write, are enough.
 INLINE void release_block() {}
+
+INLINE void barrier() { __syncthreads(); }
+INLINE u32 add_device(u32* at) { return atomicAdd(at, 1u); }
 
 INLINE u32 load_system(const u32* at) {
   u32 value;

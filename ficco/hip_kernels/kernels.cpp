@@ -8,6 +8,7 @@ constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 MAX_PARTS = 16;
 constexpr u32 MAX_ENDS = 16;
+constexpr u32 MAX_SIGNALS = 48;
 
 // 16-byte units that a thread has in flight, loads first, then stores; where each store takes two
 // loads, half as many.
@@ -166,6 +167,52 @@ struct Ends {
 
 COPY(ficco_copy_aligned, copy_aligned)
 COPY(ficco_copy_shifted, copy_shifted)
+
+// Words that a launch of copies sees to once all of them are done: it clears some, then posts some,
+// then waits for some.
+struct Signals {
+  u32* at[MAX_SIGNALS];
+  u32 value[MAX_SIGNALS];
+  u32 clears, posts, waits;
+};
+
+// The last of `blocks` blocks to come here sees to the signals; `arrived` is 0 before and behind.
+// One thread does: its stores do not wait for each other, and neither do its loads.
+INLINE void finish(const Signals& signals, u32* arrived, u32 blocks) {
+  barrier();
+  if (thread_index() != COPY_THREADS - 1) return;
+  release_system();  // what the block has copied
+  if (add_device(arrived) != blocks - 1) return;
+  acquire_system();
+  store_system(arrived, 0);
+  u32 i = 0;
+  for (; i < signals.clears; i++) store_system(signals.at[i], signals.value[i]);
+  release_system();  // a peer may post again what is cleared once it has been posted to
+  const u32 posted = i + signals.posts;
+  for (; i < posted; i++) store_system(signals.at[i], signals.value[i]);
+  for (u32 missing = signals.waits; missing;) {
+    missing = 0;
+#pragma unroll 8
+    for (u32 n = 0; n < signals.waits; n++)
+      missing += load_system(signals.at[posted + n]) != signals.value[posted + n];
+  }
+  acquire_system();
+}
+
+// As COPY, with the signals around it.
+#define EXCHANGE(name, copy)                                                                     \
+  KERNEL(COPY_THREADS)                                                                           \
+  name(CONSTANT Ends ends, u64 dst_pitch, u64 src_pitch, u64 width, u32 units, u32 magic,        \
+       u32 shift, u32 height, u32 blocks, u32 all_blocks, u32* arrived,                          \
+       CONSTANT Signals signals) {                                                               \
+    const u32 which = block_index() / blocks, block = block_index() % blocks;                    \
+    copy(ends.dst[which], dst_pitch, ends.src[which], src_pitch, width, {units, magic, shift},   \
+         height, block, blocks);                                                                 \
+    finish(signals, arrived, all_blocks);                                                        \
+  }
+
+EXCHANGE(ficco_exchange_aligned, copy_aligned)
+EXCHANGE(ficco_exchange_shifted, copy_shifted)
 
 // Reduction.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ REDUCE_THREADS = 256
 SIGNAL_THREADS = 64
 MAX_PARTS = 16
 MAX_ENDS = 16
+MAX_SIGNALS = 48
 
 #: Blocks of a peer copy, one for each SM or CU that it may take. On 4 H200s 32 were as fast at
 #: 0.5 MiB per peer, 5 % faster at 2 MiB and 8 % at 8 MiB, above which copy engines win.
@@ -48,6 +50,8 @@ def _text(dtype: torch.dtype) -> str:
 NAMES = (
     "ficco_copy_aligned",
     "ficco_copy_shifted",
+    "ficco_exchange_aligned",
+    "ficco_exchange_shifted",
     *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
     "ficco_post",
     "ficco_wait",
@@ -64,6 +68,51 @@ class Ends(ctypes.Structure):
     """Where copies of one shape lead, and where they come from."""
 
     _fields_ = [("dst", ctypes.c_uint64 * MAX_ENDS), ("src", ctypes.c_uint64 * MAX_ENDS)]
+
+
+#: A word, by its address, and a value.
+Word = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """What a launch of copies does to 32-bit words once all of them are done: it clears some, posts
+    some, and then waits for some. The whole system sees what was copied, and the words that are
+    cleared, before it sees what is posted. At most ``MAX_SIGNALS``.
+
+    While it waits, one block of the device spins.
+
+    Attributes:
+        arrived: address of a word of the device's own, 0 when nothing is in flight. Launches that
+            may run at the same time need one each.
+    """
+
+    arrived: int
+    clears: tuple[Word, ...] = ()
+    posts: tuple[Word, ...] = ()
+    waits: tuple[Word, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.clears) + len(self.posts) + len(self.waits)
+
+    @cached_property
+    def packed(self) -> _Signals:
+        found = _Signals()
+        for index, word in enumerate((*self.clears, *self.posts, *self.waits)):
+            found.at[index], found.value[index] = word
+        found.clears, found.posts, found.waits = map(len, (self.clears, self.posts, self.waits))
+        return found
+
+
+class _Signals(ctypes.Structure):
+    _fields_ = [
+        ("at", ctypes.c_uint64 * MAX_SIGNALS),
+        ("value", ctypes.c_uint32 * MAX_SIGNALS),
+        ("clears", ctypes.c_uint32),
+        ("posts", ctypes.c_uint32),
+        ("waits", ctypes.c_uint32),
+    ]
 
 
 class Words(ctypes.Structure):
@@ -242,11 +291,13 @@ class Kernels:
         height: int,
         stream: Any,
         blocks: int = PEER_BLOCKS,
+        signals: Signals | None = None,
     ) -> None:
         """:meth:`copy` for several pairs of destination and source at the same time, each with
-        ``blocks`` blocks: where their addresses are alike, by one launch."""
+        ``blocks`` blocks: where their addresses are alike, by one launch. The last launch sees to
+        ``signals``; there must be something to copy then."""
         for prepared in self._copies(
-            ends, dst_pitch, src_pitch, width, height, blocks, release=True
+            ends, dst_pitch, src_pitch, width, height, blocks, True, signals
         ):
             self.binding.launch(*prepared, stream)
 
@@ -257,7 +308,7 @@ class Kernels:
         at, src_pitch, _, _ = address_of(src)
         blocks = WHOLE * self.binding.processors
         for prepared in self._copies(
-            ((to, at),), dst_pitch, src_pitch, width, height, blocks, release=False
+            ((to, at),), dst_pitch, src_pitch, width, height, blocks, False, None
         ):
             self.binding.launch(*prepared, stream)
 
@@ -270,6 +321,7 @@ class Kernels:
         height: int,
         blocks: int,
         release: bool,
+        signals: Signals | None,
     ) -> list[tuple[Any, ...]]:
         """What copies launch."""
         each = [strips(dst, dst_pitch, src, src_pitch, width, height) for dst, src in ends]
@@ -277,10 +329,21 @@ class Kernels:
         alike = len({tuple(strip.shape for strip in found) for found in each}) == 1
         if alike and len(ends) <= MAX_ENDS:
             launches = list(zip(*each, strict=True))
-        return [self._launch(some, dst_pitch, src_pitch, blocks, release) for some in launches]
+        how = dst_pitch, src_pitch, blocks, release
+        last = len(launches) - 1
+        return [
+            self._launch(some, *how, signals if index == last else None)
+            for index, some in enumerate(launches)
+        ]
 
     def _launch(
-        self, some: tuple[Strip, ...], dst_pitch: int, src_pitch: int, blocks: int, release: bool
+        self,
+        some: tuple[Strip, ...],
+        dst_pitch: int,
+        src_pitch: int,
+        blocks: int,
+        release: bool,
+        signals: Signals | None,
     ) -> tuple[Any, ...]:
         """The launch that copies some strips of one shape."""
         strip, ends = some[0], Ends()
@@ -288,11 +351,15 @@ class Kernels:
             ends.dst[index], ends.src[index] = one.dst, one.src
         count = min(blocks, -(-strip.units * strip.height // COPY_THREADS))
         u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-        numbers = (strip.units, *divisor(strip.units), strip.height, count, release)
+        numbers = map(u32, (strip.units, *divisor(strip.units), strip.height, count))
         where = (ends, u64(dst_pitch), u64(src_pitch), u64(strip.width))
-        kernel = self._kernels["ficco_copy_aligned" if strip.aligned else "ficco_copy_shifted"]
-        arguments = self.binding.pack((*where, *map(u32, numbers)))
-        return kernel, count * len(some), COPY_THREADS, arguments
+        shape, whole = "aligned" if strip.aligned else "shifted", count * len(some)
+        if signals is None:
+            kernel, rest = self._kernels[f"ficco_copy_{shape}"], (u32(release),)
+        else:
+            kernel = self._kernels[f"ficco_exchange_{shape}"]
+            rest = u32(whole), u64(signals.arrived), signals.packed
+        return kernel, whole, COPY_THREADS, self.binding.pack((*where, *numbers, *rest))
 
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
         """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may

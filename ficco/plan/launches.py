@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ficco.plan.model import Plan, Step
 
-#: Most bytes that go together. More would keep those who wait for the first copy waiting for longer
-#: than launches of their own take: 6.5 us each (``kernel_copies`` in configs/h200-4.yaml).
+#: Most bytes that go together on a copy lane. More would keep those who wait for the first copy
+#: waiting for longer than launches of their own take: 6.5 us each (``kernel_copies`` in
+#: configs/h200-4.yaml). In front of a product, on its own lane, whoever waits does so for all.
 TOGETHER_BYTES = 4 << 20
 #: Most copies of a launch.
 MOST = 16
@@ -16,7 +17,8 @@ def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
     Small copies of one shape by the kernel go together that follow each other on a lane, each to or
     from another peer, and that wait for nothing that the first does not wait for: what they post is
-    then posted behind the last. Every other step stands alone.
+    then posted behind the last. So does what such a copy brings to its place within the rank. Every
+    other step stands alone.
     """
     runs: list[list[int]] = []
     latest: dict[str, list[int]] = {}
@@ -33,7 +35,9 @@ def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def _follows(plan: Plan, run: list[int], step: Step) -> bool:
     """Whether a step goes together with those before it on its lane."""
     first = plan.steps[run[0]]
-    if not (first.op == step.op == "copy" and first.mover == step.mover == "kernel"):
+    if not (first.op == "copy" and first.mover == step.mover == "kernel"):
+        return False
+    if step.op not in ("copy", "place"):
         return False
     if len(run) == MOST:
         return False
@@ -43,4 +47,5 @@ def _follows(plan: Plan, run: list[int], step: Step) -> bool:
     shapes = {(t.src.buffer, t.dst.buffer, t.src.rows, t.src.cols) for t in transfers if t}
     peers = {t.src.rank + t.dst.rank - plan.rank for t in transfers if t}
     nbytes = sum(t.src.elements for t in transfers if t) * plan.problem.itemsize
-    return len(shapes) == 1 and len(peers) == len(transfers) and nbytes <= TOGETHER_BYTES
+    few = nbytes <= TOGETHER_BYTES or step.lane.startswith("compute")
+    return len(shapes) == 1 and len(peers) == len(transfers) and few

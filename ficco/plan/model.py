@@ -149,7 +149,7 @@ class Step(NamedTuple):
         transfer: what a copy or place moves; a place may change the dtype.
         products: what a matmul computes.
         reduction: what a reduce adds up.
-        mover: ``"dma"`` or ``"kernel"``, for a copy.
+        mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may go with copies.
     """
 
     op: str

@@ -207,6 +207,15 @@ class Gather:
         ]
         in_turn = sorted(self.peers, key=self._turn)
         self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
+        if self._in_line():
+            self.lane_of = dict.fromkeys(in_turn, "compute0")
+
+    def _in_line(self) -> bool:
+        """Whether copies go in front of the product on its own lane: they are launched there, it
+        waits for all of them, and nothing else is to be done meanwhile."""
+        schedule = self.schedule
+        launched = schedule.mover == "kernel" and not schedule.pull and schedule.copy == 1
+        return launched and schedule.uniform and max(a.groups for a in self.world.arrivals) <= 1
 
     @cached_property
     def room(self) -> list[list[Signal]]:
@@ -454,7 +463,10 @@ class Gather:
         posts: tuple[Signal, ...] = (),
     ) -> int:
         label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst)
-        return self._add(Step("place", lane, label, posts=posts, after=after, transfer=move))
+        mover = self.schedule.mover if src.buffer == "a" else "dma"
+        return self._add(
+            Step("place", lane, label, posts=posts, after=after, transfer=move, mover=mover)
+        )
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         """Groups take turns; those that add to the same sums stay on one lane."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ficco import doctor
-from ficco.hip_kernels import Kernels, TorchKernels
+from ficco.hip_kernels import Kernels, Signals, TorchKernels
 from ficco.hip_kernels.launch import REDUCTIONS
 from ficco.selftest.rank import Found, Rank
 
@@ -104,9 +105,13 @@ def _summed(
 
 
 def _copied(at: Rank, generator: torch.Generator, kernels: Kernels, stream: Any) -> list[str]:
-    """Copies to several places by one launch: the ends lie alike within 16 bytes."""
+    """Copies to several places by one launch, with signals behind them and without: the ends lie
+    alike within 16 bytes."""
     problems, half = [], torch.bfloat16
-    for rows, cols, pitch, first in PARTS:
+    words = torch.zeros(4, dtype=torch.int32, device=at.device)
+    each = [words.data_ptr() + 4 * i for i in range(4)]
+    seen_to = Signals(each[0], ((each[1], 7),), ((each[2], 9),), ((each[3], 0),))
+    for (rows, cols, pitch, first), signals in product(PARTS, (None, seen_to)):
         source = _integers(at, generator, half, PLACES, rows, pitch)
         wide = torch.full_like(source, 99.0)
         wanted = wide.clone()
@@ -114,13 +119,17 @@ def _copied(at: Rank, generator: torch.Generator, kernels: Kernels, stream: Any)
         places = zip(wide[:, :, first:], source, strict=True)
         ends = tuple((to.data_ptr(), begin.data_ptr()) for to, begin in places)
         size = source.element_size()
-        kernels.copies(ends, pitch * size, pitch * size, cols * size, rows, stream)
+        how = pitch * size, pitch * size, cols * size, rows, stream
+        kernels.copies(ends, *how, signals=signals)
         wrong = [n for n in range(PLACES) if not torch.equal(wide[n], wanted[n])]
         if wrong:
             problems.append(
                 f"copies of {rows} x {cols} at {first} of {pitch} to {PLACES} places: wrong at "
                 f"{wrong}"
             )
+        if signals is not None and words.tolist() != [0, 7, 9, 0]:
+            problems.append(f"a launch of copies left {words.tolist()} in words, not 0, 7, 9, 0")
+        words.zero_()
     return problems
 
 

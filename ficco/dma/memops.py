@@ -1,0 +1,47 @@
+"""Waits and writes of words on a stream, and which of them a kernel in between can see to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import NamedTuple
+
+from ficco.hip_kernels import MAX_SIGNALS, Signals
+
+#: Kinds of MemOp, as CUDA's driver calls them.
+WAIT_32, WRITE_32, WRITE_64 = "WAIT_VALUE_32", "WRITE_VALUE_32", "WRITE_VALUE_64"
+
+
+class MemOp(NamedTuple):
+    """A wait for a 32-bit word to equal a value, or a write of a 32-bit or 64-bit word."""
+
+    kind: str
+    address: int
+    value: int
+
+
+def with_front(signals: Signals, ops: Sequence[MemOp]) -> tuple[tuple[MemOp, ...], Signals]:
+    """Leave to a launch of copies what is written in front of it: it has no need to wait for
+    that. Returns what stays in front, and what the launch sees to."""
+    behind = list(takewhile(lambda op: op.kind == WRITE_32, reversed(ops)))
+    if len(behind) + signals.count > MAX_SIGNALS:
+        return tuple(ops), signals
+    stays = tuple(ops[: len(ops) - len(behind)])
+    return stays, replace(signals, clears=(*_words(behind[::-1]), *signals.clears))
+
+
+def with_rear(signals: Signals, ops: Sequence[MemOp]) -> tuple[Signals, tuple[MemOp, ...]]:
+    """Leave to a launch of copies what is written, and then waited for, right behind it. Returns
+    what the launch sees to, and what stays behind."""
+    writes = [] if signals.waits else list(takewhile(lambda op: op.kind == WRITE_32, ops))
+    waits = list(takewhile(lambda op: op.kind == WAIT_32, ops[len(writes) :]))
+    seen = [*writes, *waits]
+    if len(seen) + signals.count > MAX_SIGNALS:
+        return signals, tuple(ops)
+    posts, awaited = (*signals.posts, *_words(writes)), (*signals.waits, *_words(waits))
+    return replace(signals, posts=posts, waits=awaited), tuple(ops[len(seen) :])
+
+
+def _words(ops: Sequence[MemOp]) -> tuple[tuple[int, int], ...]:
+    return tuple((op.address, op.value) for op in ops)

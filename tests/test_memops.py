@@ -1,0 +1,75 @@
+"""Which waits and writes a launch of copies sees to in place of its stream."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, with_front, with_rear
+from ficco.hip_kernels import MAX_SIGNALS, Signals
+
+OPS = st.lists(
+    st.builds(
+        MemOp,
+        st.sampled_from([WAIT_32, WRITE_32, WRITE_64]),
+        st.integers(0, 9).map(lambda index: 4 * index),
+        st.integers(0, 3),
+    ),
+    max_size=40,
+)
+
+
+def waits(*addresses: int) -> list[MemOp]:
+    return [MemOp(WAIT_32, address, 1) for address in addresses]
+
+
+def writes(*addresses: int) -> list[MemOp]:
+    return [MemOp(WRITE_32, address, 2) for address in addresses]
+
+
+def test_what_is_written_in_front_comes_behind_the_copies() -> None:
+    """What is waited for in front stays there: who may not write yet, may not copy either."""
+    stays, found = with_front(Signals(0), waits(4, 8) + writes(12, 16))
+    assert stays == tuple(waits(4, 8))
+    assert found.clears == ((12, 2), (16, 2)) and not found.posts and not found.waits
+    stays, found = with_front(found, writes(20) + waits(24) + writes(28))
+    assert stays == (*writes(20), *waits(24))
+    assert found.clears == ((28, 2), (12, 2), (16, 2))
+
+
+def test_what_is_posted_and_waited_for_behind_is_left_to_the_launch() -> None:
+    found, stays = with_rear(Signals(0), writes(4, 8) + waits(12))
+    assert (found.posts, found.waits, stays) == (((4, 2), (8, 2)), ((12, 1),), ())
+    found, stays = with_rear(found, waits(16) + writes(20) + waits(24))
+    assert found.waits == ((12, 1), (16, 1)) and stays == (*writes(20), *waits(24))
+    # It posts before it waits: nothing is posted that comes behind a wait.
+    again, stays = with_rear(found, writes(20))
+    assert again.posts == found.posts and stays == tuple(writes(20))
+
+
+def test_the_end_of_a_call_is_for_the_stream() -> None:
+    end = MemOp(WRITE_64, 0, 1)
+    found, stays = with_rear(Signals(0), [*writes(4), end, *writes(8)])
+    assert found.posts == ((4, 2),) and stays == (end, *writes(8))
+    stays, found = with_front(Signals(0), [*writes(4), end])
+    assert stays == (*writes(4), end) and not found.count
+
+
+def test_a_launch_sees_to_so_many() -> None:
+    full = writes(*range(0, 4 * MAX_SIGNALS, 4))
+    assert with_front(Signals(0), full)[1].count == MAX_SIGNALS
+    one = with_front(Signals(0), writes(0))[1]
+    assert with_front(one, full) == (tuple(full), one)
+    assert with_rear(one, full) == (one, tuple(full))
+
+
+@given(OPS, OPS)
+def test_nothing_is_lost_or_comes_too_early(front: list[MemOp], rear: list[MemOp]) -> None:
+    stays, found = with_front(Signals(0), front)
+    found, behind = with_rear(found, rear)
+    clears = [MemOp(WRITE_32, *word) for word in found.clears]
+    posts = [MemOp(WRITE_32, *word) for word in found.posts]
+    awaited = [MemOp(WAIT_32, *word) for word in found.waits]
+    assert [*stays, *clears] == front
+    assert [*posts, *awaited, *behind] == rear
+    assert found.count <= MAX_SIGNALS
