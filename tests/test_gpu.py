@@ -308,6 +308,8 @@ GRAPHED = (
     "uniform-unfused-1d:pull,copy=2",
     "hetero-fused-2d:pieces=4",
     "uniform-unfused-2d:compute=2",
+    "serial:kernel",
+    "hetero-fused-1d:pieces=2,kernel",
 )
 
 
@@ -813,6 +815,8 @@ def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict
         (0, "growing", "replay"),
         (1, "hetero-fused-1d:pieces=4,pull", "eager"),
         (1, "hetero-fused-1d:pieces=4,pull", "replay"),
+        (1, "serial:kernel", "eager"),
+        (0, "serial:kernel", "replay"),
         # NCCL does not give up a communicator that a graph holds.
         (1, "serial:collective", "eager"),
     ],
@@ -883,13 +887,13 @@ def _absent(at: Rank, victim: int, schedule: str) -> dict[str, Any] | None:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["growing", "serial:collective"])
+@pytest.mark.parametrize("schedule", ["growing", "serial:kernel", "serial:collective"])
 def test_rank_that_never_calls(schedule: str) -> None:
     found = run(2, _absent, 1, schedule, device="cuda")[0]
     first = found["first"]
     assert isinstance(first, Failure) and first.type == "SignalTimeout", first
     # Whom NCCL waits for it does not say.
-    assert first.fields["peer"] == (1 if schedule == "growing" else None)
+    assert first.fields["peer"] == (None if schedule == "serial:collective" else 1)
     assert first.fields["rank"] == 0
     assert found["waited"] < PATIENCE_S + SLACK_S
     assert_unusable(found)
@@ -913,7 +917,7 @@ def _late(at: Rank, schedule: str) -> None:
     leave(group)
 
 
-@pytest.mark.parametrize("schedule", ["growing", "serial:collective"])
+@pytest.mark.parametrize("schedule", ["growing", "serial:kernel", "serial:collective"])
 def test_host_that_runs_ahead_is_no_fault(schedule: str) -> None:
     run(2, _late, schedule, device="cuda")
 

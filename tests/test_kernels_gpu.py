@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
-from cases import Case, all_exact, equal
+from cases import Case, all_exact, equal, exact
 from ranks import Rank, run
 from test_kernels import RECTANGLES, check_halves, check_place, check_reduce, rectangle
 
@@ -19,6 +19,7 @@ import ficco
 from ficco.dma.memops import WRITE_32, MemOp
 from ficco.hip_kernels import Kernels, TorchKernels, kernels
 from ficco.hip_kernels.launch import REDUCTIONS
+from ficco.workspace import workspaces
 
 pytestmark = pytest.mark.gpu
 
@@ -408,5 +409,42 @@ def _again(at: Rank, schedule: str, captured: bool) -> None:
 @pytest.mark.multigpu
 @pytest.mark.parametrize("captured", [False, True])
 def test_replays_and_graphs(captured: bool) -> None:
+    run(2, _again, "serial:kernel", captured, device="cuda")
     run(2, _again, "growing:kernel", captured, device="cuda")
     run(2, _again, "hetero-fused-1d:pieces=4,kernel", captured, device="cuda")
+
+
+def _enqueued(at: Rank, schedule: str, signals: str) -> list[str]:
+    """What a call gives to streams beside products, in order."""
+    group = torch.distributed.new_group(list(range(at.world)))
+    case = equal(at.world, 64, 48, 32, dtype="bfloat16", schedule=schedule)
+    with ficco.options(signals=signals):
+        for iteration in range(4):
+            exact(at, case, iteration, group)
+    (workspace,) = workspaces(group)
+    (bound,) = workspace.programs.values()
+    program = next(iter(bound.programs.values()))
+    run = program.state["run"]
+    found = [_told(op) for op in run.body]
+    ficco.close(group)
+    torch.distributed.destroy_process_group(group)
+    return [text for text in found if text]
+
+
+def _told(op: Any) -> str:
+    seen = getattr(op, "signals", None)
+    if seen is not None:
+        counts = len(op.targets), len(seen.clears), len(seen.posts), len(seen.waits)
+        return "{} copies, {} clears, {} posts, {} waits".format(*counts)
+    return " ".join(one.kind for one in getattr(op, "ops", ()))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("signals", ["write", "copy"])
+def test_a_launch_sees_to_its_signals(signals: str) -> None:
+    """The stream itself waits for the peer's slot alone, and for the peer's copies where these are
+    for another lane."""
+    front = ["WAIT_VALUE_32", "2 copies, 1 clears, 1 posts, 1 waits"]
+    assert run(2, _enqueued, "serial:kernel", signals, device="cuda") == [front] * 2
+    beside = ["WAIT_VALUE_32", "1 copies, 1 clears, 1 posts, 0 waits", "WAIT_VALUE_32"]
+    assert run(2, _enqueued, "growing:kernel", signals, device="cuda") == [beside] * 2
