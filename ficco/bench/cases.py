@@ -145,6 +145,16 @@ def small() -> list[Case]:
     ]
 
 
+def decode() -> list[Case]:
+    """A few rows for layers of Llama 3 8B and 70B on four ranks: the products in front of attention
+    and in the MLP."""
+    return [
+        Case(f"{m}x{n}x{k}", m, n, k)
+        for m in (128, 512, 1024)
+        for n, k in ((1536, 4096), (3584, 4096), (2560, 8192), (7168, 8192))
+    ]
+
+
 def tiny() -> list[Case]:
     """Shapes for the CPU engine."""
     return [
@@ -225,6 +235,7 @@ def weight_gradients() -> list[Case]:
 SETS: dict[str, Callable[[], list[Case]]] = {
     "measured": measured,
     "small": small,
+    "decode": decode,
     "unseen": unseen,
     "scenarios": scenarios,
     "weight-gradients": weight_gradients,

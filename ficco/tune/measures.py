@@ -50,11 +50,13 @@ Tick = Callable[[str], None]
 
 #: Copies of a shard in pieces: rows of copies on one queue. By copy engines peer after peer; in one
 #: piece they visit the peers as a permutation, so that every rank receives from one at a time. By
-#: the kernel piece after piece, so that small ones go to all peers in one launch, or none do.
+#: the kernel piece after piece, so that small ones go to all peers in one launch, or none do; in
+#: one piece as in front of a product, where the model may take it.
 ROWS_OF = {
     "dma": "hetero-unfused-1d:pieces={pieces},order=peer",
     "kernel": "hetero-unfused-1d:pieces={pieces},order=piece,kernel",
 }
+IN_FRONT = {"kernel": "serial:kernel"}
 ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
 
 #: Schedules with different numbers of products, copies and signals.
@@ -303,7 +305,7 @@ def copy_times(
         for count in dict.fromkeys(min(count, 2) if large else count for count in pieces):
             rows[f"{count} x {size}"] = (size, count)
     calls = {
-        name: parts.copies(ROWS_OF[mover].format(pieces=count), size * count)
+        name: parts.copies(row_of(mover, count), size * count)
         for name, (size, count) in rows.items()
     }
     found = site.time(step, calls)
@@ -313,10 +315,17 @@ def copy_times(
     ]
 
 
+def row_of(mover: str, pieces: int) -> str:
+    """The schedule whose copies are a row of so many to each peer."""
+    if pieces == 1 and mover in IN_FRONT:
+        return IN_FRONT[mover]
+    return ROWS_OF[mover].format(pieces=pieces)
+
+
 def launches(size: int, pieces: int, world: int, mover: str) -> tuple[float, int]:
-    """Bytes of what is enqueued at once in a row of :data:`ROWS_OF`, in the mean, and how often."""
+    """Bytes of what is enqueued at once in a row of copies, in the mean, and how often."""
     rows = (max(size * pieces // 2048, 1),) * world
-    row = Schedule.parse(ROWS_OF[mover].format(pieces=pieces))
+    row = Schedule.parse(row_of(mover, pieces))
     whole = plan(Problem("all_gather_matmul", rows, 0, 1024, "bfloat16"), row, 0)
     count = sum(whole.steps[first].op == "copy" for first, *_ in together(whole))
     return size * pieces * (world - 1) / count, count
@@ -339,7 +348,7 @@ def _copies(site: Site, step: str, mover: str, engines: int) -> Copies:
     _needs_peers(site)
     sizes = site.effort.sizes
     fit = fits.copies(copy_times(site, sizes, site.effort.pieces, step, mover))
-    turn = "peer after peer" if mover == "dma" else "small ones to all peers at once"
+    turn = "peer after peer" if mover == "dma" else "small ones, or one piece, to all peers at once"
     note = (
         f"push, one queue, {turn}, {sizes[0]} to {sizes[-1]} bytes; largest error {fit.error:.1%}"
     )
