@@ -17,6 +17,7 @@ What makes no sense here, and why:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,3 +98,26 @@ def spotless(device: str) -> Iterator[None]:
 @pytest.mark.parametrize("what", [what for what in MISMATCHES if what != "mover"])
 def test_mismatch_when_warm(what: str) -> None:
     test_faults.test_mismatch(what, "warm")
+
+
+def _looked_for_late(at: Rank, *args: Any) -> dict[str, Any]:
+    """As :func:`test_faults._mismatch` where a rank looks at a call once that is over."""
+    from ficco.dma import hip_api as hip
+
+    look = hip.Event.over
+
+    def once_over(event: Any) -> bool:
+        end = time.monotonic() + 10
+        while not look(event) and time.monotonic() < end:
+            time.sleep(1e-3)
+        return look(event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hip.Event, "over", once_over)
+        return test_faults._mismatch(at, *args)
+
+
+def test_mismatch_of_calls_that_are_over() -> None:
+    """They got through on what was sent for another one."""
+    found = ranks.run(3, _looked_for_late, MISMATCHES["dtype"], 2, "warm", (None, None))
+    test_faults.assert_mismatch(found, 2)

@@ -579,7 +579,9 @@ class CudaEngine(StreamEngine):
             return self._capture(run, call, state)
         flight = state.watch.begin(slot.number(program), key[0], lanes["compute0"])
         try:
-            replays = self.replays and self._recordable and "base" not in program.state
+            # Calls that share nothing are collectives, and traced ones are looked at step by step.
+            replays = bool(slot.words) and "base" not in program.state
+            replays = replays and self.replays and self._recordable
             self._call(run, call, key[0], state, flight, replays)
         except BaseException:
             state.watch.drop(flight)  # the watchdog has no business with it
@@ -591,7 +593,7 @@ class CudaEngine(StreamEngine):
         """Enqueue a call, step by step or as it was recorded."""
         lanes = call.state
         end = stream = lanes["compute0"]
-        recording = self._recording(run, call, raw) if replays and run.lanes else None
+        recording = self._recording(run, call, raw) if replays else None
         if recording is not None:
             recording.replay(stream)
         else:

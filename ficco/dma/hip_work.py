@@ -249,6 +249,7 @@ class CallbackWork(Work):
                 interrupt()
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)  # queues want the core that this thread looks from
+            interrupt()  # ranks that disagree may be through with their calls
         finally:
             over.destroy()
         self._forget(self._calls.pop())
