@@ -161,7 +161,4 @@ def test_a_search_takes_less_than_200_ms() -> None:
             pace, started = slower(), time.process_time()
             decide(asked, machine=machine, search=True)
             took[operator].append((time.process_time() - started) / pace)
-    gather, scatter, both = (min(times) for times in took.values())
-    assert gather < 0.2, took
-    # Sums, and copies that return: 1.3 and 2 times as long on a quiet core.
-    assert scatter < 2 * gather and both < 3 * gather, took
+    assert all(min(times) < 0.2 for times in took.values()), took
