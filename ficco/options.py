@@ -29,8 +29,8 @@ class Options:
         workspace_bytes: cap on the symmetric memory of a group's eager calls; pieces then share it
             as a ring. None: no cap.
         signals: how signals reach a peer, ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
-            ``"auto"``, the first of them that the driver allows. Used when a group makes its first
-            call.
+            ``"auto"``, the first of them that the driver allows. On CUDA a launch of the copy
+            kernel posts by itself. Used when a group makes its first call.
         replay: on a GPU, a call whose operands lie where they lay before is replayed from a graph
             that ficco records, which costs the host a fraction of enqueueing it.
         machine: the machine's description, a name or a path, in place of the one that this host's

@@ -21,7 +21,7 @@ KINDS = ("matmul", "copy", "collective", "place", "reduce", "sync", "wait")
 #: What kinds were called in files of earlier versions.
 OLD_KINDS = {"gather": "collective"}
 
-#: The lane on which peers and the watchdog are told; the caller's stream does not wait for it.
+#: The lane on which peers are told; the caller's stream does not wait for it.
 SYNC_LANE = "sync"
 
 #: Waits shorter than this part of the whole call are left out, as noise of the clock.

@@ -1,9 +1,9 @@
 """Finds calls that are stuck on a GPU, ranks that disagree, and ranks that have failed.
 
-A call has returned long before its work is over, so that nobody is left to raise. Calls and graph
-replays write words to pinned host memory when they begin and end, and eager collectives on CUDA
-record events; a thread polls those and the agreement board, and makes no call that could break a
-capture.
+A call has returned long before its work is over, so that nobody is left to raise. Eager calls on
+CUDA record events when they begin and end; captured ones, and all through HIP, write words to
+pinned host memory. A thread polls those and the agreement board, and makes no call that could break
+a capture.
 """
 
 from __future__ import annotations

@@ -19,6 +19,10 @@ OPS = st.lists(
 )
 
 
+#: Addresses of the rank's own words.
+OWN = range(1000)
+
+
 def waits(*addresses: int) -> list[MemOp]:
     return [MemOp(WAIT_32, address, 1) for address in addresses]
 
@@ -29,47 +33,65 @@ def writes(*addresses: int) -> list[MemOp]:
 
 def test_what_is_written_in_front_comes_behind_the_copies() -> None:
     """What is waited for in front stays there: who may not write yet, may not copy either."""
-    stays, found = with_front(Signals(0), waits(4, 8) + writes(12, 16))
+    stays, found = with_front(Signals(0), waits(4, 8) + writes(12, 16), OWN)
     assert stays == tuple(waits(4, 8))
     assert found.clears == ((12, 2), (16, 2)) and not found.posts and not found.waits
-    stays, found = with_front(found, writes(20) + waits(24) + writes(28))
+    stays, found = with_front(found, writes(20) + waits(24) + writes(28), OWN)
     assert stays == (*writes(20), *waits(24))
     assert found.clears == ((28, 2), (12, 2), (16, 2))
 
 
 def test_what_is_posted_and_waited_for_behind_is_left_to_the_launch() -> None:
-    found, stays = with_rear(Signals(0), writes(4, 8) + waits(12))
+    found, stays = with_rear(Signals(0), writes(4, 8) + waits(12), True)
     assert (found.posts, found.waits, stays) == (((4, 2), (8, 2)), ((12, 1),), ())
-    found, stays = with_rear(found, waits(16) + writes(20) + waits(24))
+    found, stays = with_rear(found, waits(16) + writes(20) + waits(24), True)
     assert found.waits == ((12, 1), (16, 1)) and stays == (*writes(20), *waits(24))
     # It posts before it waits: nothing is posted that comes behind a wait.
-    again, stays = with_rear(found, writes(20))
+    again, stays = with_rear(found, writes(20), True)
     assert again.posts == found.posts and stays == tuple(writes(20))
 
 
 def test_the_end_of_a_call_is_for_the_stream() -> None:
     end = MemOp(WRITE_64, 0, 1)
-    found, stays = with_rear(Signals(0), [*writes(4), end, *writes(8)])
+    found, stays = with_rear(Signals(0), [*writes(4), end, *writes(8)], True)
     assert found.posts == ((4, 2),) and stays == (end, *writes(8))
-    stays, found = with_front(Signals(0), [*writes(4), end])
+    stays, found = with_front(Signals(0), [*writes(4), end], OWN)
     assert stays == (*writes(4), end) and not found.count
 
 
 def test_a_launch_sees_to_so_many() -> None:
     full = writes(*range(0, 4 * MAX_SIGNALS, 4))
-    assert with_front(Signals(0), full)[1].count == MAX_SIGNALS
-    one = with_front(Signals(0), writes(0))[1]
-    assert with_front(one, full) == (tuple(full), one)
-    assert with_rear(one, full) == (one, tuple(full))
+    assert with_front(Signals(0), full, OWN)[1].count == MAX_SIGNALS
+    one = with_front(Signals(0), writes(0), OWN)[1]
+    assert with_front(one, full, OWN) == (tuple(full), one)
+    assert with_rear(one, full, True) == (one, tuple(full))
+
+
+def test_a_peer_is_told_behind_what_is_cleared_here() -> None:
+    """A peer that gets nothing is told in front of the copies; it may answer in the word."""
+    ops = [*waits(4), *writes(4, 2000, 8)]
+    stays, found = with_front(Signals(0), ops, OWN)
+    assert stays == tuple(waits(4))
+    assert found.clears == ((4, 2), (8, 2)) and found.posts == ((2000, 2),)
+    found, _ = with_rear(found, writes(3000), True)
+    assert found.posts == ((2000, 2), (3000, 2))
+
+
+def test_beside_products_nothing_spins() -> None:
+    found, stays = with_rear(Signals(0), writes(4) + waits(8), False)
+    assert (found.posts, found.waits, stays) == (((4, 2),), (), tuple(waits(8)))
 
 
 @given(OPS, OPS)
 def test_nothing_is_lost_or_comes_too_early(front: list[MemOp], rear: list[MemOp]) -> None:
-    stays, found = with_front(Signals(0), front)
-    found, behind = with_rear(found, rear)
+    stays, found = with_front(Signals(0), front, range(20))
+    first = len(found.posts)
+    found, behind = with_rear(found, rear, True)
     clears = [MemOp(WRITE_32, *word) for word in found.clears]
     posts = [MemOp(WRITE_32, *word) for word in found.posts]
     awaited = [MemOp(WAIT_32, *word) for word in found.waits]
-    assert [*stays, *clears] == front
-    assert [*posts, *awaited, *behind] == rear
+    assert stays == tuple(front[: len(stays)])
+    assert sorted([*clears, *posts[:first]]) == sorted(front[len(stays) :])
+    assert all(op.address < 20 for op in clears) and all(op.address >= 20 for op in posts[:first])
+    assert [*posts[first:], *awaited, *behind] == rear
     assert found.count <= MAX_SIGNALS

@@ -120,7 +120,7 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                     "parts": [part._asdict() for part in step.reduction.parts],
                     "out": step.reduction.out._asdict(),
                 },
-                "mover": step.mover if step.op == "copy" else None,
+                "mover": step.mover if step.op == "copy" or step.mover == "kernel" else None,
             }
             for step in plan.steps
         ],

@@ -4,7 +4,7 @@ Every lane is a stream; ``compute0`` is the caller's own. Buffers are PyTorch's 
 mapped into every process of the group, and copies between them run on the copy engines. A signal
 is a 32-bit word in the waiter's memory: posted by a stream write behind the copy or, where the
 driver refuses stream writes to a peer, by a 4-byte copy; waited for by a stream wait, which takes
-no SM.
+no SM. A launch of the copy kernel posts by itself and, in front of a product, waits with one block.
 
 Ordering: a stream's write, or copy, is performed after the copy in front of it is complete. A wait
 asks for a flush of remote writes where the device offers it. Where it does not (H100 and H200 over
@@ -154,8 +154,6 @@ class _Flights(Flights):
 class _Eager:
     """What the engine keeps with a slot for eager calls, or where calls share nothing but this."""
 
-    captured = False
-
     def __init__(self) -> None:
         self.watch = _Flights()
         self.over = cu.Event()  # the caller's stream is through with the latest call
@@ -168,8 +166,6 @@ class _Eager:
 class _Captured:
     """What the engine keeps with a slot of a graph. Who replays it records no events: the calls
     themselves write that they begin and end."""
-
-    captured = True
 
     def __init__(self, watch: _Watch, index: int) -> None:
         self.watch, self.index = watch, index
@@ -254,6 +250,11 @@ class _Posts:
     def __call__(self, call: Call) -> None:
         for op, source in zip(self.ops, self.sources, strict=True):
             cu.copy(op.address, source, WORD, call.state[self.lane])
+
+
+def _seeing_to(copies: KernelCopies, signals: Signals) -> KernelCopies:
+    """The same copies, which see to signals if there are any."""
+    return replace(copies, signals=signals if signals.count else None)
 
 
 @dataclass(frozen=True)
@@ -669,13 +670,14 @@ class CudaEngine(StreamEngine):
             return (_Memops(lane, one.batch + two.batch),)
         if isinstance(one, _Memops) and isinstance(two, KernelCopies):
             if (signals := self._kernel_signals(program, two)) is not None:
-                rest, signals = with_front(signals, one.ops)
-                return *self._some(lane, rest), replace(two, signals=signals)
+                rest, signals = with_front(signals, one.ops, self._own(program))
+                return *self._some(lane, rest), _seeing_to(two, signals)
         if isinstance(one, KernelCopies) and isinstance(two, (_Memops, _Posts)):
             if (signals := self._kernel_signals(program, one)) is not None:
-                signals, rest = with_rear(signals, two.ops)
+                # A block that spins takes an SM from products: not where they run meanwhile.
+                signals, rest = with_rear(signals, two.ops, lane.startswith("compute"))
                 if isinstance(two, _Memops) or not rest:  # posts by copies are not divided
-                    return replace(one, signals=signals), *self._some(lane, rest)
+                    return _seeing_to(one, signals), *self._some(lane, rest)
         return one, two
 
     def _kernel_signals(self, program: Program, copies: KernelCopies) -> Signals | None:
@@ -684,6 +686,13 @@ class CudaEngine(StreamEngine):
         if number >= COUNTED_LANES or not copies.width * copies.height:
             return None
         return copies.signals or Signals(self._scratch(program, CONSTANTS + number))
+
+    def _own(self, program: Program) -> range:
+        """Addresses of this rank's words of a program's slot."""
+        slot = program.slot
+        assert slot is not None and isinstance(slot.memory, CudaMemory)
+        first = slot.memory.addresses[self.rank]
+        return range(first, first + slot.words * WORD)
 
     def _some(self, lane: str, ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
         return (_Memops(lane, cu.Batch(ops, self._flush)),) if ops else ()
@@ -844,7 +853,8 @@ class CudaEngine(StreamEngine):
         return Capabilities(
             engine="cuda",
             post=post + (" (asked for)" if self._signals != "auto" else ""),
-            wait=f"stream wait, {order}",
+            wait=f"stream wait, {order}; the copy kernel posts by itself, and waits in front of a "
+            "product",
             copy=f"cuMemcpyDtoDAsync on {self.copy_engines()} copy engines, driver {self._driver}",
             movers=("dma", "kernel") if self._copies_by_kernel else ("dma",),
             products=f"{library(self.device)}; cuBLASLt for sums that begin in another buffer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -21,21 +21,30 @@ class MemOp(NamedTuple):
     value: int
 
 
-def with_front(signals: Signals, ops: Sequence[MemOp]) -> tuple[tuple[MemOp, ...], Signals]:
+def with_front(
+    signals: Signals, ops: Sequence[MemOp], mine: Container[int]
+) -> tuple[tuple[MemOp, ...], Signals]:
     """Leave to a launch of copies what is written in front of it: it has no need to wait for
-    that. Returns what stays in front, and what the launch sees to."""
+    that. Words at addresses of this rank's own are cleared, before any peer's is posted. Returns
+    what stays in front, and what the launch sees to."""
     behind = list(takewhile(lambda op: op.kind == WRITE_32, reversed(ops)))
     if len(behind) + signals.count > MAX_SIGNALS:
         return tuple(ops), signals
-    stays = tuple(ops[: len(ops) - len(behind)])
-    return stays, replace(signals, clears=(*_words(behind[::-1]), *signals.clears))
+    stays, writes = tuple(ops[: len(ops) - len(behind)]), behind[::-1]
+    clears = _words([op for op in writes if op.address in mine])
+    posts = _words([op for op in writes if op.address not in mine])
+    return stays, replace(
+        signals, clears=(*clears, *signals.clears), posts=(*posts, *signals.posts)
+    )
 
 
-def with_rear(signals: Signals, ops: Sequence[MemOp]) -> tuple[Signals, tuple[MemOp, ...]]:
-    """Leave to a launch of copies what is written, and then waited for, right behind it. Returns
-    what the launch sees to, and what stays behind."""
+def with_rear(
+    signals: Signals, ops: Sequence[MemOp], spins: bool
+) -> tuple[Signals, tuple[MemOp, ...]]:
+    """Leave to a launch of copies what is written right behind it and, if it may spin, what is
+    waited for then. Returns what the launch sees to, and what stays behind."""
     writes = [] if signals.waits else list(takewhile(lambda op: op.kind == WRITE_32, ops))
-    waits = list(takewhile(lambda op: op.kind == WAIT_32, ops[len(writes) :]))
+    waits = list(takewhile(lambda op: spins and op.kind == WAIT_32, ops[len(writes) :]))
     seen = [*writes, *waits]
     if len(seen) + signals.count > MAX_SIGNALS:
         return signals, tuple(ops)

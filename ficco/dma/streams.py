@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,8 +135,8 @@ class Flights:
 
     def look(self) -> tuple[int, bool]:
         """The number of the program whose call runs, 0 if none does; and whether it is another
-        call than at the latest look. For a watchdog: nobody else asks events whether they are over
-        while a graph may be captured."""
+        call than at the latest look. For a watchdog: a call that begins asks no event, which
+        would break a capture of another stream."""
         with self._lock:
             running = [flight for one in self._flying.values() if (flight := self._first(one))]
             found = [flight for flight in running if flight.serial == self._seen] or running
@@ -149,8 +150,9 @@ class Flights:
 
     def _first(self, flying: deque[Flight]) -> Flight | None:
         """The oldest call of a stream that is not over, if it has begun."""
-        while flying and flying[0].over():
-            self._landed.append(flying.popleft())
+        # They end in order. A call that begins waits for this.
+        over = bisect_left(flying, True, key=lambda flight: not flight.over())
+        self._landed += [flying.popleft() for _ in range(over)]
         return flying[0] if flying and flying[0].before.over() else None
 
 

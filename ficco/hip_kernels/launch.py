@@ -25,7 +25,7 @@ MAX_ENDS = 16
 MAX_SIGNALS = 48
 
 #: Blocks of a peer copy, one for each SM or CU that it may take. On 4 H200s 32 were as fast at
-#: 0.5 MiB per peer, 5 % faster at 2 MiB and 8 % at 8 MiB, above which copy engines win.
+#: 0.5 MiB per peer, 5 % faster at 2 MiB and 8 % at 8 MiB.
 PEER_BLOCKS = 8
 #: Blocks for each SM or CU of a kernel that may take the whole device.
 WHOLE = 4
