@@ -40,7 +40,7 @@ gpu-memory:
 	  $(PYTHON) -m ficco demo --device cuda --out $(RESULTS)/demo
 
 gpu-bench:
-	for set in measured small unseen scenarios; do \
+	for set in measured small decode unseen scenarios; do \
 	  $(PYTHON) -m ficco bench --device cuda --set $$set --seconds $(SECONDS_EACH) --rounds 600 --schedules candidates auto \
 	    --out $(RESULTS) --name $$set || exit 1; \
 	done

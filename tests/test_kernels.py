@@ -470,6 +470,30 @@ def test_copy_takes_the_blocks_that_it_is_given(on_host: Kernels) -> None:
         assert launches == [("ficco_copy_aligned", taken)]
 
 
+class Area(NamedTuple):
+    """What is copied to several places, and where it should lie."""
+
+    src: torch.Tensor
+    dst: torch.Tensor
+    wanted: torch.Tensor
+    ends: tuple[tuple[int, int], ...]
+
+
+def in_places(places: int, height: int, src_pitch: int = 224, apart: int = 0) -> Area:
+    """Rows of 200 bytes, so many in each place, with a pitch of 224 there; places begin ``apart``
+    further from each other than what they get does."""
+    width, pitch, room = 200, 224, height * 224 + 16
+    dst, src = area(places * (room + apart), 1), area(places * room, 2)
+    wanted, ends = dst.clone(), []
+    for place in range(places):
+        to, at = place * (room + apart), place * room
+        for row in range(height):
+            there, here = to + row * pitch, at + row * src_pitch
+            wanted[there : there + width] = src[here : here + width]
+        ends.append((dst.data_ptr() + to, src.data_ptr() + at))
+    return Area(src, dst, wanted, tuple(ends))
+
+
 @pytest.mark.parametrize("peers", [1, 2, 3, launch.MAX_ENDS, launch.MAX_ENDS + 1])
 @pytest.mark.parametrize(
     ("src_pitch", "apart", "alike"),
@@ -480,48 +504,16 @@ def test_copies_to_several_places(
     on_host: Kernels, peers: int, src_pitch: int, apart: int, alike: bool
 ) -> None:
     """By one launch where it can be, with blocks of their own."""
-    width, height, pitch, room = 200, 9, 224, 9 * 224 + 16
-    dst, src = area(peers * (room + apart), 1), area(peers * room, 2)
-    wanted, ends = dst.clone(), []
-    for peer in range(peers):
-        to, at = peer * (room + apart), peer * room
-        for row in range(height):
-            there, here = to + row * pitch, at + row * src_pitch
-            wanted[there : there + width] = src[here : here + width]
-        ends.append((dst.data_ptr() + to, src.data_ptr() + at))
+    found = in_places(peers, 9, src_pitch, apart)
     launches = on_host.binding.launches
     launches.clear()
-    on_host.copies(tuple(ends), pitch, src_pitch, width, height, None, 2)
-    assert torch.equal(dst, wanted)
+    on_host.copies(found.ends, 224, src_pitch, 200, 9, None, 2)
+    assert torch.equal(found.dst, found.wanted)
     together = peers <= launch.MAX_ENDS and (alike or peers == 1)
     assert len(launches) == (1 if together else peers)
     if together:
         ((_, blocks),) = launches
         assert blocks == peers
-
-
-class Area(NamedTuple):
-    """What is copied to several places, where it should lie, and words."""
-
-    src: torch.Tensor
-    dst: torch.Tensor
-    wanted: torch.Tensor
-    ends: tuple[tuple[int, int], ...]
-    words: torch.Tensor
-
-
-def exchanged(apart: int = 0, places: int = 3) -> Area:
-    """Rows of 200 bytes, 600 of them in each place, with a pitch of 224."""
-    height, width, pitch, room = 600, 200, 224, 600 * 224 + 16
-    dst, src = area(places * (room + apart), 1), area(places * room, 2)
-    wanted, ends = dst.clone(), []
-    for place in range(places):
-        to, at = place * (room + apart), place * room
-        for row in range(height):
-            there, here = to + row * pitch, at + row * pitch
-            wanted[there : there + width] = src[here : here + width]
-        ends.append((dst.data_ptr() + to, src.data_ptr() + at))
-    return Area(src, dst, wanted, tuple(ends), torch.zeros(16, dtype=torch.int32))
 
 
 def seen_to(words: torch.Tensor, clears: int = 2, posts: int = 3, waits: int = 0) -> Signals:
@@ -536,36 +528,36 @@ def seen_to(words: torch.Tensor, clears: int = 2, posts: int = 3, waits: int = 0
 @pytest.mark.parametrize("apart", [0, 1])
 def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
     """Whatever the order of the blocks; and the word that counts them is 0 again."""
-    found = exchanged(apart)
-    signals = seen_to(found.words)
+    found, words = in_places(3, 600, apart=apart), torch.zeros(16, dtype=torch.int32)
+    signals = seen_to(words)
     launches = on_host._prepare(found.ends, 224, 224, 200, 600, 2, True, signals)
     assert len(launches) == (3 if apart else 1)
     for turn in range(2):
         for number, (kernel, blocks, threads, arguments) in enumerate(launches):
             for block in random.Random(turn).sample(range(blocks), blocks):
-                assert not found.words[1:].any()
+                assert not words[1:].any()
                 for thread in range(threads):
                     on_host.binding.library.become(block, thread)
                     kernel(*arguments)
             last = number == len(launches) - 1
-            assert bool(found.words[1:].any()) == last
+            assert bool(words[1:].any()) == last
         assert torch.equal(found.dst, found.wanted)
-        assert found.words.tolist() == [0, 7, 7, 9, 9, 9] + 10 * [0]
-        found.words.zero_()
+        assert words.tolist() == [0, 7, 7, 9, 9, 9] + 10 * [0]
+        words.zero_()
 
 
 def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
     """Once it has posted its own."""
-    found, said = exchanged(), []
-    signals = seen_to(found.words, waits=2)
+    found, words, said = in_places(3, 600), torch.zeros(16, dtype=torch.int32), []
+    signals = seen_to(words, waits=2)
 
     def peer() -> None:
-        while not found.words[5]:
+        while not words[5]:
             time.sleep(1e-3)
         for word in (6, 7):
             time.sleep(0.05)
-            said.append(found.words.tolist()[:8])
-            found.words[word] = 5
+            said.append(words.tolist()[:8])
+            words[word] = 5
 
     thread = threading.Thread(target=peer)
     thread.start()

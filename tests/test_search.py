@@ -153,12 +153,15 @@ def test_unequal_blocks_can_be_searched() -> None:
 
 
 def test_a_search_takes_less_than_200_ms() -> None:
-    machine, took = h200(), {}
-    for operator in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        took[operator] = []
-        for m in range(8704, 16897, 2048):  # the runner may be busy: one of five has to do it
+    operators = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    machine, took = h200(), {operator: [] for operator in operators}
+    for m in range(8704, 16897, 2048):  # the runner may be busy: one of five has to do it
+        for operator in operators:
             asked = problem_of(operator, m, 4096, 4096, "bfloat16", 4)
             pace, started = slower(), time.process_time()
             decide(asked, machine=machine, search=True)
             took[operator].append((time.process_time() - started) / pace)
-    assert all(min(times) < 0.2 for times in took.values()), took
+    gather, scatter, both = (min(times) for times in took.values())
+    assert max(gather, scatter, both) < 0.2, took
+    # Sums, and copies that return: 1.3 and 2 times as long on a quiet core.
+    assert scatter < 2 * gather and both < 3 * gather, took
