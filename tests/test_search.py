@@ -153,15 +153,20 @@ def test_unequal_blocks_can_be_searched() -> None:
 
 
 def test_a_search_takes_less_than_200_ms() -> None:
+    """The runner may be busy: one of five problems has to do it, and one of five each ratio, of
+    searches right after each other."""
+    machine = h200()
     operators = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-    machine, took = h200(), {operator: [] for operator in operators}
-    for m in range(8704, 16897, 2048):  # the runner may be busy: one of five has to do it
+    took: list[list[float]] = []
+    for m in range(8704, 16897, 2048):
+        pace, times = slower(), []
         for operator in operators:
             asked = problem_of(operator, m, 4096, 4096, "bfloat16", 4)
-            pace, started = slower(), time.process_time()
+            started = time.process_time()
             decide(asked, machine=machine, search=True)
-            took[operator].append((time.process_time() - started) / pace)
-    gather, scatter, both = (min(times) for times in took.values())
-    assert max(gather, scatter, both) < 0.2, took
+            times.append((time.process_time() - started) / pace)
+        took.append(times)
+    assert all(min(each) < 0.2 for each in zip(*took, strict=True)), took
     # Sums, and copies that return: 1.3 and 2 times as long on a quiet core.
-    assert scatter < 2 * gather and both < 3 * gather, took
+    assert min(scatter / gather for gather, scatter, _ in took) < 2, took
+    assert min(both / gather for gather, _, both in took) < 3, took
