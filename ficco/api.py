@@ -80,14 +80,17 @@ def explain(
         operator: name of the operator, such as ``"matmul_reduce_scatter"``.
         m: rows that a rank multiplies (all-gather: those of the gathered A; all-to-all: of the rank
             with most); n, k: columns and rows of the local b.
+        dtype: of the operands, or its name.
         world: number of ranks.
-        rows: as the operator takes it; None for as equal ones as there are.
+        rows: as the operator takes it; None for rows as equal as their number allows.
+        schedule: as the operator takes it; another than ``"auto"`` is compared with the others.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.
         search: look beyond the named schedules.
 
     Raises:
         ValueError: an argument is wrong.
+        NotImplementedError: no engine serves the dtype.
         ConfigError: there is no such machine, or its file is damaged.
     """
     for size_of, size in (("m", m), ("n", n), ("k", k), ("world", world)):
@@ -124,10 +127,21 @@ def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
-    """Free what ficco holds for a group, or for all groups.
+    """Free what ficco holds for a group, or for all groups: symmetric memory, that of
+    :func:`empty` too, threads and descriptors.
 
-    Waits for this rank's calls first, unless they failed. Graphs that captured calls of the group
-    must not be replayed any more. A later call makes a new workspace, which is collective.
+    Every rank calls it for itself, behind its last call of the group and before
+    ``destroy_process_group``. It waits for this rank's calls, unless one has failed, and for no
+    peer. The end of the process closes what is open. Graphs that captured calls of the group must
+    not be replayed any more. A later call makes a new workspace, which is collective: all ranks
+    have to have closed the old one.
+
+    That a call failed in the meantime is not told; :func:`synchronize` tells it.
+
+    Raises:
+        ValueError: ``group`` is none that this rank is in.
+        RuntimeError: the device has failed, of which a BackendError is one case; all that can be
+            freed is freed nevertheless.
     """
     close_workspaces(_asked(group))
 

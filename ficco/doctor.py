@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ficco.errors import BackendError
-from ficco.machine import Fingerprint, find, nearest
+from ficco.errors import BackendError, FiccoError
+from ficco.heuristics import decide, where
+from ficco.machine import Fingerprint
+from ficco.problem import Problem
 from ficco.version import version
 
 if TYPE_CHECKING:
@@ -59,14 +61,19 @@ ATTRIBUTES = {
 }
 
 
-def report() -> dict[str, Any]:
-    """Everything, as JSON would hold it."""
+def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any]:
+    """Everything, as JSON would hold it.
+
+    Args:
+        ranks: whose schedules are told; None for one per GPU, four on CPUs.
+        device: theirs, ``"cpu"`` or ``"cuda"``; None for GPUs where there are any.
+    """
     return {
         "versions": _tried(versions),
         "devices": _tried(devices),
         "links": _tried(links),
         "engines": engines(),
-        "use": _tried(use),
+        "use": _tried(lambda: use(ranks, device)),
     }
 
 
@@ -210,7 +217,9 @@ def _why_no_hip() -> str:
         from ficco.dma.hip_api import start
 
         start()
-    except (ImportError, BackendError) as error:
+    except ImportError as error:  # hip-python would not help a PyTorch for other GPUs
+        return str(error) if torch.version.hip else "this torch is built without ROCm"
+    except BackendError as error:
         return str(error)
     return ""
 
@@ -265,13 +274,22 @@ def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
 
 
 def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
-    """What the engine of these ranks does once they have made a call. Collective."""
+    """What the engine of these ranks does once they have made a call. Collective.
+
+    Raises:
+        FiccoError: the call's result is wrong.
+    """
     import ficco
     from ficco.workspace import workspace_of
 
     a = torch.ones(dist.get_world_size() * 16, 16, device=device)
-    ficco.all_gather_matmul(a, a.new_ones(16, 16))
+    product = ficco.all_gather_matmul(a, a.new_ones(16, 16))
     ficco.synchronize()
+    if not bool((product == 16).all()):
+        raise FiccoError(
+            "all_gather_matmul of ones: required 16 everywhere, got "
+            f"{product.unique().tolist()}; `ficco doctor --selftest` finds what is wrong"
+        )
     engine = workspace_of(dist.group.WORLD, a.device).engine
     return engine.name, asdict(engine.capabilities())
 
@@ -299,8 +317,8 @@ class _alone:
             dist.destroy_process_group()
 
 
-def use() -> dict[str, str]:
-    """Which engine serves tensors of each kind, and why."""
+def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
+    """Which engine serves tensors of each kind, which schedules ranks take, and why."""
     from ficco.dma.choose import engine_name
     from ficco.options import current
 
@@ -313,21 +331,25 @@ def use() -> dict[str, str]:
         found["tensors on cuda"] = f"{name}: {why}, and this torch is built for {build}"
     else:
         found["tensors on cuda"] = f"none: {_why_no_gpu()}"
-    found["schedule='auto'"] = _auto()
+    found["schedule='auto'"] = _auto(ranks, device)
     return found
 
 
-def _auto() -> str:
-    """What decides for a group of all GPUs here, or of four ranks on CPUs."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def _auto(ranks: int | None, device: str | None) -> str:
+    """What decides for these ranks, or the schedule that they take for every problem."""
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     name = torch.cuda.get_device_name() if gpus else "cpu"
-    here = Fingerprint(name, gpus or 4)
-    machine = find(None, here) or nearest(here)
-    if machine is None:
-        return f"nobody described {here.ranks} ranks on {name}; `ficco tune` measures them"
+    ranks = ranks or gpus or 4
+    asked = where(None, ranks, Fingerprint(name, ranks))
+    sizes = (1024,) * ranks, 1024, 1024, "bfloat16"
+    decision = decide(Problem("all_gather_matmul", *sizes), machine=asked.machine, mode=asked.mode)
+    whose = f"for {ranks} rank{'s' * (ranks > 1)} on {name}"
+    if decision.source == "fallback" or ranks == 1:
+        return f"{whose}: {decision.schedule}, since {decision.reason}"
+    assert asked.machine is not None  # else the source is the fallback
     return (
-        f"by the figures of {machine.name} ({machine.source}); `ficco explain` says what it takes "
-        "for a problem and why"
+        f"{whose}: by the figures of {asked.machine.name} ({asked.machine.source}); `ficco "
+        "explain` says what it takes for a problem and why"
     )
 
 
@@ -370,6 +392,8 @@ def show(found: dict[str, Any]) -> None:
     for name, value in found["engines"].items():
         pairs(f"Engine {name}", value)
     pairs("What would be used", found["use"])
+    if "call" in found:
+        pairs("A call", found["call"])
 
 
 def _text(value: Any) -> str:

@@ -7,6 +7,7 @@ import csv
 import doctest
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,9 +43,10 @@ from ficco.bench.run import Settings, bench
 from ficco.bench.table import COLUMNS, Row
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
-from ficco.machine import find
+from ficco.machine import digest, find
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans
+from ficco.version import version
 
 # Figures.
 
@@ -374,6 +376,37 @@ def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
     found = [one for _, one in regret.regrets(rows, machine) if one is not None]
     assert len(found) == 2 and all("kernel" not in one.auto[0] for one in found)
     assert found[0].best[0] == "shard-overlap:kernel"  # a tuned entry may name it
+
+
+def test_a_regret_says_what_decided_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decisions are of today, its times are not."""
+    machine = find("h200-4", None)
+    assert machine is not None
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    rows = [r for r in table.read(folder / "measured-h200-4.csv") if r.case == "8192x3584x4096"]
+    monkeypatch.setattr(regret, "commit", lambda: "0123456789ab")
+    text = regret.report(rows, machine, "name", "2026-11-22 06:49 UTC")
+    top = text.split("## ")[0]
+    assert "**Recomputed, not measured:**" in top
+    assert f"ficco {version()}, commit 0123456789ab, decided anew" in top
+    assert f"`h200-4` (digest {digest(machine):010x})" in top
+    assert "[`name.csv`](name.csv), measured 2026-11-22 06:49 UTC." in top
+    assert "[the report](name.md)" in top
+    monkeypatch.setattr(regret, "commit", lambda: "")  # outside of a checkout
+    assert f"ficco {version()} decided anew" in regret.report(rows, machine, "name")
+
+
+def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    pages = sorted(folder.glob("*_regret.md"))
+    assert pages
+    for page in pages:
+        name = page.stem.removesuffix("_regret")
+        date = table.read_description(folder / f"{name}.csv")["date"]
+        top = page.read_text().split("## ")[0]
+        assert re.search(r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided", top), page
+        assert re.search(r"`h200-[24]` \(digest [0-9a-f]{10}\)", top), page
+        assert f"[`{name}.csv`]({name}.csv), measured {date}." in top, page
 
 
 class _Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -69,6 +70,12 @@ def test_plan_says_what_auto_takes_and_why(capsys: pytest.CaptureFixture[str]) -
     assert "(model: " in capsys.readouterr().out
 
 
+def test_a_plan_is_for_the_ranks_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    for machine, ranks in (([], 4), (["--machine", "h200-2"], 2)):
+        assert cli.run(["plan", "growing", *SIZES[:-2], *machine]) == 0
+        assert f"checked for all {ranks} ranks" in capsys.readouterr().out
+
+
 def test_plan_draws_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, events = tmp_path / "sub" / "plan.png", tmp_path / "plan.json"
     arguments = ["plan", "growing", *SIZES, "--draw", str(picture), "--trace", str(events)]
@@ -103,7 +110,7 @@ def test_plan_of_unequal_shards_in_a_ring(capsys: pytest.CaptureFixture[str]) ->
             ["growing", *SIZES, "--workspace-bytes", "1", "--operator", "matmul_reduce_scatter"],
             "--workspace-bytes: required an operator that gathers",
         ),
-        (["growing", *SIZES[:-2]], "--world"),
+        (["growing", *SIZES[:-1], "0"], "--world: required"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -118,13 +125,19 @@ def test_bad_input_is_one_line_and_exit_code_2(
     ("arguments", "said"),
     [
         (["bench", "--schedules", "slowing"], "slowing"),
-        (["bench", "--device", "cpu", "--mode", "queued"], "idle on cpu"),
-        (["bench", "--device", "cpu", "--ranks", "0"], "at least 1"),
+        (["bench", "--device", "cpu", "--mode", "queued"], "--mode: required one of idle on cpu"),
+        (["bench", "--device", "cpu", "--ranks", "0"], "--ranks: required at least 1"),
         (["bench", "--rounds", "0", "--device", "cpu"], "--rounds"),
         (["bench", "--plot", "nowhere.csv"], "nowhere.csv"),
         (["bench", "--set", "cpu", "--shapes", "x.csv", "--device", "cpu"], "got both"),
         (["bench", "--set", "experts", "--only", "g1"], "required some of g13, g14, g15, g16, got"),
-        (["demo", "--ranks", "0"], "at least 1"),
+        (["demo", "--ranks", "0"], "--ranks: required at least 1, got 0"),
+        (["doctor", "--ranks", "0"], "--ranks: required at least 1, got 0"),
+        (["doctor", "--selftest", "--ranks", "0"], "--ranks: required at least 1, got 0"),
+        (["simulate", "--m", "8192"], "--n, --k: required beside --m, got none"),
+        (["simulate", "--m", "8", "--k", "8"], "--n: required beside --m, --k, got none"),
+        (["explain"], "--m, --n, --k: required, got none; for example `ficco explain --m 8192"),
+        (["plot", str(Path(__file__)), "--out", "x.png"], "by `ficco bench --plot`"),
         (["nothing"], "nothing"),
         ([], "command"),
     ],
@@ -137,6 +150,34 @@ def test_other_commands_refuse_bad_input_too(
         == 2
     )
     assert said in capsys.readouterr().err
+
+
+def test_only_options_of_the_command_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("ranks: required fewer")
+
+    monkeypatch.setattr("ficco.heuristics.decide", refuse)
+    assert cli.run(["explain", *SIZES]) == 2  # has no --ranks
+    assert "error: ranks: required fewer" in capsys.readouterr().err
+
+
+def test_the_help_has_every_option_and_its_default() -> None:
+    (commands,) = (
+        action.choices
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    assert {"bench", "characterize", "plan"} <= set(commands)
+    for name, parser in commands.items():
+        for action in parser._actions:
+            assert action.help, f"{name} {action.dest}"
+            if isinstance(action.default, (int, float, str, Path)) and action.nargs != 0:
+                shown = action.default == argparse.SUPPRESS or f"default: {action.default}" in (
+                    action.help
+                )
+                assert shown, f"{name} {action.dest}: {action.help}"
 
 
 # doctor
@@ -153,6 +194,43 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["use"]["tensors on cpu"].startswith("cpu")
 
 
+def test_doctor_says_what_so_many_ranks_would_use(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for ranks in (None, 1, 2):
+        options = [] if ranks is None else ["--ranks", str(ranks)]
+        assert cli.run(["doctor", "--device", "cpu", "--json", *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        said[ranks] = found["use"]["schedule='auto'"]
+        call = {"ranks": ranks, "engine": "cpu", "result": "right on every rank"}
+        assert found.get("call") == (call if ranks else None)
+    assert said[None].startswith("for 4 ranks on cpu: by the figures of cpu (")
+    assert said[1].startswith("for 1 rank on cpu: serial, since")
+    decision = ficco.explain("all_gather_matmul", m=64, n=64, k=64, world=2, machine="cpu")
+    assert decision.source == "fallback"
+    assert said[2] == f"for 2 ranks on cpu: {decision.schedule}, since {decision.reason}"
+    assert cli.run(["doctor", "--device", "cpu", "--ranks", "2"]) == 0
+    assert "right on every rank" in capsys.readouterr().out
+
+
+def _wrong_call() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ficco, "all_gather_matmul", lambda a, b: torch.full((16, 16), 17.0))
+        doctor.after_a_call("cpu")
+
+
+def test_a_wrong_call_fails_the_doctor() -> None:
+    with pytest.raises(RankFailed, match="required 16 everywhere"):
+        launch(_wrong_call, 1)
+
+
+def test_no_advice_of_rocm_to_a_pytorch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ficco.dma.hip_api", None)  # as without hip-python
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert doctor._why_no_hip() == "this torch is built without ROCm"
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    assert "hip_api" in doctor._why_no_hip()
+
+
 def test_doctor_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["doctor"]) == 0
     found = capsys.readouterr().out
@@ -160,7 +238,7 @@ def test_doctor_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise OSError("no such driver")
 
     for part in ("versions", "devices", "links", "use"):

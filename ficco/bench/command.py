@@ -75,7 +75,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="in place of products: forward and backward of two layers of Llama 3 70B, with their "
         "weights sharded",
     )
-    what.add_argument("--mode", help="queued, idle, graph; with commas (default: all there are)")
+    what.add_argument(
+        "--mode",
+        help="queued, idle, graph; with commas; CPU ranks have idle alone (default: all there are)",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
     how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
@@ -83,9 +86,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
     )
-    how.add_argument("--seed", type=int, default=0, help="of the order and the operands")
+    how.add_argument(
+        "--seed", type=int, default=0, help="of the order and the operands (default: 0)"
+    )
     result = parser.add_argument_group("what becomes of it")
-    result.add_argument("--out", type=Path, default=Path("ficco-bench"), help="folder")
+    result.add_argument(
+        "--out", type=Path, default=Path("ficco-bench"), help="folder (default: ficco-bench)"
+    )
     result.add_argument("--name", help="of the files (default: set, machine and date)")
     result.add_argument("--timelines", action="store_true", help="trace and draw the first shape")
     result.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -97,7 +104,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     later.add_argument(
         "--readme", type=Path, nargs="+", metavar="CSV", help="put a table of them into a README"
     )
-    later.add_argument("--readme-file", type=Path, default=Path("README.md"), metavar="FILE")
+    later.add_argument(
+        "--readme-file",
+        type=Path,
+        default=Path("README.md"),
+        metavar="FILE",
+        help="that README (default: README.md)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -309,7 +322,7 @@ def _regret(csv: Path, machine: str | None) -> Path:
     if found is None:
         raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
     path = csv.with_name(f"{csv.stem}_regret.md")
-    path.write_text(regret.report(rows, found, csv.stem))
+    path.write_text(regret.report(rows, found, csv.stem, str(about.get("date", ""))))
     return path
 
 

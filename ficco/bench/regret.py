@@ -1,8 +1,8 @@
 """What ``auto`` loses against the best schedule that was measured, and how far predictions are off.
 
-Pure: rows of a bench and a machine in, figures and Markdown out. Nothing is measured; the schedule
-that ``auto`` takes is decided anew from the machine's file, its time is that of the same schedule
-in the bench.
+Rows of a bench and a machine in, figures and Markdown out. Nothing is measured; the schedule that
+``auto`` takes is decided anew from the machine's file, its time is that of the same schedule in the
+bench. A report says so, and by which ficco: with another, or another machine file, it may differ.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from ficco.bench.report import MODE_WORDS, by_operator, markdown
-from ficco.bench.table import Row
+from ficco.bench.table import Row, commit
 from ficco.heuristics import Where, candidates, decide, rule
 from ficco.heuristics.candidates import ALL_MOVERS, MOVERS, is_serial
-from ficco.machine import Machine
+from ficco.machine import Machine, digest
 from ficco.problem import Problem
 from ficco.schedules import Schedule, same_plans
 from ficco.simulate import predict
+from ficco.version import version
 
 #: Kinds of rows that ``auto`` must not fall behind.
 OTHERS = ("serial-collective", "pytorch", "pytorch-native")
@@ -179,9 +180,14 @@ def table(found: Sequence[Regret]) -> str:
     return markdown(heads, body)
 
 
-def report(rows: Sequence[Row], machine: Machine, name: str) -> str:
-    """Regret of all modes as Markdown."""
-    parts = [f"# {name}: what `auto` loses", ABOUT.format(machine=machine.name, bench=name)]
+def report(rows: Sequence[Row], machine: Machine, name: str, date: str = "") -> str:
+    """Regret of all modes as Markdown.
+
+    Args:
+        name: of the bench's files.
+        date: when the bench was measured, as its description has it.
+    """
+    parts = [f"# {name}: what `auto` loses", _decided(machine, name, date), ABOUT]
     by_mode: dict[tuple[str, str], list[Regret | None]] = {}
     for operator, mine in by_operator(rows):
         for mode, one in regrets(mine, machine):
@@ -203,8 +209,25 @@ def report(rows: Sequence[Row], machine: Machine, name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _decided(machine: Machine, name: str, date: str) -> str:
+    """By what was decided, and where the times are from."""
+    at = commit()
+    return DECIDED.format(
+        ficco=f"ficco {version()}" + (f", commit {at}," if at else ""),
+        machine=machine.name,
+        digest=f"{digest(machine):010x}",
+        bench=name,
+        date=f", measured {date}" if date else "",
+    )
+
+
+DECIDED = (
+    "**Recomputed, not measured:** {ficco} decided anew, by the description `{machine}` (digest "
+    "{digest}); the times are those of [`{bench}.csv`]({bench}.csv){date}. What `auto` took "
+    "in that run, where it was timed, is in the columns `auto` of [the report]({bench}.md)."
+)
+
 ABOUT = (
-    "Decided from the description of `{machine}`, times from [`{bench}.csv`]({bench}.csv). "
     "`auto` takes one schedule for eager calls, without knowing whether the host runs ahead "
     "(queued) or the GPU waits for it (idle). The best is the fastest measured of the schedules "
     "that `auto` compares and of those by a copy kernel beside products, which it takes from a "

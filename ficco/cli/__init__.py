@@ -14,6 +14,9 @@ from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, si
 
 PROGRAM = "ficco"
 
+#: Options that are checked as arguments of the same name, by what a command calls.
+CHECKED_LATER = ("device", "mode", "ranks")
+
 #: In the order in which the help lists them.
 COMMANDS = (demo, bench, characterize, explain, plan, simulate, plot, tune, doctor)
 
@@ -45,7 +48,9 @@ def run(arguments: Sequence[str]) -> int:
             print(error.details, file=sys.stderr)
         return _fail(error, 1)
     except (ValueError, NotImplementedError, ConfigError, OSError) as error:
-        return _fail(error, 2)
+        name = str(error).partition(":")[0]
+        option = name in CHECKED_LATER and hasattr(parsed, name)
+        return _fail(f"--{error}" if option else error, 2)
     except FiccoError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:

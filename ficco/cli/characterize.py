@@ -27,13 +27,22 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     text = "measure what cutting and overlapping cost: decomposition and contention loss"
     parser = commands.add_parser("characterize", help=text, description=text)
-    parser.add_argument("--set", choices=("measured", "small", "scenarios", "cpu"))
+    parser.add_argument(
+        "--set",
+        choices=("measured", "small", "scenarios", "cpu"),
+        help="shapes (default: measured; CPU: cpu)",
+    )
     parser.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
     parser.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
     parser.add_argument("--seconds", type=float, help="time for everything (default: 120; CPU: 6)")
     parser.add_argument("--rounds", type=int, default=25, help="most rounds (default: 25)")
-    parser.add_argument("--out", type=Path, default=Path("ficco-characterize"), help="folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("ficco-characterize"),
+        help="folder (default: ficco-characterize)",
+    )
     parser.add_argument("--name", help="of the files (default: losses, machine and date)")
     parser.add_argument("--plot", type=Path, metavar="CSV", help="draw an earlier run; no more")
     parser.set_defaults(run=_characterize)

@@ -20,9 +20,14 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="start so many ranks and make a call, to see what reaches a peer",
+        help="start so many ranks and make a call, to see what reaches a peer; auto is told for "
+        "them, too (default: start none; auto for a GPU each, or 4)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="of those ranks")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="of those ranks (default: cuda where torch sees a GPU)",
+    )
     parser.add_argument(
         "--selftest",
         action="store_true",
@@ -36,19 +41,20 @@ def add(commands: Any) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from ficco import doctor
-    from ficco.launch import default_device, launch
+    from ficco.launch import check_ranks, default_device, launch
 
     if arguments.selftest:
         return _selftest(arguments)
     if arguments.out is not None:
         raise ValueError("--out: required with --selftest, which writes a report; got it alone")
-    found = doctor.report()
-    if arguments.ranks is not None:
-        device = arguments.device or default_device()
-        name, seen = launch(
-            doctor.after_a_call, arguments.ranks, device, device=device, timeout_s=DOCTOR_S
-        )
+    device, ranks = arguments.device or default_device(), arguments.ranks
+    if ranks is not None:
+        check_ranks(ranks, device)  # before the report, which takes seconds
+    found = doctor.report(ranks, device)
+    if ranks is not None:
+        name, seen = launch(doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S)
         found["engines"][name] = seen
+        found["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
     if arguments.json:
         print(json.dumps(found))
     else:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ficco.cli.site import GATHERS, add_operator, picture, problem, site
+from ficco.cli.site import GATHERS, add_operator, missing, picture, problem, site
 
 #: Seconds that ``--measure`` takes, beside starting the ranks and proving every candidate right.
 MEASURE_S = 20.0
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--world", type=int, help="number of ranks (default: those of the machine that is taken)"
     )
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
     parser.add_argument("--schedule", default="auto", help="explain this one (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", action="store_true", help="the call is captured in a graph")
@@ -99,9 +99,11 @@ def _refuse(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--seconds: required with --measure, got {arguments.seconds:g} alone")
     if arguments.seconds is not None and not arguments.seconds > 0:
         raise ValueError(f"--seconds: required a number above 0, got {arguments.seconds:g}")
-    for name in ("m", "n", "k"):
-        if getattr(arguments, name) is None and not arguments.rule_table:
-            raise ValueError(f"--{name}: required a size, got none")
+    if (sizes := missing(arguments)) and not arguments.rule_table:
+        raise ValueError(
+            f"{sizes}: required, got none; for example `ficco explain --m 8192 --n 3584 --k 4096 "
+            "--machine h200-4`"
+        )
     picture(arguments.draw)
 
 

@@ -20,14 +20,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--m", type=int, required=True, help="rows that a rank multiplies")
     parser.add_argument("--n", type=int, required=True, help="columns of one rank's B")
     parser.add_argument("--k", type=int, required=True, help="columns of A")
-    parser.add_argument("--world", type=int, required=True, help="number of ranks")
+    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
     parser.add_argument("--rank", type=int, default=0, help="the rank to print (default: 0)")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
     parser.add_argument(
         "--workspace-bytes", type=int, help="cap on staging; pieces then share it as a ring"
     )
     parser.add_argument(
-        "--machine", help="to decide for and to draw: a name or a file (default: h200-4)"
+        "--machine", help=f"to decide for and to draw: a name or a file (default: {MACHINE})"
     )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the timeline (png, svg)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
@@ -41,7 +41,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ficco.plan import check, render
     from ficco.schedules import plans
 
-    asked_of = _problem(arguments)
+    asked = site(arguments.machine, arguments.world, default=MACHINE)
+    asked_of = problem(arguments, asked.world)
     if not 0 <= arguments.rank < asked_of.world:
         raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
     if arguments.workspace_bytes is not None and asked_of.kind.scatters:
@@ -50,7 +51,6 @@ def _plan(arguments: argparse.Namespace) -> int:
             "calls go by columns of b under a cap; plan fewer columns with --n"
         )
     picture(arguments.draw)
-    asked = site(arguments.machine, asked_of.world, default=MACHINE)
     drawn = asked.simulated if arguments.draw or arguments.trace else None
     decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
     made = plans(asked_of, decision.schedule, arguments.workspace_bytes)
@@ -70,13 +70,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         note = f"{asked_of}\nsimulated on {drawn.name}, {mode}"
         write([simulate(made, drawn, mode)], arguments, note)
     return 0
-
-
-def _problem(arguments: argparse.Namespace) -> Any:
-    world = arguments.world
-    if world < 1:
-        raise ValueError(f"--world: required at least 1, got {world}")
-    return problem(arguments, world)
 
 
 def _plan_text(plan: Any, decision: Any) -> str:

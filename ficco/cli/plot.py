@@ -23,7 +23,12 @@ def add(commands: Any) -> None:
         type=Path,
         help="of ficco simulate --timelines and ficco bench --timelines",
     )
-    parser.add_argument("--out", type=Path, default=Path("timelines.png"), help="png or svg")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("timelines.png"),
+        help="png or svg (default: timelines.png)",
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
     parser.add_argument("--only", metavar="TEXT", help="timelines with this in their title")
     parser.add_argument("--ranks", default="0", help="ranks to show: 0, 0,3 or all (default: 0)")
@@ -53,7 +58,16 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error}") from None
-    return [one for one in loads(text, str(path)) if only is None or only in one.title]
+    try:
+        found = loads(text, str(path))
+    except ConfigError as error:
+        raise ConfigError(
+            str(path),
+            error.key,
+            "required a file of `ficco simulate --timelines` or `ficco bench --timelines`; the CSV "
+            f"of a bench is drawn by `ficco bench --plot` ({error.expected})",
+        ) from None
+    return [one for one in found if only is None or only in one.title]
 
 
 def _arrange(found: list[Timeline]) -> tuple[list[Timeline], int]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco.cli.site import GATHERS, MACHINE, picture, site
+from ficco.cli.site import GATHERS, MACHINE, missing, picture, site
 
 if TYPE_CHECKING:
     from ficco.bench.cases import Case
@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     what.add_argument("--m", type=int, help="one shape: rows that a rank multiplies,")
     what.add_argument("--n", type=int, help="columns of one rank's B,")
     what.add_argument("--k", type=int, help="columns of A")
-    what.add_argument("--dtype", default="bfloat16", help="of that shape")
+    what.add_argument("--dtype", default="bfloat16", help="of that shape (default: bfloat16)")
     what.add_argument(
         "--operator",
         help=f"an operator, such as matmul_reduce_scatter (default: {GATHERS}, or those of the "
@@ -140,8 +140,11 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     if sum([one, arguments.set is not None, arguments.shapes is not None]) > 1:
         raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
     if one:
+        if absent := missing(arguments):
+            given = ", ".join(f"--{name}" for name in "mnk" if f"--{name}" not in absent)
+            raise ValueError(f"{absent}: required beside {given}, got none")
         for name, size in zip("mnk", sizes, strict=True):
-            if size is None or size < 0:
+            if size < 0:
                 raise ValueError(f"--{name}: required a size of at least 0, got {size}")
         name = "x".join(map(str, sizes))
         m, n, k = sizes

@@ -54,6 +54,11 @@ def add_operator(parser: Any) -> None:
     )
 
 
+def missing(arguments: Any) -> str:
+    """Which of --m, --n and --k were not given."""
+    return ", ".join(f"--{name}" for name in "mnk" if getattr(arguments, name) is None)
+
+
 def problem(arguments: Any, world: int) -> Problem:
     """The Problem that options ask about.
 

@@ -64,6 +64,10 @@ def all_gather_matmul(
     result         [m, n]; with ``return_gathered`` also the gathered A, [m, k]
     =============  ==================================================================
 
+    The result has two dimensions, its rows in the order of the ranks. A shard of a sequence comes
+    with the sequence first, [s/W, batch, k]; of [batch, s/W, k] the rows would come rank by rank,
+    not batch by batch. Layers of ``ficco.nn`` take that order with ``sequence_dim=1``.
+
     Pieces of the shards travel on the copy engines while the GEMMs of the vendor's library multiply
     what has arrived, as the schedule lays down (FiCCO, sections V-A and VI-A). On a GPU the call
     returns once it is enqueued, on the current stream, and can be captured in a graph. 2D schedules
@@ -85,7 +89,9 @@ def all_gather_matmul(
     Raises:
         ValueError: an argument is wrong; the text says what is required, what was given, and what
             to do.
-        NotImplementedError: fp8 and sparse operands.
+        NotImplementedError: the dtype is none of bfloat16, float16, float32 and, on CPUs, float64;
+            an operand is sparse; the device has no engine; derivatives in forward mode and
+            ``torch.jit.trace``.
         RankMismatch: ranks disagree on the problem, the schedule or the options.
         SignalTimeout: a peer died, is stuck or did not call. On a GPU see ``options(on_timeout)``.
         PeerFailed: a call ended by an error on another rank, which this names.
