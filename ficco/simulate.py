@@ -57,7 +57,7 @@ from ficco.machine import (
     Memory,
     Topology,
 )
-from ficco.plan import Plan, Signal, Step, together
+from ficco.plan import Plan, Region, Signal, Step, together
 from ficco.plan.collector import paused
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, plans
@@ -265,6 +265,12 @@ def exchanged(problem: Problem) -> int:
     return round(rows * (problem.n if problem.kind.scatters else problem.k) * problem.itemsize)
 
 
+def _reads(step: Step) -> bool:
+    """Whether a step sums what lies at peers."""
+    reduction = step.reduction
+    return reduction is not None and any(p.rank != reduction.out.rank for p in reduction.parts)
+
+
 class _Lane:
     """A queue of steps of one rank, and the step at its head once that has begun."""
 
@@ -405,7 +411,8 @@ class _Simulation:
         """The blocks of the machine that the plans need."""
         steps = [step for rank in self.ranks for step in rank.plan.steps]
         ops = {step.op for step in steps}
-        by_kernel = any(step.op == "copy" and step.mover == "kernel" for step in steps)
+        reads = any(_reads(step) for step in steps)
+        by_kernel = reads or any(step.op == "copy" and step.mover == "kernel" for step in steps)
 
         def block(name: str, needed: bool) -> Any:
             found = getattr(machine, name)
@@ -422,8 +429,8 @@ class _Simulation:
         kind = self.problem.kind.collective
         if getattr(machine, COLLECTIVES[kind]) is None:
             block("collective", "collective" in ops)
-        self.topology: Topology = block("topology", "copy" in ops)
-        self.copies: Copies = block("copies", "copy" in ops)
+        self.topology: Topology = block("topology", reads or "copy" in ops)
+        self.copies: Copies = block("copies", reads or "copy" in ops)
         if by_kernel and machine.kernel_copies is not None:
             self.copies = machine.kernel_copies
         contention: Contention = block("contention", {"copy", "matmul"} <= ops)
@@ -554,7 +561,8 @@ class _Simulation:
             self._begin_product(lane, rank, step)
         elif step.op in ("place", "reduce"):
             if self._move(step) and lane.steps[lane.at] not in rank.rides:
-                self._push(self.now + self.memory.latency, _REACH, lane)
+                latency = self.copies.latency if _reads(step) else self.memory.latency
+                self._push(self.now + latency, _REACH, lane)
             else:
                 self._over(lane, self.now, self.now)
         elif step.op == "collective":
@@ -658,15 +666,26 @@ class _Simulation:
         return whole, self.gemm.dense(m, n, k, **how, wide=wide, adds=adds)
 
     def _move(self, step: Step) -> float:
-        """Seconds to read here and write there; what lies in ``sum`` is float32."""
+        """Seconds to read here, or at the peers, and write here; what lies in ``sum`` is
+        float32."""
+        regions: tuple[Region, ...]
         if step.reduction is not None:
             regions = (*step.reduction.parts, step.reduction.out)
         else:
             assert step.transfer is not None
             regions = step.transfer[:2]
-        itemsize = self.problem.itemsize
-        nbytes = sum(one.elements * (4 if one.buffer == "sum" else itemsize) for one in regions)
-        return nbytes / self.memory.bandwidth
+        near, far = 0, []
+        for one in regions:
+            nbytes = one.elements * (4 if one.buffer == "sum" else self.problem.itemsize)
+            if one.rank == regions[-1].rank:
+                near += nbytes
+            else:
+                far.append(nbytes)
+        seconds = near / self.memory.bandwidth
+        if any(far):
+            nbytes = max(far) if self.topology.kind == "mesh" else sum(far)
+            seconds += nbytes / self.copies.rate(nbytes)
+        return seconds
 
     # Copies between ranks.
 

@@ -40,9 +40,15 @@ from ranks import Rank, ranks, run
 
 import ficco
 from ficco.ops.call import run as ficco_run
-from ficco.schedules import NAMED, Schedule
+from ficco.problem import Problem
+from ficco.schedules import NAMED, Schedule, refusal
 
-NAMES = sorted(name for name, schedule in NAMED.items() if not schedule.beta)
+#: The names that a gather takes.
+NAMES = sorted(
+    name
+    for name, schedule in NAMED.items()
+    if not refusal(Problem("all_gather_matmul", (1,), 1, 1, "float32"), schedule)
+)
 #: Every axis that a name can be given, alone and together.
 KNOBS = (
     "",
@@ -345,6 +351,12 @@ def _capped(at: Rank, schedule: str, layout: str, cap: int | None) -> int:
     ficco.close(group)
     dist.destroy_process_group(group)
     return found
+
+
+@pytest.mark.parametrize("cap", [1 << 12, 1 << 14, 1 << 16])
+def test_auto_keeps_to_a_cap(cap: int) -> None:
+    """Whatever is fastest without one."""
+    assert all(found <= cap for found in run(4, _capped, "auto", "plain", cap))
 
 
 @pytest.mark.parametrize(

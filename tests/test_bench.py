@@ -218,9 +218,11 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     assert ("pytorch-fused" in found) == fused
     assert ("ficco-rccl" in found) == ("pytorch-native" in found) == (operator == OPERATOR)
     assert ("ring" in found) == ("shard-overlap:beta" in found) == problem.kind.sums
+    assert ("one-shot" in found) == problem.kind.sums
     assert any("@stages" in name for name in found) != problem.kind.scatters
     compared = of_problem(choose(["candidates"]), problem)
     assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
+    assert ("one-shot:pieces=2" in {one.schedule for one in compared}) == problem.kind.sums
     assert "beta" in refused(parse("growing:beta"), problem) or problem.kind.sums
 
 

@@ -648,8 +648,12 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
         without = decide(small, machine=machine, movers=movers)
         assert without.source == "model" and without.schedule.mover != "kernel"
         assert "serial:kernel" not in [one.schedule for one in without.candidates]
+    # What travels behind a product has no kernel to wait for, but for the one that sums.
     sums = problem_of("matmul_reduce_scatter", 512, 1024, 512, "bfloat16", 4)
-    assert decide(sums, machine=fast).schedule.mover != "kernel"
+    assert str(decide(sums, machine=fast).schedule) == "one-shot"
+    assert decide(sums, machine=by_kernel(MACHINE, "assumed")).schedule.mover != "kernel"
+    blocks = problem_of("matmul_all_to_all", 512, 1024, 512, "bfloat16", 4)
+    assert decide(blocks, machine=fast).schedule.mover != "kernel"
 
 
 def test_a_decision_that_was_saved_with_a_compiler_is_not_taken_without(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ OPERATORS = tuple(dict.fromkeys((*SUMS, *BLOCKS, *INNER)))
 #: Terms in the sum of one element on one rank, at most: with |a| <= 3 and |b| = 1 the sums of 8
 #: ranks stay within [-192, 192], and bfloat16 holds every integer up to 256.
 TERMS = 8
+#: Most that the signals of a small plan take.
+WORDS_BYTES = 1 << 12
 
 KNOBS = (
     "",
@@ -162,7 +164,9 @@ def schedules_of(operator: str) -> list[str]:
     for name, base in NAMED.items():
         for knobs in KNOBS:
             beta = "beta" in knobs or base.beta
-            if beta and (operator not in SUMS or base.uniform):
+            if (beta or name == "one-shot") and operator not in SUMS:
+                continue
+            if beta and base.uniform:
                 continue
             if name == "ring" and ("pull" in knobs or "beta" in knobs):
                 continue
@@ -447,6 +451,31 @@ def _rows_that_fail(at: Rank) -> None:
 
 def test_rows_that_cannot_be_read() -> None:
     run(2, _rows_that_fail)
+
+
+def _auto_under_a_cap(at: Rank, operator: str) -> None:
+    """With nothing else set a call keeps to any cap, and so does its backward."""
+    shape = {"rows": rows_for(operator, at.world, "equal"), "k": 64}
+    ficco.close()  # what others left
+    for iteration, cap in enumerate((100, 5000, 9000)):
+        for n in (0, 40):
+            with ficco.options(workspace_bytes=cap):
+                exact(at, Case(operator, n=n, schedule="auto", **shape), iteration)
+                assert ficco.memory() <= cap
+    ficco.close()
+    case = Case(operator, n=40, schedule="auto", **shape)
+    a, b = (x.requires_grad_() for x in operands(case, at.rank, 0, at.device))
+    with ficco.options(workspace_bytes=5000):
+        getattr(ficco, operator)(a, b, **case.arguments()).sum().backward()
+    # A slot has the words of the one call and the staging of the other.
+    assert ficco.memory() <= 5000 + WORDS_BYTES
+    assert a.grad is not None and b.grad is not None
+    ficco.close()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_auto_keeps_to_any_cap(operator: str) -> None:
+    run(3, _auto_under_a_cap, operator)
 
 
 def _capped_anyhow(at: Rank, operator: str, n: int) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ficco.bench.bounds import block_bytes
 from ficco.bench.cases import OPERATOR
-from ficco.heuristics.candidates import BY_KERNEL, candidates
+from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
 
@@ -102,7 +102,7 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candid
     """The candidates of a bench: the references but some, and the schedules of these names, or all.
 
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
-    by kernel where copies are small.
+    by kernel where copies are small, and those that sum where the peers made it.
     """
     ours = SCHEDULES
     if names is not None:
@@ -119,7 +119,7 @@ def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate
     for one in chosen:
         if one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
-            there = (*map(str, candidates(problem)), *BY_KERNEL * small)
+            there = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
             found |= dict.fromkeys(map(parse, there))
         elif problem.operator in having.get(one.name, (problem.operator,)):
             found[one] = None

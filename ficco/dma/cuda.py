@@ -115,6 +115,9 @@ class CudaMemory(Mapped):
             )
         self.addresses = list(self._handle.buffer_ptrs)
 
+    def part(self, rank: int) -> torch.Tensor:
+        return self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
+
     def free(self) -> None:
         del self.tensor, self._handle
 
@@ -417,8 +420,9 @@ class CudaEngine(StreamEngine):
         assert slot is not None
         found = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
         ops = [MemOp(WRITE_32, *post) for post in found]
-        # The last post of a captured call also tells the watchdog that it is over.
-        last = [slot.state.watch.end()] if lane == "sync" and slot.captured else []
+        # The last step of a captured call also tells the watchdog that it is over.
+        ends = slot.captured and step == len(program.plan.steps) - 1
+        last = [slot.state.watch.end()] if ends else []
         if self._writes_reach:
             return self._memops(program, step, ops + last)
         posts = _Posts(lane, tuple(ops), tuple(self._scratch(program, op.value) for op in ops))

@@ -187,9 +187,13 @@ class IpcMemory(HipMemory):
         self.tensor, keeper = engine.work.tensor(self._shared.mine[0], nbytes)
         #: Alive for as long as any tensor looks into the memory.
         self._keeper: weakref.ref[Any] = weakref.ref(keeper)
+        self._peers = engine.work.peers
 
     def map(self) -> None:
         self.addresses = [self._shared.address(rank, 0) for rank in range(len(self.addresses))]
+
+    def part(self, rank: int) -> torch.Tensor:
+        return self._peers(self.addresses[rank], self.nbytes)
 
     def let_go(self) -> None:
         super().let_go()
@@ -219,6 +223,10 @@ class TorchMemory(HipMemory):
 
     def map(self) -> None:
         pass  # PyTorch has done it
+
+    def part(self, rank: int) -> torch.Tensor:
+        found: torch.Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
+        return found
 
     def let_go(self) -> None:
         super().let_go()

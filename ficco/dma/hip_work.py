@@ -58,6 +58,10 @@ class Work(ABC):
         """Memory as bytes, and an object that lives as long as a tensor looks into it."""
 
     @abstractmethod
+    def peers(self, address: int, nbytes: int) -> torch.Tensor:
+        """Memory of a peer that is mapped here, as bytes."""
+
+    @abstractmethod
     def capturing(self) -> int:
         """A number that tells graph captures of the caller's stream apart, 0 outside of one."""
 
@@ -138,6 +142,11 @@ class TorchWork(Work):
         keeper = _Bytes(address, nbytes)
         with torch.inference_mode(False):  # calls of other modes use it, too
             return torch.as_tensor(keeper, device=self._device), keeper
+
+    def peers(self, address: int, nbytes: int) -> torch.Tensor:
+        # PyTorch takes memory from other libraries for that of the device where it lies.
+        storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def begin(self, call: Call, captured: bool) -> None:
         pass  # PyTorch's allocator follows the caller's stream, which all lanes end with
@@ -228,6 +237,9 @@ class CallbackWork(Work):
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
         keeper = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(keeper, dtype=torch.uint8), keeper
+
+    def peers(self, address: int, nbytes: int) -> torch.Tensor:
+        return self.tensor(address, nbytes)[0]
 
     def begin(self, call: Call, captured: bool) -> None:
         for storage in _storages(call):

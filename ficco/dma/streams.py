@@ -58,6 +58,10 @@ class Mapped(Symmetric):
 
     addresses: list[int]
 
+    @abstractmethod
+    def part(self, rank: int) -> torch.Tensor:
+        """A rank's part as bytes, for kernels of this device to read."""
+
 
 class Watch:
     """Two words in pinned host memory that a slot's calls write: the number of the program that
@@ -267,24 +271,33 @@ class StreamEngine(Engine):
 
     def _tensor(self, program: Program, call: Call, name: str) -> torch.Tensor:
         """A whole buffer of this rank as a matrix."""
-        if name in ("staging", "publish"):
-            if name not in program.state:
-                plan, slot = program.plan, program.slot
-                assert slot is not None and slot.memory is not None
-                problem, shape = plan.problem, plan.shape(name)
-                start = slot.offsets[name == "publish"]
-                nbytes = shape[0] * shape[1] * problem.itemsize
-                with torch.inference_mode(False):  # calls of other modes use it, too
-                    flat = slot.memory.tensor[start : start + nbytes]
-                    program.state[name] = flat.view(getattr(torch, problem.dtype)).view(shape)
-            found: torch.Tensor = program.state[name]
-            return found
+        if name in SHARED_BUFFERS:
+            return self._shared(program, name, self.rank)
         tensor: torch.Tensor | None = getattr(call, "sums" if name == "sum" else name)
         assert tensor is not None
         return tensor
 
+    def _shared(self, program: Program, name: str, rank: int) -> torch.Tensor:
+        """A whole buffer of any rank in a slot's symmetric memory as a matrix."""
+        key = name, rank
+        if key not in program.state:
+            plan, slot = program.plan, program.slot
+            assert slot is not None and isinstance(slot.memory, Mapped)
+            problem, shape = plan.problem, plan.shape(name, rank)
+            start = slot.offsets[name == "publish"]
+            nbytes = shape[0] * shape[1] * problem.itemsize
+            with torch.inference_mode(False):  # calls of other modes use it, too
+                part = slot.memory.tensor if rank == self.rank else slot.memory.part(rank)
+                flat = part[start : start + nbytes]
+                program.state[key] = flat.view(getattr(torch, problem.dtype)).view(shape)
+        found: torch.Tensor = program.state[key]
+        return found
+
     def _view(self, program: Program, call: Call, region: Region) -> torch.Tensor:
-        whole = self._tensor(program, call, region.buffer)
+        if region.rank == self.rank:
+            whole = self._tensor(program, call, region.buffer)
+        else:
+            whole = self._shared(program, region.buffer, region.rank)
         view = whole if region.rows == whole.shape[0] else whole[region.row : region.row_stop]
         return view if region.cols == whole.shape[1] else view[:, region.col : region.col_stop]
 

@@ -158,6 +158,9 @@ BY_KERNEL = (
     "hetero-fused-1d:pieces=2,kernel",
 )
 
+#: For operators that sum, where a kernel reads what peers made: one exchange, behind the product.
+READING = ("one-shot", "one-shot:pieces=2")
+
 #: Provenance of figures that somebody measured.
 MET = ("measured", "fitted")
 
@@ -195,6 +198,7 @@ def _candidates(
     if "kernel" in movers and machine is not None and machine.kernel_copies is not None:
         for name in BY_KERNEL:
             yield suited(Schedule.parse(name), problem, machine)
+        yield from map(Schedule.parse, READING if problem.kind.sums else ())
 
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
@@ -224,6 +228,8 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
         return True
     known = machine.kernel_copies is not None and machine.kernel_copies.provenance.source in MET
     known = known and machine.accelerator != "cpu"
+    if schedule.grouping == "one-shot":
+        return known and schedule.pieces == 1
     return known and is_serial(schedule) and problem.kind.collective == "all-gather"
 
 

@@ -5,6 +5,7 @@ The second call of a kind is one dictionary look-up, one entry on the board and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
 from ficco.errors import FiccoError
-from ficco.heuristics import decide
+from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
 from ficco.options import Options, current
 from ficco.plan import Plan
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Rows = Sequence[int] | Sequence[Sequence[int]] | None
+
+#: What ``auto`` tries under a cap on memory when nothing that it compared keeps to it.
+FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))
 
 
 @dataclass
@@ -278,7 +282,10 @@ def _bound(
     chosen = decision.schedule
     if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:
         warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
-    made, single, columns = _plan(workspace, problem, chosen, options)
+    if schedule == "auto" and options.workspace_bytes is not None:
+        made, single, columns = _plan_that_fits(workspace, problem, decision, options)
+    else:
+        made, single, columns = _plan(workspace, problem, chosen, options)
     if columns:
         return Bound(made, 0, single, None, columns)
     digest = workspace.board.describe(_text(made, options, known, source if chosen.pull else None))
@@ -294,6 +301,23 @@ def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, i
         left, (memory, start) = _left(plan.problem.operator), source
         parts.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
     return ", ".join(parts)
+
+
+class _NoRoom(ValueError):
+    """A schedule needs more memory than is allowed."""
+
+
+def _plan_that_fits(
+    workspace: Workspace, problem: Problem, decision: Decision, options: Options
+) -> tuple[Plan, bool, int]:
+    """As :func:`_plan`, of the schedule that was decided on, or else of the fastest that keeps to
+    the memory that is allowed; by the group's library where none does."""
+    compared = [Schedule.parse(one.schedule) for one in decision.candidates]
+    finer = map(Schedule.parse, FINER)
+    for schedule in dict.fromkeys([decision.schedule, *compared, *finer]):
+        with contextlib.suppress(_NoRoom):
+            return _plan(workspace, problem, schedule, options)
+    return _plan(workspace, problem, Schedule.parse("serial:collective"), options)
 
 
 def _plan(
@@ -327,7 +351,7 @@ def _plan(
         columns -= GRANULE
     if not columns:
         few = min(GRANULE, problem.n)
-        raise ValueError(
+        raise _NoRoom(
             f"workspace_bytes: required at least {words + _room_of(workspace, whole, few)} for "
             f"{few} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
             "serial:collective"
@@ -336,7 +360,11 @@ def _plan(
 
 
 def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
-    """A plan of what gathers, its staging a ring where needed, so that a slot keeps to a cap."""
+    """A plan of what gathers, its staging a ring where needed, so that a slot keeps to a cap.
+
+    Raises:
+        ValueError: the cap is too small for its largest step.
+    """
 
     def nbytes(staging: int) -> int:
         return workspace.engine.slot_bytes(whole.words, (staging, whole.room[1]))
@@ -347,7 +375,7 @@ def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Pl
     try:
         return plan(whole.problem, schedule, whole.rank, staging)
     except StagingTooSmall as error:
-        raise ValueError(
+        raise _NoRoom(
             f"workspace_bytes: required at least {nbytes(error.needed)} for one step of schedule "
             f"{schedule} on {whole.problem}, got {cap}; allow more or cut finer (pieces=)"
         ) from None
@@ -355,7 +383,7 @@ def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Pl
 
 def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:
     """Bytes of a slot, less its words, for some of a plan's columns."""
-    staging, publish = (-(-room * columns // whole.problem.n) for room in whole.room)
+    staging, publish = (-(-room * columns // max(whole.problem.n, 1)) for room in whole.room)
     return workspace.engine.slot_bytes(0, (staging, publish))
 
 

@@ -583,8 +583,9 @@ class _Proof:
         part_step = step[each]
         part = self._regions([p for reduction in made for p in reduction.parts], part_step)
         who, here = self.by_step(part_step), out.at(each)
-        local = (part.rank == me[each]) & (here.rank == me[each])
-        local &= among(part.buffer, PARTIAL, PUBLISH, STAGING) & (here.buffer == OUT)
+        local = (part.rank == me[each]) & among(part.buffer, PARTIAL, STAGING)
+        local |= part.buffer == PUBLISH  # peers may read it
+        local &= (here.rank == me[each]) & (here.buffer == OUT)
         self.demand(local, who, "sums in the wrong buffers")
         sizes = (part.rows == here.rows) & (part.cols == here.cols)
         self.demand(sizes, who, "sums regions of different sizes")

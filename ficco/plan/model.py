@@ -126,7 +126,7 @@ class Product(NamedTuple):
 class Reduction(NamedTuple):
     """``out = sum of parts``, added in float32 in their order and rounded once.
 
-    ``terms`` has whose products lie in each part.
+    ``terms`` has whose products lie in each part. Parts in ``publish`` may be those of peers.
     """
 
     parts: tuple[Region, ...]

@@ -155,6 +155,18 @@ compute0 | 1.0     | 2.0   | 3.0   | 0.0   | ..
 copy0    | acquire | 1.0>1 | 2.0>2 | 3.0>3 | .. | sum 0>3
 reduce0  |         |       |       |       | .. | staging>out | staging>out
 sync     |         |       |       |       | .. |             |             | retire
+
+Nothing is copied: each rank reads what its peers made and sums it itself, all of it in an
+all-reduce.
+
+>>> show("one-shot", "matmul_all_reduce")
+compute0 | piece 0 | acquire | sum 0
+sync     |         |         |       | has read | retire
+
+>>> show("one-shot:pieces=2", "matmul_all_reduce")
+compute0 | piece 0 | acquire | piece 1 | tell 1
+reduce0  |         |         | sum 0   | sum 1
+sync     |         |         |         |        | has read | retire
 """
 
 from ficco.schedules.build import plan, plans, refusal, same_plans

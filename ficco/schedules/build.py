@@ -10,6 +10,7 @@ from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.gather import Gather, GatherWorld
 from ficco.schedules.inner import InnerGather
+from ficco.schedules.one_shot import OneShot, OneShotWorld
 from ficco.schedules.scatter import Scatter, ScatterWorld
 from ficco.schedules.space import Schedule
 
@@ -36,8 +37,8 @@ def plans(problem: Problem, schedule: Schedule, staging_bytes: int | None = None
 def refusal(problem: Problem, schedule: Schedule) -> str:
     """Why a schedule cannot serve a Problem; empty if it can."""
     kind = problem.kind
-    if schedule.beta and not kind.sums:
-        what = "ring" if schedule.grouping == "ring" else "beta"
+    if (schedule.beta or schedule.grouping == "one-shot") and not kind.sums:
+        what = schedule.grouping if schedule.grouping in ("ring", "one-shot") else "beta"
         return (
             f"schedule {schedule}: {what} is for operators that sum over ranks, which "
             f"{problem.operator} does not; leave it out"
@@ -82,6 +83,9 @@ def _plans(
         raise ValueError(why)
     if schedule.mover == "collective" and problem.world > 1:
         return [_collective(problem, schedule, rank) for rank in ranks]
+    if schedule.grouping == "one-shot":
+        summed = OneShotWorld(problem, schedule)
+        return [OneShot(summed, rank).build() for rank in ranks]
     if problem.kind.scatters:
         there = ScatterWorld(problem, schedule)
         return [Scatter(there, rank).build() for rank in ranks]

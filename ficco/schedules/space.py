@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 #: Which pieces share a step.
-GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring")
+GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot")
 
 #: What arrives before what; the first is the default.
 ORDERS = ("piece", "peer")
@@ -40,7 +40,9 @@ class Schedule:
         grouping: which pieces share a step: ``"fused"``, one of every peer; ``"unfused"``, one;
             ``"growing"`` and ``"shrinking"``, those of 1, 2, 4, ... neighbouring peers (or the
             reverse), whose rows are contiguous, so that log2(W) + 1 products do; ``"ring"``, for
-            operators that sum: a block goes from rank to rank, and each adds its product to it.
+            operators that sum: a block goes from rank to rank, and each adds its product to it; or
+            ``"one-shot"``, for the same: what a rank needs it sums where the peers made it, and a
+            sum that all ranks want each of them makes itself.
         dims: 1 cuts what travels by rows, 2 by columns. Columns of A accumulate; those of a product
             are columns of b.
         pieces: pieces per shard or block, or their relative sizes; 0 means one per rank, the
@@ -90,6 +92,13 @@ class Schedule:
             raise ValueError(
                 "ring: required uniform=False, pull=False and beta=True, since a block is pushed "
                 "from rank to rank and ends where it belongs"
+            )
+        if self.grouping == "one-shot" and not (
+            self.uniform and self.dims == 1 and self.pull and self.mover == "kernel"
+        ):
+            raise ValueError(
+                "one-shot: required uniform=True, dims=1, pull=True and mover='kernel', since a "
+                "kernel reads rows at the peers and sums them"
             )
         if self.beta and self.uniform:
             raise ValueError(
@@ -177,13 +186,15 @@ KNOBS = (
 
 #: The named points. The paper studies four of the eight FiCCO schedules (section V-B);
 #: ``shard-overlap`` is PyTorch's Async TP; ``growing`` and ``shrinking`` are hypercube orders;
-#: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end.
+#: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end;
+#: ``one-shot`` is the form of small all-reduces in NCCL's and PyTorch's neighbours.
 NAMED: dict[str, Schedule] = {
     "serial": Schedule(True, "fused", 1, pieces=1),
     "shard-overlap": Schedule(False, "unfused", 1, pieces=1, order="peer"),
     "growing": Schedule(False, "growing", 1, pieces=1, order="peer"),
     "shrinking": Schedule(False, "shrinking", 1, pieces=1, order="peer"),
     "ring": Schedule(False, "ring", 1, pieces=2, tail=2, order="peer", beta=True),
+    "one-shot": Schedule(True, "one-shot", 1, pieces=1, pull=True, mover="kernel"),
     **{
         f"{'uniform' if uniform else 'hetero'}-{grouping}-{dims}d": Schedule(
             uniform, grouping, dims

@@ -1,0 +1,192 @@
+"""Plans in which each rank adds up itself what all ranks made, where it lies at its peers.
+
+Nothing is copied before it is summed, and a sum that all ranks want is made by each of them: one
+exchange in place of two. That sends W / 2 times the bytes of a reduce-scatter and an all-gather,
+and waits once where they wait twice: best for small products, and for any with one peer.
+"""
+
+from __future__ import annotations
+
+from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step
+from ficco.problem import Problem
+from ficco.schedules.groups import Unit, cut, finer
+from ficco.schedules.runs import merged
+from ficco.schedules.space import Schedule
+
+REDUCE_LANE = "reduce0"
+
+#: Rows of the product.
+Rows = tuple[int, int]
+
+
+class OneShotWorld:
+    """What all ranks derive alike: which rows are summed when, and which words say that they are
+    there."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.schedule = problem, schedule
+        self.world = problem.world
+        #: By rank, the rows that it sums, piece by piece.
+        self.summed = [self._pieces(rank) for rank in range(self.world)]
+        self.rounds = max(map(len, self.summed))
+
+    def _pieces(self, rank: int) -> list[Rows]:
+        problem, schedule = self.problem, self.schedule
+        first, rows = problem.offsets[rank], problem.rows[rank]
+        if problem.kind.returns:
+            first, rows = 0, problem.m
+        cuts = enumerate(cut(rows, schedule.pieces or self.world))
+        pieces = [Unit(rank, i, start, stop, i) for i, (start, stop) in cuts]
+        if pieces:
+            pieces += finer(pieces.pop(), schedule.tail)
+        return [(first + piece.start, first + piece.stop) for piece in pieces]
+
+    def made(self, piece: int) -> list[Rows]:
+        """The rows that are multiplied for one piece of all ranks, rising."""
+        ranks = self.summed[:1] if self.problem.kind.returns else self.summed
+        return [pieces[piece] for pieces in ranks if piece < len(pieces)]
+
+    # Signal words: per peer one that rests at 1, one for each piece, and one that says that a rank
+    # has read.
+
+    def words(self) -> int:
+        return self.world * (2 + max(self.rounds, 1))
+
+    def released(self, poster: int, waiter: int) -> Signal:
+        return Signal("released", poster, waiter, 0, poster)
+
+    def valid(self, poster: int, waiter: int) -> list[Signal]:
+        """One for each piece; a rank that sums nothing has to know that the call has begun."""
+        slots, pieces = max(self.rounds, 1), self.summed[waiter] or [(0, 0)]
+        first = self.world + poster * slots
+        return [
+            Signal("valid", poster, waiter, slot, first + slot, *rows)
+            for slot, rows in enumerate(pieces)
+        ]
+
+    def done(self, poster: int, waiter: int) -> Signal:
+        pieces = self.summed[poster] or [(0, 0)]
+        word = self.world * (1 + max(self.rounds, 1)) + poster
+        return Signal("done", poster, waiter, 0, word, pieces[0][0], pieces[-1][1])
+
+
+class OneShot:
+    """Builds one Plan. ``me`` is its rank."""
+
+    def __init__(self, world: OneShotWorld, rank: int) -> None:
+        self.world, self.me = world, rank
+        self.problem, self.schedule = world.problem, world.schedule
+        self.peers = [peer for peer in range(world.world) if peer != rank]
+        self.steps: list[Step] = []
+        self.products: list[int] = []  # the step of each piece
+        self.acquired = 0  # the step that takes over the slots of the peers
+        # Where nothing is multiplied meanwhile, no other lane has to be told.
+        self.reduce_lane = REDUCE_LANE if world.rounds > 1 else "compute0"
+
+    def _add(self, step: Step) -> int:
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def build(self) -> Plan:
+        world, peers = self.world, self.peers
+        for piece in range(world.rounds):
+            self._multiply(piece)
+            if peers and piece:  # not before the next product, for a GPU that waits for its host
+                self._sum(piece - 1)
+        if peers:
+            if not world.rounds:
+                self._tell(0)
+            self._sum(world.rounds - 1)
+            self._retire()
+        return Plan(
+            problem=self.problem,
+            schedule=str(self.schedule),
+            rank=self.me,
+            steps=tuple(self.steps),
+            staging=(0, self.problem.n) if peers else (0, 0),
+            room=(0, self.problem.m * self.problem.n * self.problem.itemsize) if peers else (0, 0),
+            publish=bool(peers),
+            sums=False,
+            words=world.words() if peers else 0,
+        )
+
+    def _lane(self, piece: int) -> str:
+        return f"compute{piece % self.schedule.compute}"
+
+    def _multiply(self, piece: int) -> None:
+        """Make one piece of what each rank sums, and say so."""
+        me, n, k = self.me, self.problem.n, self.problem.k
+        buffer = "publish" if self.peers else "out"
+        products = [
+            Product(Region("a", me, *rows, 0, k), 0, k, Region(buffer, me, *rows, 0, n))
+            for rows in self.world.made(piece)
+        ]
+        step = Step("matmul", self._lane(piece), f"piece {piece}", products=merged(products))
+        self.products.append(self._add(step))
+        if self.peers:
+            self._tell(piece)
+
+    def _tell(self, piece: int) -> None:
+        """Tell those who sum a piece that this rank's part of it is there."""
+        valid = [self.world.valid(self.me, peer) for peer in self.peers]
+        posts = tuple(pieces[piece] for pieces in valid if piece < len(pieces))
+        lane = self._lane(piece)
+        mine: tuple[Signal, ...] = ()
+        after: tuple[int, ...] = ()
+        if not piece:
+            mine = tuple(self.world.released(peer, self.me) for peer in self.peers)
+        elif lane != self._lane(0):
+            after = (self.acquired,)
+        label = f"tell {piece}" if piece else "acquire"
+        found = self._add(
+            Step("sync", lane, label, waits=mine, clears=mine, posts=posts, after=after)
+        )
+        if not piece:
+            self.acquired = found
+
+    def _sum(self, piece: int) -> None:
+        """Add up what all ranks made of a piece of this rank's, if it has so many."""
+        rows = self.world.summed[self.me][piece : piece + 1] if piece >= 0 else []
+        for first, last in rows:
+            n, ranks = self.problem.n, range(self.world.world)
+            begin = 0 if self.problem.kind.returns else self.problem.offsets[self.me]
+            parts = tuple(Region("publish", rank, first, last, 0, n) for rank in ranks)
+            out = Region("out", self.me, first - begin, last - begin, 0, n)
+            beside = self.reduce_lane != "compute0"
+            step = Step(
+                "reduce",
+                self.reduce_lane,
+                f"sum {piece}",
+                waits=tuple(self.world.valid(peer, self.me)[piece] for peer in self.peers),
+                after=(self.acquired, self.products[piece]) if beside else (),
+                reduction=Reduction(parts, tuple(1 << rank for rank in ranks), out),
+            )
+            self._add(step)
+
+    def _retire(self) -> None:
+        """Tell the peers that this rank has read, and hand the slot on once they have."""
+        world, me, peers = self.world, self.me, self.peers
+        waited = [s for step in self.steps for s in step.waits if not s.released]
+        silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
+        read = tuple(world.done(peer, me) for peer in peers)
+        last = {step.lane: i for i, step in enumerate(self.steps)}
+        self._add(
+            Step(
+                "sync",
+                "sync",
+                "has read",
+                waits=silent,
+                posts=tuple(world.done(me, peer) for peer in peers),
+                after=tuple(last.values()),
+            )
+        )
+        self._add(
+            Step(
+                "sync",
+                "sync",
+                "retire",
+                waits=read,
+                clears=(*waited, *silent, *read),
+                posts=tuple(world.released(me, peer) for peer in peers),
+            )
+        )
