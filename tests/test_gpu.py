@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_operators as operators
 import torch
 import torch.distributed as dist
 from cases import (
@@ -58,6 +59,7 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, with this mo
 )
 from test_faults import MISMATCHES, assert_unusable, timed
 from test_operators import (  # noqa: F401  likewise
+    test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit,
     test_errors_keep_to_their_bounds,
     test_every_schedule_is_exact,
     test_memory_keeps_to_its_cap,
@@ -359,6 +361,41 @@ def _replays(at: Rank, schedule: str, warm: bool) -> None:
 @pytest.mark.parametrize("schedule", GRAPHED)
 def test_replays(schedule: str, warm: bool) -> None:
     run(4 if most_gpu_ranks() >= 4 else 2, _replays, schedule, warm, device="cuda")
+
+
+def _replays_of_sums(at: Rank, operator: str, schedule: str) -> None:
+    """A captured call whose operands change, replayed between eager ones; these are recorded."""
+    rows = operators.rows_for(operator, at.world, "equal")
+    case = operators.Case(operator, rows, 64, 96, "bfloat16", schedule)
+    a, b = operators.operands(case, at.rank, 0, at.device)
+    settle(at)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = getattr(ficco, operator)(a, b, **case.arguments())
+    kept = []
+    for iteration in range(1, 30):
+        for operand, new in zip(
+            (a, b), operators.operands(case, at.rank, iteration, at.device), strict=True
+        ):
+            operand.copy_(new)
+        graph.replay()
+        kept.append(result.clone())
+        kept.append(getattr(ficco, operator)(a, b, **case.arguments()))
+        # A replay that still waited for its peers behind its end would now read this.
+        a.fill_(44)
+    torch.cuda.synchronize()
+    for i, found in enumerate(kept):
+        right = operators.wanted(case, at.rank, 1 + i // 2, at.device)
+        assert torch.equal(found, right), f"rank {at.rank}, {case}, call {i}"
+    del graph
+    ficco.close()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("operator", operators.SUMS)
+@pytest.mark.parametrize("schedule", ["one-shot", "one-shot:pieces=3,compute=2", "serial:kernel"])
+def test_replays_of_sums(world: int, operator: str, schedule: str) -> None:
+    run(world, _replays_of_sums, operator, schedule, device="cuda")
 
 
 def _graphs_between_calls(at: Rank, seed: int) -> None:

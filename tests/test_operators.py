@@ -246,12 +246,24 @@ def _repeats(at: Rank, operator: str, schedule: str) -> list[bool]:
 @pytest.mark.parametrize(
     "operator, schedule",
     [
-        *product(SUMS, ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring"]),
+        *product(SUMS, ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring", "one-shot"]),
         *product(INNER, ["hetero-fused-1d:pieces=2,tail=2,compute=2", "hetero-unfused-2d"]),
     ],
 )
 def test_sums_repeat_to_the_last_bit(device: str, operator: str, schedule: str) -> None:
     assert all(map(all, run(2, _repeats, operator, schedule, device=device)))
+
+
+def _all_reduced(at: Rank, schedule: str) -> torch.Tensor:
+    torch.manual_seed(at.rank)
+    a, b = torch.randn(67, 96).bfloat16(), torch.randn(96, 40).bfloat16()
+    return ficco.matmul_all_reduce(a.to(at.device), b.to(at.device), schedule=schedule).cpu()
+
+
+@pytest.mark.parametrize("schedule", ["growing", "ring", "one-shot", "one-shot:pieces=3"])
+def test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit(device: str, schedule: str) -> None:
+    first, *others = run(2, _all_reduced, schedule, device=device)
+    assert others and all(torch.equal(first, other) for other in others)
 
 
 def _errors(at: Rank, schedule: str) -> float:
@@ -284,7 +296,9 @@ def _errors(at: Rank, schedule: str) -> float:
     return float(((found - right).abs() / (unit * bound + gemm)).max())
 
 
-@pytest.mark.parametrize("schedule", ["hetero-fused-1d", "hetero-fused-1d:beta", "ring"])
+@pytest.mark.parametrize(
+    "schedule", ["hetero-fused-1d", "hetero-fused-1d:beta", "ring", "one-shot:pieces=2"]
+)
 def test_errors_keep_to_their_bounds(device: str, schedule: str) -> None:
     """The bounds in the docstring, to first order: 1 % for what is of second order."""
     assert max(run(3, _errors, schedule, device=device)) <= 1.01
@@ -536,15 +550,21 @@ def _faulty(at: Rank, operator: str, schedule: str, step: int) -> Any:
     return caught.value
 
 
-@pytest.mark.parametrize("operator", [*SUMS, "matmul_all_to_all"])
+@pytest.mark.parametrize(
+    ("operator", "schedule"),
+    [
+        *product([*SUMS, "matmul_all_to_all"], ["hetero-unfused-1d:pieces=2"]),
+        ("matmul_all_reduce", "one-shot"),
+    ],
+)
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_a_stuck_rank_is_named(operator: str, step: int) -> None:
-    """Whichever step is stuck: the first of all, a product, a copy."""
-    found = run(3, _faulty, operator, "hetero-unfused-1d:pieces=2", step, fresh=True)
+def test_a_stuck_rank_is_named(operator: str, schedule: str, step: int) -> None:
+    """Whichever step is stuck: the first of all, a product, a copy or a sum."""
+    found = run(3, _faulty, operator, schedule, step, fresh=True)
     others = [error for rank, error in enumerate(found) if rank != 1]
     assert all(isinstance(error, ficco.SignalTimeout) for error in found)
     for error in others:
-        assert (error.operator, error.schedule) == (operator, "hetero-unfused-1d:pieces=2")
+        assert (error.operator, error.schedule) == (operator, schedule)
     assert any(error.peer == 1 for error in others)
 
 
