@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,9 +24,10 @@ class Options:
         on_timeout: on a GPU, ``"abort"`` prints the whole text and ends the process, as the
             vendor's collectives do; ``"raise"`` frees the streams and raises at the next ficco
             call or :func:`ficco.synchronize`. On the CPU engine the call itself raises.
-        engine: name of the engine, in place of the one for the tensors' device.
-        workspace_bytes: cap on the symmetric memory of a group's eager calls; pieces then share it
-            as a ring. None: no cap.
+        engine: ``"cpu"``, ``"cuda"`` or ``"hip"``. None: the one for the tensors' device and for
+            what PyTorch is built for.
+        workspace_bytes: most bytes of symmetric memory that a group's eager calls take on each
+            rank; pieces then share them as a ring. None: no cap. The same on all ranks.
         signals: how signals reach a peer, ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
             ``"auto"``, the first of them that the driver allows. On CUDA a launch of the copy
             kernel posts by itself. Used when a group makes its first call.
@@ -89,16 +89,24 @@ class Options:
                 raise ValueError(f"{name}: required True or False, got {getattr(self, name)!r}")
 
 
-class _Seen(threading.local):
-    """The block's options as text, where a compiler can look: it cannot read context variables."""
-
-    def __init__(self) -> None:
-        self.text: str | None = None
-
-
 _process = Options()
 _process_text = ""
 _block: ContextVar[Options | None] = ContextVar("ficco_options", default=None)
+_block_text: ContextVar[str] = ContextVar("ficco_options_text")
+
+
+class _Seen:
+    """Where a compiler can look: it cannot read context variables, but reads properties that are
+    written in C, anew whenever it looks whether what it compiled still holds.
+
+    Attributes:
+        text: the block's options as text; this object itself where no block is open, since
+            ``ContextVar.get`` returns its argument then.
+    """
+
+    text = property(_block_text.get)
+
+
 _seen = _Seen()
 
 
@@ -113,7 +121,7 @@ def current_text() -> str:
     ``torch.compile`` traces this and guards what it reads, so that other options compile anew.
     """
     text = _seen.text
-    return _process_text if text is None else text
+    return text if isinstance(text, str) else _process_text
 
 
 @cache
@@ -134,8 +142,8 @@ def from_text(text: str) -> Options:
 def options(**changes: Any) -> Iterator[Options]:
     """Change options within a block: ``with ficco.options(timeout_s=5): ...``.
 
-    See :class:`Options` for the names. Blocks nest; the setting follows the context (threads and
-    tasks start with the process-wide one).
+    See :class:`Options` for the names. Blocks nest; the setting follows the context: a thread
+    starts with the process-wide one, an asyncio task with that of the place where it was created.
 
     Raises:
         ValueError: an unknown name or a value that is not allowed.
@@ -147,13 +155,12 @@ def options(**changes: Any) -> Iterator[Options]:
 @contextmanager
 def carried(options: Options) -> Iterator[Options]:
     """A block under the given options: a backward runs under those of its forward."""
-    token, text = _block.set(options), _seen.text
-    _seen.text = to_text(options)
+    token, text = _block.set(options), _block_text.set(to_text(options))
     try:
         yield options
     finally:
         _block.reset(token)
-        _seen.text = text
+        _block_text.reset(text)
 
 
 def set_options(**changes: Any) -> None:

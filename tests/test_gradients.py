@@ -605,16 +605,89 @@ def test_gradients_of_views(operator: str, device: str) -> None:
     run(2, _layouts, operator, device=device)
 
 
-def _no_second_derivative(at: Rank, operator: str) -> Any:
-    case = case_of(operator, at.world, 4, 6, 8)
-    a, b = operands(case, make(case, at.world), at)
-    (grad,) = torch.autograd.grad(product(case, a, b).square().sum(), a, create_graph=True)
-    return caught(lambda: grad.sum().backward())
+def _layers(at: Rank) -> list[Any]:
+    """What layers make of x [4, 6] and a weight [8, 6], where it is no operator alone."""
+    group: Any = dist.group.WORLD
+    return [
+        lambda x, w: torch.cat(
+            functional.gathered_linears(x, (w, 2 * w), (None, None), group=group)
+        ),
+        lambda x, w: functional.reduced_linear(x, w, None, group=group),
+        lambda x, w: functional.copied_linear(x, w, None, group=group),
+    ]
+
+
+def _second_derivatives(at: Rank) -> list[Any]:
+    """First ones are right where second ones may be asked for, which are refused, also where they
+    come from the other operand alone."""
+    found: list[Any] = []
+    for operator in OPERATORS:
+        case = case_of(operator, at.world, 4, 6, 8)
+        made = make(case, at.world)
+        a, b = operands(case, made, at)
+        g = made.g[at.rank].to(a)
+        for y in (product(case, a, b) * g, product(case, a, b).square()):
+            grads = torch.autograd.grad(y.sum(), (a, b), create_graph=True)
+            found += [caught(lambda grad=grad: grad.sum().backward()) for grad in grads]
+        torch.autograd.backward(product(case, a, b), g, create_graph=True)
+        same(a.grad, made.grad_a[at.rank], "a")
+        same(b.grad, made.grad_b[at.rank], "b")
+    for layer in _layers(at):
+        x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+        grads = torch.autograd.grad(layer(x, w).sum(), (x, w), create_graph=True)
+        found += [caught(lambda grad=grad: grad.sum().backward()) for grad in grads]
+    return found
 
 
 def test_second_derivatives_are_refused() -> None:
-    for found in run(2, _no_second_derivative, "all_gather_matmul"):
-        assert isinstance(found, Failure) and "once_differentiable" in found.text
+    for found in (failure for rank in run(2, _second_derivatives) for failure in rank):
+        assert isinstance(found, Failure) and "second derivatives" in found.text
+
+
+def _constant_gradients(at: Rank) -> None:
+    """The gradient of the one operand that needs one depends on nothing that does."""
+    for operator in OPERATORS:
+        for needs in "ab":
+            case = case_of(operator, at.world, 4, 6, 8, needs=needs)
+            a, b = operands(case, make(case, at.world), at)
+            operand = a if needs == "a" else b
+            (grad,) = torch.autograd.grad(product(case, a, b).sum(), operand, create_graph=True)
+            assert not grad.requires_grad
+    for layer in _layers(at):
+        x, w = torch.ones(4, 6), torch.ones(8, 6, requires_grad=True)
+        (grad,) = torch.autograd.grad(layer(x, w).sum(), w, create_graph=True)
+        assert not grad.requires_grad
+
+
+def test_gradients_that_are_constant_are_not_refused() -> None:
+    run(2, _constant_gradients)
+
+
+def _broken_dual(at: Rank) -> tuple[str, int]:
+    """What is gathered beside the dual call is waited for, although that call raises."""
+    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    a, b = operands(case, make(case, at.world), at)
+    y = product(case, a, b)
+    waits: list[Any] = []
+    real_dual, real_result = gradients._dual, gradients._Again.result
+
+    def dual(*args: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    def result(again: Any) -> torch.Tensor:
+        waits.append(again)
+        return real_result(again)
+
+    gradients._dual, gradients._Again.result = dual, result  # type: ignore[method-assign]
+    try:
+        failure = caught(lambda: y.sum().backward())
+    finally:
+        gradients._dual, gradients._Again.result = real_dual, real_result  # type: ignore[method-assign]
+    return failure.text, len(waits)
+
+
+def test_what_runs_beside_a_call_that_raises_is_waited_for() -> None:
+    assert run(2, _broken_dual) == [("on purpose", 1)] * 2
 
 
 def _changed_operand(at: Rank) -> Any:

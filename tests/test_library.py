@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import itertools
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,12 +30,14 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
-from ficco.nn.functional import copied_linear
+from ficco.nn.functional import copied_linear, gathered_linears
 from ficco.ops import library
 from ficco.ops.gradients import by_columns
 from ficco.ops.library import OPS
+from ficco.options import current, current_text
 from ficco.schedules import Schedule
 
 
@@ -435,6 +443,56 @@ def test_options_of_a_call_inside_a_compiled_backward() -> None:
     assert run(2, _options_within) == [[33.0]] * 2
 
 
+def _seen_by_a_compiler() -> Callable[[], str]:
+    compiled = torch.compile(
+        lambda x: (x + 1, current_text()), fullgraph=True, backend="eager", dynamic=False
+    )
+    return lambda: compiled(torch.ones(1))[1]
+
+
+def test_compiled_calls_see_the_options_of_their_task() -> None:
+    """Also where the blocks of two tasks overlap, and none of them when both are closed."""
+    torch._dynamo.reset()
+    compiled = _seen_by_a_compiler()
+    seen: list[tuple[float, str]] = []
+
+    def look() -> None:
+        seen.append((current().timeout_s, compiled()))
+
+    async def task(opens: asyncio.Event, closes: asyncio.Event, timeout_s: float) -> None:
+        with ficco.options(timeout_s=timeout_s):
+            opens.set()
+            await closes.wait()
+            look()
+
+    async def overlapping() -> None:
+        first, second = (asyncio.Event(), asyncio.Event()), (asyncio.Event(), asyncio.Event())
+        one = asyncio.create_task(task(*first, 5.0))
+        await first[0].wait()
+        two = asyncio.create_task(task(*second, 7.0))
+        await second[0].wait()
+        for closes, block in ((first[1], one), (second[1], two)):
+            look()
+            closes.set()
+            await block
+
+    asyncio.run(overlapping())
+    look()
+    five, seven = (5.0, '{"timeout_s": 5.0}'), (7.0, '{"timeout_s": 7.0}')
+    assert seen == [(60.0, ""), five, (60.0, ""), seven, (60.0, "")]
+
+
+def test_compiled_calls_see_the_options_of_a_copied_context() -> None:
+    torch._dynamo.reset()
+    compiled = _seen_by_a_compiler()
+    with ficco.options(timeout_s=9.0):
+        context = contextvars.copy_context()
+        inside = compiled()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(context.run, compiled).result() == inside == '{"timeout_s": 9.0}'
+        assert pool.submit(compiled).result() == compiled() == ""
+
+
 def _refused(at: Rank, a: torch.Tensor, b: torch.Tensor) -> Any:
     torch._dynamo.reset()
     layer = torch.compile(
@@ -459,6 +517,31 @@ def test_wrong_operands_are_refused_while_compiling(
         assert isinstance(found, Failure) and text in found.text, found.text
 
 
+def _sharded(at: Rank) -> list[Any]:
+    """DTensors in place of this rank's parts, eager and compiled."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (at.world,))
+    found = []
+    for operator in OPERATORS:
+        case = case_of(operator, at.world, 4, 6, 8)
+        a, b = operands(case, make(case, at.world), at)
+        sharded = DTensor.from_local(a.detach(), mesh, [Shard(0)])
+        found.append(caught(lambda case=case, a=sharded, b=b: called(case, a, b)))
+    found.append(_refused(at, sharded, b))
+    found.append(caught(lambda: called(case, a, DTensor.from_local(b, mesh, [Shard(1)]))))
+    return found
+
+
+def test_dtensors_are_refused() -> None:
+    for *found, other in run(2, _sharded):
+        for failure in found:
+            assert "a: required a plain tensor, got a DTensor with (Shard(dim=0),)" in failure.text
+            assert "pass a.to_local()" in failure.text
+        assert all(failure.type == "ValueError" for failure in (*found[:-1], other))
+        assert "b: required" in other.text and "pass b.to_local()" in other.text
+
+
 def _traced(at: Rank) -> str:
     case = case_of("matmul_all_reduce", at.world, 4, 6, 8)
     a, b = (x.detach() for x in operands(case, make(case, at.world), at))
@@ -471,6 +554,65 @@ def test_make_fx_sees_one_operator() -> None:
 
 
 # What it costs.
+
+
+def _counted(at: Rank, operator: str) -> None:
+    """A product of this rank counts, and as much for each gradient that is needed."""
+    for case, needs in itertools.product(cases_of(operator, at.world), ("ab", "a", "b")):
+        a, b = operands(case.on(needs=needs), make(case, at.world), at)
+        with FlopCounterMode(display=False) as counter:
+            y = called(case, a, b)
+            forward = counter.get_total_flops()
+            y.sum().backward()
+        if operator in GATHERING:
+            rows = y.shape[0]
+        else:
+            rows = b.shape[0] if "transposed" in operator else case.rows_in(at.rank)
+        assert forward == 2 * rows * case.k * case.n, case
+        assert counter.get_total_flops() == forward * (1 + len(needs)), (case, needs)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operations_are_counted(operator: str) -> None:
+    run(2, _counted, operator)
+
+
+def _counted_beside(at: Rank) -> None:
+    group: Any = dist.group.WORLD
+    x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+    one = 2 * 4 * at.world * 6 * 8
+    with FlopCounterMode(display=False) as counter:
+        y, gathered = ficco.all_gather_matmul(x, w.t(), return_gathered=True)
+        gathered.sum().backward()
+    assert counter.get_total_flops() == one  # what was gathered goes back without a product
+    with FlopCounterMode(display=False) as counter:
+        torch.cat(gathered_linears(x, (w, 2 * w), (None, None), group=group)).sum().backward()
+    assert counter.get_total_flops() == 2 * 3 * one
+    layer = torch.compile(called, backend="aot_eager")
+    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    layer(case, x, w.t())
+    with FlopCounterMode(display=False) as counter:
+        layer(case, x, w.t()).sum().backward()
+    assert counter.get_total_flops() == 3 * one
+
+
+def test_operations_are_counted_of_layers_and_compiled() -> None:
+    run(2, _counted_beside)
+
+
+@pytest.mark.parametrize("first", ["ficco", "torch.utils.flop_counter"])
+def test_the_counter_may_be_imported_before_and_after(first: str) -> None:
+    program = (
+        f"import sys, torch, {first}\n"
+        f"assert {first!r} != 'ficco' or 'torch.utils.flop_counter' not in sys.modules\n"
+        "import ficco, torch.distributed as dist\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    ficco.matmul_all_reduce(torch.ones(4, 8), torch.ones(8, 2))\n"
+        "assert counter.get_total_flops() == 2 * 4 * 8 * 2\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def _cost(at: Rank) -> float:

@@ -244,6 +244,26 @@ def test_state_dict_of_the_unsharded_model() -> None:
     run(4, _state_dicts)
 
 
+def _assigned(at: Rank) -> None:
+    """Parts that are taken from a state_dict as they are do not keep all of it alive."""
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    state = linear(HIDDEN, WIDE, 1).state_dict()
+    for kind, group in itertools.product(
+        (ColumnParallelLinear, RowParallelLinear), (None, mesh_of(at))
+    ):
+        layer = kind(HIDDEN, WIDE, group=group, device="meta")
+        layer.load_state_dict(state, assign=True)
+        same(plain(layer.weight), part(state["weight"], at, kind.cut), "weight")
+        for param in layer.parameters():
+            local = plain(param)
+            assert local.untyped_storage().nbytes() == local.nbytes
+
+
+def test_assigned_parts_do_not_keep_the_whole() -> None:
+    run(2, _assigned)
+
+
 def _wrong_use(at: Rank) -> list[Failure]:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -631,6 +651,50 @@ def _shared(at: Rank) -> None:
 
 def test_layers_of_a_module_share_its_gather() -> None:
     run(4, _shared)
+
+
+class Changing(Mlp):
+    """Changes the input that layers share in place, between them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x)
+        self.change(x)
+        return self.down(gate + self.up(x))
+
+    def change(self, x: torch.Tensor) -> None:
+        x.mul_(2)
+
+
+class ChangingLocal(Changing):
+    """The same, by way of the memory of the DTensor."""
+
+    def change(self, x: torch.Tensor) -> None:
+        (x.to_local() if hasattr(x, "to_local") else x).mul_(2)
+
+
+def _changed(at: Rank) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    for kind in (Changing, ChangingLocal):
+        x = integers(2, SEQUENCE, HIDDEN, seed=3)
+        with torch.no_grad():
+            model = parallelize_module(kind(), mesh_of(at), sequence_plan())
+            mine = part(x, at, 1)
+            with counted("all_gather_matmul") as counts:
+                y = model(mine)
+            same(y, part(kind()(x), at, 1), kind.__name__)
+            assert counts == {"all_gather_matmul": 2}
+    with torch.inference_mode():  # where tensors do not count their changes
+        x = integers(2, SEQUENCE, HIDDEN, seed=3)
+        model = parallelize_module(Mlp(), mesh_of(at), sequence_plan())
+        with counted("all_gather_matmul") as counts:
+            y = model(part(x, at, 1))
+        same(y, part(Mlp()(x), at, 1), "in inference mode")
+        assert counts == {"all_gather_matmul": 1}
+
+
+def test_a_shared_input_that_is_changed_is_gathered_anew() -> None:
+    run(2, _changed)
 
 
 def _compiled(at: Rank) -> None:

@@ -91,6 +91,11 @@ def _interleaved(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     return gather(x, 0, g).view(WORLD, b, s, k).permute(1, 2, 0, 3).reshape(-1, k) @ w
 
 
+def _viewed(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+    a = gather(x, 0, g).view(WORLD, *x.shape).transpose(0, 1)
+    return (a @ w).view(-1, w.shape[1]) + 1
+
+
 def _scatter_interleaved(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     y = (x @ w).view(3, 4, WORLD, 5).permute(2, 0, 1, 3)
     return scatter(y.contiguous(), 0, g)
@@ -193,6 +198,13 @@ REPLACED = [
     ),
     Program("reduce", ((6, 8), (8, 5)), lambda x, w, g: reduce(x @ w, g), (MAR,)),
     Program("reduce batch", ((2, 3, 8), (5, 8)), lambda x, w, g: reduce(x @ w.t(), g) * 2, (MAR,)),
+    Program(
+        "reduce transposed",
+        ((2, 3, 8), (8, 5)),
+        lambda x, w, g: reduce((x @ w).transpose(0, 1), g).view(-1, 5) * 2,
+        (MAR,),
+        "the result's rows are put in order by a copy",
+    ),
     Program("reduce in place", ((6, 8), (8, 5)), _back_into, (MAR,)),
     Program(
         "exchange before",
@@ -237,6 +249,7 @@ DYNAMIC = [
     "kept",
     "scatter an average",
     "reduce batch",
+    "reduce transposed",
     "a layer",
 ]
 
@@ -270,7 +283,7 @@ def collectives(graph: torch.fx.GraphModule) -> int:
     return sum("c10d" in getattr(node.target, "namespace", "") for node in graph.graph.nodes)
 
 
-# The same numbers, on two ranks.
+# The same numbers, on two ranks, that lie as before.
 
 
 def _same(at: Rank, program: Program, options: dict[str, Any]) -> list[str]:
@@ -286,6 +299,7 @@ def _same(at: Rank, program: Program, options: dict[str, Any]) -> list[str]:
     for one, other in zip(wants, founds, strict=True):
         assert one.dtype == other.dtype
         assert one.shape == other.shape
+        assert one.stride() == other.stride()
         assert torch.equal(one, other), f"{program}: rank {at.rank}\n{graph.code}"
     assert tuple(operators(graph)) == program.expected, f"{report}\n{graph.code}"
     assert collectives(graph) == 0, graph.code
@@ -309,6 +323,11 @@ def test_replaced_programs_give_the_same_integers(options: dict[str, Any]) -> No
         names = DYNAMIC  # their rows divide
     told = run(WORLD, _all_same, names, options, timeout=150)  # traces of many programs
     assert told[0] == told[1]  # the ranks decide alike
+
+
+def test_a_product_whose_rows_are_put_in_order_can_be_viewed() -> None:
+    program = Program("viewed", ((3, 8), (8, 5)), _viewed, (AGM,), "put in order by a copy")
+    run(WORLD, _same, program, {"pre_dispatch": True})  # else it is a product of batches
 
 
 # Whole models under torch.compile.

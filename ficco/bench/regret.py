@@ -14,7 +14,7 @@ from statistics import mean, median
 from ficco.bench.report import MODE_WORDS, by_operator, markdown
 from ficco.bench.table import Row, commit
 from ficco.heuristics import Where, candidates, decide, rule
-from ficco.heuristics.candidates import ALL_MOVERS, MOVERS, is_serial
+from ficco.heuristics.candidates import ALL_MOVERS, MOVERS, predictable
 from ficco.machine import Machine, digest
 from ficco.problem import Problem
 from ficco.schedules import Schedule, same_plans
@@ -90,7 +90,12 @@ def _regret(rows: Sequence[Row], mode: str, machine: Machine) -> Regret | None:
     }
     movers = tuple({schedule.mover: None for schedule in measured})
     # Older files lack what the model may take of these: it was not thought of then.
-    newer = any(one.mover == "kernel" and is_serial(one) for one in measured)
+    by_kernel = [
+        one
+        for one in candidates(problem, asked.simulated, ALL_MOVERS)
+        if one.mover == "kernel" and predictable(one, problem, asked.simulated)
+    ]
+    newer = by_kernel and measured.keys() >= set(by_kernel)
     by_model = ALL_MOVERS if newer else MOVERS
     auto = decide(problem, machine=machine, mode=asked.mode, movers=by_model).schedule
     names = (*candidates(problem, asked.simulated, movers), auto)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ficco.ops.all_gather_matmul import all_gather_matmul
 from ficco.ops.call import frozen, process_group
-from ficco.ops.gradients import Asked, Kept, backward
+from ficco.ops.gradients import Asked, Kept, backward, refusing_second
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ficco.ops.operate import cast
@@ -50,12 +50,16 @@ def gathered_linears(
     batch = x.shape[1:-1]
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
-    if len(weights) == 1 or torch.compiler.is_compiling():  # a compiler chooses what it keeps
+    # A compiler chooses what it keeps; a dispatch mode, such as one that counts operations, sees
+    # the backward of operators alone.
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if len(weights) == 1 or watched:
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         y = all_gather_matmul(flat, weight.t(), group=group, schedule=schedule, rows=cut)
     else:
         asked = Asked("all_gather_matmul", group, schedule, cut)
-        y = _Joined.apply(asked, *_autocast(flat, *weights))
+        x, *weights = _autocast(flat, *weights)
+        y = _Joined.apply(x, asked, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     sizes = [weight.shape[0] for weight in weights]
     # Not y.split, whose parts must not be changed in place; nobody else has y.
@@ -204,7 +208,7 @@ class _Joined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, asked: Asked, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, asked: Asked, *weights: torch.Tensor) -> torch.Tensor:
         ctx.asked, ctx.options = asked, current()
         ctx.sizes = [weight.shape[0] for weight in weights]
         _, group, schedule, rows = asked
@@ -216,22 +220,21 @@ class _Joined(torch.autograd.Function):
             )
         else:
             y = all_gather_matmul(x, joined, group=group, schedule=schedule, rows=rows)
-        needed = weights if ctx.needs_input_grad[1] else ()
+        needed = weights if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(x if some and gathered is None else None, gathered, *needed)
         return y
 
     @staticmethod
-    @once_differentiable
+    @refusing_second
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gathered, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
+        wanted = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
         kept = Kept(x, torch.cat(weights).t() if wanted[0] else None, gathered, columns=True)
         with carried(ctx.options):
             grad_x, grad_joined = backward(ctx.asked, grad.contiguous(), None, kept, wanted)
         if grad_joined is None:
-            return None, grad_x, *(None for _ in ctx.sizes)
-        parts = grad_joined.t().split(ctx.sizes)
-        return None, grad_x, *parts
+            return grad_x, None, *(None for _ in ctx.sizes)
+        return grad_x, None, *grad_joined.t().split(ctx.sizes)
 
 
 class _SumGradient(torch.autograd.Function):
@@ -270,7 +273,7 @@ class _Reduced(torch.autograd.Function):
         return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
 
     @staticmethod
-    @once_differentiable
+    @refusing_second
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         to_x, to_weight = ctx.needs_input_grad[:2]
@@ -291,7 +294,7 @@ class _Copied(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
-    @once_differentiable
+    @refusing_second
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         to_x, to_weight = ctx.needs_input_grad[:2]

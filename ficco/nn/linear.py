@@ -214,22 +214,40 @@ class _ParallelLinear(nn.Linear):
         return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         """Take parts where the unsharded layer's tensors are given."""
-        errors: list[str] = args[-1] if args else kwargs["error_msgs"]
+        assigns = local_metadata.get("assign_to_params_buffers", False)
         for name, param in self._parameters.items():
             value = state_dict.get(prefix + name)
             if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
             if value.shape == self._full_shape(name):
-                state_dict[prefix + name] = self._like(name, value.detach())
+                part = self._like(name, value.detach())
+                if assigns and _is_view_of_more(_plain(part)):
+                    part = part.clone()  # do not keep the whole alive
+                state_dict[prefix + name] = part
             elif value.shape != param.shape:
-                errors.append(
+                error_msgs.append(
                     f"{prefix}{name}: required shape {list(self._full_shape(name))}, the unsharded "
                     f"layer's, or {list(param.shape)}, this rank's part, got {list(value.shape)}."
                 )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def whole(self, name: str) -> torch.Tensor:
         """The unsharded layer's parameter, gathered: all ranks of the group call it."""
@@ -397,6 +415,11 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_view_of_more(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is larger than the tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:

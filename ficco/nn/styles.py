@@ -103,6 +103,9 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
     :class:`ColwiseParallel` layers that it is handed to gather it beside their products. Direct
     children of the module that get the very same tensor gather it once, for all of them (see
     :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
+
+    A tensor that is changed in place between two such calls is gathered anew for the later ones;
+    under ``torch.compile`` and in inference mode, which do not tell, hand them a new tensor.
     """
 
     def _prepare_input_arg(
@@ -180,7 +183,8 @@ class _Shared:
         if self.outs is None:
             return layer in self.layers
         # A second call of one layer, as in recomputation, gathers for itself; so does one that
-        # is called without gradients, or in another precision, where the first was not.
+        # is called without gradients, or in another precision, where the first was not, or behind
+        # a change of the input in place.
         return layer in self.outs and self.modes == _modes(x)
 
     def take(self, layer: _ColwiseLinear, x: torch.Tensor) -> torch.Tensor:
@@ -192,10 +196,21 @@ class _Shared:
 
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a product of an input depends on beside its operands."""
+    """What a product of an input depends on beside its other operand."""
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return torch.is_grad_enabled(), autocast
+    grad = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():  # to a compiler versions are numbers that it does not know
+        return grad, autocast
+    with torch.no_grad():
+        local = _local(x)
+    return grad, autocast, _version(x), _version(local)
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for one of inference mode, which has no
+    count."""
+    return None if x.is_inference() else x._version
 
 
 def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -285,7 +285,10 @@ def _bound(
     if schedule == "auto" and options.workspace_bytes is not None:
         made, single, columns = _plan_that_fits(workspace, problem, decision, options)
     else:
-        made, single, columns = _plan(workspace, problem, chosen, options)
+        try:
+            made, single, columns = _plan(workspace, problem, chosen, options)
+        except _NoRoom as error:
+            raise ValueError(str(error)) from None
     if columns:
         return Bound(made, 0, single, None, columns)
     digest = workspace.board.describe(_text(made, options, known, source if chosen.pull else None))

@@ -40,12 +40,11 @@ gradients on every rank, and the same results are used. Otherwise the ranks get 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
@@ -145,11 +144,13 @@ def _of_gathering(
         if wanted[1] and kept.gathered is None:
             assert kept.a is not None
             again = _Again(asked, kept.a, beside=wanted[0])
-        if wanted[0]:
-            assert kept.b is not None
-            grad_a, _ = _dual(asked, grad, kept.b, False)
-        if wanted[1]:
+        try:
+            if wanted[0]:
+                assert kept.b is not None
+                grad_a, _ = _dual(asked, grad, kept.b, False)
+        finally:  # the caller's stream waits for what runs beside it, also behind an error
             gathered = again.result() if again else kept.gathered
+        if wanted[1]:
             assert gathered is not None
             grad_b = weight_gradient(gathered, grad, kept.columns)
     if grad_gathered is not None and wanted[0]:
@@ -364,6 +365,40 @@ def keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | No
     )
 
 
+#: What a second differentiation raises.
+REFUSAL = "second derivatives of ficco's operators are not served"
+
+Backward = Callable[..., tuple["torch.Tensor | None", ...]]
+
+
+def refusing_second(backward: Backward) -> Backward:
+    """A backward of two operands whose gradients refuse to be differentiated again.
+
+    PyTorch's ``once_differentiable`` refuses only where a gradient that came in needs one itself.
+    But the gradient of one operand depends on the other one, too: without a refusal that part of a
+    second derivative would be lost without a word.
+
+    Args:
+        backward: gives the gradient of the first operand, then those of all others.
+    """
+
+    @wraps(backward)
+    def refusing(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            first, *others = found = backward(ctx, *grads)
+        if torch.compiler.is_compiling():  # what is compiled refuses by itself
+            return found
+        both = first is not None and any(other is not None for other in others)
+        if not both and not any(grad is not None and grad.requires_grad for grad in grads):
+            return found
+        refuse = torch._C._functions.DelayedError(REFUSAL.encode(), len(found))
+        return refuse(*(None if one is None else one.detach().requires_grad_() for one in found))
+
+    return refusing
+
+
 class Differentiable(torch.autograd.Function):
     """A call whose operands need gradients."""
 
@@ -379,7 +414,7 @@ class Differentiable(torch.autograd.Function):
         return (out, gathered) if return_gathered else out
 
     @staticmethod
-    @once_differentiable
+    @refusing_second
     def backward(
         ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:

@@ -12,14 +12,19 @@ of an all-to-all's table; a schedule is its name. ``options`` is what a call and
 under, see :func:`ficco.options.current_text`; default: those in force at the call. So a call inside
 a backward that was compiled runs under those of its compilation, wherever the backward runs. Eager
 calls do not come here, see :mod:`ficco.ops.operate`.
+
+PyTorch's ``FlopCounterMode`` counts the products that this rank computes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from math import prod
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +35,7 @@ from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
     DUAL,
     GATHERS,
+    REFUSAL,
     Asked,
     Kept,
     backward,
@@ -268,7 +274,94 @@ def _operator(operator: str) -> Registered:
 
 
 def _second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError("second derivatives of ficco's operators are not served")
+    raise NotImplementedError(REFUSAL)
 
 
 OPS = {operator: _operator(operator) for operator in DUAL}
+
+
+# Operations, as ``torch.utils.flop_counter`` counts them: it hands over shapes in place of tensors.
+
+
+def _forward_flops(
+    operator: str,
+    gathered: bool,
+    a: Sequence[int],
+    b: Sequence[int],
+    *_: Any,
+    out_shape: Any,
+    **__: Any,
+) -> int:
+    """Operations of the product of one rank: two for each multiplication."""
+    if OPERATORS[operator].inner:
+        rows = b[0]
+    elif operator in GATHERS:
+        rows = (out_shape[0] if gathered else out_shape)[0]
+    else:
+        rows = prod(a[:-1])
+    return 2 * rows * a[-1] * b[1]
+
+
+def _backward_flops(
+    operator: str,
+    grad: Sequence[int] | None,
+    grad_gathered: Sequence[int] | None,
+    a: Sequence[int] | None,
+    b: Sequence[int] | None,
+    gathered: Sequence[int] | None,
+    shape: Sequence[int],
+    columns: bool,
+    needs_a: bool,
+    needs_b: bool,
+    *_: Any,
+    out_shape: Any,
+    **__: Any,
+) -> int:
+    """Operations of the gradients of one rank: for each a product as large as the forward's."""
+    if grad is None:  # the gathered rows alone go back, without a product
+        return 0
+    if OPERATORS[operator].inner:
+        rows = out_shape[-1][0] if needs_b else b[0]  # type: ignore[index]
+    elif operator in GATHERS:
+        rows = grad[0]
+    else:
+        rows = prod(shape[:-1])
+    return 2 * rows * shape[-1] * grad[1] * (needs_a + needs_b)
+
+
+def _register_flops(counter: ModuleType) -> None:
+    for operator, ops in OPS.items():
+        for op, formula in (
+            (ops.product, partial(_forward_flops, operator, False)),
+            (ops.gathered, partial(_forward_flops, operator, True)),
+            (ops.backward, partial(_backward_flops, operator)),
+        ):
+            if op:
+                counter.register_flop_formula(op.overloadpacket)(formula)
+
+
+class _Counter:
+    """Registers the formulas when somebody imports PyTorch's counter, of which each instance takes
+    those that there are when it is made. To import it here would import Triton, too, which takes
+    longer than ficco does."""
+
+    name = "torch.utils.flop_counter"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The module's own way to be imported, with one more step; None for other modules."""
+        found = PathFinder.find_spec(name, path, target) if name == self.name else None
+        if found is not None and found.loader is not None:
+            run = found.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                _register_flops(module)
+
+            found.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return found
+
+
+if _Counter.name in sys.modules:
+    _register_flops(sys.modules[_Counter.name])
+else:
+    sys.meta_path.insert(0, _Counter())

@@ -58,6 +58,7 @@ def operate(
         or torch._C._functorch.peek_interpreter_stack() is not None
         or not (type(a) in _PLAIN and type(b) in _PLAIN)
     ):
+        _refuse_sharded(a=a, b=b)
         name = process_group(group).group_name
         text = schedule if isinstance(schedule, str) else _name(schedule)
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
@@ -74,6 +75,17 @@ def _refuse_tangents(*operands: torch.Tensor) -> None:
             "derivatives in forward mode (torch.func.jvp, dual tensors) are not served; use "
             "backward() or torch.autograd.grad"
         )
+
+
+def _refuse_sharded(**operands: torch.Tensor) -> None:
+    """``ValueError`` for DTensors: an operand is this rank's part, and says itself what it is."""
+    for name, operand in operands.items():
+        # Known by what only they have: importing their module takes longer than importing ficco.
+        if hasattr(operand, "placements"):
+            raise ValueError(
+                f"{name}: required a plain tensor, got a DTensor with {operand.placements}; pass "
+                f"{name}.to_local()"
+            )
 
 
 def cast(operand: torch.Tensor, kind: str) -> torch.Tensor:

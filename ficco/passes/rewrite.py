@@ -278,6 +278,17 @@ class Writer:
             node = self(at, aten.permute.default, node, [*perm, len(perm)])
         return self.shaped(at, node, shape)
 
+    def lying(self, at: Node, node: Node) -> Node:
+        """A tensor that lies in memory as ``at`` does, since its users may view it.
+
+        It is a copy where it does not by itself; products and collectives are contiguous.
+        """
+        now, then = tensor_of(node), tensor_of(at)
+        strides = zip(then.shape, now.stride(), then.stride(), strict=True)
+        if all(same(size, 1) or same(one, other) for size, one, other in strides):
+            return node
+        return self(at, aten.clone.default, node, memory_format=torch.contiguous_format)
+
     def undo(self) -> None:
         for node in reversed(self.made):
             self.graph.erase_node(node)
@@ -323,7 +334,7 @@ def _before(found: Before, schedule: str, write: Writer) -> Callable[[], str]:
         gathered = write.shaped(place, gathered, tensor_of(call.node).shape)
         told.append(f"what was gathered is kept for {_list(found.others)}")
     at = chosen.node
-    out = write.moved(at, out, ordered, found.rows, n, tensor_of(at).shape)
+    out = write.lying(at, write.moved(at, out, ordered, found.rows, n, tensor_of(at).shape))
     if found.rows != ordered:
         told.append("the product's rows are put in order by a copy")
     if chosen.bias is not None:
@@ -383,7 +394,11 @@ def _behind(found: Behind, schedule: str, write: Writer) -> Callable[[], str]:
     if scatters:
         out = write.shaped(at, out, tensor_of(at).shape)
     else:
-        out = write.moved(at, out, now, then, found.products[0].columns, tensor_of(at).shape)
+        columns = found.products[0].columns
+        moved = write.moved(at, out, now, then, columns, tensor_of(at).shape)
+        out = write.lying(at, moved)
+        if out is not moved:
+            told.append("the result's rows are put in order by a copy")
     products = [chosen.node for chosen in found.products]
     sizes = write.sized([*call.results, *found.chain, *products])
 
