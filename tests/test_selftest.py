@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,13 @@ def _on_kernel(do: Callable[[], None]) -> None:
     cpu.CpuEngine.copy = copy  # type: ignore[method-assign]
 
 
+def _no_kernels() -> None:
+    real = cpu.CpuEngine.capabilities
+    cpu.CpuEngine.capabilities = lambda self: replace(  # type: ignore[method-assign]
+        real(self), movers=("dma",)
+    )
+
+
 def _broken(breaks: Callable[[], None], fn: Callable[..., Any], *args: Any) -> Any:
     breaks()
     return fn(*args)
@@ -211,6 +219,13 @@ def test_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.failed == 0, run.results
     verdicts = {result.check: result.verdict for result in run.results}
     assert verdicts["timeouts"] == verdicts["bandwidth of pairs"] == "not offered"
+
+
+def test_an_engine_without_kernels_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["operator matmul_all_reduce", "copies by kernel"]
+    found = results(monkeypatch, _no_kernels, only)
+    assert found["operator matmul_all_reduce"].verdict == "ok"
+    assert found["copies by kernel"].verdict == "not offered"
 
 
 # Something is broken.

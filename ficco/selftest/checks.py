@@ -16,7 +16,7 @@ from ficco.bench.candidates import of_problem, parse
 from ficco.dma import probe
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import OPERATORS
-from ficco.schedules import NAMED
+from ficco.schedules import NAMED, Schedule
 from ficco.selftest.exact import (
     exact,
     exact_on,
@@ -159,7 +159,9 @@ VARIED = (
 def operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
     settings = at.settings
     uneven = uneven_operands(at, operator)
-    names = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
+    movers = (*at.engine(group).capabilities().movers, "collective")
+    served = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
+    names = [name for name in served if Schedule.parse(name).mover in movers]
     few, problems, calls = min(settings.repeat, 2), [], 0
     rows, k, n = settings.large
     if OPERATORS[operator].scatters:  # what travels is wide
