@@ -652,6 +652,10 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
     sums = problem_of("matmul_reduce_scatter", 512, 1024, 512, "bfloat16", 4)
     assert str(decide(sums, machine=fast).schedule) == "one-shot"
     assert decide(sums, machine=by_kernel(MACHINE, "assumed")).schedule.mover != "kernel"
+    # With more than one peer it reads more than two exchanges send.
+    for world, name in ((2, "one-shot"), (4, "serial")):
+        returned = problem_of("matmul_all_reduce", 512, 1024, 512, "bfloat16", world)
+        assert str(decide(returned, machine=replace(fast, ranks=world)).schedule) == name
     blocks = problem_of("matmul_all_to_all", 512, 1024, 512, "bfloat16", 4)
     assert decide(blocks, machine=fast).schedule.mover != "kernel"
 
