@@ -88,8 +88,9 @@ def test_copies_in_front_of_the_product_are_on_its_lane() -> None:
 @pytest.mark.parametrize("problem", [PROBLEM, SUMMED, SENT, TURNED, TAKEN])
 def test_every_step_once_and_in_order(problem: Problem) -> None:
     for name in served(problem):
-        for mover in ("dma", "kernel"):
-            one = plan(problem, replace(Schedule.parse(name), mover=mover), 2)
+        schedule = Schedule.parse(name)
+        for mover in ("kernel",) if schedule.grouping == "one-shot" else ("dma", "kernel"):
+            one = plan(problem, replace(schedule, mover=mover), 2)
             found = together(one)
             assert sorted(i for run in found for i in run) == list(range(len(one.steps)))
             assert [run[0] for run in found] == sorted(run[0] for run in found)
