@@ -648,14 +648,17 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
         without = decide(small, machine=machine, movers=movers)
         assert without.source == "model" and without.schedule.mover != "kernel"
         assert "serial:kernel" not in [one.schedule for one in without.candidates]
-    # What travels behind a product has no kernel to wait for, but for the one that sums.
-    sums = problem_of("matmul_reduce_scatter", 512, 1024, 512, "bfloat16", 4)
-    assert str(decide(sums, machine=fast).schedule) == "one-shot"
-    assert decide(sums, machine=by_kernel(MACHINE, "assumed")).schedule.mover != "kernel"
-    # With more than one peer it reads more than two exchanges send.
-    for world, name in ((2, "one-shot"), (4, "serial")):
-        returned = problem_of("matmul_all_reduce", 512, 1024, 512, "bfloat16", world)
-        assert str(decide(returned, machine=replace(fast, ranks=world)).schedule) == name
+    # What travels behind a product has no kernel to wait for, but for the one that sums for two.
+    for operator in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        for world, name in ((2, "one-shot"), (4, "serial")):
+            sums = problem_of(operator, 512, 1024, 512, "bfloat16", world)
+            assert str(decide(sums, machine=replace(fast, ranks=world)).schedule) == name
+    # A captured call waits until its peers have read.
+    assert fast.kernel_copies is not None
+    late = replace(fast, ranks=2, kernel_copies=replace(fast.kernel_copies, latency=2e-4))
+    sums = problem_of("matmul_all_reduce", 512, 1024, 512, "bfloat16", 2)
+    assert str(decide(sums, machine=late).schedule) == "one-shot"
+    assert str(decide(sums, machine=late, mode="queued").schedule) != "one-shot"
     blocks = problem_of("matmul_all_to_all", 512, 1024, 512, "bfloat16", 4)
     assert decide(blocks, machine=fast).schedule.mover != "kernel"
 

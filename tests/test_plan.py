@@ -870,7 +870,7 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
     "a peer is told too early that its product was read": (
         RETURNED,
         "one-shot",
-        move("posts", labelled("has read"), labelled("acquire")),
+        move("posts", labelled("has read"), labelled("acquire, tell 0")),
         "may still use a slot when its rank hands it on",
     ),
     "the slot of a peer that still has it is read": (

@@ -28,7 +28,9 @@ from ficco.heuristics.model import (
     MODES,
     Predict,
     Prediction,
+    by_loss,
     choose,
+    in_graph,
     lacking,
     predictions,
 )
@@ -116,6 +118,22 @@ class Decision:
         by = "idle" if self.mode == "idle" and "idle" in modes else "queued"
         found.sort(key=lambda one: one.seconds[by])
         return tuple(self._candidate(one, machine, bound) for one in found)
+
+    @property
+    def others(self) -> tuple[Schedule, ...]:
+        """The schedules that the model compares, the one that loses least first; none where the
+        machine's figures do not allow it. Those of the vendor's collective are left out."""
+        problem, machine, modes = self.problem, self.machine, MODES[self.mode]
+        if problem is None or machine is None or problem.flops == 0 or problem.world == 1:
+            return ()
+        machine = described(machine, problem.world)
+        if machine is None or lacking(machine, self.mode):
+            return ()
+        named = [
+            one for one in _comparable(problem, machine, self.movers) if one.mover != "collective"
+        ]
+        found = predictions(problem, named, machine, modes, self._predict)
+        return tuple(one.schedule for one in by_loss(found, modes))
 
     def _candidate(self, one: Prediction, machine: Machine, bound: float) -> Candidate:
         assert self.problem is not None
@@ -262,6 +280,8 @@ def _modelled(
 ) -> tuple[Schedule, str]:
     """What the model takes, and why."""
     modes = MODES[mode]
+    if mode == "queued":  # captured in a graph
+        predict = in_graph(predict)
     named = _comparable(problem, machine, movers)
     found = predictions(problem, named, machine, modes, predict)
     if search:

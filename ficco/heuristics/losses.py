@@ -114,8 +114,9 @@ def uncontended(machine: Machine) -> Machine:
 
 
 def ideal(problem: Problem, machine: Machine, predict: Predict) -> float:
-    """Seconds that no schedule should beat, queued: the longer of one whole product and the faster
-    way to communicate (the vendor's collective, the copy engines), each alone."""
+    """Seconds that no schedule which moves bytes in one of two ways should beat, queued: the longer
+    of one whole product and the faster of them (the vendor's collective, the copy engines), each
+    alone."""
     found = bounds(problem, machine, predict, "queued")
     return max(found.pop("gemm"), min(found.values(), default=0.0))
 

@@ -77,6 +77,28 @@ def predictions(
     )
 
 
+def in_graph(predict: Predict) -> Predict:
+    """Predictions of captured calls. There the caller's stream also waits until the peers have read
+    what lies here: ``one-shot`` took 10 to 14 us longer than eager calls on 2 H200 (24 shapes of
+    docs/results/decode-graph-*.csv), others up to 7. A launch of copies takes as much to start and
+    to signal."""
+
+    def captured(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> float:
+        seconds = predict(problem, schedule, machine, mode)
+        if schedule.grouping == "one-shot" and machine.kernel_copies is not None:
+            seconds += machine.kernel_copies.latency
+        return seconds
+
+    return captured
+
+
+def by_loss(found: Iterable[Prediction], modes: Sequence[str]) -> list[Prediction]:
+    """Predictions in the order of what they lose against the best in their worse mode."""
+    found = list(found)
+    best = {m: min(one.seconds[m] for one in found) for m in modes}
+    return sorted(found, key=lambda one: max(one.seconds[m] / best[m] for m in modes))
+
+
 def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
     """The prediction to take; serial where the gain is under the machine's margin.
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import reduce
 from math import gcd
 
-from ficco.heuristics.candidates import serves, suited
+from ficco.heuristics.candidates import predictable, serves, suited
 from ficco.heuristics.model import MODES, Predict, Prediction
 from ficco.machine import Machine
 from ficco.problem import Problem
@@ -103,6 +103,8 @@ def _neighbours(schedule: Schedule, problem: Problem, machine: Machine) -> Itera
     for change in changes:
         for other in change():
             if other == schedule or refusal(problem, other) or not serves(other, machine):
+                continue
+            if not predictable(other, problem, machine):
                 continue
             yield suited(other, problem, machine)
 

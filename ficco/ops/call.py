@@ -313,11 +313,11 @@ class _NoRoom(ValueError):
 def _plan_that_fits(
     workspace: Workspace, problem: Problem, decision: Decision, options: Options
 ) -> tuple[Plan, bool, int]:
-    """As :func:`_plan`, of the schedule that was decided on, or else of the fastest that keeps to
-    the memory that is allowed; by the group's library where none does."""
-    compared = [Schedule.parse(one.schedule) for one in decision.candidates]
-    finer = map(Schedule.parse, FINER)
-    for schedule in dict.fromkeys([decision.schedule, *compared, *finer]):
+    """As :func:`_plan`, of the schedule that was decided on, or else of that which loses least of
+    those that keep to the memory that is allowed; by the group's library where none does."""
+    with contextlib.suppress(_NoRoom):
+        return _plan(workspace, problem, decision.schedule, options)
+    for schedule in (*decision.others, *map(Schedule.parse, FINER)):
         with contextlib.suppress(_NoRoom):
             return _plan(workspace, problem, schedule, options)
     return _plan(workspace, problem, Schedule.parse("serial:collective"), options)

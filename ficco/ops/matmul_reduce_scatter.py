@@ -40,9 +40,9 @@ def matmul_reduce_scatter(
     ==========  ====================================================================
 
     Blocks of the product travel on the copy engines as they are made, the rank's own is multiplied
-    last, so that the last copies are hidden, too. Every product is rounded to its dtype; they are
-    added in float32 in the order of the ranks and rounded once. The result is the same in every
-    run, to the last bit.
+    last, so that the last copies are hidden, too; small ones are read where they lie
+    (``one-shot``). Every product is rounded to its dtype; they are added in float32 in the order of
+    the ranks and rounded once. The result is the same in every run, to the last bit.
 
     With u the unit round-off of the dtype, p_r the product of rank r, s their sum, and besides the
     error of the GEMMs themselves and of adding in float32, the result is at most this far from s:

@@ -160,13 +160,13 @@ Nothing is copied: each rank reads what its peers made and sums it itself, all o
 all-reduce.
 
 >>> show("one-shot", "matmul_all_reduce")
-compute0 | piece 0 | acquire | sum 0
-sync     |         |         |       | has read | retire
+compute0 | piece 0 | acquire, tell 0 | sum 0
+sync     |         |                 |       | has read | retire
 
 >>> show("one-shot:pieces=2", "matmul_all_reduce")
-compute0 | piece 0 | acquire | piece 1 | tell 1
-reduce0  |         |         | sum 0   | sum 1
-sync     |         |         |         |        | has read | retire
+compute0 | piece 0 | acquire, tell 0 | piece 1 | tell 1
+reduce0  |         |                 | sum 0   | sum 1
+sync     |         |                 |         |        | has read | retire
 """
 
 from ficco.schedules.build import plan, plans, refusal, same_plans

@@ -1,8 +1,11 @@
 """Plans in which each rank adds up itself what all ranks made, where it lies at its peers.
 
 Nothing is copied before it is summed, and a sum that all ranks want is made by each of them: one
-exchange in place of two. That sends W / 2 times the bytes of a reduce-scatter and an all-gather,
-and waits once where they wait twice: best for small products, and for any with one peer.
+exchange in place of two. A sum that one rank wants takes as many bytes as in other ways, one that
+all want W / 2 times as many. That no peer still reads is waited for behind the call, by captured
+calls within it. For small products.
+
+A rank that sums nothing is told once, of piece 0, that the call has begun.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class OneShotWorld:
         #: By rank, the rows that it sums, piece by piece.
         self.summed = [self._pieces(rank) for rank in range(self.world)]
         self.rounds = max(map(len, self.summed))
+        self._valid: dict[tuple[int, int], list[Signal]] = {}
 
     def _pieces(self, rank: int) -> list[Rows]:
         problem, schedule = self.problem, self.schedule
@@ -56,13 +60,15 @@ class OneShotWorld:
         return Signal("released", poster, waiter, 0, poster)
 
     def valid(self, poster: int, waiter: int) -> list[Signal]:
-        """One for each piece; a rank that sums nothing has to know that the call has begun."""
-        slots, pieces = max(self.rounds, 1), self.summed[waiter] or [(0, 0)]
-        first = self.world + poster * slots
-        return [
-            Signal("valid", poster, waiter, slot, first + slot, *rows)
-            for slot, rows in enumerate(pieces)
-        ]
+        """One for each piece, at least one."""
+        if (poster, waiter) not in self._valid:
+            slots, pieces = max(self.rounds, 1), self.summed[waiter] or [(0, 0)]
+            first = self.world + poster * slots
+            self._valid[poster, waiter] = [
+                Signal("valid", poster, waiter, slot, first + slot, *rows)
+                for slot, rows in enumerate(pieces)
+            ]
+        return self._valid[poster, waiter]
 
     def done(self, poster: int, waiter: int) -> Signal:
         pieces = self.summed[poster] or [(0, 0)]
@@ -80,8 +86,8 @@ class OneShot:
         self.steps: list[Step] = []
         self.products: list[int] = []  # the step of each piece
         self.acquired = 0  # the step that takes over the slots of the peers
-        # Where nothing is multiplied meanwhile, no other lane has to be told.
-        self.reduce_lane = REDUCE_LANE if world.rounds > 1 else "compute0"
+        #: Whether sums run beside products; else no other lane has to be told.
+        self.beside = world.rounds > 1
 
     def _add(self, step: Step) -> int:
         self.steps.append(step)
@@ -137,7 +143,7 @@ class OneShot:
             mine = tuple(self.world.released(peer, self.me) for peer in self.peers)
         elif lane != self._lane(0):
             after = (self.acquired,)
-        label = f"tell {piece}" if piece else "acquire"
+        label = f"tell {piece}" if piece else "acquire, tell 0"
         found = self._add(
             Step("sync", lane, label, waits=mine, clears=mine, posts=posts, after=after)
         )
@@ -152,13 +158,12 @@ class OneShot:
             begin = 0 if self.problem.kind.returns else self.problem.offsets[self.me]
             parts = tuple(Region("publish", rank, first, last, 0, n) for rank in ranks)
             out = Region("out", self.me, first - begin, last - begin, 0, n)
-            beside = self.reduce_lane != "compute0"
             step = Step(
                 "reduce",
-                self.reduce_lane,
+                REDUCE_LANE if self.beside else "compute0",
                 f"sum {piece}",
                 waits=tuple(self.world.valid(peer, self.me)[piece] for peer in self.peers),
-                after=(self.acquired, self.products[piece]) if beside else (),
+                after=(self.acquired, self.products[piece]) if self.beside else (),
                 reduction=Reduction(parts, tuple(1 << rank for rank in ranks), out),
             )
             self._add(step)

@@ -52,7 +52,8 @@ class Schedule:
         order: ``"piece"``, a piece of every peer before the next piece of any (all links of a
             mesh are busy), or ``"peer"``, peer after peer (what a switch wants).
         pull: receivers fetch; otherwise senders push.
-        mover: ``"dma"``, copy engines; ``"kernel"``, a copy kernel on a few SMs or CUs per peer; or
+        mover: ``"dma"``, copy engines; ``"kernel"``, a copy kernel on a few SMs or CUs per peer,
+            and in a one-shot the kernel that sums, on all of them; or
             ``"collective"``, the operator's collective by the group's library, for serial alone.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.
@@ -187,7 +188,7 @@ KNOBS = (
 #: The named points. The paper studies four of the eight FiCCO schedules (section V-B);
 #: ``shard-overlap`` is PyTorch's Async TP; ``growing`` and ``shrinking`` are hypercube orders;
 #: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end;
-#: ``one-shot`` is the form of small all-reduces in NCCL's and PyTorch's neighbours.
+#: ``one-shot`` is how PyTorch's ``one_shot_all_reduce`` and those of inference engines sum.
 NAMED: dict[str, Schedule] = {
     "serial": Schedule(True, "fused", 1, pieces=1),
     "shard-overlap": Schedule(False, "unfused", 1, pieces=1, order="peer"),
