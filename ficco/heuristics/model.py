@@ -29,6 +29,12 @@ MODES: dict[str, tuple[str, ...]] = {
 #: first is taken: see the order in :mod:`ficco.heuristics.candidates`.
 TIE = 0.01
 
+#: Seconds by which captured calls take longer than eager ones whose host runs ahead: of the
+#: library's collective, since the watchdog is told in front of it and behind it, and of
+#: ``one-shot``, since the caller's stream waits until the peers have read. Medians of 24 shapes on
+#: 2 H200 (docs/results/decode-graph-*.csv); for others it was -2 to 5 us there.
+IN_GRAPH_S = {"collective": 6e-6, "one-shot": 12.5e-6}
+
 #: The blocks of a machine without which nothing can be predicted.
 NEEDED = ("topology", "copies", "collective", "gemm", "memory", "contention")
 
@@ -78,16 +84,11 @@ def predictions(
 
 
 def in_graph(predict: Predict) -> Predict:
-    """Predictions of captured calls. There the caller's stream also waits until the peers have read
-    what lies here: ``one-shot`` took 10 to 14 us longer than eager calls on 2 H200 (24 shapes of
-    docs/results/decode-graph-*.csv), others up to 7. A launch of copies takes as much to start and
-    to signal."""
+    """Predictions of captured calls, from those of calls whose host runs ahead."""
 
     def captured(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> float:
-        seconds = predict(problem, schedule, machine, mode)
-        if schedule.grouping == "one-shot" and machine.kernel_copies is not None:
-            seconds += machine.kernel_copies.latency
-        return seconds
+        more = IN_GRAPH_S.get(schedule.grouping, 0.0) + IN_GRAPH_S.get(schedule.mover, 0.0)
+        return predict(problem, schedule, machine, mode) + more
 
     return captured
 
