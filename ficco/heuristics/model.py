@@ -32,7 +32,8 @@ TIE = 0.01
 #: Seconds by which captured calls take longer than eager ones whose host runs ahead: of the
 #: library's collective, since the watchdog is told in front of it and behind it, and of
 #: ``one-shot``, since the caller's stream waits until the peers have read. Medians of 24 shapes on
-#: 2 H200 (docs/results/decode-graph-*.csv); for others it was -2 to 5 us there.
+#: 2 H200 in a first run; in that of docs/results/decode-graph-*.csv they are 7 and 14 us, and of
+#: other schedules -1 to 3.
 IN_GRAPH_S = {"collective": 6e-6, "one-shot": 12.5e-6}
 
 #: The blocks of a machine without which nothing can be predicted.
