@@ -11,6 +11,7 @@ from test_model import MACHINE, PROBLEM, problem
 
 import ficco
 from ficco.heuristics import candidates, decide, problem_of
+from ficco.heuristics.candidates import predictable
 from ficco.heuristics.model import predictions
 from ficco.heuristics.search import BUDGET, search, waves
 from ficco.machine import Machine, find
@@ -48,6 +49,21 @@ def test_the_search_finds_what_is_hidden_and_spends_no_more_than_its_budget() ->
     assert not {one.schedule for one in further} & set(named)
     fewer = search(PROBLEM, found, MACHINE, "queued", seconds, budget=5)
     assert len(fewer) <= 5
+
+
+def test_the_search_keeps_to_what_the_model_may_take() -> None:
+    """Pieces that are summed at the peers beside products are not, nor are copies by kernel."""
+    machine = find("h200-2", None)
+    assert machine is not None
+    asked = problem_of("matmul_all_reduce", 512, 4096, 1536, "bfloat16", 2)
+    named = [one for one in candidates(asked, machine) if predictable(one, asked, machine)]
+    one_shot = Schedule.parse("one-shot")
+    assert predictable(one_shot, asked, machine)
+    for more in ({"pieces": 2}, {"tail": 2}):
+        assert not predictable(replace(one_shot, **more), asked, machine)
+    found = predictions(asked, [*named, one_shot], machine, ("queued",), predict)
+    further = search(asked, found, machine, "queued", predict)
+    assert further and all(predictable(one.schedule, asked, machine) for one in further)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

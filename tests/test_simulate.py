@@ -755,6 +755,24 @@ def test_simulating_is_fast_enough_to_search() -> None:
     assert usual < 0.02  # 1 ms
 
 
+@pytest.mark.parametrize(("machine", "links"), [(TOY, 1), (MESH, 3)])
+def test_what_is_summed_at_the_peers_travels_as_by_the_copy_kernel(
+    machine: Machine, links: int
+) -> None:
+    """All of it through one port, or over a link from each peer; own part and result stay here."""
+    assert machine.kernel_copies is not None and machine.memory is not None
+    rows, n = 4096, 1024
+    part, copies = rows * n * 2, machine.kernel_copies  # bfloat16
+    problem = Problem("matmul_all_reduce", (rows // 4,) * 4, n, 0, "bfloat16")
+    far = 3 * part / links
+    wanted = copies.latency + far / copies.rate(far) + 2 * part / machine.memory.bandwidth
+    found = predict(problem, Schedule.parse("one-shot"), machine)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    slower = replace(machine, kernel_copies=replace(copies, latency=copies.latency + 1e-5))
+    late = predict(problem, Schedule.parse("one-shot"), slower)
+    assert late - found == pytest.approx(1e-5, rel=1e-6)
+
+
 def test_every_process_gets_the_same_bits() -> None:
     here = str(Path(__file__).parent)
     code = f"import sys; sys.path.insert(0, {here!r}); import test_simulate as t; print(t.bits())"
