@@ -669,8 +669,6 @@ def test_captured_calls_wait_for_what_peers_read() -> None:
     eager = decide(sums, machine=machine, predict=alike)
     captured = decide(sums, machine=machine, mode="queued", predict=alike)
     assert (str(eager.schedule), str(captured.schedule)) == ("one-shot", "growing")
-    for found, first in ((eager, "one-shot"), (captured, "growing")):
-        assert found.candidates[0].schedule == first == str(found.others[0])
 
 
 def test_a_decision_that_was_saved_with_a_compiler_is_not_taken_without(tmp_path: Path) -> None:

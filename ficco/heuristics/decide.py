@@ -109,20 +109,15 @@ class Decision:
             return ()
         modes = ("queued",) if lacking(machine, "idle") else ("queued", "idle")
         named = _comparable(problem, machine, self.movers)
-        found = list(predictions(problem, named, machine, modes, self._predicted))
+        found = list(predictions(problem, named, machine, modes, self._predict))
         if self.search:
-            found += look_further(problem, found, machine, self.mode, self._predicted)
+            found += look_further(problem, found, machine, self.mode, self._predict)
         if self.schedule not in [one.schedule for one in found]:
-            found += predictions(problem, [self.schedule], machine, modes, self._predicted)
+            found += predictions(problem, [self.schedule], machine, modes, self._predict)
         bound = ideal(problem, machine, self._predict)
         by = "idle" if self.mode == "idle" and "idle" in modes else "queued"
         found.sort(key=lambda one: one.seconds[by])
         return tuple(self._candidate(one, machine, bound) for one in found)
-
-    @property
-    def _predicted(self) -> Predict:
-        """How calls of this kind are predicted."""
-        return in_graph(self._predict) if self.mode == "queued" else self._predict
 
     @property
     def others(self) -> tuple[Schedule, ...]:
@@ -137,7 +132,7 @@ class Decision:
         named = [
             one for one in _comparable(problem, machine, self.movers) if one.mover != "collective"
         ]
-        found = predictions(problem, named, machine, modes, self._predicted)
+        found = predictions(problem, named, machine, modes, self._predict)
         return tuple(one.schedule for one in by_loss(found, modes))
 
     def _candidate(self, one: Prediction, machine: Machine, bound: float) -> Candidate:
