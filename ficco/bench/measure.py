@@ -5,7 +5,7 @@ mode     what is timed
 =======  ==========================================================================================
 queued   the GPU sleeps until the host has enqueued the call, as behind a host that runs ahead
 idle     the GPU waits for the host: what the host takes to enqueue is inside the time
-graph    the call captured in a graph, its replay timed as in queued
+graph    a replay of as many calls as ``CALLS_IN_GRAPH`` in a row, timed as in queued, by call
 =======  ==========================================================================================
 
 On a GPU times are those of events around the call. On a CPU a call is carried out by its caller,
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MODES = ("queued", "idle", "graph")
+
+#: A graph of one would be launching and ending more than anything else; those of a model hold many.
+CALLS_IN_GRAPH = 8
 
 #: Calls in a row of which the host's time is taken, and how often.
 HOST_CALLS, HOST_ROWS = 5, 5
@@ -137,8 +140,8 @@ class Gate:
 class Item:
     """One candidate in one mode.
 
-    All times are this rank's, in seconds: ``times_s`` of the calls, one per round; ``host_s`` what
-    the host takes to enqueue one of several calls in a row.
+    All times are this rank's, in seconds, by call: ``times_s`` of one or a replay's, once a round;
+    ``host_s`` what the host takes to enqueue one of several in a row.
     """
 
     mode: str
@@ -153,6 +156,11 @@ class Item:
     def call(self) -> Callable[[], Any]:
         return self.replay or self.runner.run
 
+    @property
+    def calls(self) -> int:
+        """How many ``call`` makes."""
+        return 1 if self.replay is None else CALLS_IN_GRAPH
+
 
 class HostClock:
     """Times calls that their caller carries out."""
@@ -163,7 +171,7 @@ class HostClock:
         self._gate = gate
 
     def time(self, item: Item) -> tuple[float, float]:
-        """Seconds of a call, and of the host in it."""
+        """Seconds of the item's calls, and of the host in them."""
         call = item.call
         self._gate.wait()
         start = time.perf_counter()
@@ -205,7 +213,7 @@ class DeviceClock:
         return cycles / (self._start.elapsed_time(self._stop) * 1e-3)
 
     def time(self, item: Item) -> tuple[float, float]:
-        """Seconds of a call, and of the host in it."""
+        """Seconds of the item's calls, and of the host in them."""
         call = item.call
         torch.cuda.synchronize()
         self._gate.wait()
@@ -221,7 +229,7 @@ class DeviceClock:
         return self._start.elapsed_time(self._stop) * 1e-3, end - begin
 
     def host(self, item: Item) -> float:
-        """Seconds that the host takes to enqueue one of several calls in a row."""
+        """Seconds that the host takes to enqueue the item's calls once, of several in a row."""
         call = item.call
         taken = []
         for _ in range(HOST_ROWS):
@@ -237,7 +245,7 @@ class DeviceClock:
 
 
 def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
-    """A runner's call in a graph: its replay, and the result that replays write to.
+    """A runner's calls in a graph: its replay, and the result that the last one writes to.
 
     Graphs of one ``pool`` share memory: a result holds only until another graph is replayed.
     """
@@ -245,7 +253,8 @@ def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor
     # Other threads, such as NCCL's, may go on with what they do.
     mode = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
     with runner.context(), mode:
-        result = runner.run()
+        for _ in range(CALLS_IN_GRAPH):
+            result = runner.run()
     return graph.replay, result
 
 
@@ -289,7 +298,7 @@ def rounds(
             order = shuffle.sample(items, len(items))
             for item in order:
                 with item.runner.context():
-                    item.times_s.append(clock.time(item)[0])
+                    item.times_s.append(clock.time(item)[0] / item.calls)
             done += 1
             spent = time.monotonic() - began
             late = done >= least and spent + spent / done > seconds
@@ -304,13 +313,13 @@ def _warm(item: Item, clock: HostClock | DeviceClock, gate: Gate) -> None:
     for _ in range(clock.warm_calls):
         found.append(clock.time(item))
         # Not by the slowest ones, for which memory was allocated.
-        long = bool(gate.decide(min(seconds for seconds, _ in found) > LONG_S))
+        long = bool(gate.decide(min(seconds for seconds, _ in found) > LONG_S * item.calls))
         if long and len(found) >= LEAST_WARM:
             break
     host = min(host for _, host in found)
     item.sleep_s = min(SLEEP_LEAST_S + SLEEP_FACTOR * host, SLEEP_MOST_S)
     if not long:
-        item.host_s = clock.host(item)
+        item.host_s = clock.host(item) / item.calls
 
 
 def peak_bytes(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:

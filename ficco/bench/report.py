@@ -18,7 +18,7 @@ from ficco.problem import OPERATORS
 MODE_WORDS = {
     "queued": "the host runs ahead of the GPU, as in a training step",
     "idle": "the GPU waits for the host, as in a decode step",
-    "graph": "captured in a graph and replayed behind a queue",
+    "graph": "replayed from a graph, behind a queue",
 }
 
 
@@ -73,6 +73,7 @@ def about_table(about: dict[str, Any]) -> str:
         ("software", ", ".join(f"{name} {value}" for name, value in versions.items())),
         ("commit", about.get("commit", "")),
         ("command", f"`{about.get('command', '')}`"),
+        ("calls in a graph", str(about.get("calls_in_graph", ""))),
     ]
     return markdown(("", ""), [(name, value) for name, value in said if value])
 

@@ -21,13 +21,14 @@ from ficco.bench.candidates import Candidate, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
-from ficco.bench.measure import DeviceClock, Gate, HostClock, Item, rounds
+from ficco.bench.measure import CALLS_IN_GRAPH, DeviceClock, Gate, HostClock, Item, rounds
 from ficco.bench.progress import bar
 from ficco.bench.stats import NONE, slowest, summarise
 from ficco.bench.table import Row
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier
 from ficco.timeline import dumps
+from ficco.workspace import SLOTS
 
 Tick = Callable[[str], None]
 
@@ -93,6 +94,8 @@ class _Bench:
         settings = self.settings
         if self.rank == 0:
             about = table.describe(settings.device, self.world, settings.command)
+            if "graph" in settings.modes:
+                about["calls_in_graph"] = CALLS_IN_GRAPH
             table.write_description(settings.csv, about)
         found: list[Row] = []
         for number, case in enumerate(settings.cases):
@@ -180,8 +183,9 @@ class _Bench:
 
     def _capture(self, checked: list[Checked], operands: Operands, tick: Tick) -> None:
         there = [one for one in checked if one.runner is not None]
-        # A graph owns the memory of its calls.
-        need = sum(one.candidate.ours for one in there) * moved_bytes(operands.problem)
+        # A graph owns the memory of its calls, which take turns on slots.
+        ours = sum(one.candidate.ours for one in there)
+        need = ours * SLOTS * moved_bytes(operands.problem)
         free = self.verifier.free_bytes()
         pool = torch.cuda.graph_pool_handle()
         for one in there:

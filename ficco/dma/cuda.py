@@ -264,15 +264,16 @@ def _seeing_to(copies: KernelCopies, signals: Signals) -> KernelCopies:
 class _Run:
     """A program as :meth:`CudaEngine.execute` goes through it.
 
-    ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards;
-    ``lanes`` run beside the caller's stream. Of a captured call ``begin`` and ``tail`` tell the
-    watchdog, too. ``recorded`` holds graphs of the body, by where the operands lie, ``seen`` where
-    they lay once.
+    ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards, which
+    ``waits`` for them or not; ``lanes`` run beside the caller's stream. Of a captured call
+    ``begin`` and ``tail`` tell the watchdog, too. ``recorded`` holds graphs of the body, by where
+    the operands lie, ``seen`` where they lay once.
     """
 
     body: list[Op]
     begin: cu.Batch | None
     tail: list[Op]
+    waits: bool
     lanes: tuple[str, ...]
     recorded: dict[Any, cu.Recording]
     seen: set[Any]
@@ -624,7 +625,10 @@ class CudaEngine(StreamEngine):
                 op(call)
             state.retired = state.done
             state.done.record(sync)
-            state.done.hold(stream)
+            if run.waits:
+                state.done.hold(stream)
+            else:  # nobody but the watchdog, and the end of the graph, has to do with it
+                cu.join_aside(state.done, stream)
         except BaseException:
             # The watchdog has no business with a call that was broken off.
             with contextlib.suppress(BackendError):
@@ -659,12 +663,13 @@ class CudaEngine(StreamEngine):
         if "base" in program.state:
             body.insert(0, self._stamp(program.state["base"], "compute0"))
         begin, tail = None, [op for lane, op in ops if lane == "sync"]
+        waits = bool(tail)
         if (slot := program.slot) is not None and slot.captured:
             watch = slot.state.watch
             begin = cu.Batch([watch.begin(slot.number(program))])
             tail = tail or [_Memops("sync", cu.Batch([watch.end()]))]
         beside = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
-        run = program.state["run"] = _Run(body, begin, tail, beside, {}, set())
+        run = program.state["run"] = _Run(body, begin, tail, waits, beside, {}, set())
         return run
 
     def _joined(self, program: Program, lane: str, one: Op, two: Op) -> tuple[Op, ...]:

@@ -221,6 +221,17 @@ def capture_id(stream: int) -> int:
     return int(result[2]) if result[1] == active else 0
 
 
+def join_aside(event: Event, stream: Any) -> None:
+    """Make what an event is behind part of the graph that captures a stream. It is over when the
+    graph is; what comes on the stream does not wait for it, as it would behind a plain ``hold``."""
+    error, _, _, _, *before = driver.cuStreamGetCaptureInfo(stream)
+    event.hold(stream)
+    if not error:  # else an edge of a kind that this binding cannot tell: the plain hold does
+        only = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        result = driver.cuStreamUpdateCaptureDependencies(stream, *before, int(only))
+        check("cuStreamUpdateCaptureDependencies", result)
+
+
 def writes_reach(address: int, stream: int) -> bool:
     """Whether this driver lets a stream write to an address (a peer's: refused by newer ones)."""
     if driver.cuStreamWriteValue32(stream, address, 0, 0)[0]:
