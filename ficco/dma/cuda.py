@@ -22,7 +22,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from ficco.dma.engine import (
     Symmetric,
 )
 from ficco.dma.gate import Gate
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, with_front, with_rear
+from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, script, with_front, with_rear
 from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.dma.streams import (
@@ -56,7 +56,16 @@ from ficco.dma.streams import (
     wanted,
 )
 from ficco.errors import BackendError
-from ficco.hip_kernels import MAX_PARTS, Kernels, Signals, TorchKernels, can_compile, kernels
+from ficco.hip_kernels import (
+    MAX_PARTS,
+    MAX_SIGNALS,
+    Kernels,
+    Script,
+    Signals,
+    TorchKernels,
+    can_compile,
+    kernels,
+)
 from ficco.plan import Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
@@ -255,6 +264,46 @@ class _Posts:
             cu.copy(op.address, source, WORD, call.state[self.lane])
 
 
+@dataclass(frozen=True)
+class _OneShot:
+    """An operation that sums what lies at the peers, by a launch that carries out what is waited
+    for and written in front of it, and behind.
+
+    Attributes:
+        parts: result and parts of a call.
+        arrived: address of the word where the blocks of the launch are counted.
+        mine: addresses of this rank's own words.
+        mark: what tells the watchdog that the call has begun: nothing before can be stuck.
+    """
+
+    kernels: Kernels
+    lane: str
+    parts: Callable[[Call], tuple[torch.Tensor, list[torch.Tensor]]]
+    arrived: int
+    mine: range
+    front: tuple[MemOp, ...] = ()
+    rear: tuple[MemOp, ...] = ()
+    mark: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def scripts(self) -> tuple[Script, Script]:
+        return script(self.front, self.mine, everyone=True), script(self.rear, self.mine)
+
+    def __call__(self, call: Call) -> None:
+        self.kernels.one_shot(*self.parts(call), self.arrived, *self.scripts, call.state[self.lane])
+
+
+@dataclass(frozen=True)
+class _Scripted:
+    """An operation of the caller's stream that is waits and writes, by a launch."""
+
+    kernels: Kernels
+    script: Script
+
+    def __call__(self, call: Call) -> None:
+        self.kernels.script(self.script, call.state["compute0"])
+
+
 def _seeing_to(copies: KernelCopies, signals: Signals) -> KernelCopies:
     """The same copies, which see to signals if there are any."""
     return replace(copies, signals=signals if signals.count else None)
@@ -264,16 +313,16 @@ def _seeing_to(copies: KernelCopies, signals: Signals) -> KernelCopies:
 class _Run:
     """A program as :meth:`CudaEngine.execute` goes through it.
 
-    ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards, which
-    ``waits`` for them or not; ``lanes`` run beside the caller's stream. Of a captured call
-    ``begin`` and ``tail`` tell the watchdog, too. ``recorded`` holds graphs of the body, by where
-    the operands lie, ``seen`` where they lay once.
+    ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards, on the
+    lane ``behind``; ``lanes`` run beside the caller's stream. Of a captured call ``begin`` and
+    ``tail`` tell the watchdog, too, where no launch in the body does. ``recorded`` holds graphs of
+    the body, by where the operands lie, ``seen`` where they lay once.
     """
 
     body: list[Op]
     begin: cu.Batch | None
     tail: list[Op]
-    waits: bool
+    behind: str
     lanes: tuple[str, ...]
     recorded: dict[Any, cu.Recording]
     seen: set[Any]
@@ -417,25 +466,12 @@ class CudaEngine(StreamEngine):
         return self._memops(program, step, ops)
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
-        slot, lane = program.slot, program.plan.steps[step].lane
-        assert slot is not None
+        lane = program.plan.steps[step].lane
         found = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
         ops = [MemOp(WRITE_32, *post) for post in found]
-        # The last step of a captured call also tells the watchdog that it is over.
-        ends = slot.captured and step == len(program.plan.steps) - 1
-        last = [slot.state.watch.end()] if ends else []
         if self._writes_reach:
-            return self._memops(program, step, ops + last)
-        posts = _Posts(lane, tuple(ops), tuple(self._scratch(program, op.value) for op in ops))
-        if not last:
-            return posts
-        end = self._memops(program, step, last)
-
-        def both(call: Call) -> None:
-            posts(call)
-            end(call)
-
-        return both
+            return self._memops(program, step, ops)
+        return _Posts(lane, tuple(ops), tuple(self._scratch(program, op.value) for op in ops))
 
     def _scratch(self, program: Program, index: int) -> int:
         """Address of one of this rank's words behind the signals of a slot."""
@@ -536,12 +572,14 @@ class CudaEngine(StreamEngine):
         if len(reduction.parts) > MAX_PARTS:
             kernels = TorchKernels()
 
-        def op(call: Call) -> None:
+        def parts(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
             out = self._view(program, call, reduction.out)
-            parts = [self._view(program, call, part) for part in reduction.parts]
-            kernels.reduce(out, parts, call.state[lane])
+            return out, [self._view(program, call, part) for part in reduction.parts]
 
-        return op
+        there = any(part.rank != self.rank for part in reduction.parts)
+        if there and lane == "compute0" and isinstance(kernels, Kernels):
+            return _OneShot(kernels, lane, parts, self._counter(program, lane), self._own(program))
+        return lambda call: kernels.reduce(*parts(call), call.state[lane])
 
     def _on_lane(self, program: Program, step: int, op: Op) -> Op:
         lane = program.plan.steps[step].lane
@@ -582,7 +620,7 @@ class CudaEngine(StreamEngine):
             # The words are at rest again, which a call on this stream does not know by itself.
             state.retired.hold(lanes["compute0"])
         if isinstance(state, _Captured):
-            return self._capture(run, call, state)
+            return self._capture(run, call, slot, state)
         flight = state.watch.begin(slot.number(program), key[0], lanes["compute0"])
         try:
             # Calls that share nothing are collectives, and traced ones are looked at step by step.
@@ -613,21 +651,21 @@ class CudaEngine(StreamEngine):
         state.watch.end(flight, end)
         state.retired = flight.behind
 
-    def _capture(self, run: _Run, call: Call, state: _Captured) -> None:
+    def _capture(self, run: _Run, call: Call, slot: Slot, state: _Captured) -> None:
         """Enqueue a call while a graph captures it, so that all its streams join in the end."""
         lanes = call.state
         stream, sync = lanes["compute0"], lanes["sync"]
         try:
             self._enqueue(run, call)
             state.over.record(stream)
-            state.over.hold(sync)
+            state.over.hold(lanes[run.behind])
             for op in run.tail:
                 op(call)
             state.retired = state.done
-            state.done.record(sync)
-            if run.waits:
+            state.done.record(lanes[run.behind])
+            if slot.words:
                 state.done.hold(stream)
-            else:  # nobody but the watchdog, and the end of the graph, has to do with it
+            else:  # the end is told to the watchdog alone
                 cu.join_aside(state.done, stream)
         except BaseException:
             # The watchdog has no business with a call that was broken off.
@@ -653,23 +691,46 @@ class CudaEngine(StreamEngine):
 
     def _run(self, program: Program) -> _Run:
         """What :meth:`execute` needs of a program, made once."""
-        ops: list[tuple[str, Op]] = []
-        for lane, op in program.ops:
-            found: tuple[Op, ...] = (op,)
-            if ops and ops[-1][0] == lane:
-                found = self._joined(program, lane, ops.pop()[1], op)
-            ops += [(lane, one) for one in found]
-        body = [op for lane, op in ops if lane != "sync"]
-        if "base" in program.state:
-            body.insert(0, self._stamp(program.state["base"], "compute0"))
-        begin, tail = None, [op for lane, op in ops if lane == "sync"]
-        waits = bool(tail)
+        given, begin = list(program.ops), None
         if (slot := program.slot) is not None and slot.captured:
             watch = slot.state.watch
             begin = cu.Batch([watch.begin(slot.number(program))])
-            tail = tail or [_Memops("sync", cu.Batch([watch.end()]))]
+            given.append(("sync", _Memops("sync", cu.Batch([watch.end()]))))
+        ops: list[tuple[str, Op]] = []
+        for lane, op in given:
+            found: tuple[Op, ...] = (op,)
+            while len(found) == 1 and ops and ops[-1][0] == lane:
+                found = self._joined(program, lane, ops.pop()[1], found[0])
+            ops += [(lane, one) for one in found]
+        body = [op for lane, op in ops if lane != "sync"]
+        tail = [op for lane, op in ops if lane == "sync"]
         beside = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
-        run = program.state["run"] = _Run(body, begin, tail, waits, beside, {}, set())
+        run = _Run(body, begin, tail, "sync", beside, {}, set())
+        if "base" in program.state:
+            body.insert(0, self._stamp(program.state["base"], "compute0"))
+        elif tail:
+            run = self._by_launches(program, run)
+        program.state["run"] = run
+        return run
+
+    def _by_launches(self, program: Program, run: _Run) -> _Run:
+        """Let launches on the caller's stream do what surrounds the body of a call, where that
+        takes less than to do it beside."""
+        begin = () if run.begin is None else run.begin.ops
+        rest = tuple(op for one in run.tail if isinstance(one, (_Memops, _Posts)) for op in one.ops)
+        if not run.body or run.lanes or len(rest) > MAX_SIGNALS:
+            return run
+        first, last = run.body[0], run.body[-1]
+        if isinstance(last, _OneShot):  # in passing
+            mark = (begin[0].address, begin[0].value) if begin else (0, 0)
+            body = [*run.body[:-1], replace(last, rear=rest, mark=mark)]
+            return replace(run, body=body, begin=None, tail=[], behind="compute0")
+        if begin and isinstance(first, _Memops) and len(first.ops) < MAX_SIGNALS:
+            kernels, mine = self._kernels_or_torch, self._own(program)
+            if isinstance(kernels, Kernels):
+                front = _Scripted(kernels, script((*begin, *first.ops), mine))
+                rear, body = _Scripted(kernels, script(rest, mine)), [front, *run.body[1:]]
+                return replace(run, body=body, begin=None, tail=[rear], behind="compute0")
         return run
 
     def _joined(self, program: Program, lane: str, one: Op, two: Op) -> tuple[Op, ...]:
@@ -677,6 +738,9 @@ class CudaEngine(StreamEngine):
         little of the stream's time, as may be."""
         if isinstance(one, _Memops) and isinstance(two, _Memops):
             return (_Memops(lane, one.batch + two.batch),)
+        if isinstance(one, (_Memops, _Posts)) and isinstance(two, _OneShot):
+            if len(one.ops) + len(two.front) <= MAX_SIGNALS:
+                return (replace(two, front=(*one.ops, *two.front)),)
         if isinstance(one, _Memops) and isinstance(two, KernelCopies):
             if (signals := self._kernel_signals(program, two)) is not None:
                 rest, signals = with_front(signals, one.ops, self._own(program))
@@ -691,10 +755,15 @@ class CudaEngine(StreamEngine):
 
     def _kernel_signals(self, program: Program, copies: KernelCopies) -> Signals | None:
         """What a launch of copies sees to so far; None where it cannot see to signals."""
-        number = program.plan.lanes.index(copies.lane)
-        if number >= COUNTED_LANES or not copies.width * copies.height:
+        counter = self._counter(program, copies.lane)
+        if not counter or not copies.width * copies.height:
             return None
-        return copies.signals or Signals(self._scratch(program, CONSTANTS + number))
+        return copies.signals or Signals(counter)
+
+    def _counter(self, program: Program, lane: str) -> int:
+        """Address of the word where blocks of a lane's launches are counted; 0 if there is none."""
+        number = program.plan.lanes.index(lane)
+        return self._scratch(program, CONSTANTS + number) if number < COUNTED_LANES else 0
 
     def _own(self, program: Program) -> range:
         """Addresses of this rank's words of a program's slot."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from ficco.hip_kernels import MAX_SIGNALS, Signals
+from ficco.hip_kernels import MAX_SIGNALS, Script, ScriptStep, Signals
 
 #: Kinds of MemOp, as CUDA's driver calls them.
 WAIT_32, WRITE_32, WRITE_64 = "WAIT_VALUE_32", "WRITE_VALUE_32", "WRITE_VALUE_64"
@@ -50,6 +50,20 @@ def with_rear(
         return signals, tuple(ops)
     posts, awaited = (*signals.posts, *_words(writes)), (*signals.waits, *_words(waits))
     return replace(signals, posts=posts, waits=awaited), tuple(ops[len(seen) :])
+
+
+def script(ops: Sequence[MemOp], mine: Container[int], everyone: bool = False) -> Script:
+    """What a stream would carry out, as one launch does. What is written elsewhere is seen behind
+    all that comes before. With ``everyone`` each block carries out the waits at the end."""
+    steps = []
+    told = False  # the step before writes elsewhere, too
+    for op in ops:
+        waits, tells = op.kind == WAIT_32, op.kind != WAIT_32 and op.address not in mine
+        wide, behind = op.kind == WRITE_64, tells and not told
+        steps.append(ScriptStep(op.address, op.value, waits, wide, behind))
+        told = tells
+    shared = len(list(takewhile(lambda step: step.waits, reversed(steps)))) if everyone else 0
+    return Script(tuple(steps), len(steps) - shared)
 
 
 def _words(ops: Sequence[MemOp]) -> tuple[tuple[int, int], ...]:

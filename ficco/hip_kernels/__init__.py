@@ -21,6 +21,8 @@ from ficco.hip_kernels.launch import (
     PEER_BLOCKS,
     Binding,
     Kernels,
+    Script,
+    ScriptStep,
     Signals,
 )
 from ficco.warn import warn_once
@@ -31,6 +33,8 @@ __all__ = [
     "PEER_BLOCKS",
     "Binding",
     "Kernels",
+    "Script",
+    "ScriptStep",
     "Signals",
     "Target",
     "TorchKernels",

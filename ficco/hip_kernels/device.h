@@ -39,6 +39,9 @@ INLINE u32 block_index() { return __builtin_amdgcn_workgroup_id_x(); }
 // acquire invalidates it.
 INLINE void release_system() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, ""); }
 INLINE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
+INLINE void acquire_system(const u32* at) { acquire_system(); }
+INLINE void release_device() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
+INLINE void acquire_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 
 // Makes what the block wrote visible to the system, with one write-back of the L2 of its XCD: a
 // stream's write is not known to write back that of each XCD. A release to the block alone would
@@ -63,6 +66,9 @@ INLINE u32 load_system(const u32* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 INLINE void store_system(u32* at, u32 value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+INLINE void store_system(u64* at, u64 value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
@@ -93,8 +99,11 @@ typedef uint4 u32x4;
 INLINE u32 thread_index() { return threadIdx.x; }
 INLINE u32 block_index() { return blockIdx.x; }
 
-INLINE void release_system() { __threadfence_system(); }
-INLINE void acquire_system() { __threadfence_system(); }
+// Weaker than __threadfence_system(), which also puts fences of all threads in one order.
+INLINE void release_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+INLINE void acquire_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+INLINE void release_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+INLINE void acquire_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // The end of a kernel, and the fence of a stream's write, are enough.
 INLINE void release_block() {}
@@ -109,6 +118,16 @@ INLINE u32 load_system(const u32* at) {
 }
 INLINE void store_system(u32* at, u32 value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+INLINE void store_system(u64* at, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+// Behind a load of a word that found what a peer has written there. Unlike a fence it does not
+// wait for stores that are under way.
+INLINE void acquire_system(const u32* at) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
 }
 
 // Nanoseconds.

@@ -5,6 +5,7 @@
 // The same numbers as in launch.py.
 constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
+constexpr u32 ONE_SHOT_THREADS = 512;
 constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 MAX_PARTS = 16;
 constexpr u32 MAX_ENDS = 16;
@@ -14,6 +15,7 @@ constexpr u32 MAX_SIGNALS = 48;
 // loads, half as many.
 constexpr u32 IN_FLIGHT = 8;
 constexpr u32 SHIFTED_IN_FLIGHT = 4;
+constexpr u32 ONE_SHOT_IN_FLIGHT = 4;  // of each part
 
 // Copies.
 
@@ -176,15 +178,22 @@ struct Signals {
   u32 clears, posts, waits;
 };
 
-// The last of `blocks` blocks to come here sees to the signals; `arrived` is 0 before and behind.
-// One thread does: its stores do not wait for each other, and neither do its loads.
+// Whether the last of `blocks` blocks has come here, one thread of each. It sees what the others
+// have released; `arrived` is 0 before and behind.
+INLINE bool last_of(u32 blocks, u32* arrived) {
+  if (add_device(arrived) != blocks - 1) return false;
+  acquire_device();
+  store_system(arrived, 0);
+  return true;
+}
+
+// Sees to the signals once the last block is here. One thread does: its stores do not wait for each
+// other, and neither do its loads.
 INLINE void finish(const Signals& signals, u32* arrived, u32 blocks) {
   barrier();
   if (thread_index() != COPY_THREADS - 1) return;
   release_system();  // what the block has copied
-  if (add_device(arrived) != blocks - 1) return;
-  acquire_system();
-  store_system(arrived, 0);
+  if (!last_of(blocks, arrived)) return;
   u32 i = 0;
   for (; i < signals.clears; i++) store_system(signals.at[i], signals.value[i]);
   release_system();  // a peer may post again what is cleared once it has been posted to
@@ -241,21 +250,28 @@ struct Units {
   };
 };
 
-// Adds the i-th elements of some parts to a sum: all loads first.
-template <u32 SOME, typename In, u32 EACH>
-INLINE void add(float (&sum)[EACH], const Parts& parts, u32 first, u64 i) {
+// Adds elements of some parts to sums, those at the places `at`: all loads first.
+template <u32 SOME, typename In, u32 EACH, u32 PLACES>
+INLINE void add(float (&sum)[PLACES][EACH], const Parts& parts, u32 first,
+                const u64 (&at)[PLACES]) {
   typedef Units<In, EACH> Held;
-  Held held[SOME];
+  Held held[SOME][PLACES];
 #pragma unroll
   for (u32 n = 0; n < SOME; n++) {
-    const u32x4* const from = (const u32x4*)parts.at[first + n] + i * Held::UNITS;
 #pragma unroll
-    for (u32 u = 0; u < Held::UNITS; u++) held[n].units[u] = from[u];
+    for (u32 p = 0; p < PLACES; p++) {
+      const u32x4* const from = (const u32x4*)parts.at[first + n] + at[p] * Held::UNITS;
+#pragma unroll
+      for (u32 u = 0; u < Held::UNITS; u++) held[n][p].units[u] = from[u];
+    }
   }
 #pragma unroll
   for (u32 n = 0; n < SOME; n++) {
 #pragma unroll
-    for (u32 e = 0; e < EACH; e++) sum[e] += to_float(held[n].elements[e]);
+    for (u32 p = 0; p < PLACES; p++) {
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) sum[p][e] += to_float(held[n][p].elements[e]);
+    }
   }
 }
 
@@ -266,29 +282,37 @@ INLINE u64 in_rows(u64 i, u64 width, u64 pitch) {
 
 // Adds `count` parts in their order, in float, and rounds once. Rows of `width` elements lie `pitch`
 // apart in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the result go by
-// 16-byte accesses, the rest by elements.
-template <typename In, typename Out>
+// 16-byte accesses, `PLACES` of them at a time, the rest by elements.
+template <u32 THREADS, u32 PLACES, typename In, typename Out>
 INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements, u64 width,
                    u64 pitch, u64 out_pitch, u32 blocks) {
   constexpr u32 EACH = 16 / sizeof(Out);
-  const u64 first = (u64)block_index() * REDUCE_THREADS + thread_index();
-  const u64 stride = (u64)blocks * REDUCE_THREADS;
-  for (u64 n = first; n < vectors; n += stride) {
-    const u64 i = in_rows(n, width / EACH, pitch / EACH);
-    float sum[EACH];
+  const u64 first = (u64)block_index() * THREADS + thread_index();
+  const u64 stride = (u64)blocks * THREADS;
+  for (u64 n = first; n < vectors; n += PLACES * stride) {
+    u64 at[PLACES];
+    float sum[PLACES][EACH];
 #pragma unroll
-    for (u32 e = 0; e < EACH; e++) sum[e] = -0.0f;  // the neutral element: 0 + -0 is 0
-    u32 p = 0;
-    for (; p + 4 <= count; p += 4) add<4, In, EACH>(sum, parts, p, i);
-    if (p + 2 <= count) {
-      add<2, In, EACH>(sum, parts, p, i);
-      p += 2;
+    for (u32 v = 0; v < PLACES; v++) {
+      const u64 i = n + v * stride;  // behind the last the first is read once more
+      at[v] = in_rows(i < vectors ? i : n, width / EACH, pitch / EACH);
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) sum[v][e] = -0.0f;  // the neutral element: 0 + -0 is 0
     }
-    if (p < count) add<1, In, EACH>(sum, parts, p, i);
-    Units<Out, EACH> result;
+    u32 p = 0;
+    if (PLACES == 1)  // else there are enough loads in flight
+      for (; p + 4 <= count; p += 4) add<4, In, EACH>(sum, parts, p, at);
+    for (; p + 2 <= count; p += 2) add<2, In, EACH>(sum, parts, p, at);
+    if (p < count) add<1, In, EACH>(sum, parts, p, at);
 #pragma unroll
-    for (u32 e = 0; e < EACH; e++) from_float(sum[e], result.elements[e]);
-    ((u32x4*)out)[in_rows(n, width / EACH, out_pitch / EACH)] = result.units[0];
+    for (u32 v = 0; v < PLACES; v++) {
+      const u64 i = n + v * stride;
+      if (i >= vectors) continue;
+      Units<Out, EACH> result;
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) from_float(sum[v][e], result.elements[e]);
+      ((u32x4*)out)[in_rows(i, width / EACH, out_pitch / EACH)] = result.units[0];
+    }
   }
   for (u64 n = vectors * EACH + first; n < elements; n += stride) {
     const u64 i = in_rows(n, width, pitch);
@@ -302,7 +326,8 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
   KERNEL(REDUCE_THREADS)                                                                         \
   name(Out* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,         \
        u64 width, u64 pitch, u64 out_pitch) {                                                    \
-    reduce<In, Out>(out, parts, count, vectors, elements, width, pitch, out_pitch, blocks);      \
+    reduce<REDUCE_THREADS, 1, In, Out>(out, parts, count, vectors, elements, width, pitch,       \
+                                       out_pitch, blocks);                                       \
   }
 
 REDUCE(ficco_reduce_bfloat16_bfloat16, bf16, bf16)
@@ -310,6 +335,60 @@ REDUCE(ficco_reduce_float16_float16, f16, f16)
 REDUCE(ficco_reduce_float32_float32, float, float)
 REDUCE(ficco_reduce_float32_bfloat16, float, bf16)
 REDUCE(ficco_reduce_float32_float16, float, f16)
+
+// Sums of parts that lie at the peers, and all that the ranks have to tell each other around them.
+
+// Waits for words and writes of words, which one thread carries out one after the other.
+struct Script {
+  u32* at[MAX_SIGNALS];
+  u64 value[MAX_SIGNALS];
+  u64 waits, wide, behind;  // a bit for each: it waits; it writes 64 bits; all before is seen first
+  u32 count, alone;         // how many, and how many of them one block carries out for all
+};
+
+INLINE void carry_out(const Script& script, u32 first, u32 last) {
+  for (u32 i = first; i < last; i++) {
+    const u64 bit = 1ull << i;
+    u32* const at = script.at[i];
+    if (script.waits & bit) {
+      while (load_system(at) != (u32)script.value[i]) {}
+      acquire_system(at);
+      continue;
+    }
+    if (script.behind & bit) release_system();
+    if (script.wide & bit)
+      store_system((u64*)at, script.value[i]);
+    else
+      store_system(at, (u32)script.value[i]);
+  }
+}
+
+// As a reduction, on few blocks: all of them spin until the peers are there. The first carries out
+// what of `front` one does for all; the last to be through carries out `rear`. `mark` is written at
+// once, for the host, where fences of others do not wait for it.
+#define ONE_SHOT(name, T)                                                                        \
+  KERNEL(ONE_SHOT_THREADS)                                                                       \
+  name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
+       u64 width, u64 pitch, u64 out_pitch, u32* arrived, u32* mark, u32 value,                  \
+       CONSTANT Script front, CONSTANT Script rear) {                                            \
+    if (thread_index() == 0) {                                                                   \
+      if (block_index() == 0) carry_out(front, 0, front.alone);                                  \
+      carry_out(front, front.alone, front.count);                                                \
+    }                                                                                            \
+    if (mark && block_index() == 0 && thread_index() == ONE_SHOT_THREADS / 2)                    \
+      store_system(mark, value);                                                                 \
+    barrier();                                                                                   \
+    reduce<ONE_SHOT_THREADS, ONE_SHOT_IN_FLIGHT, T, T>(out, parts, count, vectors, elements,     \
+                                                       width, pitch, out_pitch, blocks);         \
+    barrier();                                                                                   \
+    if (thread_index() != ONE_SHOT_THREADS - 1) return;                                          \
+    release_device();                                                                            \
+    if (last_of(blocks, arrived)) carry_out(rear, 0, rear.count);                                \
+  }
+
+ONE_SHOT(ficco_one_shot_bfloat16, bf16)
+ONE_SHOT(ficco_one_shot_float16, f16)
+ONE_SHOT(ficco_one_shot_float32, float)
 
 // Signals. One block, a thread for each word.
 
@@ -341,4 +420,8 @@ KERNEL(SIGNAL_THREADS) ficco_wait(CONSTANT Words words, u32 count, u32 first, u6
     }
   }
   acquire_system();
+}
+
+KERNEL(SIGNAL_THREADS) ficco_script(CONSTANT Script script) {
+  if (thread_index() == 0) carry_out(script, 0, script.count);
 }
