@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from test_kernels import missing
 
-from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
+from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
 from ficco.dma.streams import KernelCopies
+from ficco.hip_kernels import MAX_SIGNALS, Kernels
 
 #: Words below are the rank's own, and these a peer's.
 PEER = 2000
+#: What tells the watchdog that a captured call begins, and that it is over.
+BEGIN, END = MemOp(WRITE_32, 9000, 1), MemOp(WRITE_64, 9000, 1 << 32)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +39,12 @@ def copies(lane: str) -> KernelCopies:
     return KernelCopies(None, lane, [(1, 2)], [lambda call: (1, 2)], 8, 2)  # type: ignore[arg-type]
 
 
-def enqueued(cuda: Any, lane: str, *given: Any) -> list[Any]:
-    """What is left of operations: waits and writes, or (clears, posts, waits) of a launch."""
+def made(cuda: Any, given: list[tuple[str, Any]], captured: bool = False) -> Any:
+    """What an engine makes of operations of lanes; tuples are waits and writes."""
 
     class Engine(cuda.CudaEngine):
+        _kernels_or_torch = Kernels.__new__(Kernels)
+
         def __init__(self) -> None:
             self._flush, self.rank = False, 0
 
@@ -49,10 +54,25 @@ def enqueued(cuda: Any, lane: str, *given: Any) -> list[Any]:
         def _scratch(self, program: Any, index: int) -> int:
             return 5000 + 4 * index
 
-    ops = [cuda._Memops(lane, cuda.cu.Batch(op)) if isinstance(op, tuple) else op for op in given]
-    plan = SimpleNamespace(lanes=("compute0", "copy0", "sync"))
-    program = SimpleNamespace(plan=plan, ops=[(lane, op) for op in ops], state={}, slot=None)
-    body = Engine()._run(program).body
+    ops = [
+        (lane, cuda._Memops(lane, cuda.cu.Batch(op)) if isinstance(op, tuple) else op)
+        for lane, op in given
+    ]
+    lanes = tuple(dict.fromkeys(lane for lane, _ in given))
+    slot = None
+    if captured:
+        watch = SimpleNamespace(begin=lambda number: BEGIN, end=lambda: END)
+        state = SimpleNamespace(watch=watch)
+        slot = SimpleNamespace(captured=True, state=state, number=lambda program: 1)
+    plan = SimpleNamespace(lanes=lanes)
+    program = SimpleNamespace(plan=plan, ops=ops, state={}, slot=slot)
+    return Engine()._run(program)
+
+
+def enqueued(cuda: Any, lane: str, *given: Any) -> list[Any]:
+    """What is left of operations: waits and writes, or (clears, posts, waits) of a launch."""
+
+    body = made(cuda, [(lane, op) for op in given]).body
     found: list[Any] = []
     for op in body:
         if isinstance(op, KernelCopies):
@@ -94,3 +114,65 @@ def test_a_launch_without_signals_stays_as_it_was(cuda: Any) -> None:
         None,
         [(WAIT_32, 8)],
     ]
+
+
+def one_shot(cuda: Any) -> Any:
+    return cuda._OneShot(None, "compute0", lambda call: None, 5000, range(PEER))
+
+
+def product(call: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_sum_at_the_peers_sees_to_the_whole_call(cuda: Any, captured: bool) -> None:
+    """Posts by copies among it; in a graph to what the watchdog is told, too."""
+    posts = cuda._Posts("compute0", (write(PEER),), (1,))
+    body = [product, (wait(4), write(4)), posts, (wait(8),), one_shot(cuda)]
+    tail = [(write(PEER + 4),), (wait(12), write(8), write(12)), (write(PEER + 8),)]
+    given = [("compute0", op) for op in body] + [("sync", op) for op in tail]
+    run = made(cuda, given, captured)
+    first, last = run.body
+    assert first is product and run.begin is None and not run.tail
+    assert last.front == (wait(4), write(4), write(PEER), wait(8))
+    end = (END,) if captured else ()
+    told = write(PEER + 4), wait(12), write(8), write(12), write(PEER + 8)
+    assert last.rear == told + end and last.mark == ((9000, 1) if captured else (0, 0))
+    front, rear = last.scripts
+    assert (front.alone, len(front.steps)) == (3, 4) and rear.alone == len(rear.steps)
+
+
+def test_what_is_too_much_for_a_launch_stays_with_the_stream(cuda: Any) -> None:
+    many = tuple(wait(4 * i) for i in range(MAX_SIGNALS + 1))
+    few, last = (wait(4),), one_shot(cuda)
+    run = made(cuda, [("compute0", many), ("compute0", last), ("sync", few)])
+    assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].front
+    run = made(cuda, [("compute0", few), ("compute0", last), ("sync", many)], captured=True)
+    assert run.body[0].front == few and not run.body[0].rear
+    assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*many, END)]
+
+
+def test_a_sum_beside_others_leaves_the_end_to_the_stream(cuda: Any) -> None:
+    given = [("copy0", product), ("compute0", (wait(4),)), ("compute0", one_shot(cuda))]
+    run = made(cuda, [*given, ("sync", (write(PEER),))])
+    assert run.lanes == ("copy0",) and run.behind == "sync"
+    assert run.body[1].front == (wait(4),) and not run.body[1].rear
+    assert [op.ops for op in run.tail] == [(write(PEER),)]
+
+
+def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches(cuda: Any) -> None:
+    """If it has no lanes of its own, which would begin and end there anyhow."""
+    body = [(wait(4), write(4)), product]
+    given = [("compute0", op) for op in body] + [("sync", (write(PEER),))]
+    run = made(cuda, given, captured=True)
+    front, last = run.body
+    (rear,) = run.tail
+    assert last is product and run.begin is None and run.behind == "compute0"
+    assert [step.address for step in front.script.steps] == [9000, 4, 4]
+    assert [step.address for step in rear.script.steps] == [PEER, 9000]
+    for other in ([("copy0", product), *given], given[1:]):
+        run = made(cuda, other, captured=True)
+        assert run.begin.ops == (BEGIN,) and run.behind == "sync"
+        assert [op.ops for op in run.tail] == [(write(PEER), END)]
+    run = made(cuda, given)
+    assert run.begin is None and [op.ops for op in run.tail] == [(write(PEER),)]

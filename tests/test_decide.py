@@ -657,20 +657,6 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
     assert decide(blocks, machine=fast).schedule.mover != "kernel"
 
 
-def test_captured_calls_wait_for_what_peers_read() -> None:
-    """And the watchdog's words lie on the stream of a collective."""
-    sums = problem_of("matmul_all_reduce", 512, 1024, 512, "bfloat16", 2)
-    machine = replace(by_kernel(MACHINE), ranks=2)
-
-    def alike(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> float:
-        likely = {"one-shot": 100e-6, "serial:collective": 108e-6, "growing": 110e-6}
-        return likely.get(str(schedule), 1.0)
-
-    eager = decide(sums, machine=machine, predict=alike)
-    captured = decide(sums, machine=machine, mode="queued", predict=alike)
-    assert (str(eager.schedule), str(captured.schedule)) == ("one-shot", "growing")
-
-
 def test_a_decision_that_was_saved_with_a_compiler_is_not_taken_without(tmp_path: Path) -> None:
     small, fast = problem(512, 1024, 512), by_kernel(MACHINE)
     saved = Saved(digest(fast), tmp_path)

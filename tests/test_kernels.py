@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,7 +25,7 @@ import torch
 
 from ficco import warn
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, Signals, TorchKernels, build, launch
+from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, TorchKernels, build, launch
 from ficco.hip_kernels.build import Compiler, Missing, Target
 
 ON_HOST = Path(__file__).parent / "kernels_on_host"
@@ -59,6 +59,7 @@ def output(*command: str) -> str:
 COPIES = ("ficco_copy_aligned", "ficco_copy_shifted")
 EXCHANGES = ("ficco_exchange_aligned", "ficco_exchange_shifted")
 REDUCTIONS = tuple(name for name in launch.NAMES if "reduce" in name)
+ONE_SHOTS = tuple(name for name in launch.NAMES if "one_shot" in name)
 #: A 16-byte access of every lane.
 LOAD, STORE = "global_load_dwordx4", "global_store_dwordx4"
 
@@ -190,6 +191,36 @@ def test_amd_exchange_is_ordered(isa: tuple[str, str]) -> None:
         assert counted < min(dropped) and cleared < min(polls) <= max(polls) < max(dropped)
 
 
+def test_amd_sum_at_the_peers_is_by_16_bytes_behind_what_is_waited_for(
+    isa: tuple[str, str],
+) -> None:
+    """Four units of each of two parts are in flight; what was waited for is read anew; and the
+    last block is counted behind them."""
+    arch, text = isa
+    scope = " sc0 sc1" if arch == "gfx942" else ""
+    for name in ONE_SHOTS:
+        lines = body(text, name)
+        meet, through = places(lines, "s_barrier")
+        loads = places(lines, LOAD)
+        together = [at for at in loads if at < loads[0] + 200][:8]
+        assert places(lines[together[0] : together[-1]], r"s_waitcnt.*vmcnt") == [], name
+        assert meet < min(loads) and max(loads) < through and places(lines, STORE)
+        polls = places(lines[:meet], rf"global_load_dword v.*{scope or ' glc'}$")
+        dropped = places(lines[:meet], r"buffer_inv sc0 sc1$" if scope else r"buffer_invl2$")
+        assert polls and min(polls) < min(dropped) and max(polls) < max(dropped)
+        (counted,) = places(lines, "global_atomic_add")
+        assert through < counted < max(places(lines, rf"global_store_dword(x2)? v.*{scope}$"))
+
+
+def test_amd_script_tells_behind_what_came_before(isa: tuple[str, str]) -> None:
+    arch, text = isa
+    scope = " sc0 sc1" if arch == "gfx942" else ""
+    lines = body(text, "ficco_script")
+    (back,) = places(lines, rf"buffer_wbl2{scope}$")
+    words = places(lines, rf"global_store_dword(x2)? v.*{scope}$")
+    assert len(words) == 2 and places(lines[back : min(words)], r"s_waitcnt.*vmcnt\(0\)")
+
+
 @pytest.mark.parametrize(
     ("arch", "number"), [("gfx90a", 0x3F), ("gfx942", 0x4C), ("gfx942:sramecc+:xnack-", 0x4C)]
 )
@@ -255,13 +286,38 @@ def test_nvidia_exchange_is_ordered(ptx: str) -> None:
         lines = entry(ptx, name)
         (meet,) = places(lines, r"(bar|barrier)\.(cta\.)?sync")
         (counted,) = places(lines, r"atom\..*add")
-        fences = places(lines, r"membar\.sys|fence\.(sc|acq_rel)\.sys")
+        fences = places(lines, r"fence\.acq_rel\.(sys|gpu)")
         words = places(lines, r"st\.relaxed\.sys")
         polls = places(lines, r"ld\.relaxed\.sys")
         copied, seen, *_, waited = fences
+        assert [i for i, at in enumerate(fences) if lines[at].endswith("gpu;")] == [1]
         assert max(places(lines, r"st\.global\.v4\.")) < meet < copied < counted < seen
         # Of what follows, nvcc does not write the blocks in their order.
         assert len(fences) == 4 and seen < min(words + polls) and max(polls) < waited
+
+
+def test_nvidia_sum_at_the_peers_is_ordered(ptx: str) -> None:
+    """Each block reads the parts behind what it has waited for, and is counted behind that."""
+    for name in ONE_SHOTS:
+        lines = entry(ptx, name)
+        loads, stores = places(lines, r"ld\.global\.v4\."), places(lines, r"st\.global\.v4\.")
+        meet, through = places(lines, r"(bar|barrier)\.(cta\.)?sync")
+        assert meet < min(loads) <= max(stores) < through, name
+        seen = places(lines[:meet], r"ld\.acquire\.sys")
+        polls = places(lines[:meet], r"ld\.relaxed\.sys")
+        assert len(seen) == len(polls) == 2  # what one block waits for, and what all do
+        assert all(poll < found for poll, found in zip(polls, seen, strict=True))
+        (counted,) = places(lines, r"atom\..*add")
+        own, others = places(lines, r"fence\.acq_rel\.gpu")
+        assert through < own < counted < others < max(places(lines, r"st\.relaxed\.sys"))
+
+
+def test_nvidia_script_is_ordered(ptx: str) -> None:
+    lines = entry(ptx, "ficco_script")
+    (poll,), (seen,) = places(lines, r"ld\.relaxed\.sys"), places(lines, r"ld\.acquire\.sys")
+    (fence,) = places(lines, r"fence\.acq_rel\.sys")
+    words = places(lines, r"st\.relaxed\.sys\.global\.u(32|64)")
+    assert poll < seen and len(words) == 2 and fence < min(words)
 
 
 def test_nvidia_nothing_is_spilt(tmp_path: Path) -> None:
@@ -677,9 +733,23 @@ def in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-def check_reduce(kernels: Kernels | TorchKernels, device: str = "cpu", stream: Any = None) -> None:
+def at_peers(kernels: Kernels, arrived: int) -> Callable[..., None]:
+    """A sum at the peers for which nothing has to be waited for."""
+
+    def reduce(out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
+        kernels.one_shot(out, parts, arrived, Script(), Script(), stream)
+
+    return reduce
+
+
+def check_reduce(
+    reduce: Callable[..., None],
+    device: str = "cpu",
+    stream: Any = None,
+    kinds: Iterable[tuple[torch.dtype, torch.dtype]] = launch.REDUCTIONS,
+) -> None:
     torch.manual_seed(3)
-    for part, out in launch.REDUCTIONS:
+    for part, out in kinds:
         for count in (1, 2, 4, 7, 16):
             for elements, skip in ((0, 0), (1, 0), (8, 0), (1003, 0), (1000, 1)):
                 # Of sizes far apart, so that another order, or a second rounding, shows.
@@ -690,7 +760,7 @@ def check_reduce(kernels: Kernels | TorchKernels, device: str = "cpu", stream: A
                     for p in range(count)
                 ]
                 found = torch.full((elements + skip,), 7.0, dtype=out, device=device)[skip:]
-                kernels.reduce(found, parts, stream)
+                reduce(found, parts, stream)
                 assert torch.equal(found, in_order(parts, out)), (part, out, count, elements)
             # Columns of a matrix: by vectors, by elements, and from an odd place on.
             for rows, first, last, pitch in ((5, 8, 40, 64), (3, 8, 13, 64), (4, 1, 17, 31)):
@@ -702,7 +772,7 @@ def check_reduce(kernels: Kernels | TorchKernels, device: str = "cpu", stream: A
                 for wider in (0, 16):  # the result's rows may lie further apart
                     total = torch.full((rows, pitch + wider), 7.0, dtype=out, device=device)
                     wanted = total.clone()
-                    kernels.reduce(total[:, first:last], parts, stream)
+                    reduce(total[:, first:last], parts, stream)
                     wanted[:, first:last] = in_order(parts, out)
                     assert torch.equal(total, wanted), (part, out, count, first, last, wider)
 
@@ -732,7 +802,135 @@ def test_placement(on_host: Kernels) -> None:
 
 
 def test_reduction_is_exact(on_host: Kernels) -> None:
-    check_reduce(on_host)
+    check_reduce(on_host.reduce)
+
+
+#: Of parts of the result's dtype.
+ALIKE = [(part, out) for part, out in launch.REDUCTIONS if part == out]
+
+
+def test_sum_at_the_peers_is_exact(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = torch.zeros(1, dtype=torch.int32)
+    check_reduce(at_peers(on_host, arrived.data_ptr()), kinds=ALIKE)
+    assert arrived.item() == 0
+    # On many blocks, which go over what there is more than once.
+    monkeypatch.setattr(on_host.binding, "processors", 6)
+    parts = [torch.randn(3 * launch.ONE_SHOT_THREADS * 4 * 4 * 2 + 5) for _ in range(3)]
+    found, launches = torch.empty_like(parts[0]), on_host.binding.launches
+    launches.clear()
+    at_peers(on_host, arrived.data_ptr())(found, parts, None)
+    assert torch.equal(found, in_order(parts, torch.float32))
+    assert launches == [("ficco_one_shot_float32", 3)]
+
+
+class Launched(NamedTuple):
+    """A launch of a sum at the peers that is not carried out yet, and all that it touches: of the
+    words the first counts blocks, the next three are waited for, three are written in front, three
+    behind, and then comes the mark."""
+
+    out: torch.Tensor
+    wanted: torch.Tensor
+    words: torch.Tensor
+    arguments: tuple[Any, ...]
+
+
+@pytest.fixture
+def launched(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> Launched:
+    monkeypatch.setattr(on_host.binding, "processors", 6)
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(on_host.binding, "launch", lambda *rest: found.append(rest))
+    words = torch.zeros(16, dtype=torch.int32)
+    at = [words.data_ptr() + 4 * i for i in range(16)]
+    front = Script(
+        (
+            ScriptStep(at[1], 5, waits=True),
+            ScriptStep(at[4], 7),
+            ScriptStep(at[5], 8, behind=True),
+            ScriptStep(at[2], 5, waits=True),
+            ScriptStep(at[3], 5, waits=True),
+        ),
+        alone=3,
+    )
+    rear = Script((ScriptStep(at[8], 9), ScriptStep(at[10], 3 << 32 | 2, wide=True)))
+    parts = [torch.randn(20000) for _ in range(2)]
+    out = torch.full((20000,), 7.0)
+    on_host.one_shot(out, parts, at[0], front, rear, None, (at[12], 6), blocks=3)
+    ((kernel, blocks, threads, arguments, _),) = found
+    assert (blocks, threads) == (3, launch.ONE_SHOT_THREADS)
+    return Launched(out, in_order(parts, torch.float32), words, (kernel, threads, arguments))
+
+
+def carry_out(library: ctypes.CDLL, some: Launched, block: int) -> None:
+    kernel, threads, arguments = some.arguments
+    for thread in range(threads):
+        library.become(block, thread)
+        kernel(*arguments)
+
+
+def test_what_is_told_behind_a_sum_comes_behind_all_of_it(
+    on_host: Kernels, launched: Launched
+) -> None:
+    """Whatever the order of the blocks, of which one alone tells what comes in front."""
+    for order in itertools.permutations(range(3)):
+        launched.words.zero_()
+        launched.words[1:4] = 5
+        launched.out.fill_(7.0)
+        for number, block in enumerate(order):
+            before = launched.words.tolist()
+            assert (before[4:6] == [7, 8]) == (before[12] == 6) == (0 in order[:number])
+            assert before[8:12] == [0, 0, 0, 0]
+            assert not torch.equal(launched.out, launched.wanted)
+            carry_out(on_host.binding.library, launched, block)
+        assert torch.equal(launched.out, launched.wanted)
+        assert launched.words.tolist() == [0, 5, 5, 5, 7, 8, 0, 0, 9, 0, 2, 3, 6, 0, 0, 0]
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_every_block_waits_for_the_peers(on_host: Kernels, launched: Launched, block: int) -> None:
+    """The first for what lets it tell them, too; before it has told them, it reads nothing."""
+    out, words, said = launched.out, launched.words, []
+
+    def peers() -> None:
+        for word in (1, 2, 3):
+            time.sleep(0.03)
+            said.append((words[4:6].tolist(), int(words[12]), bool((out != 7.0).any())))
+            words[word] = 5
+
+    thread = threading.Thread(target=peers)
+    thread.start()
+    carry_out(on_host.binding.library, launched, block)
+    thread.join()
+    # One thread after the other here: the mark is that of a thread behind the one that waits.
+    told = [[0, 0], [7, 8], [7, 8]] if block == 0 else [[0, 0]] * 3
+    assert said == [(words, 0, False) for words in told]
+    assert (out != 7.0).any() and launched.words[0] == 1
+
+
+def test_a_script_goes_from_the_front(on_host: Kernels) -> None:
+    words, seen = torch.zeros(8, dtype=torch.int32), []
+    at = [words.data_ptr() + 4 * i for i in range(8)]
+    script = Script(
+        (
+            ScriptStep(at[2], 4),
+            ScriptStep(at[0], 1, waits=True),
+            ScriptStep(at[3], 5, behind=True),
+            ScriptStep(at[1], 2, waits=True),
+            ScriptStep(at[4], 6 << 32 | 7, wide=True),
+        )
+    )
+
+    def peer() -> None:
+        for word in (0, 1):
+            time.sleep(0.03)
+            seen.append(words.tolist())
+            words[word] = 1 + word
+
+    thread = threading.Thread(target=peer)
+    thread.start()
+    on_host.script(script, None)
+    thread.join()
+    assert seen == [[0, 0, 4, 0, 0, 0, 0, 0], [1, 0, 4, 5, 0, 0, 0, 0]]
+    assert words.tolist() == [1, 2, 4, 5, 7, 6, 0, 0]
 
 
 def test_reduction_in_place(on_host: Kernels) -> None:
@@ -826,7 +1024,7 @@ def test_fallback_copies(shape: tuple[int, ...]) -> None:
 
 def test_fallback_placement_and_reduction() -> None:
     check_place(TorchKernels())
-    check_reduce(TorchKernels())
+    check_reduce(TorchKernels().reduce)
 
 
 def test_fallback_has_no_signals() -> None:

@@ -13,7 +13,15 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from cases import Case, all_exact, equal, exact
 from ranks import Rank, run
-from test_kernels import RECTANGLES, check_halves, check_place, check_reduce, rectangle
+from test_kernels import (
+    ALIKE,
+    RECTANGLES,
+    at_peers,
+    check_halves,
+    check_place,
+    check_reduce,
+    rectangle,
+)
 
 import ficco
 from ficco.dma.memops import WRITE_32, MemOp
@@ -69,7 +77,7 @@ def _fallback_copies(at: Rank) -> None:
     for shape in RECTANGLES:
         rectangle(TorchKernels().copy, shape, "cuda", stream)
     check_place(TorchKernels(), "cuda", stream)
-    check_reduce(TorchKernels(), "cuda", stream)
+    check_reduce(TorchKernels().reduce, "cuda", stream)
 
 
 def test_fallbacks() -> None:
@@ -87,7 +95,10 @@ def test_placement() -> None:
 
 def _reduce(at: Rank) -> None:
     mine, stream = loaded(at)
-    check_reduce(mine, "cuda", stream)
+    check_reduce(mine.reduce, "cuda", stream)
+    arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
+    check_reduce(at_peers(mine, arrived.data_ptr()), "cuda", stream, ALIKE)
+    assert arrived.item() == 0
     check_halves(mine, "cuda", stream)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, with_front, with_rear
-from ficco.hip_kernels import MAX_SIGNALS, Signals
+from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, script, with_front, with_rear
+from ficco.hip_kernels import MAX_SIGNALS, ScriptStep, Signals
 
 OPS = st.lists(
     st.builds(
@@ -95,3 +97,40 @@ def test_nothing_is_lost_or_comes_too_early(front: list[MemOp], rear: list[MemOp
     assert all(op.address < 20 for op in clears) and all(op.address >= 20 for op in posts[:first])
     assert [*posts[first:], *awaited, *behind] == rear
     assert found.count <= MAX_SIGNALS
+
+
+def test_a_script_is_what_the_stream_would_do() -> None:
+    end = MemOp(WRITE_64, 3000, 1 << 32)
+    ops = [*waits(4), *writes(4, 2000, 2004, 8, 2008), *waits(12), *writes(12), end]
+    found = script(ops, OWN)
+    assert [(step.address, step.value) for step in found.steps] == [op[1:] for op in ops]
+    assert [step.waits for step in found.steps] == [op.kind == WAIT_32 for op in ops]
+    assert [step.wide for step in found.steps] == [op is end for op in ops]
+    # What is written elsewhere is seen behind all before it, be that waited for or written here.
+    behind = [step.address for step in found.steps if step.behind]
+    assert behind == [2000, 2008, 3000] and found.alone == len(ops)
+
+
+@given(OPS)
+def test_what_a_script_tells_others_is_behind_everything(ops: list[MemOp]) -> None:
+    mine = range(0, 40, 8)
+    steps = script(ops, mine).steps
+    for index, (op, step) in enumerate(zip(ops, steps, strict=True)):
+        tells = op.kind != WAIT_32 and op.address not in mine
+        told = index > 0 and ops[index - 1].kind != WAIT_32 and ops[index - 1].address not in mine
+        assert step.behind == (tells and not told)
+
+
+def test_every_block_carries_out_the_waits_at_the_end() -> None:
+    found = script([*waits(4), *writes(2000), *waits(8, 12)], OWN, everyone=True)
+    assert (len(found.steps), found.alone) == (4, 2)
+    assert script([*waits(4), *writes(8)], OWN, everyone=True).alone == 2
+    assert script([], OWN, everyone=True).alone == 0
+
+
+def test_a_script_is_packed_as_the_kernel_reads_it() -> None:
+    steps = ScriptStep(8, 1, waits=True), ScriptStep(16, 1 << 32, wide=True, behind=True)
+    packed = replace(script([], OWN), steps=steps, alone=1).packed
+    assert (list(packed.at)[:3], list(packed.value)[:3]) == ([8, 16, 0], [1, 1 << 32, 0])
+    assert (packed.waits, packed.wide, packed.behind) == (0b01, 0b10, 0b10)
+    assert (packed.count, packed.alone) == (2, 1)

@@ -30,7 +30,6 @@ from ficco.heuristics.model import (
     Prediction,
     by_loss,
     choose,
-    in_graph,
     lacking,
     predictions,
 )
@@ -280,8 +279,6 @@ def _modelled(
 ) -> tuple[Schedule, str]:
     """What the model takes, and why."""
     modes = MODES[mode]
-    if mode == "queued":  # captured in a graph
-        predict = in_graph(predict)
     named = _comparable(problem, machine, movers)
     found = predictions(problem, named, machine, modes, predict)
     if search:

@@ -29,13 +29,6 @@ MODES: dict[str, tuple[str, ...]] = {
 #: first is taken: see the order in :mod:`ficco.heuristics.candidates`.
 TIE = 0.01
 
-#: Seconds by which captured calls take longer than eager ones whose host runs ahead: of the
-#: library's collective, since the watchdog is told in front of it and behind it, and of
-#: ``one-shot``, since the caller's stream waits until the peers have read. Medians of 24 shapes on
-#: 2 H200 in a first run; in that of docs/results/decode-graph-*.csv they are 7 and 14 us, and of
-#: other schedules -1 to 3.
-IN_GRAPH_S = {"collective": 6e-6, "one-shot": 12.5e-6}
-
 #: The blocks of a machine without which nothing can be predicted.
 NEEDED = ("topology", "copies", "collective", "gemm", "memory", "contention")
 
@@ -82,16 +75,6 @@ def predictions(
         Prediction(schedule, {mode: predict(problem, schedule, machine, mode) for mode in modes})
         for schedule in schedules
     )
-
-
-def in_graph(predict: Predict) -> Predict:
-    """Predictions of captured calls, from those of calls whose host runs ahead."""
-
-    def captured(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> float:
-        more = IN_GRAPH_S.get(schedule.grouping, 0.0) + IN_GRAPH_S.get(schedule.mover, 0.0)
-        return predict(problem, schedule, machine, mode) + more
-
-    return captured
 
 
 def by_loss(found: Iterable[Prediction], modes: Sequence[str]) -> list[Prediction]:

@@ -37,9 +37,11 @@ INLINE u32 block_index() { return __builtin_amdgcn_workgroup_id_x(); }
 
 // "" is the scope of the whole system. On gfx942 a release writes this XCD's L2 back, and an
 // acquire invalidates it.
-INLINE void release_system() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, ""); }
+INLINE void release_system() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  __builtin_amdgcn_s_waitcnt(0);  // clang 19 leaves it out where a branch leads around the fence
+}
 INLINE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
-INLINE void acquire_system(const u32* at) { acquire_system(); }
 INLINE void release_device() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
 INLINE void acquire_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 
@@ -64,6 +66,11 @@ INLINE void barrier() {
 
 INLINE u32 load_system(const u32* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+INLINE u32 load_acquire_system(const u32* at) {
+  const u32 value = load_system(at);
+  acquire_system();
+  return value;
 }
 INLINE void store_system(u32* at, u32 value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
@@ -123,11 +130,12 @@ INLINE void store_system(u64* at, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-// Behind a load of a word that found what a peer has written there. Unlike a fence it does not
-// wait for stores that are under way.
-INLINE void acquire_system(const u32* at) {
+// What a peer did before it wrote the word is seen behind this. Unlike a fence it does not wait for
+// stores that are under way.
+INLINE u32 load_acquire_system(const u32* at) {
   u32 value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
 }
 
 // Nanoseconds.

@@ -352,7 +352,7 @@ INLINE void carry_out(const Script& script, u32 first, u32 last) {
     u32* const at = script.at[i];
     if (script.waits & bit) {
       while (load_system(at) != (u32)script.value[i]) {}
-      acquire_system(at);
+      load_acquire_system(at);
       continue;
     }
     if (script.behind & bit) release_system();

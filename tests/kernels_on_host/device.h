@@ -37,7 +37,6 @@ INLINE u32 block_index() { return the_block; }
 
 INLINE void release_system() { __atomic_thread_fence(__ATOMIC_RELEASE); }
 INLINE void acquire_system() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
-INLINE void acquire_system(const u32* at) { acquire_system(); }
 INLINE void release_device() { release_system(); }
 INLINE void acquire_device() { acquire_system(); }
 INLINE void release_block() { release_system(); }
@@ -45,6 +44,7 @@ INLINE void barrier() {}  // the last thread of a block comes last
 INLINE u32 add_device(u32* at) { return __atomic_fetch_add(at, 1, __ATOMIC_RELAXED); }
 
 INLINE u32 load_system(const u32* at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+INLINE u32 load_acquire_system(const u32* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 INLINE void store_system(u32* at, u32 value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
 INLINE void store_system(u64* at, u64 value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
 
