@@ -73,7 +73,7 @@ from test_operators import (  # noqa: F401  likewise
 import ficco
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.errors import BackendError
-from ficco.workspace import workspaces
+from ficco.workspace import SLOTS, workspaces
 
 pytestmark = pytest.mark.multigpu
 
@@ -364,14 +364,15 @@ def test_replays(schedule: str, warm: bool) -> None:
 
 
 def _replays_of_sums(at: Rank, operator: str, schedule: str) -> None:
-    """A captured call whose operands change, replayed between eager ones; these are recorded."""
+    """Captured calls whose operands change, more than there are slots, replayed between eager ones;
+    these are recorded."""
     rows = operators.rows_for(operator, at.world, "equal")
     case = operators.Case(operator, rows, 64, 96, "bfloat16", schedule)
     a, b = operators.operands(case, at.rank, 0, at.device)
     settle(at)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = getattr(ficco, operator)(a, b, **case.arguments())
+        results = [getattr(ficco, operator)(a, b, **case.arguments()) for _ in range(SLOTS + 1)]
     kept = []
     for iteration in range(1, 30):
         for operand, new in zip(
@@ -379,14 +380,15 @@ def _replays_of_sums(at: Rank, operator: str, schedule: str) -> None:
         ):
             operand.copy_(new)
         graph.replay()
-        kept.append(result.clone())
-        kept.append(getattr(ficco, operator)(a, b, **case.arguments()))
+        found = [result.clone() for result in results]
+        kept.append([*found, getattr(ficco, operator)(a, b, **case.arguments())])
         # A replay that still waited for its peers behind its end would now read this.
         a.fill_(44)
     torch.cuda.synchronize()
-    for i, found in enumerate(kept):
-        right = operators.wanted(case, at.rank, 1 + i // 2, at.device)
-        assert torch.equal(found, right), f"rank {at.rank}, {case}, call {i}"
+    for i, found in enumerate(kept, 1):
+        right = operators.wanted(case, at.rank, i, at.device)
+        same = [torch.equal(one, right) for one in found]
+        assert all(same), f"rank {at.rank}, {case}, replay {i}: {same}"
     del graph
     ficco.close()
 
@@ -802,31 +804,61 @@ def test_capped_memory_as_the_device_sees_it() -> None:
 
 
 def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict[str, Any]:
-    case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
     with ficco.options(timeout_s=PATIENCE_S, on_timeout=mode):
+        if schedule == "one-shot":
+            return _of_a_sum(at, schedule, victim, how)
+        case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
         for iteration in range(3):
             exact(at, case, iteration)
         if how == "replay":
             graphed = Graphed(at, case)
             graphed.exact(0, 2)
         made = make(at, case, 9)
-        settle(at)
-        if at.rank == victim:
-            # Rank 0 holds the store: it dies with it.
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.3)
-        started = time.monotonic()
 
-        def fail() -> None:
-            if how == "replay":
-                graphed.replay(made)
-            else:
-                call(case, made.a, made.b)
-            ficco.synchronize()
+        def once() -> None:
+            call(case, made.a, made.b)
 
-        first = caught(fail)
-        waited = time.monotonic() - started
-        again, waited_again = timed(lambda: call(case, made.a, made.b))
+        return _bereaved(
+            at, victim, once, lambda: graphed.replay(made) if how == "replay" else once()
+        )
+
+
+def _of_a_sum(at: Rank, schedule: str, victim: int, how: str) -> dict[str, Any]:
+    a = torch.ones(64, 32, dtype=torch.bfloat16, device=at.device)
+    b = torch.ones(32, 48, dtype=torch.bfloat16, device=at.device)
+
+    def once() -> torch.Tensor:
+        return ficco.matmul_all_reduce(a, b, schedule=schedule)
+
+    for _ in range(3):
+        assert once().unique().tolist() == [32 * at.world]
+    settle(at)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = once()
+    graph.replay()
+    assert result.unique().tolist() == [32 * at.world]
+    return _bereaved(at, victim, once, graph.replay if how == "replay" else once)
+
+
+def _bereaved(
+    at: Rank, victim: int, once: Callable[[], Any], fatal: Callable[[], Any]
+) -> dict[str, Any]:
+    """What survivors are told by a call, and by another one, once a rank has died."""
+    settle(at)
+    if at.rank == victim:
+        # Rank 0 holds the store: it dies with it.
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    started = time.monotonic()
+
+    def fail() -> None:
+        fatal()
+        ficco.synchronize()
+
+    first = caught(fail)
+    waited = time.monotonic() - started
+    again, waited_again = timed(once)
 
     def tear_down() -> None:
         ficco.close()
@@ -854,6 +886,8 @@ def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict
         (1, "hetero-fused-1d:pieces=4,pull", "replay"),
         (1, "serial:kernel", "eager"),
         (0, "serial:kernel", "replay"),
+        (1, "one-shot", "eager"),
+        (0, "one-shot", "replay"),
         # NCCL does not give up a communicator that a graph holds.
         (1, "serial:collective", "eager"),
     ],
@@ -888,7 +922,8 @@ def test_killed_rank(victim: int, schedule: str, how: str, mode: str) -> None:
             assert mine["waited"] < PATIENCE_S + SLACK_S
             assert_unusable(mine)
             text = first.text
-        for word in ("all_gather_matmul", f"rank {rank} waited", "step", schedule, "timeout_s="):
+        operator = "matmul_all_reduce" if schedule == "one-shot" else "all_gather_matmul"
+        for word in (operator, f"rank {rank} waited", "step", schedule, "timeout_s="):
             assert word in text, text
         # Whom it waited for: the dead, or a survivor that itself waits for the dead. NCCL keeps
         # that to itself.
