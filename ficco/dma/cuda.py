@@ -273,7 +273,6 @@ class _OneShot:
         parts: result and parts of a call.
         arrived: address of the word where the blocks of the launch are counted.
         mine: addresses of this rank's own words.
-        mark: what tells the watchdog that the call has begun: nothing before can be stuck.
     """
 
     kernels: Kernels
@@ -283,7 +282,6 @@ class _OneShot:
     mine: range
     front: tuple[MemOp, ...] = ()
     rear: tuple[MemOp, ...] = ()
-    mark: tuple[int, int] = (0, 0)
 
     @cached_property
     def scripts(self) -> tuple[Script, Script]:
@@ -718,20 +716,22 @@ class CudaEngine(StreamEngine):
         takes less than to do it beside."""
         begin = () if run.begin is None else run.begin.ops
         rest = tuple(op for one in run.tail if isinstance(one, (_Memops, _Posts)) for op in one.ops)
-        if not run.body or run.lanes or len(rest) > MAX_SIGNALS:
+        if not (run.body and program.plan.words) or run.lanes or len(rest) > MAX_SIGNALS:
             return run
-        first, last = run.body[0], run.body[-1]
+        first, last, mine = run.body[0], run.body[-1], self._own(program)
+        tail: list[Op] = []
         if isinstance(last, _OneShot):  # in passing
-            mark = (begin[0].address, begin[0].value) if begin else (0, 0)
-            body = [*run.body[:-1], replace(last, rear=rest, mark=mark)]
-            return replace(run, body=body, begin=None, tail=[], behind="compute0")
-        if begin and isinstance(first, _Memops) and len(first.ops) < MAX_SIGNALS:
-            kernels, mine = self._kernels_or_torch, self._own(program)
-            if isinstance(kernels, Kernels):
-                front = _Scripted(kernels, script((*begin, *first.ops), mine))
-                rear, body = _Scripted(kernels, script(rest, mine)), [front, *run.body[1:]]
-                return replace(run, body=body, begin=None, tail=[rear], behind="compute0")
-        return run
+            kernels, body = last.kernels, [*run.body[:-1], replace(last, rear=rest)]
+        elif begin and isinstance(first, _Memops) and len(first.ops) < MAX_SIGNALS:
+            if not isinstance(kernels := self._kernels_or_torch, Kernels):
+                return run
+            begin, body = (*begin, *first.ops), run.body[1:]
+            tail = [_Scripted(kernels, script(rest, mine))]
+        else:
+            return run
+        if begin:  # the host does not see what a launch writes before its end
+            body = [_Scripted(kernels, script(begin, mine)), *body]
+        return replace(run, body=body, begin=None, tail=tail, behind="compute0")
 
     def _joined(self, program: Program, lane: str, one: Op, two: Op) -> tuple[Op, ...]:
         """Two operations that follow each other on a lane, by as few calls of the driver, and as

@@ -364,19 +364,16 @@ INLINE void carry_out(const Script& script, u32 first, u32 last) {
 }
 
 // As a reduction, on few blocks: all of them spin until the peers are there. The first carries out
-// what of `front` one does for all; the last to be through carries out `rear`. `mark` is written at
-// once, for the host, where fences of others do not wait for it.
+// what of `front` one does for all; the last to be through carries out `rear`.
 #define ONE_SHOT(name, T)                                                                        \
   KERNEL(ONE_SHOT_THREADS)                                                                       \
   name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
-       u64 width, u64 pitch, u64 out_pitch, u32* arrived, u32* mark, u32 value,                  \
-       CONSTANT Script front, CONSTANT Script rear) {                                            \
+       u64 width, u64 pitch, u64 out_pitch, u32* arrived, CONSTANT Script front,                 \
+       CONSTANT Script rear) {                                                                   \
     if (thread_index() == 0) {                                                                   \
       if (block_index() == 0) carry_out(front, 0, front.alone);                                  \
       carry_out(front, front.alone, front.count);                                                \
     }                                                                                            \
-    if (mark && block_index() == 0 && thread_index() == ONE_SHOT_THREADS / 2)                    \
-      store_system(mark, value);                                                                 \
     barrier();                                                                                   \
     reduce<ONE_SHOT_THREADS, ONE_SHOT_IN_FLIGHT, T, T>(out, parts, count, vectors, elements,     \
                                                        width, pitch, out_pitch, blocks);         \

@@ -434,12 +434,10 @@ class Kernels:
         front: Script,
         rear: Script,
         stream: Any,
-        mark: Word = (0, 0),
         blocks: int = ONE_SHOT_BLOCKS,
     ) -> None:
         """:meth:`reduce` of parts of the result's dtype that lie at the peers, on few blocks:
-        ``front`` is carried out before they are read, ``rear`` when all of the result is there,
-        and a ``mark`` is written when the launch begins.
+        ``front`` is carried out before they are read, ``rear`` when all of the result is there.
 
         The blocks spin while ``front`` waits: the stream must wait for nothing that is launched
         behind it on this device. ``arrived`` is as in :class:`Signals`.
@@ -449,8 +447,8 @@ class Kernels:
         most = min(blocks, self.binding.processors // 2)
         blocks = max(1, min(most, -(-work // ONE_SHOT_THREADS)))
         kernel = self._kernels[f"ficco_one_shot_{_text(out.dtype)}"]
-        words = ctypes.c_uint64(arrived), ctypes.c_uint64(mark[0]), ctypes.c_uint32(mark[1])
-        packed = self.binding.pack((*arguments(blocks), *words, front.packed, rear.packed))
+        scripts = ctypes.c_uint64(arrived), front.packed, rear.packed
+        packed = self.binding.pack((*arguments(blocks), *scripts))
         self.binding.launch(kernel, blocks, ONE_SHOT_THREADS, packed, stream)
 
     def _sum(
