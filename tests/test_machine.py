@@ -39,6 +39,7 @@ from ficco.machine import (
     units,
     user_dir,
 )
+from ficco.machine import text as as_yaml
 from ficco.machine.fit import ENOUGH, Sample, errors, fit
 from ficco.machine.model import OneOf, Points, Quantity
 
@@ -188,6 +189,20 @@ def test_a_saved_machine_is_equal_when_loaded(tmp_path: Path) -> None:
     assert load(path).source == str(path)
     assert "bandwidth: 64 GB/s" in path.read_text()
     assert "- [64 KiB, 1 GB/s]" in path.read_text()
+
+
+def test_a_text_is_read_once_and_another_one_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "small.yaml"
+    save(SMALL, path)
+    first, read = load(path), []
+    parse = as_yaml.parse
+    monkeypatch.setattr(as_yaml, "parse", lambda text: read.append(text) or parse(text))
+    assert load(path) is first and not read
+    other = replace(SMALL, name="other")
+    path.write_text(dumps(other))
+    assert load(path) == other and read == [dumps(other)]
 
 
 @pytest.mark.parametrize("name", shipped())
