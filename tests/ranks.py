@@ -49,7 +49,7 @@ _context.set_forkserver_preload(
         "ficco",
         "pytest",
         "hypothesis",
-        "yaml",
+        "tests.preloaded",  # found where tests start in the root of the project, or left out
     ]
 )
 
