@@ -95,10 +95,14 @@ class _Pages:
         """Numbers of a rank's remembered calls, up to one, for which another has other digests."""
         ring = self.rings[mine].copy()
         for rank in self.ranks:
+            if rank == mine:
+                continue
             # Equal numbers and other digests leave something in the lower bits alone.
             other = self.rings[rank]
-            differs = ((ring ^ other) - np.uint64(1) < np.uint64(_DIGEST)) & (other != 0)
-            for index in np.flatnonzero(differs & (ring != 0)):
+            differs = (ring ^ other) - np.uint64(1) < np.uint64(_DIGEST)
+            if not differs.any():  # as a rule, and waiting ranks look often
+                continue
+            for index in np.flatnonzero(differs & (other != 0) & (ring != 0)):
                 number = latest - (latest - (int(ring[index]) >> _DIGEST_BITS)) % _NUMBERS
                 if number > latest - ENTRIES:
                     yield number
@@ -228,9 +232,10 @@ class Board:
         looks = 0
         while absent := [rank for rank in absent if not pages.passed(rank, number)]:
             looks += 1
-            if looks > SPINS:
-                time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
-            if looks % 16:  # what follows takes longer than a look
+            if looks <= SPINS:  # what follows takes longer than a look
+                continue
+            time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
+            if looks % 16:
                 continue
             if found := self.mismatch(number):
                 raise found
