@@ -604,8 +604,9 @@ def test_one_rank_stands_for_all(world: int, machine: Machine) -> None:
         schedule = Schedule.parse(name)
         # Steps without the own piece fall in two at another place on every rank.
         differs = schedule.grouping == "fused" and not schedule.uniform and world > 2
+        every = plans(problem, schedule)
         for mode in MODES:
-            whole = simulate(plans(problem, schedule), machine, mode).stop_s
+            whole = simulate(every, machine, mode).stop_s
             rel = 1e-2 if differs else 1e-9
             assert predict(problem, schedule, machine, mode) == pytest.approx(whole, rel=rel), name
 
@@ -641,8 +642,9 @@ def test_one_rank_stands_for_all_in_the_whole_family(
         if refusal(problem, schedule):
             continue
         differs = schedule.grouping == "fused" and not schedule.uniform and world > 2
+        every = plans(problem, schedule)
         for mode in MODES:
-            whole = simulate(plans(problem, schedule), machine, mode).stop_s
+            whole = simulate(every, machine, mode).stop_s
             # Products that fall in two at another place on every rank reach the peers at other
             # times. On a switch all ranks are simulated then.
             rel = 3e-2 if differs and machine is MESH else 1e-2 if differs else 1e-9
