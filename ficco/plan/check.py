@@ -252,17 +252,20 @@ class _Proof:
     def _shapes(self) -> None:
         """A step holds what its operation says, and that alone."""
         of = self.of
-        held = [map(bool, column) for column in (of.transfer, of.products, of.reduction)]
-        shapes = list(zip(of.op, of.mover, *held, strict=True))
+
+        def shapes() -> Iterable[tuple[Any, ...]]:
+            held = (map(bool, column) for column in (of.transfer, of.products, of.reduction))
+            return zip(of.op, of.mover, *held, strict=True)
+
         right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
-        found = set(shapes)
+        found = set(shapes())
         for wrong in found - right:
-            step = shapes.index(wrong)
+            step = list(shapes()).index(wrong)
             raise PlanError(f"{self.name(step)} does not hold what its operation says")
         self.operations = {op for op, *_ in found}
         self.collective: list[int] = []
         if "collective" in self.operations:
-            self.collective = [i for i, (op, *_) in enumerate(shapes) if op == "collective"]
+            self.collective = [i for i, op in enumerate(of.op) if op == "collective"]
             self._alike()
 
     def _alike(self) -> None:

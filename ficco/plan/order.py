@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 
 import numpy as np
@@ -29,36 +30,38 @@ class Order:
         self.lanes_of_rank = np.searchsorted(rank_of_lane, ranks)  # the first, and behind the last
         by_target = np.argsort(target, kind="stable")
         self.source, self.target = source[by_target], target[by_target]
-        #: Step i waits for source[j], joins[i] <= j < joins[i + 1].
-        self.joins = np.searchsorted(self.target, np.arange(len(lane) + 1))
         self.ran, self.stuck = self.run(rank)
         self.when = np.full(len(lane), -1)
         self.when[self.ran] = np.arange(len(self.ran))
 
     def run(self, queue: Ints) -> tuple[list[int], list[int]]:
         """Run queues of steps as far as they go: the steps that ran, and those that are stuck."""
-        queues = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
-        sources, joins = self.source.tolist(), self.joins.tolist()
-        done = bytearray(len(self.lane))
-        is_done = done.__getitem__
-        heads = [0] * len(queues)
+        steps = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
+        # What lies in front in the same queue is over.
+        open_ = (queue[self.source] != queue[self.target]) | (self.source >= self.target)
+        source, target = self.source[open_], self.target[open_]
+        by_queue = np.argsort(queue[target], kind="stable")
+        source, target = source[by_queue], target[by_queue]
+        waits = np.searchsorted(queue[target], np.arange(len(steps) + 1)).tolist()
+        ends, end = waits[1:], len(queue)
+        sources, origins, targets = source.tolist(), queue[source].tolist(), target.tolist()
+        reached = [0] * len(steps)  # by queue, the step in front of which it stands
         order: list[int] = []
         moved = True
         while moved:
             moved = False
-            for number, steps in enumerate(queues):
-                head = heads[number]
-                while head < len(steps):
-                    step = steps[head]
-                    first, last = joins[step], joins[step + 1]
-                    if first < last and not all(map(is_done, sources[first:last])):
-                        break
-                    done[step] = 1
-                    head += 1
-                if head > heads[number]:
-                    order += steps[heads[number] : head]
-                    heads[number], moved = head, True
-        return order, [s[head] for head, s in zip(heads, queues, strict=True) if head < len(s)]
+            for number, last in enumerate(ends):
+                wait = waits[number]
+                while wait < last and sources[wait] < reached[origins[wait]]:
+                    wait += 1
+                waits[number] = wait
+                begin, stop = reached[number], targets[wait] if wait < last else end
+                if begin < stop:
+                    ran = steps[number]
+                    order += ran[bisect_left(ran, begin) : bisect_left(ran, stop)]
+                    reached[number], moved = stop, True
+        stuck = zip(steps, reached, strict=True)
+        return order, [ran[bisect_left(ran, stop)] for ran, stop in stuck if stop < end]
 
     def holds(self, first: Ints, second: Ints) -> Bools:
         """Whether steps are over before others start, or are the same, in every interleaving."""
