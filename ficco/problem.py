@@ -111,7 +111,7 @@ class Problem:
         """What its operator does."""
         return OPERATORS[self.operator]
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Number of ranks."""
         return len(self.rows)

@@ -35,6 +35,10 @@ from ficco.problem import Problem
 #: Buffers that peers can reach, and that calls on one workspace slot therefore share.
 SHARED_BUFFERS = frozenset({"staging", "publish"})
 
+#: Makes a tuple of a kind from all its fields, ``new(Region, (...))``, in half the time that a call
+#: of the kind takes. It checks nothing: for the few kinds of which there are millions.
+new = tuple.__new__
+
 
 class Region(NamedTuple):
     """A rectangle of a buffer of one rank; ``stop`` bounds are exclusive."""

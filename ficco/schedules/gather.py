@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 
-from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.groups import Arrivals, Unit
+from ficco.schedules.groups import Arrivals, Unit, names
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
@@ -172,10 +172,10 @@ class GatherWorld:
         if (kind, poster, waiter) not in self._of_units:
             sender, receiver = (waiter, poster) if kind == "room" else (poster, waiter)
             first = self.word(kind, poster, waiter).word
-            arrivals = self.arrivals[receiver]
+            rows = self.arrivals[receiver].rows(sender)
             self._of_units[kind, poster, waiter] = [
-                Signal(kind, poster, waiter, slot, first + slot, *rows)
-                for slot, rows in enumerate(arrivals.rows(sender))
+                new(Signal, (kind, poster, waiter, slot, first + slot, row, row_stop))
+                for slot, (row, row_stop) in enumerate(rows)
             ]
         return self._of_units[kind, poster, waiter]
 
@@ -226,10 +226,7 @@ class Gather:
     @cached_property
     def names(self) -> list[list[str]]:
         """By group, what its units are called."""
-        pieces = {peer: range(len(self.mine.units(peer))) for peer in self.mine.set_of}
-        return self.mine.in_groups(
-            {p: [f"{p}.{i}" for i in counted] for p, counted in pieces.items()}
-        )
+        return self.mine.in_groups({p: names(p, self.mine.count(p)) for p in self.mine.set_of})
 
     @cached_property
     def shard(self) -> list[Region]:
@@ -293,16 +290,17 @@ class Gather:
             lane, landing = self.lane_of[target], world.landing[target]
             units, sources = landing.arrivals.units(me), self._sources(me, landing.arrivals)
             ready, regions = world.of_units("ready", me, target), landing.regions(me)
-            pieces = zip(units, self._rooms(target), ready, sources, regions, strict=True)
-            for unit, room, signal, source, region in pieces:
+            called = names(me, len(units))
+            pieces = zip(units, called, self._rooms(target), ready, sources, regions, strict=True)
+            for unit, name, room, signal, source, region in pieces:
                 found[unit.group].append(
                     Step(
                         "copy",
                         lane,
-                        f"{me}.{unit.ordinal}>{target}",
+                        f"{name}>{target}",
                         waits=room,
                         posts=(signal,),
-                        transfer=Transfer(source, region),
+                        transfer=new(Transfer, (source, region, 0)),
                         mover=mover,
                     )
                 )
@@ -416,7 +414,7 @@ class Gather:
 
     def _retire(self) -> None:
         """Clear the words this rank waited for and hand the slot to the peers."""
-        waited = [s for step in self.steps for s in step.waits if not s.released]
+        waited = [s for step in self.steps if not step.clears for s in step.waits]
         silent = [
             self.world.word("ready", peer, self.me)
             for peer in self.peers
@@ -536,18 +534,18 @@ class Gather:
     @cached_property
     def products(self) -> list[list[Product]]:
         """By group, the products of its units, in the order of ranks."""
-        return self.mine.in_groups(
-            {peer: list(self._of_peer(peer)) for peer in sorted(self.regions)}
-        )
+        return self.mine.in_groups({peer: self._of_peer(peer) for peer in sorted(self.regions)})
 
-    def _of_peer(self, peer: int) -> Iterator[Product]:
+    def _of_peer(self, peer: int) -> list[Product]:
         by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
-        units, rows = self.mine.units(peer), self.mine.rows(peer)
-        pieces = zip(units, self.regions[peer], rows, strict=True)
+        buffer, me, adds = self.sum, self.me, self.world.partial
+        pieces = zip(self.mine.units(peer), self.regions[peer], self.mine.rows(peer), strict=True)
+        found = []
         for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
             first, last = (start, stop) if by_columns else (0, k)
-            out = Region(self.sum, self.me, row, row_stop, 0, n)
-            yield Product(a, first, last, out, self.world.partial and ordinal > 0)
+            out = new(Region, (buffer, me, row, row_stop, 0, n))
+            found.append(Product(a, first, last, out, adds and ordinal > 0))
+        return found
 
     def _summed(self, group: int) -> Iterable[tuple[int, int]]:
         """Rows of the sums whose last term a group adds, rising."""

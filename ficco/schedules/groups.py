@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-from ficco.plan.model import Region
+from ficco.plan.model import Region, new
 from ficco.problem import Problem
 from ficco.schedules.space import Schedule
 
@@ -104,6 +104,12 @@ def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]
     return found[::-1] if schedule.grouping == "shrinking" else found
 
 
+@lru_cache(maxsize=4096)
+def names(peer: int, count: int) -> tuple[str, ...]:
+    """What the units of a shard or block are called, in order, wherever they are told of."""
+    return tuple([f"{peer}.{ordinal}" for ordinal in range(count)])
+
+
 class Groups(ABC):
     """The pieces of all shards or blocks, in the groups that one rank multiplies, in order.
 
@@ -157,7 +163,7 @@ class Groups(ABC):
             if self.schedule.order == "peer":
                 first, stride = first * self.rounds, 1
             found = [
-                Unit(peer, i, start, stop, first + i * stride)
+                new(Unit, (peer, i, start, stop, first + i * stride))
                 for i, (start, stop) in enumerate(self.cuts(peer))
             ]
             if self.tail > 1 and found and found[-1].group == self.regular - 1:
@@ -177,10 +183,14 @@ class Groups(ABC):
         """Where units of one block lie in a buffer where it begins at a row."""
         if self.schedule.dims == 2:
             stop = row + self.block(units[0].peer) if units else row
-            return [Region(buffer, rank, row, stop, first, last) for _, _, first, last, _ in units]
+            return [
+                new(Region, (buffer, rank, row, stop, first, last))
+                for _, _, first, last, _ in units
+            ]
         cols = self.columns
         return [
-            Region(buffer, rank, row + first, row + last, 0, cols) for _, _, first, last, _ in units
+            new(Region, (buffer, rank, row + first, row + last, 0, cols))
+            for _, _, first, last, _ in units
         ]
 
     @cached_property
@@ -216,6 +226,7 @@ class Arrivals(Groups):
             fused = schedule.grouping == "fused"
             sets = [[rank, *order]] if fused else [[rank], *sets]
         super().__init__(problem, schedule, rank, sets, schedule.tail)
+        self._rows: dict[int, list[tuple[int, int]]] = {}
 
     def block(self, peer: int) -> int:
         return self.problem.block(peer, self.rank)
@@ -226,10 +237,13 @@ class Arrivals(Groups):
 
     def rows(self, peer: int) -> list[tuple[int, int]]:
         """Rows of the gathered A that each unit of a peer holds, in order."""
-        row, units = self.problem.lands(peer, self.rank), self.units(peer)
-        if self.schedule.dims == 2:
-            return [(row, row + self.block(peer))] * len(units)
-        return [(row + first, row + last) for _, _, first, last, _ in units]
+        if peer not in self._rows:
+            row, units = self.problem.lands(peer, self.rank), self.units(peer)
+            if self.schedule.dims == 2:
+                self._rows[peer] = [(row, row + self.block(peer))] * len(units)
+            else:
+                self._rows[peer] = [(row + first, row + last) for _, _, first, last, _ in units]
+        return self._rows[peer]
 
     def in_shard(self, buffer: str, peer: int) -> list[Region]:
         """Where units lie in their rank's operand, or in the published copy of that, in order."""
@@ -276,5 +290,6 @@ class Departures(Groups):
         if self.schedule.dims == 2:
             return [Region("a", self.rank, row, row + self.block(peer), 0, k)] * len(units)
         return [
-            Region("a", self.rank, row + first, row + last, 0, k) for _, _, first, last, _ in units
+            new(Region, ("a", self.rank, row + first, row + last, 0, k))
+            for _, _, first, last, _ in units
         ]

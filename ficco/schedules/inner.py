@@ -39,8 +39,8 @@ class InnerGather(Gather):
     def _adding(self, begun: Spans) -> list[list[Product]]:
         """The products of each group, which add to what has begun before them."""
         found = []
-        for units in self.groups:
-            products = joined(map(self._product, sorted(units)))
+        for alone in self.products:
+            products = joined(alone)
             for index, product in enumerate(products):
                 if _within(product, begun):
                     products[index] = product._replace(accumulate=True)
@@ -62,11 +62,13 @@ class InnerGather(Gather):
             found.append(sorted(spans))
         return found[::-1]
 
-    def _product(self, unit: Unit) -> Product:
-        a = self.regions[unit.peer][unit.ordinal]
-        columns = (unit.start, unit.stop) if self.schedule.dims == 2 else (0, self.problem.k)
-        out = Region(self.sum, self.me, *columns, 0, self.problem.n)
-        return Product(a, *self.mine.rows(unit.peer)[unit.ordinal], out, transposed=True)
+    def _of_peer(self, peer: int) -> list[Product]:
+        whole = Region(self.sum, self.me, 0, self.problem.k, 0, self.problem.n)
+        outs = [whole] * self.mine.count(peer)
+        if self.schedule.dims == 2:
+            outs = [whole._replace(row=u.start, row_stop=u.stop) for u in self.mine.units(peer)]
+        pieces = zip(self.regions[peer], self.mine.rows(peer), outs, strict=True)
+        return [Product(a, *rows, out, transposed=True) for a, rows, out in pieces]
 
     def _own_is_alone(self) -> bool:
         """Also where nobody has a row for this rank: the result is zeros."""

@@ -10,7 +10,7 @@ A rank that sums nothing is told once, of piece 0, that the call has begun.
 
 from __future__ import annotations
 
-from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step
+from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, new
 from ficco.problem import Problem
 from ficco.schedules.groups import Unit, cut, finer
 from ficco.schedules.runs import merged
@@ -65,7 +65,7 @@ class OneShotWorld:
             slots, pieces = max(self.rounds, 1), self.summed[waiter] or [(0, 0)]
             first = self.world + poster * slots
             self._valid[poster, waiter] = [
-                Signal("valid", poster, waiter, slot, first + slot, *rows)
+                new(Signal, ("valid", poster, waiter, slot, first + slot, *rows))
                 for slot, rows in enumerate(pieces)
             ]
         return self._valid[poster, waiter]
@@ -171,7 +171,7 @@ class OneShot:
     def _retire(self) -> None:
         """Tell the peers that this rank has read, and hand the slot on once they have."""
         world, me, peers = self.world, self.me, self.peers
-        waited = [s for step in self.steps for s in step.waits if not s.released]
+        waited = [s for step in self.steps if not step.clears for s in step.waits]
         silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
         read = tuple(world.done(peer, me) for peer in peers)
         last = {step.lane: i for i, step in enumerate(self.steps)}

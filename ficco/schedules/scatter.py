@@ -10,13 +10,16 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import accumulate, zip_longest
 
-from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.groups import Departures, Unit, peers_in_order
+from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 REDUCE_LANE = "reduce0"
+
+#: The lane and the label of a copy to a peer, what it posts and what it moves.
+Push = tuple[str, str, tuple[Signal, ...], Transfer]
 
 
 class ScatterWorld:
@@ -125,11 +128,10 @@ class ScatterWorld:
             first = self.word(kind, poster, waiter).word
             by_group = self.ring and kind == "ready"
             slots = [unit.group if by_group else unit.ordinal for unit in units]
+            gated = departures.regions("", waiter, begin, units)
             self._of_units[kind, poster, waiter, owner] = [
-                Signal(kind, poster, waiter, slot, first + slot, there.row, there.row_stop)
-                for slot, there in zip(
-                    slots, departures.regions("", waiter, begin, units), strict=True
-                )
+                new(Signal, (kind, poster, waiter, slot, first + slot, there.row, there.row_stop))
+                for slot, there in zip(slots, gated, strict=True)
             ]
         return self._of_units[kind, poster, waiter, owner]
 
@@ -161,6 +163,7 @@ class Scatter:
         self.acquired: tuple[int, ...] = ()
         self.made_by: dict[Unit, int] = {}  # unit -> its product
         self.products: dict[int, list[Product]] = {}  # of each unit of a rank's block
+        self.pushes: dict[int, list[Push]] = {}  # of each unit of a rank's block
         self.posting: set[str] = set()  # compute lanes that have told of a product
         self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
         self.heard: dict[int, int] = {}  # word that was waited for -> by which step
@@ -236,7 +239,7 @@ class Scatter:
             read = tuple(self._done(peer, self.me) for peer in peers if self._is_read_by(peer))
             if read:
                 self._add(Step("sync", lane, "peers have read", waits=read))
-        waited = [s for step in self.steps for s in step.waits if not s.released]
+        waited = [s for step in self.steps if not step.clears for s in step.waits]
         silent = tuple(
             self.world.word(self.arrived, peer, self.me)
             for peer in self.peers
@@ -309,13 +312,17 @@ class Scatter:
 
     def _alone(self, unit: Unit) -> Product:
         """The product of a unit, in a call of its own."""
-        if unit.peer not in self.products:
-            k, (there, terms) = self.problem.k, self._target(unit.peer)
-            self.products[unit.peer] = [
+        return self._of_block(unit.peer)[unit.ordinal]
+
+    def _of_block(self, owner: int) -> list[Product]:
+        """The products of the units of a rank's block, in order."""
+        if owner not in self.products:
+            k, (there, terms) = self.problem.k, self._target(owner)
+            self.products[owner] = [
                 Product(a, 0, k, out, terms > 0, terms=terms)
-                for a, out in zip(self.mine.in_operand(unit.peer), there, strict=True)
+                for a, out in zip(self.mine.in_operand(owner), there, strict=True)
             ]
-        return self.products[unit.peer][unit.ordinal]
+        return self.products[owner]
 
     def _target(self, owner: int) -> tuple[list[Region], int]:
         """Where the products of a rank's block go, and whose they add themselves to there."""
@@ -343,21 +350,24 @@ class Scatter:
         return sum(1 << (sender - i) % world for i in range(steps + 1))
 
     def _push(self, unit: Unit, after: tuple[int, ...]) -> None:
-        world, me, owner = self.world, self.me, unit.peer
+        if unit.peer not in self.pushes:
+            self.pushes[unit.peer] = self._pushes(unit.peer)
+        lane, label, posts, move = self.pushes[unit.peer][unit.ordinal]
+        mover = self.schedule.mover
+        self._add(Step("copy", lane, label, posts=posts, after=after, transfer=move, mover=mover))
+
+    def _pushes(self, owner: int) -> list[Push]:
+        """How the units of a rank's block are sent, in order."""
+        world, me, made = self.world, self.me, self._of_block(owner)
         target = (me + 1) % self.problem.world if world.ring else owner
-        product = self._alone(unit)
-        landing = world.landings(me, target, owner)[unit.ordinal]
-        self._add(
-            Step(
-                "copy",
-                self.lane_of[target],
-                f"{owner}.{unit.ordinal}>{target}",
-                posts=(world.of_units("ready", me, target, owner)[unit.ordinal],),
-                after=after,
-                transfer=Transfer(product.out, landing, product.terms | 1 << me),
-                mover=self.schedule.mover,
-            )
-        )
+        lane, terms = self.lane_of[target], made[0].terms | 1 << me
+        landings = world.landings(me, target, owner)
+        ready = world.of_units("ready", me, target, owner)
+        pieces = zip(names(owner, len(made)), ready, made, landings, strict=True)
+        return [
+            (lane, f"{name}>{target}", (signal,), new(Transfer, (product.out, landing, terms)))
+            for name, signal, product, landing in pieces
+        ]
 
     def _fetches(self) -> list[list[tuple[int, Step]]]:
         """The copies of what the peers make in each group of theirs, and the peers."""
@@ -368,14 +378,16 @@ class Scatter:
             units, there = world.sent(peer, me), self.problem.leaves(peer, me)
             sources = world.departures[peer].regions("publish", peer, there, units)
             valid, landings = world.of_units("valid", peer, me, me), world.landings(peer, me, me)
-            for unit, signal, src, dst in zip(units, valid, sources, landings, strict=True):
+            called = names(peer, len(units))
+            pieces = zip(units, called, valid, sources, landings, strict=True)
+            for unit, name, signal, src, dst in pieces:
                 step = Step(
                     "copy",
                     lane,
-                    f"{peer}.{unit.ordinal}>{me}",
+                    f"{name}>{me}",
                     waits=(signal,),
                     posts=(self._done(me, peer),) if unit is units[-1] else (),
-                    transfer=Transfer(src, dst, 1 << peer),
+                    transfer=new(Transfer, (src, dst, 1 << peer)),
                     mover=self.schedule.mover,
                 )
                 found[unit.group].append((peer, step))
