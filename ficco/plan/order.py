@@ -38,8 +38,8 @@ class Order:
         """Run queues of steps as far as they go: the steps that ran, and those that are stuck."""
         steps = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
         # What lies in front in the same queue is over.
-        open_ = (queue[self.source] != queue[self.target]) | (self.source >= self.target)
-        source, target = self.source[open_], self.target[open_]
+        apart = (queue[self.source] != queue[self.target]) | (self.source >= self.target)
+        source, target = self.source[apart], self.target[apart]
         by_queue = np.argsort(queue[target], kind="stable")
         source, target = source[by_queue], target[by_queue]
         waits = np.searchsorted(queue[target], np.arange(len(steps) + 1)).tolist()

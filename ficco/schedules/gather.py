@@ -414,7 +414,7 @@ class Gather:
 
     def _retire(self) -> None:
         """Clear the words this rank waited for and hand the slot to the peers."""
-        waited = [s for step in self.steps if not step.clears for s in step.waits]
+        waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = [
             self.world.word("ready", peer, self.me)
             for peer in self.peers

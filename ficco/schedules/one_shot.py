@@ -171,7 +171,7 @@ class OneShot:
     def _retire(self) -> None:
         """Tell the peers that this rank has read, and hand the slot on once they have."""
         world, me, peers = self.world, self.me, self.peers
-        waited = [s for step in self.steps if not step.clears for s in step.waits]
+        waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
         read = tuple(world.done(peer, me) for peer in peers)
         last = {step.lane: i for i, step in enumerate(self.steps)}

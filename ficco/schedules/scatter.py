@@ -239,7 +239,7 @@ class Scatter:
             read = tuple(self._done(peer, self.me) for peer in peers if self._is_read_by(peer))
             if read:
                 self._add(Step("sync", lane, "peers have read", waits=read))
-        waited = [s for step in self.steps if not step.clears for s in step.waits]
+        waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = tuple(
             self.world.word(self.arrived, peer, self.me)
             for peer in self.peers
