@@ -92,7 +92,8 @@ class _Pages:
         return number - min(behind) if behind else 0
 
     def differing(self, mine: int, latest: int) -> Iterator[int]:
-        """Numbers of a rank's remembered calls, up to one, for which another has other digests."""
+        """Numbers, up to ``latest``, of the remembered calls of rank ``mine`` for which another
+        rank has posted another digest."""
         ring = self.rings[mine].copy()
         for rank in self.ranks:
             if rank == mine:

@@ -27,7 +27,8 @@ class Options:
         engine: ``"cpu"``, ``"cuda"`` or ``"hip"``. None: the one for the tensors' device and for
             what PyTorch is built for.
         workspace_bytes: most bytes of symmetric memory that a group's eager calls take on each
-            rank; pieces then share them as a ring. None: no cap. The same on all ranks.
+            rank; what gathers then uses its staging as a ring, and what scatters goes by a few
+            columns of b at a time. None: no cap. The same on all ranks.
         signals: how signals reach a peer, ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
             ``"auto"``, the first of them that the driver allows. On CUDA a launch of the copy
             kernel posts by itself. Used when a group makes its first call.

@@ -300,7 +300,7 @@ class _Lane:
 
 
 def _head(lane: _Lane) -> int:
-    """What begins first where several can: the smallest."""
+    """Of lanes that can begin at the same time, that with the smallest does first."""
     return lane.turns[lane.at] if lane.at < len(lane.steps) else -1
 
 
@@ -775,8 +775,8 @@ class _Simulation:
         self.changed_copies.clear()
 
     def _met(self, peers: int) -> float:
-        """The share of a port that is missing, over the one that is left, where each of the other
-        ranks that could send to a peer sends to any of its own, as likely to one as to another."""
+        """By how much longer a copy takes, relatively, at a port that it may have to share: each
+        other rank sends to one of its peers, to any as likely as to another."""
         others, each = peers - 1, 1 / peers
         left = sum(
             comb(others, n) * each**n * (1 - each) ** (others - n) * self._share(n + 1)

@@ -99,9 +99,9 @@ class Workspace:
             raise mismatch
 
     def end(self, error: BaseException) -> None:
-        """The latest call of this rank has ended by an error: the peers learn of it, so that they
-        do not wait. One that this rank has refused breaks nothing: where all refuse, they agree,
-        whatever each of them says. A part of a call has told so by itself."""
+        """Tell the peers that this rank's latest call ended by an error, so that they do not wait.
+        A call that was refused before it was posted breaks nothing if all ranks refuse it, whatever
+        each of them says. A part of a call has told so by itself."""
         if self.board.refused(self.calls):
             return
         if self.board.posted(self.calls):
@@ -149,8 +149,9 @@ class Workspace:
         return self._known[wanted]
 
     def keep(self, key: Hashable, bound: Any) -> None:
-        """Remember a kind of call. Of too many, half of those that no graph has captured go, which
-        were not called for longest; a rank that meets one again asks its peers, as at first."""
+        """Remember a kind of call. When there are ``KINDS``, half of those that no graph holds are
+        forgotten, the least recently called; a rank that meets one again waits for its peers to
+        agree, as the first time."""
         if len(self.programs) >= KINDS and not self.engine.capturing():
             self.engine.synchronize()  # a watchdog must find what is running
             old = [(kept.latest, key) for key, kept in self.programs.items() if not kept.captured]

@@ -74,6 +74,7 @@ def about_table(about: dict[str, Any]) -> str:
         ("commit", about.get("commit", "")),
         ("command", f"`{about.get('command', '')}`"),
         ("calls in a graph", str(about.get("calls_in_graph", ""))),
+        ("note", about.get("note", "")),
     ]
     return markdown(("", ""), [(name, value) for name, value in said if value])
 

@@ -127,7 +127,9 @@ def _refuse(arguments: argparse.Namespace) -> None:
     for name in NOT_CHECKED:
         if getattr(arguments, name):
             option = name.replace("_", "-")
-            raise ValueError(f"--check: required without --{option}; it takes a few points of all")
+            raise ValueError(
+                f"--check: required without --{option}; it looks at a few points of each block"
+            )
     if arguments.tolerance is not None and not arguments.tolerance > 0:
         raise ValueError(f"--tolerance: required a number above 0, got {arguments.tolerance}")
 

@@ -164,7 +164,7 @@ class _Flights(Flights):
 
 
 class _Eager:
-    """What the engine keeps with a slot for eager calls, or where calls share nothing but this."""
+    """What the engine keeps with a slot of eager calls; eager collectives share nothing else."""
 
     def __init__(self) -> None:
         self.watch = _Flights()
@@ -188,8 +188,8 @@ class _Captured:
         return not self.watch.running()
 
 
-#: Streams of engines that are closed, by device and priority: an engine's workspaces of PyTorch's
-#: stay with its streams, and so are used again.
+#: Streams of closed engines, by device and priority, to be used again: PyTorch keeps a workspace of
+#: its BLAS for every stream that it has met.
 _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
@@ -223,8 +223,8 @@ class _Lanes(dict[str, Any]):
 
 
 class _Recorder:
-    """Where calls of one caller's stream are recorded. Graphs that share its memory, and PyTorch's
-    workspaces of its streams, run one after the other on that stream."""
+    """Streams and a memory pool to record calls of one caller's stream with. Their graphs may share
+    both: they are replayed one after the other, on that stream."""
 
     def __init__(self) -> None:
         self.stream = _stream(0)
@@ -376,8 +376,8 @@ class CudaEngine(StreamEngine):
             return CudaMemory(align(nbytes), self, self._serial)
 
     def free(self, memory: Symmetric) -> None:
-        """As of any engine. Where other threads go on with calls, the memory goes later, behind
-        that of another call."""
+        """Free it once no call of this process is in flight; where another thread begins one
+        meanwhile, a later ``free`` does it."""
         assert isinstance(memory, CudaMemory)
         _unwanted.append(memory)
         passed, end = _gate.passed, time.monotonic() + self.timeout_s
@@ -428,7 +428,10 @@ class CudaEngine(StreamEngine):
 
     def _state(self, captured: bool) -> _Eager | _Captured:
         if captured and not self._watches:
-            raise NotImplementedError(f"more than {MAX_WATCHED // 3} graphs capture ficco calls")
+            raise NotImplementedError(
+                f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
+                "each, or let go of some with ficco.close(group)"
+            )
         state: _Eager | _Captured
         with cu.uncaptured(), torch.cuda.device(self.device):
             if captured:
@@ -477,22 +480,10 @@ class CudaEngine(StreamEngine):
         assert slot is not None and isinstance(slot.memory, CudaMemory)
         return slot.memory.addresses[self.rank] + (slot.words + index) * WORD
 
-    def record(self, program: Program, step: int) -> Op | None:
-        steps = program.plan.steps
-        if not any(step in later.after for later in steps if later.lane != "sync"):
-            return None  # the sync lane begins when all others are over
-        lane, event = steps[step].lane, self._event(program, step)
-        if steps[step].op != "copy":
-            return lambda call: event.record(call.state[lane])
-        # An event right behind a copy is not seen before the copies behind it are over, too
-        # (H200, driver 580); behind a stream write it is seen at once.
-        flush = cu.Batch([MemOp(WRITE_32, self._scratch(program, 2), 0)])
-
-        def op(call: Call) -> None:
-            flush.enqueue(call.state[lane])
-            event.record(call.state[lane])
-
-        return op
+    def _before_event(self, program: Program) -> Callable[[Any], None]:
+        # Seen only once later copies of the stream are over, too (H200, driver 580); behind a
+        # stream write at once.
+        return cu.Batch([MemOp(WRITE_32, self._scratch(program, 2), 0)]).enqueue
 
     def _new_event(self) -> cu.Event:
         return cu.Event()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
-from ficco.errors import BackendError
 
 try:
     from cuda.bindings import driver
@@ -18,6 +17,8 @@ except ImportError as error:
         "pip install 'cuda-bindings==13.*', or 12.*"
     ) from error
 
+from ficco.hip_kernels.cuda_binding import check
+
 _KIND = driver.CUstreamBatchMemOpType
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 _WAIT_FLUSH = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
@@ -26,14 +27,6 @@ _THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
-
-
-def check(call: str, result: Sequence[Any]) -> Any:
-    """The value of a driver call, or :class:`BackendError`."""
-    if result[0]:
-        _, text = driver.cuGetErrorString(result[0])
-        raise BackendError(call, result[0].name, text.decode() if text else "no explanation")
-    return result[1] if len(result) == 2 else None
 
 
 def context() -> Any:

@@ -194,8 +194,8 @@ class Engine(ABC):
 
     @property
     def out_of_step(self) -> bool:
-        """Whether ranks may have begun different numbers of the library's collectives: what one of
-        them still sends for a call that was broken off would be taken for data of the next."""
+        """Whether a collective of the library was broken off: what a rank still sends for it would
+        be taken for data of the next one."""
         return False
 
     def fingerprint(self) -> Fingerprint:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Of one process; ``with gate:`` around what enqueues a call. Calls never wait here for each
-    other, nor for those who wait for the device.
+    """Keeps recordings and waits for the whole device apart, in one process. ``with gate:`` goes
+    around whatever enqueues a call; calls wait here neither for each other nor for those who wait
+    for the device.
 
     Attributes:
         passed: how many calls have gone in.
@@ -52,7 +53,7 @@ class Gate:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """One may wait for the device here: nothing is being recorded."""
+        """Within this block nothing is recorded, so that one may wait for the whole device."""
         with self._changed:
             self._waiting += 1
         try:

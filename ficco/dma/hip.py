@@ -210,7 +210,9 @@ class HipEngine(StreamEngine):
         self._events: weakref.WeakSet[hip.Event] = weakref.WeakSet()
         self._binding: HipBinding | None = None
         self._read_into = 0, 0  # pinned memory for words: address and how many
-        self._flush = (_choice(EVENT_VARIABLE, EVENTS) or self.work.events) == "write"
+        self._writes_before_events = (
+            _choice(EVENT_VARIABLE, EVENTS) or self.work.events
+        ) == "write"
         self._write, self._wait = _write, _wait
         hip.use(self.index)
         self.side = self.work.stream("side", urgent=True)
@@ -432,7 +434,10 @@ class HipEngine(StreamEngine):
 
     def _slot_state(self, words: Words | None) -> _SlotState:
         if not self._watches:
-            raise NotImplementedError(f"more than {MAX_WATCHED // 3} graphs capture ficco calls")
+            raise NotImplementedError(
+                f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
+                "each, or let go of some with ficco.close(group)"
+            )
         index = self._watches.pop()
         with hip.uncaptured():
             return _SlotState(_Watch(self._watched, index), index, words, self._new_event)
@@ -473,20 +478,11 @@ class HipEngine(StreamEngine):
 
         return copy
 
-    def record(self, program: Program, step: int) -> Op | None:
-        steps = program.plan.steps
-        if not any(step in later.after for later in steps if later.lane != "sync"):
-            return None  # the sync lane begins when all others are over
-        lane, event = steps[step].lane, self._event(program, step)
-        if steps[step].op != "copy" or not self._flush:
-            return lambda call: event.record(call.state[lane])
+    def _before_event(self, program: Program) -> Callable[[Any], None] | None:
+        if not self._writes_before_events:
+            return None
         nobodys = self._constants + 2 * WORD
-
-        def op(call: Call) -> None:
-            hip.write_32(call.state[lane], nobodys, 0)
-            event.record(call.state[lane])
-
-        return op
+        return lambda stream: hip.write_32(stream, nobodys, 0)
 
     def _new_event(self, timing: bool = False) -> hip.Event:
         made = hip.Event(timing)
@@ -496,14 +492,15 @@ class HipEngine(StreamEngine):
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        by_kernel = self._kernels if mover == "kernel" else None
+        if mover == "kernel":
+            return self.copies(program, (step,))
         lane = program.plan.steps[step].lane
         src, dst, _ = transfer
         width, height = src.cols * program.plan.problem.itemsize, src.rows
         to, dst_pitch = self._target(program, dst)
         if self._blocks(program, dst) is not None:
             # To pack by. Compiled now: in a call that would be taken for a peer that is late.
-            _ = by_kernel or self._kernels_or_none
+            _ = self._kernels_or_none
         to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
         source = self._source(program, src)
         view = src if src.rank == self.rank else None
@@ -511,9 +508,7 @@ class HipEngine(StreamEngine):
         def op(call: Call) -> None:
             at, pitch = source(call)
             stream = call.state[lane]
-            if by_kernel is not None:
-                by_kernel.copy(to, dst_pitch, at, pitch, width, height, stream)
-            elif (pitch == width == dst_pitch) or height == 1:
+            if (pitch == width == dst_pitch) or height == 1:
                 self._copy(to, at, width * height, stream, to_index, at_index)
             elif self._rectangles:
                 hip.copy_2d(to, dst_pitch, at, pitch, width, height, stream)
@@ -815,7 +810,7 @@ class HipEngine(StreamEngine):
             "nocu": "hipMemcpyAsync without compute units",
         }[self._copy_name]
         source = "PyTorch's" if self.memory == "torch" else "its own"
-        events = EVENTS["write" if self._flush else "plain"]
+        events = EVENTS["write" if self._writes_before_events else "plain"]
         rectangles = "hipMemcpy2DAsync" if self._rectangles else "packing, for want of a 2D copy"
         return Capabilities(
             engine="hip",

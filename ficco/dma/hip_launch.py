@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ficco.dma import hip_api as hip
 from ficco.hip_kernels import Target
-
-
-class _Packed:
-    """Arguments, and the addresses of each."""
-
-    def __init__(self, arguments: Sequence[Any]) -> None:
-        self.arguments = tuple(arguments)
-        self._at = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, self.arguments))
-        self.address = ctypes.addressof(self._at)
+from ficco.hip_kernels.launch import Packed
 
 
 class HipBinding:
@@ -34,11 +25,11 @@ class HipBinding:
         self._modules.append(module)
         return {name: hip.kernel(module, name.encode()) for name in names}
 
-    def pack(self, arguments: Sequence[Any]) -> _Packed:
-        return _Packed(arguments)
+    def pack(self, arguments: Sequence[Any]) -> Packed:
+        return Packed(arguments)
 
     def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: _Packed, stream: Any
+        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
     ) -> None:
         hip.launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, None)
 

@@ -41,7 +41,7 @@ class Meeting:
         )
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank has to say; all say as much."""
+        """``data`` of every rank, by rank; equally long on all."""
         first, self._used = self._used, self._used + len(data)
         assert self._used <= self.ROOM
         self._host.maps[self._rank][first : self._used] = data

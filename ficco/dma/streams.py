@@ -26,7 +26,7 @@ WORD = 4
 
 
 def align(nbytes: int, to: int = 512) -> int:
-    """The next multiple."""
+    """``nbytes``, rounded up to a multiple of ``to``."""
     return -(-nbytes // to) * to
 
 
@@ -202,8 +202,12 @@ class StreamEngine(Engine):
         """An event that programs keep."""
 
     @abstractmethod
+    def _before_event(self, program: Program) -> Callable[[Any], None] | None:
+        """What a stream is given between a copy and an event, where the event would be late."""
+
+    @abstractmethod
     def _on_lane(self, program: Program, step: int, op: Op) -> Op:
-        """Makes PyTorch carry out an operation when the turn of the step's lane comes."""
+        """The operation, with what PyTorch does in it ordered on the step's lane."""
 
     @abstractmethod
     def _read(self, slot: Slot) -> list[int]:
@@ -226,6 +230,21 @@ class StreamEngine(Engine):
             return None
         event = self._event(program, earlier)
         return lambda call: event.hold(call.state[lane])
+
+    def record(self, program: Program, step: int) -> Op | None:
+        steps = program.plan.steps
+        if not any(step in later.after for later in steps if later.lane != "sync"):
+            return None  # the sync lane begins when all others are over
+        lane, event = steps[step].lane, self._event(program, step)
+        before = self._before_event(program) if steps[step].op == "copy" else None
+        if before is None:
+            return lambda call: event.record(call.state[lane])
+
+        def op(call: Call) -> None:
+            before(call.state[lane])
+            event.record(call.state[lane])
+
+        return op
 
     def _event(self, program: Program, step: int) -> Event:
         key = "event", step

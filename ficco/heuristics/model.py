@@ -87,10 +87,9 @@ def by_loss(found: Iterable[Prediction], modes: Sequence[str]) -> list[Predictio
 def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
     """The prediction to take; serial where the gain is under the machine's margin.
 
-    Serial is one of its two forms, whose loss in the worse mode is the smaller one: that which is
-    best where the host runs ahead may be the worse one where the GPU waits, and then no schedule
-    could be as good as both. Of predictions within ``TIE`` of the best it is the first in
-    ``found``.
+    What is compared with is one of serial's two forms, that which loses less in its worse mode: the
+    better form of each mode would be a schedule that does not exist. Of predictions within ``TIE``
+    of the best the first in ``found`` is taken.
     """
     modes, margin = MODES[mode], machine.margin
     serials = [one for one in found if one.serial]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 #: Modes in the order of their columns.
 MODES = ("queued", "idle")
 
-#: Columns that go where a table would be too wide, the first of them first.
+#: Columns that a table does without until it is narrow enough, in this order.
 LESS = ("DIL gemm", "DIL copies", "CIL", "of ideal", "memory")
 
 #: Seconds by schedule and mode.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from cuda.bindings import driver
 
 from ficco.errors import BackendError
 from ficco.hip_kernels.build import Target
+from ficco.hip_kernels.launch import Packed
 
 _ATTRIBUTE = driver.CUdevice_attribute
 
@@ -20,15 +20,6 @@ def check(call: str, result: Sequence[Any]) -> Any:
         _, text = driver.cuGetErrorString(result[0])
         raise BackendError(call, result[0].name, text.decode() if text else "no explanation")
     return result[1] if len(result) == 2 else None
-
-
-class _Packed:
-    """Arguments, and the addresses of each."""
-
-    def __init__(self, arguments: Sequence[Any]) -> None:
-        self.arguments = tuple(arguments)
-        self._at = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, self.arguments))
-        self.address = ctypes.addressof(self._at)
 
 
 class CudaBinding:
@@ -65,11 +56,11 @@ class CudaBinding:
         finally:
             driver.cuCtxPopCurrent()
 
-    def pack(self, arguments: Sequence[Any]) -> _Packed:
-        return _Packed(arguments)
+    def pack(self, arguments: Sequence[Any]) -> Packed:
+        return Packed(arguments)
 
     def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: _Packed, stream: Any
+        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
     ) -> None:
         at = arguments.address
         result = driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, at, 0)

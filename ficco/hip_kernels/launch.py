@@ -177,6 +177,15 @@ class Words(ctypes.Structure):
     ]
 
 
+class Packed:
+    """Arguments of a kernel, and the addresses of each, as drivers want them."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.arguments = tuple(arguments)
+        self._at = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, self.arguments))
+        self.address = ctypes.addressof(self._at)
+
+
 class Binding(Protocol):
     """What a vendor's driver does for the kernels of one device.
 

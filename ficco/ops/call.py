@@ -42,7 +42,8 @@ FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))
 class Bound:
     """What is kept of a kind of call: its Plan, and a Program per slot.
 
-    ``columns``: the Plan needs more memory than is allowed; so many columns of b at a time do not.
+    ``columns``: if not 0, the call would need more memory than ``workspace_bytes``, and runs as
+    several calls of so many columns of b.
     ``rows``: as they were given, which may have been in what can be read once.
     ``latest``: number of the latest call of the kind.
     """
@@ -199,8 +200,8 @@ def _begin(
     return_gathered: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[Bound, Call]:
-    """What is kept of such calls, and this one with memory for its results, once the board has
-    it. One that goes by columns is not on the board."""
+    """Find, or make, what is kept of such calls, allocate this one's results and post it on the
+    board. A call that goes by columns is not posted: its parts are."""
     options = current()
     engine, board = workspace.engine, workspace.board
     engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay

@@ -182,7 +182,8 @@ def _weight(asked: Asked, x: torch.Tensor, b: torch.Tensor, columns: bool) -> to
 def _turned(
     asked: Asked, left: torch.Tensor, right: torch.Tensor, rows: int, columns: bool
 ) -> torch.Tensor:
-    """A call that gathers the same with the transposed product, which has so many rows."""
+    """The operator of ``TURNED``, which exchanges the same and multiplies the other way round; its
+    result has ``rows`` rows."""
     operator, schedule = TURNED[asked.operator], _schedule(asked.schedule)
     out = _by_columns(right, rows) if columns else None
     return run(operator, left, right, asked.group, schedule, asked.rows, out=out)[0]

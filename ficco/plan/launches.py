@@ -15,10 +15,10 @@ MOST = 16
 def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The steps of a Plan by what is enqueued at once, in the order of the first of each.
 
-    Copies of one shape by the kernel go together that follow each other on a lane, each to or from
-    another peer, and that wait for nothing that the first does not wait for: what they post is then
-    posted behind the last. So does a place of the same shape that follows them. On copy lanes they
-    are small. Every other step stands alone.
+    Copies by the kernel that follow each other on a lane go together if they are of one shape, each
+    to or from another peer, and none waits for more than the first; what they post is then posted
+    behind the last. A place of the same shape that follows them joins them. On copy lanes only
+    small ones do. Every other step stands alone.
     """
     runs: list[list[int]] = []
     latest: dict[str, list[int]] = {}

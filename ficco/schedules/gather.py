@@ -15,7 +15,8 @@ from ficco.schedules.space import Schedule
 #: never runs dry, and a GPU that waits for its host has its first products early.
 LOOKAHEAD = 2
 
-#: What the last use of a stage of a ring posts, and behind which steps; nothing where none is next.
+#: The signals that hand a stage of a ring on, and the steps that they come behind; empty where no
+#: later group uses the stage.
 Room = tuple[tuple[Signal, ...], tuple[int, ...]]
 NO_ROOM: Room = ((), ())
 
@@ -46,7 +47,7 @@ class _Staging:
         self.rows = whole - self.own_rows_absent if whole > own else 0
         self.cols = problem.k
         self.stages = 0
-        #: The group whose place in the ring each takes over, and the one that takes over its own.
+        #: By group, the one that used its stage of the ring before it, and the one that does next.
         self.ahead_of: dict[int, int] = {}
         self.heir_of: dict[int, int] = {}
         self._stage: dict[int, int] = {}  # the first row of each group that lands

@@ -50,7 +50,7 @@ class InnerGather(Gather):
         return found
 
     def _last(self) -> list[Spans]:
-        """The rows to which nothing is added behind each group."""
+        """By group, the rows of the result to which no later group adds."""
         over: Spans = []
         found: list[Spans] = []
         for products in reversed(self.made):

@@ -2,8 +2,8 @@
 
 Nothing is copied before it is summed, and a sum that all ranks want is made by each of them: one
 exchange in place of two. A sum that one rank wants takes as many bytes as in other ways, one that
-all want W / 2 times as many. That no peer still reads is waited for behind the call, by captured
-calls within it. For small products.
+all want W / 2 times as many. That no peer still reads is waited for at the end: within the call
+where one launch does it all, or a graph captures it, else behind the call. For small products.
 
 A rank that sums nothing is told once, of piece 0, that the call has begun.
 """

@@ -325,7 +325,8 @@ class Scatter:
         return self.products[owner]
 
     def _target(self, owner: int) -> tuple[list[Region], int]:
-        """Where the products of a rank's block go, and whose they add themselves to there."""
+        """Where the products of a rank's block go, and the ranks, by bits, whose products are in
+        the sums there that they add themselves to."""
         problem, me, units = self.problem, self.me, self.mine.of(owner)
         if owner == me and self.peers and self.schedule.beta:
             return self.results, _all(problem.world) ^ 1 << me

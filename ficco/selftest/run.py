@@ -29,8 +29,8 @@ from ficco.selftest.table import CHECKS, COLLECTIVE, WAYS, Check
 
 #: Seconds that ranks may take to start, with everything that a first use of a library takes.
 START_S = 60.0
-#: What a rank says of a check, in the order in which it goes before what others say: "left", its
-#: peers were gone, and "late", it waited in vain, follow from what befell another.
+#: What a rank may say of a check, the weightiest last. "left", its peers were gone, and "late", it
+#: waited in vain, follow from what befell another rank.
 ORDER = ("ok", "left", "late", "not offered", "failed")
 #: Lines of what a rank printed that go to the report.
 LOG_LINES = 60
