@@ -21,6 +21,12 @@ lines          one line per shape: what reports say of the rows
 simulated      shapes on a machine, simulated
 paper          the paper's claims beside a simulation of its scenarios
 plots, report  pictures and Markdown from a CSV alone
+rows           dataclasses as lines of CSV files
+regret         what ``auto`` loses, from the figures of a bench
+decisions      what the rule takes for a list of problems; pictures of candidates
+series         several calls timed against each other, alone and beside others
+characterize   what cutting and overlapping cost; ``characterize_plots`` draws it
+progress       a bar over something that takes long
 command        the options of ``ficco bench``
 demo           every schedule and operator once, proven exact
 =============  =====================================================================

@@ -1,1 +1,26 @@
-"""Engines: what moves bytes and signals and enqueues matrix products, one module per vendor."""
+"""Engines: what moves bytes and signals and enqueues matrix products. Begin with ``engine``, the
+interface of all, and ``cpu``, the reference.
+
+=======================  ===========================================================================
+module                   subject
+=======================  ===========================================================================
+engine                   the interface, and what it is given: slots, programs, calls
+choose                   which engine serves a device
+cpu                      the CPU engine: threads as queues; can be disturbed on purpose
+host                     its shared memory and semaphores
+streams                  what the two GPU engines have in common
+cuda                     the CUDA engine
+cuda_driver              the driver's calls that it makes
+rendezvous               PyTorch's symmetric memory for the ranks of one group
+gate                     what threads may not do to a device at the same time
+hip                      the HIP engine
+hip_api                  the runtime's calls that it makes, in both series of the binding
+hip_memory, hip_work     memory that ranks share; PyTorch's work in the order of streams
+hip_launch               launches of ficco's kernels
+memops                   waits and writes of words, and which of them a launch can see to
+products, blas           products of the vendor's library, and its name
+cublaslt                 ``c + a @ b`` without a copy of c
+collectives              the exchange by the group's own library
+probe                    what the self-test asks of a device below any engine
+=======================  ===========================================================================
+"""
