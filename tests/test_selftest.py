@@ -21,7 +21,7 @@ import torch
 import ficco
 from ficco import cli, doctor, selftest
 from ficco.dma import cpu
-from ficco.hip_kernels import Kernels, TorchKernels, build
+from ficco.hip_kernels import Kernels, Script, TorchKernels, build
 from ficco.hip_kernels.launch import NAMES
 from ficco.launch import launch
 from ficco.selftest import Result, Settings, report
@@ -33,7 +33,7 @@ FAST = Settings(
     large=(96, 64, 16),
     pair_bytes=1 << 18,
     rounds=1,
-    timeout_s=1.0,
+    timeout_s=2.0,
     limit_s=20.0,
 )
 
@@ -328,7 +328,8 @@ def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_kernels, "copies", copies)
     launches.clear()
     seen = _checked(host_kernels, monkeypatch)
-    assert seen == "placement, sums, copies, posts and waits as they should be, compiled for cpu"
+    told = "placement, sums, copies, posts, waits and scripts as they should be, compiled for cpu"
+    assert seen == told
     assert together == [(3, 1)] * 6  # several places, one launch
     assert {name for name, _ in launches} >= {name for name in NAMES if "copy" not in name}
 
@@ -395,11 +396,32 @@ def _brings_nothing_new(kernels: Kernels) -> dict[str, Any]:
     return {"place": place}
 
 
+def _sums_without_their_front(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.one_shot
+
+    def one_shot(out: Any, parts: Any, arrived: int, _: Script, rear: Script, stream: Any) -> None:
+        right(out, parts, arrived, Script(), rear, stream)
+
+    return {"one_shot": one_shot}
+
+
+def _carries_out_no_script(kernels: Kernels) -> dict[str, Any]:
+    return {"script": lambda script, stream: None}
+
+
+def _sums_one_part_twice(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.one_shot
+    return {"one_shot": lambda out, parts, *rest: right(out, [*parts, parts[0]], *rest)}
+
+
 @pytest.mark.parametrize(
     ("breaks", "words", "others"),
     [
         (_copies_to_one_place, "33 x 100 at 8 of 160 to 3 places: wrong at [1, 2]", 5),
         (_copies_without_signals, "a launch of copies left [0, 0, 0, 0] in words", 2),
+        (_sums_one_part_twice, "at 8 of 160 with scripts is wrong", 8),
+        (_sums_without_their_front, "scripts left [0, 0, 9, 5, 0] in words", 8),
+        (_carries_out_no_script, "scripts left [0, 7, 9, 0, 0] in words", 8),
         (_posts_all_but_one, "a wait behind its own posts missed word 5", 0),
         (_posts_one_only_once, "a wait missed word 69, which another stream had posted", 1),
         (_posts_the_word_behind, "posts wrote something else", 0),

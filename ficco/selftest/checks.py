@@ -188,6 +188,7 @@ def mover(at: Rank, group: ProcessGroup) -> Found:
     engine = at.engine(group)
     if "kernel" not in engine.capabilities().movers:
         raise NotOffered("the engine has no such mover: no compiler for ficco's kernels is here")
+    at.settle()  # the kernels are compiled by now, which took each rank its time
     names = ["growing:kernel", "hetero-fused-1d:pieces=3,pull,kernel", "uniform-fused-2d:kernel"]
     return in_turn(at, group, names, " with copies by the kernel")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco import doctor
-from ficco.hip_kernels import Kernels, Signals, TorchKernels
+from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, TorchKernels
 from ficco.hip_kernels.launch import REDUCTIONS
 from ficco.selftest.rank import Found, Rank
 
@@ -37,8 +37,12 @@ def own(at: Rank, group: ProcessGroup) -> Found:
     seen = _without(kernels)
     if not seen:
         problems += _copied(at, generator, kernels, stream) + _signalled(at, kernels, stream)
+        problems += _scripted(at, generator, kernels, stream)
         arch = kernels.binding.target.arch
-        seen = f"placement, sums, copies, posts and waits as they should be, compiled for {arch}"
+        seen = (
+            "placement, sums, copies, posts, waits and scripts as they should be, compiled for "
+            f"{arch}"
+        )
     at.settle()
     at.conclude(problems)
     return Found(seen)
@@ -177,6 +181,32 @@ def _signalled(at: Rank, kernels: Kernels, stream: Any) -> list[str]:
         problems.append(f"a wait that reached its deadline wrote {told}, {1 + NEVER} is right")
     if not (missing or 0.9 * DEADLINE_S <= took < PATIENCE_S):
         problems.append(f"a wait with a deadline of {DEADLINE_S} s was over after {took:.2f} s")
+    return problems
+
+
+def _scripted(at: Rank, generator: torch.Generator, kernels: Kernels, stream: Any) -> list[str]:
+    """Sums that carry out scripts around them, and a script by itself. They wait for nothing but
+    what they have written."""
+    problems = []
+    for dtype in sorted({part for part, out in REDUCTIONS if part == out}, key=str):
+        for rows, cols, pitch, first in PARTS:
+            words = torch.zeros(5, dtype=torch.int32, device=at.device)
+            arrived, *each = (words.data_ptr() + 4 * i for i in range(5))
+            wide = _integers(at, generator, dtype, PLACES, rows, pitch)
+            parts = list(wide[:, :, first : first + cols])
+            total = torch.empty(rows, cols, dtype=dtype, device=at.device)
+            front = Script((ScriptStep(each[0], 7), ScriptStep(each[0], 7, waits=True)), alone=1)
+            rear = Script((ScriptStep(each[1], 9), ScriptStep(each[1], 9, waits=True)), alone=2)
+            kernels.one_shot(total, parts, arrived, front, rear, stream)
+            steps = ScriptStep(each[1], 9, waits=True), ScriptStep(each[2], 5, behind=True)
+            kernels.script(Script(steps, alone=2), stream)
+            if not torch.equal(total, torch.stack(parts).double().sum(0).to(dtype)):
+                problems.append(
+                    f"the sum of {PLACES} x {rows} x {cols} {dtype} at {first} of {pitch} with "
+                    "scripts is wrong"
+                )
+            if words.tolist() != [0, 7, 9, 5, 0]:
+                problems.append(f"scripts left {words.tolist()} in words, not 0, 7, 9, 5, 0")
     return problems
 
 
