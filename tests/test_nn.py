@@ -672,10 +672,17 @@ class ChangingLocal(Changing):
         (x.to_local() if hasattr(x, "to_local") else x).mul_(2)
 
 
+class ChangingWeight(Changing):
+    """Changes the weight of a layer before it is called."""
+
+    def change(self, x: torch.Tensor) -> None:
+        self.up.weight.mul_(2)
+
+
 def _changed(at: Rank) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
-    for kind in (Changing, ChangingLocal):
+    for kind in (Changing, ChangingLocal, ChangingWeight):
         x = integers(2, SEQUENCE, HIDDEN, seed=3)
         with torch.no_grad():
             model = parallelize_module(kind(), mesh_of(at), sequence_plan())
@@ -695,6 +702,39 @@ def _changed(at: Rank) -> None:
 
 def test_a_shared_input_that_is_changed_is_gathered_anew() -> None:
     run(2, _changed)
+
+
+def _set_when_called(at: Rank) -> None:
+    """A layer whose weight is set when it is called: by a hook, as in pruning, or computed."""
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.utils.parametrize import register_parametrization
+
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    def double(layer: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            layer.weight.mul_(2)
+
+    def hooked(module: Mlp) -> None:
+        module.up.register_forward_pre_hook(double)
+
+    def parametrized(module: Mlp) -> None:
+        register_parametrization(module.up, "weight", Doubled())
+
+    for change in (hooked, parametrized):
+        whole = Mlp()
+        model = parallelize_module(Mlp(), mesh_of(at), sequence_plan())
+        for module in (whole, model):
+            change(module)
+        x = integers(2, SEQUENCE, HIDDEN, seed=3)
+        for _ in range(2):
+            same(model(part(x, at, 1)), part(whole(x), at, 1), f"{change.__name__}: y")
+
+
+def test_a_layer_whose_weight_is_set_when_it_is_called_gathers_for_itself() -> None:
+    run(2, _set_when_called)
 
 
 def _compiled(at: Rank) -> None:
@@ -777,6 +817,59 @@ def _with_fsdp(at: Rank) -> None:
 
 def test_tensor_parallel_inside_fsdp() -> None:
     run(4, _with_fsdp)
+
+
+def _fsdp_of_each_layer(at: Rank) -> None:
+    """Weights that FSDP gathers when each layer is called, also of layers that share an input."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(Mlp(), mesh["tp"], sequence_plan())
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=mesh["dp"])
+    x = integers(2, SEQUENCE, HIDDEN, seed=3)
+    mine, want = (each.chunk(2, 1)[mesh["tp"].get_local_rank()] for each in (x, Mlp()(x)))
+    same(model(mine), want, "y")
+    with torch.no_grad():
+        same(model(mine), want, "y without gradients")
+
+
+def test_fsdp_of_layers_that_share_an_input() -> None:
+    run(4, _fsdp_of_each_layer)
+
+
+def _with_ddp(at: Rank) -> None:
+    """Tensor-parallel within pairs, DistributedDataParallel across, with plain parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    across, within = (mesh[name].get_local_rank() for name in ("dp", "tp"))
+    group = mesh["tp"].get_group()
+    whole = nn.Sequential(linear(HIDDEN, WIDE, 1), linear(WIDE, HIDDEN, 2))
+    model = nn.Sequential(
+        ColumnParallelLinear.from_linear(whole[0], group=group),
+        RowParallelLinear.from_linear(whole[1], group=group),
+    )
+    x, grad = (integers(SEQUENCE, 2, HIDDEN, seed=seed) for seed in (3, 4))
+    whole(x).backward(grad)
+    mine, upstream = (each[:, across].chunk(2, 0)[within] for each in (x, grad))
+    replicated = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    replicated(mine).backward(upstream)
+    for layer, unsharded in zip(model, whole, strict=True):
+        for name, param in layer.named_parameters():
+            full = getattr(unsharded, name).grad / 2  # DDP takes the mean
+            cut = layer.cut if name == "weight" or layer.cut == 0 else None
+            wanted = full if cut is None else full.chunk(2, cut)[within]
+            same(param.grad, wanted, f"gradient of {layer} {name}")
+
+
+def test_tensor_parallel_inside_data_parallel() -> None:
+    run(4, _with_ddp)
 
 
 # The package and the examples.

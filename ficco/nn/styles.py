@@ -8,7 +8,7 @@ product) goes PyTorch's way. So a plan needs another import and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import style as torch_style
+from torch.nn.utils.parametrize import is_parametrized
 
 from ficco.nn.functional import copied_linear, gathered_linears, reduced_linear, scattered_linear
 from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, check_schedule, ranks_of
@@ -104,8 +105,10 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
     children of the module that get the very same tensor gather it once, for all of them (see
     :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
 
-    A tensor that is changed in place between two such calls is gathered anew for the later ones;
-    under ``torch.compile`` and in inference mode, which do not tell, hand them a new tensor.
+    Where the input or a weight is changed in place between two such calls, the later ones gather
+    anew; under ``torch.compile`` and in inference mode, which do not tell, hand them a new tensor.
+    A child whose weight may be set when it is called gathers for itself: one with a forward
+    pre-hook, such as FSDP2's or pruning's, or with a parametrization.
     """
 
     def _prepare_input_arg(
@@ -177,19 +180,25 @@ class _Shared:
     def __init__(self, dim: int, layers: Sequence[_ColwiseLinear]) -> None:
         self.dim, self.layers = dim, layers
         self.outs: dict[_ColwiseLinear, torch.Tensor] | None = None
-        self.modes: tuple[Any, ...] = ()  # under which these were made
+        # Under which these were made, and of what.
+        self.modes: tuple[Any, ...] = ()
+        self.weights: dict[_ColwiseLinear, list[Any]] = {}
 
     def serves(self, layer: _ColwiseLinear, x: torch.Tensor) -> bool:
         if self.outs is None:
             return layer in self.layers
         # A second call of one layer, as in recomputation, gathers for itself; so does one that
         # is called without gradients, or in another precision, where the first was not, or behind
-        # a change of the input in place.
-        return layer in self.outs and self.modes == _modes(x)
+        # a change of the input or of its weight.
+        if layer not in self.outs or self.modes != _modes(x):
+            return False
+        pairs = zip(self.weights[layer], _weights(layer), strict=True)
+        return all(one is other and counts == now for (one, *counts), (other, *now) in pairs)
 
     def take(self, layer: _ColwiseLinear, x: torch.Tensor) -> torch.Tensor:
         if self.outs is None:
             self.modes = _modes(x)
+            self.weights = {each: _weights(each) for each in self.layers}
             outs = _gathered(x, self.dim, self.layers)
             self.outs = dict(zip(self.layers, outs, strict=True))
         return self.outs.pop(layer)
@@ -207,6 +216,15 @@ def _modes(x: torch.Tensor) -> tuple[Any, ...]:
     return grad, autocast, _version(x), _version(local)
 
 
+def _weights(layer: _ColwiseLinear) -> list[tuple[torch.Tensor, int | None, int | None]]:
+    """A layer's weight and bias, and how often each, and its local part, was changed in place."""
+    if torch.compiler.is_compiling():
+        return []
+    found = [each for each in (layer.weight, layer.bias) if each is not None]
+    with torch.no_grad():
+        return [(each, _version(each), _version(_local(each))) for each in found]
+
+
 def _version(x: torch.Tensor) -> int | None:
     """How often a tensor was changed in place; None for one of inference mode, which has no
     count."""
@@ -215,7 +233,7 @@ def _version(x: torch.Tensor) -> int | None:
 
 def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Leave word of the layers that share an input, before a module is called with it."""
-    layers = tuple(child for child in module.children() if isinstance(child, _ColwiseLinear))
+    layers = tuple(child for child in module.children() if _shares(child))
     for x in (*args, *kwargs.values()):
         if len(layers) < 2 or not isinstance(x, DTensor) or x.device_mesh.ndim != 1:
             continue
@@ -227,6 +245,15 @@ def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
         if dim is not None and len(alike) > 1:
             setattr(x, _SHARED, _Shared(dim, alike))
+
+
+def _shares(child: nn.Module) -> TypeGuard[_ColwiseLinear]:
+    """Whether a child is a layer whose weight is there before the layer is called."""
+    return (
+        isinstance(child, _ColwiseLinear)
+        and not child._forward_pre_hooks
+        and not is_parametrized(child)
+    )
 
 
 def _gathered(
