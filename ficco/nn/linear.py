@@ -8,6 +8,7 @@ features, as in Megatron's sequence parallelism.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,16 @@ def check_schedule(schedule: str | Schedule) -> None:
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {schedule!r}")
 
 
+#: What of a layer is cut; parameters that users add to it are theirs.
+_PARAMETERS = ("weight", "bias")
+
+#: Where a module keeps what runs beside its forward and backward.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+#: Whether layers give their unsharded weights to a state_dict: they alone know their names in it.
+_gathers = ContextVar("_gathers", default=False)
+
+
 class _ParallelLinear(nn.Linear):
     """What both layers share: parameters that are parts of an unsharded layer's.
 
@@ -111,8 +122,7 @@ class _ParallelLinear(nn.Linear):
         schedule: str | Schedule = "auto",
     ) -> Self:
         """This rank's part of a layer that all ranks hold; ``linear`` itself stays as it is."""
-        if not isinstance(linear, nn.Linear) or isinstance(linear, _ParallelLinear):
-            raise ValueError(f"linear: required an unsharded torch.nn.Linear, got {linear}")
+        _check_source(linear)
         made = cls.__new__(cls)
         made._become(linear, group, sequence_dim, schedule)
         return made.train(linear.training)
@@ -127,7 +137,7 @@ class _ParallelLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = whole.in_features, whole.out_features
         self.settle(ranks_of(group), sequence_dim, schedule)
-        for name, full in whole.named_parameters(recurse=False):
+        for name, full in whole.named_parameters():
             part = self._part(name, full.detach(), self.ranks.mesh, self._placements(name))
             if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
                 part = part.clone()  # neither keep the whole alive nor share memory with it
@@ -174,7 +184,7 @@ class _ParallelLinear(nn.Linear):
         )
         with torch.no_grad():
             for name, full in whole.named_parameters():
-                self._parameters[name].copy_(self._like(name, full.detach()))
+                self._of_layer(name).copy_(self._like(name, full.detach()))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight and bias, as plain tensors that lead back to the parameters."""
@@ -210,8 +220,28 @@ class _ParallelLinear(nn.Linear):
             return self._part(name, full, param.device_mesh, param.placements)
         return self._part(name, full, None, ())
 
+    def _of_layer(self, name: str) -> Any:
+        """The weight or bias, None for no bias, where it is a parameter and not computed."""
+        if name not in self._parameters:
+            raise NotImplementedError(
+                f"the unsharded {name} of a layer whose {name} is computed (by a parametrization, "
+                "weight_norm or pruning) is not served; remove that first, with "
+                "remove_parametrizations, remove_weight_norm or prune.remove"
+            )
+        return self._parameters[name]
+
     def _full_shape(self, name: str) -> tuple[int, ...]:
         return (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not _gathers.get():
+            return
+        for name in _PARAMETERS:
+            if self._of_layer(name) is not None:
+                destination[prefix + name] = self.whole(name)
 
     def _load_from_state_dict(
         self,
@@ -225,7 +255,8 @@ class _ParallelLinear(nn.Linear):
     ) -> None:
         """Take parts where the unsharded layer's tensors are given."""
         assigns = local_metadata.get("assign_to_params_buffers", False)
-        for name, param in self._parameters.items():
+        for name in _PARAMETERS:
+            param = self._parameters.get(name)
             value = state_dict.get(prefix + name)
             if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
@@ -250,8 +281,8 @@ class _ParallelLinear(nn.Linear):
         )
 
     def whole(self, name: str) -> torch.Tensor:
-        """The unsharded layer's parameter, gathered: all ranks of the group call it."""
-        param = self._parameters[name].detach()
+        """The unsharded layer's weight or bias, gathered: all ranks of the group call it."""
+        param = self._of_layer(name).detach()
         if isinstance(param, DTensor):
             return param.full_tensor()
         cut = self._cut(name)
@@ -399,18 +430,41 @@ def gather_once(
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The state_dict that the module would have unsharded; all ranks call it, and all get it.
 
-    Parallel layers of this package are gathered, whatever their parameters are, and so are all
-    other DTensors; everything else is as on this rank.
+    Weights and biases of this package's layers are gathered, and so are all other DTensors;
+    everything else, also a parameter that was added to such a layer, is as on this rank.
+
+    Raises:
+        NotImplementedError: the weight or bias of a layer is computed from other tensors.
     """
-    found = module.state_dict()
-    for path, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, _ParallelLinear):
-            for name, _ in layer.named_parameters(recurse=False):
-                found[f"{path}.{name}" if path else name] = layer.whole(name)
+    token = _gathers.set(True)
+    try:
+        found = module.state_dict()
+    finally:
+        _gathers.reset(token)
     return {
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in found.items()
     }
+
+
+def _check_source(linear: nn.Module) -> None:
+    """``ValueError`` unless a layer is no more than its weight and bias: the rest would be lost."""
+    if type(linear) is not nn.Linear:
+        got = f"a {type(linear).__name__}"
+    elif "forward" in vars(linear):
+        got = "one with a forward of its own"
+    elif any(getattr(linear, hooks) for hooks in _HOOKS):
+        got = "one with hooks"
+    elif linear._parameters.keys() != set(_PARAMETERS) or linear._buffers or linear._modules:
+        got = f"one with {', '.join(linear.state_dict())}"
+    elif isinstance(linear.weight, DTensor):
+        got = f"one that is sharded, {linear.weight.placements}"
+    else:
+        return
+    raise ValueError(
+        "linear: required an unsharded torch.nn.Linear, not a subclass, with a weight and a bias "
+        f"alone and no hooks, got {got}; take those away first and put them on the parallel layer"
+    )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
