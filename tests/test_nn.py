@@ -264,6 +264,90 @@ def test_assigned_parts_do_not_keep_the_whole() -> None:
     run(2, _assigned)
 
 
+def _more_than_weights(at: Rank) -> list[Failure]:
+    """The unsharded state_dict where layers are wrapped, and where they hold more or less."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.nn.utils import parametrizations, prune
+
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
+
+    whole = nn.Sequential(linear(HIDDEN, WIDE, 1), linear(WIDE, HIDDEN, 2))
+    for group in (None, mesh_of(at)):
+        model = nn.Sequential(
+            checkpoint_wrapper(ColumnParallelLinear.from_linear(whole[0], group=group)),
+            checkpoint_wrapper(RowParallelLinear.from_linear(whole[1], group=group)),
+        )
+        found = full_state_dict(model)
+        assert list(found) == list(whole.state_dict())
+        for name, value in whole.state_dict().items():
+            same(found[name], value, f"{name} of wrapped layers")
+
+    layer = ColumnParallelLinear.from_linear(whole[0])
+    added = {"lora_A": integers(2, HIDDEN, seed=1), "scale": integers(seed=2)}
+    added["gain"] = integers(WIDE, seed=3)  # as long as the unsharded bias
+    for name, value in added.items():
+        layer.register_parameter(name, nn.Parameter(value.clone()))
+    layer.load_state_dict(layer.state_dict())
+    found = full_state_dict(layer)
+    for name, value in {**whole[0].state_dict(), **added}.items():
+        same(found.pop(name), value, f"{name} beside what was added")
+    assert not found
+
+    pruned = prune.random_unstructured(ColumnParallelLinear.from_linear(whole[0]), "bias", 0.5)
+    normed = parametrizations.weight_norm(ColumnParallelLinear.from_linear(whole[0]))
+    calls = (*(lambda x=x: full_state_dict(x) for x in (pruned, normed)), normed.reset_parameters)
+    return [caught(call) for call in calls]
+
+
+def test_full_state_dict_knows_what_is_a_layers() -> None:
+    for failures in run(2, _more_than_weights):
+        for failure, name in zip(failures, ("bias", "weight", "weight"), strict=True):
+            assert failure.type == "NotImplementedError", failure
+            assert f"a layer whose {name} is computed" in failure.text
+
+
+def _more_than_linear(at: Rank) -> list[Failure]:
+    from torch.distributed.tensor import distribute_tensor
+    from torch.nn.utils import parametrizations, prune
+
+    from ficco.nn import ColumnParallelLinear
+
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    hooked, replaced, added, sharded = (nn.Linear(8, 8) for _ in range(4))
+    hooked.register_forward_hook(lambda *_: None)
+    replaced.forward = lambda x: x
+    added.scale = nn.Parameter(torch.ones(()))
+    sharded.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh_of(at)))
+    sources = (
+        Own(8, 8),
+        parametrizations.weight_norm(nn.Linear(8, 8)),
+        hooked,
+        prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5),
+        replaced,
+        added,
+        sharded,
+    )
+    return [caught(lambda x=source: ColumnParallelLinear.from_linear(x)) for source in sources]
+
+
+def test_from_linear_refuses_what_it_would_lose() -> None:
+    words = (
+        "got a Own",
+        "got a ParametrizedLinear",
+        "got one with hooks",
+        "got one with hooks",
+        "got one with a forward of its own",
+        "got one with weight, bias, scale",
+        "got one that is sharded, (Replicate(),)",
+    )
+    for failures in run(2, _more_than_linear):
+        for failure, text in zip(failures, words, strict=True):
+            assert failure.type == "ValueError" and text in failure.text, failure
+
+
 def _wrong_use(at: Rank) -> list[Failure]:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -785,6 +869,32 @@ def test_styles_refuse_what_they_do_not_serve() -> None:
     for failures in run(4, _refusals):
         assert [failure.type for failure in failures] == kinds
         assert "torch.distributed.tensor.parallel" in failures[0].text
+
+
+def _other_meshes(at: Rank) -> list[Failure]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColwiseParallel, RowwiseParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for style in (ColwiseParallel(input_layouts=Replicate()), RowwiseParallel()):
+        layer = parallelize_module(nn.Linear(8, 8), mesh["tp"], style)
+        for other in (mesh, mesh["dp"]):
+            x = distribute_tensor(torch.zeros(4, 8), other)
+            found.append(caught(lambda layer=layer, x=x: layer(x)))
+        layer(distribute_tensor(torch.zeros(4, 8), mesh["tp"]))
+    return found
+
+
+def test_styles_refuse_inputs_on_other_meshes() -> None:
+    for failures in run(4, _other_meshes):
+        assert len(failures) == 4
+        for failure in failures:
+            assert isinstance(failure, Failure) and failure.type == "ValueError", failure
+            assert "on the layer's DeviceMesh((tp=2)" in failure.text, failure
 
 
 def _with_fsdp(at: Rank) -> None:

@@ -136,7 +136,7 @@ class _ColwiseLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         style = self.style
-        layout = _layout(x, style.input_layouts)
+        layout = _layout(x, style.input_layouts, self.mesh)
         dim = _sequence(x, layout)
         shared = getattr(x, _SHARED, None)
         if dim is None:
@@ -293,16 +293,23 @@ def _convert(
     return module
 
 
-def _layout(x: torch.Tensor, layouts: Sequence[Placement]) -> Placement:
-    """How an input lies; a plain tensor is taken to lie as the style says."""
-    return (x.placements if isinstance(x, DTensor) else layouts)[0]
+def _layout(x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh) -> Placement:
+    """How an input lies on a mesh; a plain tensor is taken to lie as the style says."""
+    if not isinstance(x, DTensor):
+        return layouts[0]
+    if x.device_mesh != mesh:
+        raise ValueError(
+            f"x: required a plain tensor, or a DTensor on the layer's {mesh}, got one on "
+            f"{x.device_mesh}; pass x.to_local(), or x as it lies on the layer's mesh"
+        )
+    return x.placements[0]
 
 
 def _redistributed(
     x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh, wanted: Placement
 ) -> torch.Tensor:
     """The input laid out as it is wanted; plain if it is plain and lies so."""
-    if _same(_layout(x, layouts), wanted, x.dim()):
+    if _same(_layout(x, layouts, mesh), wanted, x.dim()):
         return x
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, layouts, run_check=False)
