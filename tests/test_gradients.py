@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -642,6 +643,36 @@ def _second_derivatives(at: Rank) -> list[Any]:
 def test_second_derivatives_are_refused() -> None:
     for found in (failure for rank in run(2, _second_derivatives) for failure in rank):
         assert isinstance(found, Failure) and "second derivatives" in found.text
+
+
+def _transforms(at: Rank) -> list[Any]:
+    """What ``torch.func`` and batched gradients ask for; the group goes on."""
+    a, b = torch.ones(at.world, 4), torch.ones(4, 2)
+    found = []
+    for call in (
+        ficco.all_gather_matmul,
+        ficco.matmul_reduce_scatter,
+        lambda a, b: functional.reduced_linear(a, b.t(), None, group=dist.group.WORLD),
+        lambda a, b: functional.copied_linear(a, b.t(), None, group=dist.group.WORLD),
+        lambda a, b: functional.sum_gradient(a) @ b,
+    ):
+        found.append(caught(lambda call=call: torch.func.grad(lambda a: call(a, b).sum())(a)))
+        found.append(caught(lambda call=call: torch.func.jacrev(lambda b: call(a, b))(b)))
+        x = a.clone().requires_grad_()
+        y = call(x, b)
+        batched = partial(torch.autograd.grad, y, x, torch.ones(3, *y.shape))
+        found.append(caught(partial(batched, is_grads_batched=True)))
+        (one,) = torch.autograd.grad(call(x, b).sum(), x)
+        assert one.unique().numel() == 1, "the group does not go on"
+    return found
+
+
+def test_transforms_and_batched_gradients_are_refused() -> None:
+    for failures in run(2, _transforms):
+        assert len(failures) == 15
+        for failure, text in zip(failures, ("func.grad", "func.grad", "batched") * 5, strict=True):
+            assert isinstance(failure, Failure) and failure.type == "NotImplementedError", failure
+            assert text in failure.text, failure
 
 
 def _constant_gradients(at: Rank) -> None:

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from ficco.ops.all_gather_matmul import all_gather_matmul
 from ficco.ops.call import frozen, process_group
-from ficco.ops.gradients import Asked, Kept, backward, refusing_second
+from ficco.ops.gradients import Asked, Kept, backward, refuse_batched, refusing_second
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from ficco.ops.operate import cast
+from ficco.ops.operate import cast, refuse_derivatives, refuse_sharded, watched
 from ficco.options import carried, current
 from ficco.schedules import Schedule
 
@@ -51,9 +51,8 @@ def gathered_linears(
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
     # A compiler chooses what it keeps; a dispatch mode, such as one that counts operations, sees
-    # the backward of operators alone.
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if len(weights) == 1 or watched:
+    # the backward of operators alone, and so do wrappers of tensors.
+    if len(weights) == 1 or watched(x, *weights):
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         y = all_gather_matmul(flat, weight.t(), group=group, schedule=schedule, rows=cut)
     else:
@@ -120,7 +119,8 @@ def reduced_linear(
     needs no peer, as in DTensor and in Megatron, and with ficco's own operator under
     ``options(all_reduce_gradients="equal")``.
     """
-    y = _Reduced.apply(*_autocast(x.flatten(0, -2), weight), group, schedule)
+    refuse_derivatives()
+    y = _Reduced.apply(*_autocast(_rows(x), weight), group, schedule)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -131,7 +131,8 @@ def copied_linear(
 
     Nothing travels forward. Backward, the gradient of x is summed over ranks.
     """
-    y = _Copied.apply(*_autocast(x.flatten(0, -2), weight), group)
+    refuse_derivatives()
+    y = _Copied.apply(*_autocast(_rows(x), weight), group)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -145,6 +146,8 @@ def sum_gradient(
 
         y = F.rms_norm(x_shard, (hidden,), ficco.nn.sum_gradient(self.weight, group))
     """
+    refuse_derivatives()
+    refuse_sharded(tensor=tensor)
     return _SumGradient.apply(tensor, process_group(group))
 
 
@@ -158,6 +161,11 @@ def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
             "or [rows, features], 1 for [batch, sequence, features]"
         )
     return dim
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., k] as a matrix; a vector is one row."""
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
 def _lengths(
@@ -246,6 +254,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        refuse_batched(grad)
         # Of its own: what comes from upstream may be used there, too.
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)

@@ -366,6 +366,21 @@ def keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | No
     )
 
 
+def refuse_batched(*grads: torch.Tensor | None) -> None:
+    """``NotImplementedError`` for gradients that stand for many."""
+    if torch.compiler.is_compiling():
+        return
+    kinds = torch._C._functorch
+    for grad in grads:
+        if grad is not None and (
+            kinds.is_batchedtensor(grad) or kinds.is_legacy_batchedtensor(grad)
+        ):
+            raise NotImplementedError(
+                "batched gradients (vmap over a backward, is_grads_batched=True, "
+                "jacobian(vectorize=True)) are not served; go through them one by one"
+            )
+
+
 #: What a second differentiation raises.
 REFUSAL = "second derivatives of ficco's operators are not served"
 
@@ -385,6 +400,7 @@ def refusing_second(backward: Backward) -> Backward:
 
     @wraps(backward)
     def refusing(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_batched(*grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():

@@ -52,13 +52,9 @@ def operate(
     kind = a.device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         a, b = cast(a, kind), cast(b, kind)
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or not (type(a) in _PLAIN and type(b) in _PLAIN)
-    ):
-        _refuse_sharded(a=a, b=b)
+    if watched(a, b):
+        refuse_derivatives()
+        refuse_sharded(a=a, b=b)
         name = process_group(group).group_name
         text = schedule if isinstance(schedule, str) else _name(schedule)
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
@@ -69,6 +65,28 @@ def operate(
     return run(operator, a, b, group, schedule, rows, return_gathered)
 
 
+def watched(*operands: torch.Tensor) -> Any:
+    """Whether a call is traced or watched, or has tensors that hold none of their own data."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not _PLAIN.issuperset(map(type, operands))
+    )
+
+
+def refuse_derivatives() -> None:
+    """``NotImplementedError`` inside of ``torch.func.grad`` and what is made of it."""
+    if torch.compiler.is_compiling():
+        return
+    for transform in torch._C._functorch.get_interpreter_stack() or ():
+        if transform.key() == torch._C._functorch.TransformType.Grad:
+            raise NotImplementedError(
+                "torch.func.grad, vjp and jacrev are not served; use backward() or "
+                "torch.autograd.grad"
+            )
+
+
 def _refuse_tangents(*operands: torch.Tensor) -> None:
     if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
         raise NotImplementedError(
@@ -77,7 +95,7 @@ def _refuse_tangents(*operands: torch.Tensor) -> None:
         )
 
 
-def _refuse_sharded(**operands: torch.Tensor) -> None:
+def refuse_sharded(**operands: torch.Tensor) -> None:
     """``ValueError`` for DTensors: an operand is this rank's part, and says itself what it is."""
     for name, operand in operands.items():
         # Known by what only they have: importing their module takes longer than importing ficco.
