@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -523,7 +524,34 @@ def test_one_gather_for_several_layers() -> None:
     run(4, _one_gather)
 
 
+def _wrapped(at: Rank) -> None:
+    """An input that holds no data of its own, since a collective still brings it."""
+    import torch.distributed._functional_collectives as collectives
+
+    from ficco.nn import ColumnParallelLinear, gather_once
+
+    layers = [ColumnParallelLinear.from_linear(linear(HIDDEN, WIDE, seed)) for seed in (1, 2)]
+
+    def run_on(x: torch.Tensor) -> list[torch.Tensor]:
+        outs = gather_once(x, *layers)
+        return [*outs, *torch.autograd.grad(sum(out.sum() for out in outs), layers[0].weight)]
+
+    # All ranks have the same rows, which an all-gather brings from their parts.
+    x = integers(SEQUENCE, HIDDEN, seed=3)
+    want = run_on(x)
+    under_way = collectives.all_gather_tensor(part(x, at, 0), 0, dist.group.WORLD)
+    assert isinstance(under_way, collectives.AsyncCollectiveTensor)
+    for found, wanted in zip(run_on(under_way), want, strict=True):
+        same(found, wanted, "of a tensor that is under way")
+
+
+def test_inputs_that_wrap_their_data_share_a_gather() -> None:
+    run(2, _wrapped)
+
+
 def _replicated_norm(at: Rank) -> None:
+    from torch.distributed.tensor import DTensor
+
     from ficco.nn import sum_gradient
 
     weight = integers(HIDDEN, seed=1).requires_grad_()
@@ -533,6 +561,9 @@ def _replicated_norm(at: Rank) -> None:
         y = part(x, at, 0) * sum_gradient(weight, group)
         (found,) = torch.autograd.grad(y, weight, part(grad, at, 0))
         same(found, want, "gradient of a weight that all ranks hold")
+    distributed = DTensor.from_local(weight, mesh_of(at))
+    refused = caught(lambda: sum_gradient(distributed))
+    assert refused.type == "ValueError" and "pass tensor.to_local()" in refused.text, refused
 
 
 def test_sum_gradient() -> None:
@@ -591,6 +622,66 @@ def _layouts(at: Rank) -> int:
 
 def test_styles_serve_all_layouts() -> None:
     assert len(set(run(4, _layouts, timeout=90))) == 1
+
+
+def _one_dimension(at: Rank) -> list[Failure]:
+    """A vector, as nn.Linear takes it; and a layout of dimensions that it has not."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColwiseParallel, RowwiseParallel
+
+    failures = []
+    for after in (None, Shard(-1), Shard(1)):
+        whole = nn.Sequential(linear(HIDDEN, WIDE, 1), linear(WIDE, HIDDEN, 2))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=after)}
+        model = parallelize_module(copy.deepcopy(whole), mesh_of(at), plan)
+        x, y = (integers(HIDDEN, seed=3).requires_grad_() for _ in range(2))
+        want = whole(x)
+        want.sum().backward()
+        if after == Shard(1):
+            failures.append(caught(partial(model, y)))
+            continue
+        found = model(y)
+        same(found, want if after is None else part(want, at, 0), f"y, {after}")
+        found.sum().backward()
+        same(y.grad, x.grad, f"gradient of x, {after}")
+    return failures
+
+
+def test_styles_take_vectors() -> None:
+    for (failure,) in run(2, _one_dimension):
+        assert failure.type == "ValueError" and "Shard(dim=1)" in failure.text, failure
+
+
+def _partial_sums(at: Rank) -> None:
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColwiseParallel, RowwiseParallel
+
+    for local in (True, False):
+        whole = nn.Sequential(linear(HIDDEN, WIDE, 1), linear(WIDE, HIDDEN, 2))
+        row = RowwiseParallel(output_layouts=Partial(), use_local_output=local)
+        plan = {"0": ColwiseParallel(), "1": row}
+        model = parallelize_module(copy.deepcopy(whole), mesh_of(at), plan)
+        x, y = (integers(2, 4, HIDDEN, seed=3).requires_grad_() for _ in range(2))
+        grad = integers(2, 4, HIDDEN, seed=4)
+        want = whole(x)
+        want.backward(grad)
+        found = model(y)
+        total = found.detach() if local else found.full_tensor()
+        if local:
+            dist.all_reduce(total)
+        same(total, want, f"sum of y, {local=}")
+        (found if local else total).backward(grad)
+        same(y.grad, x.grad, f"gradient of x, {local=}")
+        for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+            same(param.grad.full_tensor(), full.grad, f"gradient of {name}, {local=}")
+
+
+def test_rowwise_hands_out_partial_sums() -> None:
+    run(2, _partial_sums)
 
 
 def example(name: str) -> ModuleType:
@@ -735,6 +826,45 @@ def _shared(at: Rank) -> None:
 
 def test_layers_of_a_module_share_its_gather() -> None:
     run(4, _shared)
+
+
+class Recomputed(Mlp):
+    """Checkpoints within: both layers that share an input together, or the first alone."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        if self.alone:
+            gate = checkpoint(self.gate, x, use_reentrant=False)
+            return self.down(gate.relu() + self.up(x))
+        both = checkpoint(lambda x: self.gate(x).relu() + self.up(x), x, use_reentrant=False)
+        return self.down(both)
+
+
+def _recomputed_within(at: Rank) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    whole = Mlp()
+    x = integers(2, SEQUENCE, HIDDEN, seed=3).requires_grad_()
+    want = whole(x)
+    want.sum().backward()
+    for alone in (True, False):
+        model = parallelize_module(Recomputed(alone), mesh_of(at), sequence_plan())
+        mine = part(x.detach(), at, 1).requires_grad_()
+        y = model(mine)
+        same(y, part(want, at, 1), f"y, {alone=}")
+        y.sum().backward()
+        same(mine.grad, part(x.grad, at, 1), f"gradient of x, {alone=}")
+        for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+            same(param.grad.full_tensor(), full.grad, f"gradient of {name}, {alone=}")
+
+
+def test_checkpointing_within_a_module_whose_layers_share_an_input() -> None:
+    run(2, _recomputed_within)
 
 
 class Changing(Mlp):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import style as torch_style
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -83,6 +83,7 @@ class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
     ===================  ====================================  =============================
     ``Shard(sequence)``  :func:`ficco.matmul_reduce_scatter`   :func:`ficco.all_gather_matmul`
     ``Replicate()``      :func:`ficco.matmul_all_reduce`       a local product
+    ``Partial()``        a local product                       a local product
     other                ``Replicate()``, then redistributed   by DTensor
     ===================  ====================================  =============================
 
@@ -158,6 +159,8 @@ class _RowwiseLinear(RowParallelLinear):
         style, mesh = self.style, self.mesh
         features = Shard(x.dim() - 1)
         local = _local(_redistributed(x, style.input_layouts, mesh, features))
+        if style.output_layouts[0] == Partial():
+            return _laid_out(self._partial(local), mesh, Partial(), style)
         dim = _sequence(x, style.output_layouts[0])
         group, schedule = self.group, self.schedule
         if dim is None:
@@ -170,6 +173,13 @@ class _RowwiseLinear(RowParallelLinear):
         uneven = None if rows is None else torch.Size((*local.shape[:-1], y.shape[-1]))
         return _laid_out(y, mesh, Shard(dim), style, uneven)
 
+    def _partial(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum: the first one the bias, whose gradient all have."""
+        weight, bias = self.local()
+        if bias is not None and self.group.rank() > 0:
+            bias = bias - bias.detach()
+        return nn.functional.linear(x, weight, bias)
+
 
 class _Shared:
     """Column-parallel layers of one input, gathered once, when the first of them is called.
@@ -179,12 +189,16 @@ class _Shared:
 
     def __init__(self, dim: int, layers: Sequence[_ColwiseLinear]) -> None:
         self.dim, self.layers = dim, layers
+        self.hooks = _saving_hooks()
         self.outs: dict[_ColwiseLinear, torch.Tensor] | None = None
         # Under which these were made, and of what.
         self.modes: tuple[Any, ...] = ()
         self.weights: dict[_ColwiseLinear, list[Any]] = {}
 
     def serves(self, layer: _ColwiseLinear, x: torch.Tensor) -> bool:
+        # Inside of a checkpoint within the module, a recomputation would gather otherwise.
+        if self.hooks != _saving_hooks():
+            return False
         if self.outs is None:
             return layer in self.layers
         # A second call of one layer, as in recomputation, gathers for itself; so does one that
@@ -202,6 +216,15 @@ class _Shared:
             outs = _gathered(x, self.dim, self.layers)
             self.outs = dict(zip(self.layers, outs, strict=True))
         return self.outs.pop(layer)
+
+
+def _saving_hooks() -> Any:
+    """The hooks in force on tensors that are saved for a backward, such as checkpointing's."""
+    if torch.compiler.is_compiling():
+        return None
+    # PyTorch 2.6 does not tell.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(True)
 
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:
@@ -353,6 +376,8 @@ def _sequence(x: torch.Tensor, placement: Placement | None) -> int | None:
     """The dimension that a placement shards, if it is one of rows; else None."""
     if type(placement) is not Shard:
         return None
+    if placement.dim >= x.dim():
+        raise ValueError(f"x: required the dimensions of {placement!r}, got shape {list(x.shape)}")
     dim = placement.dim % x.dim()
     return dim if dim < x.dim() - 1 else None
 
