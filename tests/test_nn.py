@@ -265,6 +265,25 @@ def test_assigned_parts_do_not_keep_the_whole() -> None:
     run(2, _assigned)
 
 
+def _encoder(at: Rank) -> None:
+    """Parallel layers in one of PyTorch's, which would read their weights by itself in eval."""
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    torch.manual_seed(0)
+    whole = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
+    model = copy.deepcopy(whole)
+    model.linear1 = ColumnParallelLinear.from_linear(whole.linear1)
+    model.linear2 = RowParallelLinear.from_linear(whole.linear2)
+    x = integers(SEQUENCE, 4, 8, seed=3).double()
+    with torch.no_grad():
+        # float64 sums in another order.
+        torch.testing.assert_close(model(part(x, at, 0)), part(whole(x), at, 0))
+
+
+def test_an_encoder_layer_calls_its_layers_in_eval() -> None:
+    run(2, _encoder)
+
+
 def _more_than_weights(at: Rank) -> list[Failure]:
     """The unsharded state_dict where layers are wrapped, and where they hold more or less."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -152,6 +152,7 @@ class _ParallelLinear(nn.Linear):
         if not isinstance(sequence_dim, int):
             raise ValueError(f"sequence_dim: required a dimension, got {sequence_dim!r}")
         self.ranks, self.sequence_dim, self.schedule = ranks, sequence_dim, schedule
+        self.register_forward_hook(_called)
 
     @classmethod
     def check_features(cls, in_features: int, out_features: int, world: int) -> None:
@@ -465,6 +466,11 @@ def _check_source(linear: nn.Module) -> None:
         "linear: required an unsharded torch.nn.Linear, not a subclass, with a weight and a bias "
         f"alone and no hooks, got {got}; take those away first and put them on the parallel layer"
     )
+
+
+def _called(layer: nn.Module, args: Any, out: Any) -> None:
+    """A hook that does nothing: where one is, ``nn.TransformerEncoderLayer`` calls its layers and
+    does not read their weights by itself."""
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
