@@ -222,7 +222,7 @@ def _saving_hooks() -> Any:
     """The hooks in force on tensors that are saved for a backward, such as checkpointing's."""
     if torch.compiler.is_compiling():
         return None
-    # PyTorch 2.6 does not tell.
+    # PyTorch tells from 2.8 on.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
 
