@@ -720,7 +720,7 @@ class CudaEngine(StreamEngine):
             tail = [_Scripted(kernels, script(rest, mine))]
         else:
             return run
-        if begin:  # the host does not see what a launch writes before its end
+        if begin:  # the host need not see what a launch writes before that is over
             body = [_Scripted(kernels, script(begin, mine)), *body]
         return replace(run, body=body, begin=None, tail=tail, behind="compute0")
 
