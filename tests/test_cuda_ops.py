@@ -178,3 +178,59 @@ def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches(c
         assert [op.ops for op in run.tail] == [(write(PEER), END)]
     run = made(cuda, given)
     assert run.begin is None and [op.ops for op in run.tail] == [(write(PEER),)]
+
+
+class Launches:
+    """Kernels that note what they are given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+
+    def one_shot(self, *given: Any) -> None:
+        self.given.append(given)
+
+    def script(self, *given: Any) -> None:
+        self.given.append(given)
+
+
+def test_launches_are_given_all_that_they_see_to(cuda: Any) -> None:
+    kernels, call = Launches(), SimpleNamespace(state={"compute0": "stream"})
+    front, rear = (wait(4), write(PEER)), (write(PEER + 4), END)
+    own = "out", ["parts"]
+    last = cuda._OneShot(kernels, "compute0", lambda call: own, 5000, range(PEER), front, rear)
+    last(call)
+    ((out, parts, arrived, before, behind, stream),) = kernels.given
+    assert (out, parts, arrived, stream) == ("out", ["parts"], 5000, "stream")
+    assert [step.address for step in before.steps] == [4, PEER]
+    assert [step.address for step in behind.steps] == [PEER + 4, 9000]
+    kernels.given.clear()
+    cuda._Scripted(kernels, before)(call)
+    assert kernels.given == [(before, "stream")]
+
+
+@pytest.mark.parametrize("edges", [None, [(0, 0, 0)], [(0, 1, 0)], [(0, 0, 1)]])
+def test_what_is_joined_aside_leaves_the_stream_as_it_was(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, edges: list[tuple[int, ...]] | None
+) -> None:
+    """By bindings of CUDA 12, which know no edges, and of 13, whose edges do not outlast the next
+    call; edges of a kind that nobody gives back are left to a plain hold."""
+    driver, calls = cuda.cu.driver, []
+    names = "from_port", "to_port", "type"
+    found = [SimpleNamespace(**dict(zip(names, edge, strict=True))) for edge in edges or []]
+    info = (0, 1, 7, "graph", ["node"], *([] if edges is None else [found]), 1)
+    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda stream: info)
+
+    def update(stream: str, nodes: list[str], *rest: Any) -> tuple[int]:
+        *fresh, count, only = rest
+        kinds = [[(e.from_port, e.to_port, e.type) for e in each] for each in fresh]
+        assert not fresh or fresh[0][0] is not found[0]
+        calls.append(("update", stream, nodes, *kinds, count, only))
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuStreamUpdateCaptureDependencies", update)
+    event = SimpleNamespace(hold=lambda stream: calls.append(("hold", stream)))
+    cuda.cu.join_aside(event, "stream")
+    plain = edges in (None, [(0, 0, 0)])
+    edge = [] if edges is None else [[(0, 0, 0)]]
+    restored = [("update", "stream", ["node"], *edge, 1, 1)] if plain else []
+    assert calls == [("hold", "stream"), *restored]

@@ -643,7 +643,7 @@ class CudaEngine(StreamEngine):
     def _capture(self, run: _Run, call: Call, slot: Slot, state: _Captured) -> None:
         """Enqueue a call while a graph captures it, so that all its streams join in the end."""
         lanes = call.state
-        stream, sync = lanes["compute0"], lanes["sync"]
+        stream = lanes["compute0"]
         try:
             self._enqueue(run, call)
             state.over.record(stream)
@@ -659,7 +659,7 @@ class CudaEngine(StreamEngine):
         except BaseException:
             # The watchdog has no business with a call that was broken off.
             with contextlib.suppress(BackendError):
-                cu.Batch([state.watch.end()]).enqueue(sync)
+                cu.Batch([state.watch.end()]).enqueue(lanes[run.behind])
             raise
 
     def _enqueue(self, run: _Run, call: Call) -> None:
@@ -706,8 +706,11 @@ class CudaEngine(StreamEngine):
         """Let launches on the caller's stream do what surrounds the body of a call, where that
         takes less than to do it beside."""
         begin = () if run.begin is None else run.begin.ops
-        rest = tuple(op for one in run.tail if isinstance(one, (_Memops, _Posts)) for op in one.ops)
-        if not (run.body and program.plan.words) or run.lanes or len(rest) > MAX_SIGNALS:
+        told = [one for one in run.tail if isinstance(one, (_Memops, _Posts))]
+        rest = tuple(op for one in told for op in one.ops)
+        if not (run.body and program.plan.words) or run.lanes:
+            return run
+        if len(told) < len(run.tail) or len(rest) > MAX_SIGNALS:
             return run
         first, last, mine = run.body[0], run.body[-1], self._own(program)
         tail: list[Op] = []
@@ -720,7 +723,7 @@ class CudaEngine(StreamEngine):
             tail = [_Scripted(kernels, script(rest, mine))]
         else:
             return run
-        if begin:  # the host need not see what a launch writes before that is over
+        if begin:  # in front of anything that can be stuck
             body = [_Scripted(kernels, script(begin, mine)), *body]
         return replace(run, body=body, begin=None, tail=tail, behind="compute0")
 

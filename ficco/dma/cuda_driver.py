@@ -217,12 +217,16 @@ def capture_id(stream: int) -> int:
 def join_aside(event: Event, stream: Any) -> None:
     """Make what an event is behind part of the graph that captures a stream. It is over when the
     graph is; what comes on the stream does not wait for it, as it would behind a plain ``hold``."""
-    error, _, _, _, *before = driver.cuStreamGetCaptureInfo(stream)
+    error, _, _, _, nodes, *edges, count = driver.cuStreamGetCaptureInfo(stream)
+    # From CUDA 13 on there are edges, which may lie where the driver keeps them until the next call.
+    plain = not any(e.from_port or e.to_port or e.type for found in edges for e in found or ())
+    edges = [[driver.CUgraphEdgeData() for _ in found or ()] for found in edges]
     event.hold(stream)
-    if not error:  # else an edge of a kind that this binding cannot tell: the plain hold does
-        only = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
-        result = driver.cuStreamUpdateCaptureDependencies(stream, *before, int(only))
-        check("cuStreamUpdateCaptureDependencies", result)
+    if error or not plain:  # what could not be given back: the plain hold does
+        return
+    only = int(driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
+    result = driver.cuStreamUpdateCaptureDependencies(stream, nodes, *edges, count, only)
+    check("cuStreamUpdateCaptureDependencies", result)
 
 
 def writes_reach(address: int, stream: int) -> bool:
