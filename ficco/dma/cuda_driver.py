@@ -218,7 +218,7 @@ def join_aside(event: Event, stream: Any) -> None:
     """Make what an event is behind part of the graph that captures a stream. It is over when the
     graph is; what comes on the stream does not wait for it, as it would behind a plain ``hold``."""
     error, _, _, _, nodes, *edges, count = driver.cuStreamGetCaptureInfo(stream)
-    # From CUDA 13 on there are edges, which may lie where the driver keeps them until the next call.
+    # From CUDA 13 on there are edges, which may lie where the driver has them until the next call.
     plain = not any(e.from_port or e.to_port or e.type for found in edges for e in found or ())
     edges = [[driver.CUgraphEdgeData() for _ in found or ()] for found in edges]
     event.hold(stream)
