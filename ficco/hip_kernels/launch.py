@@ -30,7 +30,8 @@ MAX_SIGNALS = 48
 PEER_BLOCKS = 8
 #: Blocks of a sum at the peers, one for each SM or CU that it may take, at most half of them: they
 #: spin, and what the peers wait for must find others, also where two such sums are under way. On 2
-#: H200s 32 took up to 13 % longer, 96 as long.
+#: H200s 32 took up to 13 % longer, 96 as long (driver 580.159.04, 2026-11-23, near commit de28a6d,
+#: by graphs of eight calls that are not part of the project).
 ONE_SHOT_BLOCKS = 64
 #: Blocks for each SM or CU of a kernel that may take the whole device.
 WHOLE = 4
