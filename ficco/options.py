@@ -65,6 +65,8 @@ class Options:
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not number or not self.timeout_s > 0:
             raise ValueError(f"timeout_s: required a number above 0, got {self.timeout_s!r}")
+        # Equal options have one text, whichever of them is met first.
+        object.__setattr__(self, "timeout_s", float(self.timeout_s))
         for name, values in (
             ("on_timeout", ("abort", "raise")),
             ("signals", ("auto", "write", "copy")),
