@@ -10,7 +10,7 @@ from test_kernels import missing
 
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
 from ficco.dma.streams import KernelCopies
-from ficco.hip_kernels import MAX_SIGNALS, Kernels
+from ficco.hip_kernels import MAX_SIGNALS, Kernels, ScriptStep
 
 #: Words below are the rank's own, and these a peer's.
 PEER = 2000
@@ -126,22 +126,46 @@ def product(call: Any) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_sum_at_the_peers_sees_to_the_whole_call(cuda: Any, captured: bool) -> None:
-    """Posts by copies among it; in a graph to what the watchdog is told of its end, too. Of its
-    begin that is told by a launch that is over before this one waits."""
+    """Posts by copies among it; in a graph to what the watchdog is told, too: of the begin, for
+    which nothing waits, beside all else."""
     posts = cuda._Posts("compute0", (write(PEER),), (1,))
     body = [product, (wait(4), write(4)), posts, (wait(8),), one_shot(cuda)]
     tail = [(write(PEER + 4),), (wait(12), write(8), write(12)), (write(PEER + 8),)]
     given = [("compute0", op) for op in body] + [("sync", op) for op in tail]
     run = made(cuda, given, captured)
-    *begin, first, last = run.body
+    first, last = run.body
     assert first is product and run.begin is None and not run.tail
-    assert [step.address for one in begin for step in one.script.steps] == [9000] * captured
     assert last.front == (wait(4), write(4), write(PEER), wait(8))
     end = (END,) if captured else ()
     told = write(PEER + 4), wait(12), write(8), write(12), write(PEER + 8)
     assert last.rear == told + end
     front, rear = last.scripts
-    assert (front.alone, len(front.steps)) == (3, 4) and rear.alone == len(rear.steps)
+    assert front.aside == captured and not rear.aside and rear.alone == len(rear.steps)
+    assert (front.alone - captured, len(front.steps) - captured) == (3, 4)
+    assert front.steps[: front.aside] == (ScriptStep(*BEGIN[1:]),) * captured
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_of_several_sums_the_first_begins_and_the_last_ends(cuda: Any, captured: bool) -> None:
+    body = [product, (wait(4),), one_shot(cuda), product, (wait(8),), one_shot(cuda)]
+    given = [("compute0", op) for op in body]
+    run = made(cuda, [*given, ("sync", (write(PEER),))], captured)
+    _, first, _, last = run.body
+    assert first.begin == (BEGIN,) * captured and first.front == (wait(4),) and not first.rear
+    assert not last.begin and last.front == (wait(8),)
+    assert last.rear == (write(PEER), END)[: 1 + captured]
+    assert run.begin is None and not run.tail
+
+
+def test_what_waits_in_front_of_a_sum_begins_a_graphs_call(cuda: Any) -> None:
+    """And a wait alone stays with the stream where nobody has to be told."""
+    body = [(wait(4),), product, (wait(8),), one_shot(cuda)]
+    given = [*[("compute0", op) for op in body], ("sync", (write(PEER),))]
+    front, _, last = made(cuda, given, captured=True).body
+    assert [step.address for step in front.script.steps] == [9000, 4] and front.script.aside == 1
+    assert not last.begin and last.rear == (write(PEER), END)
+    front, _, last = made(cuda, given).body
+    assert front.ops == (wait(4),) and last.rear == (write(PEER),)
 
 
 def test_what_is_too_much_for_a_launch_stays_with_the_stream(cuda: Any) -> None:
@@ -171,6 +195,7 @@ def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches(c
     (rear,) = run.tail
     assert last is product and run.begin is None and run.behind == "compute0"
     assert [step.address for step in front.script.steps] == [9000, 4, 4]
+    assert front.script.aside == 1 and not rear.script.aside
     assert [step.address for step in rear.script.steps] == [PEER, 9000]
     for other in ([("copy0", product), *given], given[1:]):
         run = made(cuda, other, captured=True)
@@ -195,13 +220,12 @@ class Launches:
 
 def test_launches_are_given_all_that_they_see_to(cuda: Any) -> None:
     kernels, call = Launches(), SimpleNamespace(state={"compute0": "stream"})
-    front, rear = (wait(4), write(PEER)), (write(PEER + 4), END)
+    told = {"begin": (BEGIN,), "front": (wait(4), write(PEER)), "rear": (write(PEER + 4), END)}
     own = "out", ["parts"]
-    last = cuda._OneShot(kernels, "compute0", lambda call: own, 5000, range(PEER), front, rear)
-    last(call)
+    cuda._OneShot(kernels, "compute0", lambda call: own, 5000, range(PEER), **told)(call)
     ((out, parts, arrived, before, behind, stream),) = kernels.given
     assert (out, parts, arrived, stream) == ("out", ["parts"], 5000, "stream")
-    assert [step.address for step in before.steps] == [4, PEER]
+    assert [step.address for step in before.steps] == [9000, 4, PEER]
     assert [step.address for step in behind.steps] == [PEER + 4, 9000]
     kernels.given.clear()
     cuda._Scripted(kernels, before)(call)

@@ -218,7 +218,9 @@ def test_amd_script_tells_behind_what_came_before(isa: tuple[str, str]) -> None:
     lines = body(text, "ficco_script")
     (back,) = places(lines, rf"buffer_wbl2{scope}$")
     words = places(lines, rf"global_store_dword(x2)? v.*{scope}$")
-    assert len(words) == 2 and places(lines[back : min(words)], r"s_waitcnt.*vmcnt\(0\)")
+    *aside, one, other = words
+    assert aside and max(aside) < back < one < other
+    assert places(lines[back:one], r"s_waitcnt.*vmcnt\(0\)")
 
 
 @pytest.mark.parametrize(
@@ -305,8 +307,7 @@ def test_nvidia_sum_at_the_peers_is_ordered(ptx: str) -> None:
         assert meet < min(loads) <= max(stores) < through, name
         seen = places(lines[:meet], r"ld\.acquire\.sys")
         polls = places(lines[:meet], r"ld\.relaxed\.sys")
-        assert len(seen) == len(polls) == 2  # what one block waits for, and what all do
-        assert all(poll < found for poll, found in zip(polls, seen, strict=True))
+        assert len(seen) == len(polls) == 1 and polls < seen
         (counted,) = places(lines, r"atom\..*add")
         own, others = places(lines, r"fence\.acq_rel\.gpu")
         assert through < own < counted < others < max(places(lines, r"st\.relaxed\.sys"))
@@ -317,7 +318,8 @@ def test_nvidia_script_is_ordered(ptx: str) -> None:
     (poll,), (seen,) = places(lines, r"ld\.relaxed\.sys"), places(lines, r"ld\.acquire\.sys")
     (fence,) = places(lines, r"fence\.acq_rel\.sys")
     words = places(lines, r"st\.relaxed\.sys\.global\.u(32|64)")
-    assert poll < seen and len(words) == 2 and fence < min(words)
+    *aside, one, other = words
+    assert aside and max(aside) < poll < seen and fence < one < other
 
 
 def test_nvidia_nothing_is_spilt(tmp_path: Path) -> None:
@@ -826,7 +828,7 @@ def test_sum_at_the_peers_is_exact(on_host: Kernels, monkeypatch: pytest.MonkeyP
 class Launched(NamedTuple):
     """A launch of a sum at the peers that is not carried out yet, and all that it touches: of the
     words the first counts blocks, the next three are waited for, then some are written in front,
-    and from the eighth on behind."""
+    from the eighth on behind, and from the twelfth on beside all else."""
 
     out: torch.Tensor
     parts: list[torch.Tensor]
@@ -844,13 +846,15 @@ def launched(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> Launched:
     at = [words.data_ptr() + 4 * i for i in range(16)]
     front = Script(
         (
+            ScriptStep(at[12], 6 << 32 | 4, wide=True),
             ScriptStep(at[1], 5, waits=True),
             ScriptStep(at[4], 7),
             ScriptStep(at[5], 8, behind=True),
             ScriptStep(at[2], 5, waits=True),
             ScriptStep(at[3], 5, waits=True),
         ),
-        alone=3,
+        aside=1,
+        alone=4,
     )
     rear = Script((ScriptStep(at[8], 9), ScriptStep(at[10], 3 << 32 | 2, wide=True)))
     parts = [torch.randn(20000) for _ in range(2)]
@@ -860,6 +864,12 @@ def launched(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> Launched:
     assert (blocks, threads) == (3, launch.ONE_SHOT_THREADS)
     wanted = in_order(parts, torch.float32)
     return Launched(out, parts, wanted, words, (kernel, threads, arguments))
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not true() and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def carry_out(library: ctypes.CDLL, some: Launched, block: int) -> None:
@@ -881,10 +891,11 @@ def test_what_is_told_behind_a_sum_comes_behind_all_of_it(
             before = launched.words.tolist()
             assert before[4:6] == ([7, 8] if 0 in order[:number] else [0, 0])
             assert before[8:12] == [0, 0, 0, 0]
+            assert before[12:14] == ([4, 6] if 0 in order[:number] else [0, 0])
             assert not torch.equal(launched.out, launched.wanted)
             carry_out(on_host.binding.library, launched, block)
         assert torch.equal(launched.out, launched.wanted)
-        assert launched.words.tolist() == [0, 5, 5, 5, 7, 8, 0, 0, 9, 0, 2, 3, 0, 0, 0, 0]
+        assert launched.words.tolist() == [0, 5, 5, 5, 7, 8, 0, 0, 9, 0, 2, 3, 4, 6, 0, 0]
 
 
 @pytest.mark.parametrize("block", range(3))
@@ -894,6 +905,8 @@ def test_every_block_waits_for_the_peers(on_host: Kernels, launched: Launched, b
 
     def peers() -> None:
         for word in (1, 2, 3):
+            if block == 0 and word > 1:
+                until(lambda: words[5] != 0)
             time.sleep(0.03)
             said.append((words[4:6].tolist(), bool((out != 7.0).any())))
             words[word] = 5
@@ -921,7 +934,8 @@ def test_a_script_goes_from_the_front(on_host: Kernels) -> None:
     )
 
     def peer() -> None:
-        for word in (0, 1):
+        for word, written in ((0, 2), (1, 3)):
+            until(lambda written=written: words[written] != 0)
             time.sleep(0.03)
             seen.append(words.tolist())
             words[word] = 1 + word
@@ -932,6 +946,23 @@ def test_a_script_goes_from_the_front(on_host: Kernels) -> None:
     thread.join()
     assert seen == [[0, 0, 4, 0, 0, 0, 0, 0], [1, 0, 4, 5, 0, 0, 0, 0]]
     assert words.tolist() == [1, 2, 4, 5, 7, 6, 0, 0]
+
+
+def test_what_a_script_has_aside_is_carried_out_once(on_host: Kernels) -> None:
+    """By a thread of another warp, and not by the first."""
+    words = torch.zeros(4, dtype=torch.int32)
+    at = [words.data_ptr() + 4 * i for i in range(4)]
+    steps = ScriptStep(at[0], 8), ScriptStep(at[1], 9), ScriptStep(at[2], 7)
+    script, library = Script(steps, aside=1, alone=3), on_host.binding.library
+    arguments = on_host.binding.pack((script.packed,))
+    threads = []
+    for thread in range(launch.SIGNAL_THREADS):
+        library.become(0, thread)
+        library.ficco_script(*arguments)
+        if words.any():
+            threads.append((thread, words.tolist()))
+            words.zero_()
+    assert threads == [(0, [0, 9, 7, 0]), (32, [8, 0, 0, 0])]
 
 
 def test_reduction_in_place(on_host: Kernels) -> None:

@@ -128,9 +128,20 @@ def test_every_block_carries_out_the_waits_at_the_end() -> None:
     assert script([], OWN, everyone=True).alone == 0
 
 
+def test_what_is_aside_comes_first_and_has_nothing_behind_it() -> None:
+    """For it is seen over PCIe, which takes longer than all of a call's words."""
+    begin = writes(3000)
+    ops = [*writes(2000), *waits(8)]
+    found = script(ops, OWN, everyone=True, aside=begin)
+    assert [step.address for step in found.steps] == [3000, 2000, 8]
+    assert (found.aside, found.alone) == (1, 2)
+    assert [step.behind for step in found.steps] == [False, True, False]
+    assert script([], OWN, everyone=True, aside=begin).alone == 1
+
+
 def test_a_script_is_packed_as_the_kernel_reads_it() -> None:
     steps = ScriptStep(8, 1, waits=True), ScriptStep(16, 1 << 32, wide=True, behind=True)
-    packed = replace(script([], OWN), steps=steps, alone=1).packed
+    packed = replace(script([], OWN), steps=steps, aside=2, alone=1).packed
     assert (list(packed.at)[:3], list(packed.value)[:3]) == ([8, 16, 0], [1, 1 << 32, 0])
     assert (packed.waits, packed.wide, packed.behind) == (0b01, 0b10, 0b10)
-    assert (packed.count, packed.alone) == (2, 1)
+    assert (packed.count, packed.aside, packed.alone) == (2, 2, 1)

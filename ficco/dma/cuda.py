@@ -273,6 +273,7 @@ class _OneShot:
         parts: result and parts of a call.
         arrived: address of the word where the blocks of the launch are counted.
         mine: addresses of this rank's own words.
+        begin: what the watchdog is told.
     """
 
     kernels: Kernels
@@ -280,12 +281,14 @@ class _OneShot:
     parts: Callable[[Call], tuple[torch.Tensor, list[torch.Tensor]]]
     arrived: int
     mine: range
+    begin: tuple[MemOp, ...] = ()
     front: tuple[MemOp, ...] = ()
     rear: tuple[MemOp, ...] = ()
 
     @cached_property
     def scripts(self) -> tuple[Script, Script]:
-        return script(self.front, self.mine, everyone=True), script(self.rear, self.mine)
+        front = script(self.front, self.mine, everyone=True, aside=self.begin)
+        return front, script(self.rear, self.mine)
 
     def __call__(self, call: Call) -> None:
         self.kernels.one_shot(*self.parts(call), self.arrived, *self.scripts, call.state[self.lane])
@@ -300,6 +303,10 @@ class _Scripted:
 
     def __call__(self, call: Call) -> None:
         self.kernels.script(self.script, call.state["compute0"])
+
+
+#: Operations that wait, or may come to.
+_MAY_BE_STUCK = _Memops, _Posts, _OneShot, KernelCopies
 
 
 def _seeing_to(copies: KernelCopies, signals: Signals) -> KernelCopies:
@@ -712,19 +719,24 @@ class CudaEngine(StreamEngine):
             return run
         if len(told) < len(run.tail) or len(rest) > MAX_SIGNALS:
             return run
-        first, last, mine = run.body[0], run.body[-1], self._own(program)
-        tail: list[Op] = []
-        if isinstance(last, _OneShot):  # in passing
-            kernels, body = last.kernels, [*run.body[:-1], replace(last, rear=rest)]
-        elif begin and isinstance(first, _Memops) and len(first.ops) < MAX_SIGNALS:
-            if not isinstance(kernels := self._kernels_or_torch, Kernels):
+        body, tail, kernels, mine = [*run.body], [], self._kernels_or_torch, self._own(program)
+        if not isinstance(kernels, Kernels):
+            return run
+        if begin:  # told by the first that can be stuck
+            at = next((i for i, op in enumerate(body) if isinstance(op, _MAY_BE_STUCK)), 0)
+            first = body[at]
+            if isinstance(first, _OneShot) and len(first.front) < MAX_SIGNALS:
+                body[at] = replace(first, begin=begin)
+            elif isinstance(first, _Memops) and len(first.ops) < MAX_SIGNALS:
+                body[at] = _Scripted(kernels, script(first.ops, mine, aside=begin))
+            else:
                 return run
-            begin, body = (*begin, *first.ops), run.body[1:]
+        if isinstance(last := body[-1], _OneShot):
+            body[-1] = replace(last, rear=rest)
+        elif begin:
             tail = [_Scripted(kernels, script(rest, mine))]
         else:
             return run
-        if begin:  # in front of anything that can be stuck
-            body = [_Scripted(kernels, script(begin, mine)), *body]
         return replace(run, body=body, begin=None, tail=tail, behind="compute0")
 
     def _joined(self, program: Program, lane: str, one: Op, two: Op) -> tuple[Op, ...]:

@@ -52,10 +52,16 @@ def with_rear(
     return replace(signals, posts=posts, waits=awaited), tuple(ops[len(seen) :])
 
 
-def script(ops: Sequence[MemOp], mine: Container[int], everyone: bool = False) -> Script:
+def script(
+    ops: Sequence[MemOp],
+    mine: Container[int],
+    everyone: bool = False,
+    aside: Sequence[MemOp] = (),
+) -> Script:
     """What a stream would carry out, as one launch does. What is written elsewhere is seen behind
-    all that comes before. With ``everyone`` each block carries out the waits at the end."""
-    steps = []
+    all that comes before. With ``everyone`` each block carries out the waits at the end. For the
+    writes of ``aside`` nothing waits."""
+    steps = [ScriptStep(op.address, op.value, wide=op.kind == WRITE_64) for op in aside]
     told = False  # the step before writes elsewhere, too
     for op in ops:
         waits, tells = op.kind == WAIT_32, op.kind != WAIT_32 and op.address not in mine
@@ -63,7 +69,7 @@ def script(ops: Sequence[MemOp], mine: Container[int], everyone: bool = False) -
         steps.append(ScriptStep(op.address, op.value, waits, wide, behind))
         told = tells
     shared = len(list(takewhile(lambda step: step.waits, reversed(steps)))) if everyone else 0
-    return Script(tuple(steps), len(steps) - shared)
+    return Script(tuple(steps), len(aside), len(steps) - shared)
 
 
 def _words(ops: Sequence[MemOp]) -> tuple[tuple[int, int], ...]:

@@ -6,6 +6,7 @@
 constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 ONE_SHOT_THREADS = 512;
+constexpr u32 ASIDE_THREAD = 32;  // of another warp than the first on CUDA
 constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 MAX_PARTS = 16;
 constexpr u32 MAX_ENDS = 16;
@@ -343,8 +344,16 @@ struct Script {
   u32* at[MAX_SIGNALS];
   u64 value[MAX_SIGNALS];
   u64 waits, wide, behind;  // a bit for each: it waits; it writes 64 bits; all before is seen first
-  u32 count, alone;         // how many, and how many of them one block carries out for all
+  u32 count;                // how many
+  u32 aside, alone;         // in front one block carries out so many: beside the others, for all
 };
+
+INLINE void write(const Script& script, u32 i) {
+  if (script.wide & 1ull << i)
+    store_system((u64*)script.at[i], script.value[i]);
+  else
+    store_system(script.at[i], (u32)script.value[i]);
+}
 
 INLINE void carry_out(const Script& script, u32 first, u32 last) {
   for (u32 i = first; i < last; i++) {
@@ -356,24 +365,27 @@ INLINE void carry_out(const Script& script, u32 first, u32 last) {
       continue;
     }
     if (script.behind & bit) release_system();
-    if (script.wide & bit)
-      store_system((u64*)at, script.value[i]);
-    else
-      store_system(at, (u32)script.value[i]);
+    write(script, i);
   }
 }
 
-// As a reduction, on few blocks: all of them spin until the peers are there. The first carries out
-// what of `front` one does for all; the last to be through carries out `rear`.
+// What a launch begins with. Another warp carries out what is aside, since a fence of the first
+// would wait until that is through, over PCIe if need be.
+INLINE void carry_out_front(const Script& front) {
+  const bool first = block_index() == 0;
+  if (first && thread_index() == ASIDE_THREAD)
+    for (u32 i = 0; i < front.aside; i++) write(front, i);
+  if (thread_index() == 0) carry_out(front, first ? front.aside : front.alone, front.count);
+}
+
+// As a reduction, on few blocks: all of them spin until the peers are there. The last to be through
+// carries out `rear`.
 #define ONE_SHOT(name, T)                                                                        \
   KERNEL(ONE_SHOT_THREADS)                                                                       \
   name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
        u64 width, u64 pitch, u64 out_pitch, u32* arrived, CONSTANT Script front,                 \
        CONSTANT Script rear) {                                                                   \
-    if (thread_index() == 0) {                                                                   \
-      if (block_index() == 0) carry_out(front, 0, front.alone);                                  \
-      carry_out(front, front.alone, front.count);                                                \
-    }                                                                                            \
+    carry_out_front(front);                                                                      \
     barrier();                                                                                   \
     reduce<ONE_SHOT_THREADS, ONE_SHOT_IN_FLIGHT, T, T>(out, parts, count, vectors, elements,     \
                                                        width, pitch, out_pitch, blocks);         \
@@ -419,6 +431,4 @@ KERNEL(SIGNAL_THREADS) ficco_wait(CONSTANT Words words, u32 count, u32 first, u6
   acquire_system();
 }
 
-KERNEL(SIGNAL_THREADS) ficco_script(CONSTANT Script script) {
-  if (thread_index() == 0) carry_out(script, 0, script.count);
-}
+KERNEL(SIGNAL_THREADS) ficco_script(CONSTANT Script script) { carry_out_front(script); }

@@ -140,15 +140,17 @@ class Script:
     ``MAX_SIGNALS``.
 
     Attributes:
+        aside: so many of the first of them are writes for which the others need not wait.
         alone: so many of the first of them are carried out once, the rest by every block.
     """
 
     steps: tuple[ScriptStep, ...] = ()
+    aside: int = 0
     alone: int = 0
 
     @cached_property
     def packed(self) -> _Script:
-        found = _Script(count=len(self.steps), alone=self.alone)
+        found = _Script(count=len(self.steps), aside=self.aside, alone=self.alone)
         for index, step in enumerate(self.steps):
             found.at[index], found.value[index] = step.address, step.value
             found.waits |= step.waits << index
@@ -165,6 +167,7 @@ class _Script(ctypes.Structure):
         ("wide", ctypes.c_uint64),
         ("behind", ctypes.c_uint64),
         ("count", ctypes.c_uint32),
+        ("aside", ctypes.c_uint32),
         ("alone", ctypes.c_uint32),
     ]
 
