@@ -166,7 +166,7 @@ def test_operators_without_2d_copies() -> None:
     cases = [
         case for one in OPERATORS for case in _cases(one, 3, "packed") if "2d" in case.schedule
     ]
-    run(3, _operators, cases[::6], 0, settings={"2D": 0})
+    run(3, _compiling, _operators, cases[::6], 0, settings={"2D": 0})
 
 
 def _jittered(at: Rank, series: str, count: int, together: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import hip_ranks
 import pytest
 import test_hip
+import test_operators as operators
 import torch
 from cases import Case, all_exact, equal, exact
 from hip_ranks import SERIES, calls, clean, double, run
@@ -74,6 +75,51 @@ def test_columns_are_packed_by_the_placement_kernel(series: str) -> None:
     by_torch = run(3, _without_compiler, _counted, 0, **settings)
     for (launched, asked), (none, more) in zip(by_kernel, by_torch, strict=True):
         assert none == 0 and launched == more - asked > 20
+
+
+#: Calls whose columns nobody packs.
+UNPACKED = {
+    "matmul_reduce_scatter": ("hetero-unfused-2d:pieces=2", "uniform-unfused-2d:pull,compute=2"),
+    "matmul_all_reduce": ("uniform-fused-2d:pieces=2",),
+    "all_to_all_matmul": ("hetero-fused-2d", "uniform-fused-2d:pull"),
+}
+COPY = "hipMemcpyDtoDAsync"
+
+
+def _unpacked(at: Rank, jitter: int) -> tuple[int, int]:
+    """How often columns that nobody packs are copied by the library, and by the kernel."""
+    cases = [
+        operators.Case(operator, operators.rows_for(operator, 3, kind), 24, 24, dtype, name)
+        for operator, names in UNPACKED.items()
+        for name in names
+        for kind, dtype in (("equal", "bfloat16"), ("ragged", "float32"))
+    ]
+    gathers = [
+        equal(3, 40, 24, 16, schedule=name)
+        for name in ("hetero-fused-2d:pull,pieces=2", "uniform-fused-2d:tail=2")
+    ]
+    capped = equal(3, 40, 24, 16, schedule="uniform-fused-2d:pieces=4")
+    with clean():
+        exact(at, equal(3, 4, 4, 4), 0)
+        double().double_jitter(jitter)
+        before = calls(COPY), calls(LAUNCH)
+        operators.all_exact(at, cases)
+        all_exact(at, gathers)
+        with ficco.options(workspace_bytes=4096):
+            exact(at, capped, 1)
+        ficco.synchronize()
+        double().double_jitter(0)
+        return calls(COPY) - before[0], calls(LAUNCH) - before[1]
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_columns_that_nobody_packs_are_copied_by_the_kernel(series: str) -> None:
+    """Each by one launch; without a compiler, by a copy for each row."""
+    settings = {"series": series, "settings": NO_RECTANGLES}
+    by_kernel = run(3, test_hip._compiling, _unpacked, 200, **settings)
+    by_rows = run(3, _without_compiler, _unpacked, 0, **settings)
+    for (copied, launched), (more, none) in zip(by_kernel, by_rows, strict=True):
+        assert none == 0 and launched > 50 and more - copied > 10 * launched
 
 
 def test_packing_is_captured() -> None:

@@ -498,9 +498,10 @@ class HipEngine(StreamEngine):
         src, dst, _ = transfer
         width, height = src.cols * program.plan.problem.itemsize, src.rows
         to, dst_pitch = self._target(program, dst)
-        if self._blocks(program, dst) is not None:
-            # To pack by. Compiled now: in a call that would be taken for a peer that is late.
-            _ = self._kernels_or_none
+        by_kernel = None
+        # Compiled now: in a call that would be taken for a peer that is late.
+        if self._cuts_rows(program, transfer) and self._kernels_or_none is not None:
+            by_kernel = self.copies(program, (step,))
         to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
         source = self._source(program, src)
         view = src if src.rank == self.rank else None
@@ -515,12 +516,20 @@ class HipEngine(StreamEngine):
             elif dst_pitch == width and view is not None:
                 packed = self._pack(program, call, lane, view)
                 self._copy(to, packed, width * height, stream, to_index, at_index)
+            elif by_kernel is not None:
+                by_kernel(call)
             else:
                 for row in range(height):
                     there, here = to + row * dst_pitch, at + row * pitch
                     self._copy(there, here, width, stream, to_index, at_index)
 
         return op
+
+    def _cuts_rows(self, program: Program, transfer: Transfer) -> bool:
+        """Whether a copy is of parts of rows, for which the runtime has no 2D copies."""
+        plan, (src, dst, _) = program.plan, transfer
+        widths = [plan.shape(end.buffer, end.rank)[1] for end in (src, dst)]
+        return not self._rectangles and src.rows > 1 and src.cols < max(widths)
 
     def _target(self, program: Program, region: Region) -> tuple[int, int]:
         if (room := self._blocks(program, region)) is None:
@@ -539,7 +548,7 @@ class HipEngine(StreamEngine):
         if schedule.dims == 1 or plan.problem.kind.scatters:
             return None
         if schedule.pull or schedule.tail > 1 or plan.stages:
-            return None  # not all rows are cut alike, or the owner does not send: row by row
+            return None  # not all rows are cut alike, or the owner does not send
         return plan.room[0] // max(1, cols * plan.problem.itemsize)
 
     def _pack(self, program: Program, call: Call, lane: str, region: Region) -> int:
@@ -811,7 +820,9 @@ class HipEngine(StreamEngine):
         }[self._copy_name]
         source = "PyTorch's" if self.memory == "torch" else "its own"
         events = EVENTS["write" if self._writes_before_events else "plain"]
-        rectangles = "hipMemcpy2DAsync" if self._rectangles else "packing, for want of a 2D copy"
+        rectangles = "hipMemcpy2DAsync"
+        if not self._rectangles:
+            rectangles = "packing or ficco's kernel, for want of a 2D copy"
         return Capabilities(
             engine="hip",
             post=post + (" (asked for)" if self._signals != "auto" else ""),
