@@ -7,6 +7,7 @@ from functools import cached_property
 
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
+from ficco.schedules.builder import Builder
 from ficco.schedules.groups import Arrivals, Unit, names
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -157,9 +158,6 @@ class GatherWorld:
     def words(self) -> int:
         return self.problem.world * (1 + 2 * self.slots)
 
-    def released(self, poster: int, waiter: int) -> Signal:
-        return Signal("released", poster, waiter, 0, poster)
-
     def word(
         self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
     ) -> Signal:
@@ -181,15 +179,14 @@ class GatherWorld:
         return self._of_units[kind, poster, waiter]
 
 
-class Gather:
+class Gather(Builder):
     """Builds one Plan. ``me`` is its rank; ``group`` counts a receiver's groups of units."""
 
     def __init__(self, world: GatherWorld, rank: int) -> None:
-        self.world, self.me = world, rank
-        self.problem, self.schedule = world.problem, world.schedule
+        super().__init__(world.problem, world.schedule, rank)
+        self.world = world
         self.mine = world.arrivals[rank]
         self.staging = world.landing[rank]
-        self.peers = [peer for peer in range(self.problem.world) if peer != rank]
         self.groups = self.mine.by_group
         #: Where the units of each rank lie, and by group what says so of those that peers push.
         self.regions = {peer: self.staging.regions(peer) for peer in self.mine.set_of}
@@ -197,7 +194,6 @@ class Gather:
         ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
         self.ready = self.mine.in_groups(ready)
         self.sum = "sum" if world.partial and self.problem.rounds else "out"
-        self.steps: list[Step] = []
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
         self.source = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
@@ -242,10 +238,6 @@ class Gather:
         first = next((unit.group for unit in target.units(self.me)), target.groups)
         return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
 
-    def _add(self, step: Step) -> int:
-        self.steps.append(step)
-        return len(self.steps) - 1
-
     def build(self) -> Plan:
         problem, schedule = self.problem, self.schedule
         publish = schedule.pull and not problem.symmetric and bool(self.peers)
@@ -267,7 +259,7 @@ class Gather:
         if schedule.pull:
             self._close_pull()
         if self.peers:
-            self._retire()
+            self.retire(self._silent(), self.lasts())
         return Plan(
             problem=problem,
             schedule=str(schedule),
@@ -335,7 +327,7 @@ class Gather:
         # A pull into a ring also waits until this rank has used up what lay there.
         before = self.staging.ahead_of.get(group)
         after = () if before is None else (self.last_use[before],)
-        self.pulled[group] = {step.lane: self._add(step._replace(after=after)) for step in steps}
+        self.pulled[group] = {step.lane: self.add(step._replace(after=after)) for step in steps}
 
     def _sources(self, peer: int, arrivals: Arrivals) -> list[Region]:
         """Where the units of a peer are copied from; several ranks may get the same."""
@@ -379,7 +371,7 @@ class Gather:
 
     def _open_push(self) -> None:
         for lane, peers in self._lanes():
-            mine = tuple(self.world.released(peer, self.me) for peer in peers)
+            mine = self.taken(peers)
             # A peer that gets no data still has to know that this rank's call has begun.
             bare = tuple(
                 self.world.word("ready", self.me, peer)
@@ -387,18 +379,18 @@ class Gather:
                 if not self.problem.block(self.me, peer)
             )
             step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=bare)
-            self.acquired.update(dict.fromkeys(peers, self._add(step)))
+            self.acquired.update(dict.fromkeys(peers, self.add(step)))
 
     def _publish(self) -> tuple[int, ...]:
         whole = (0, self.problem.left_rows(self.me), 0, self.problem.k)
         move = Transfer(Region("a", self.me, *whole), Region("publish", self.me, *whole))
-        return (self._add(Step("place", "compute0", "publish", transfer=move)),)
+        return (self.add(Step("place", "compute0", "publish", transfer=move)),)
 
     def _open_pull(self, published: tuple[int, ...]) -> None:
         for lane, peers in self._lanes():
-            mine = tuple(self.world.released(peer, self.me) for peer in peers)
+            mine = self.taken(peers)
             valid = tuple(self._valid(self.me, peer) for peer in peers)
-            self._add(
+            self.add(
                 Step("sync", lane, "acquire", waits=mine, clears=mine, posts=valid, after=published)
             )
 
@@ -408,30 +400,17 @@ class Gather:
             waits = tuple(self._valid(peer, self.me) for peer in empty)
             posts = tuple(self._done(self.me, peer) for peer in empty)
             if empty:
-                self._add(Step("sync", lane, "nothing to pull", waits=waits, posts=posts))
+                self.add(Step("sync", lane, "nothing to pull", waits=waits, posts=posts))
         for lane, peers in self._lanes():  # a loop of its own: no wait in front of a peer's post
             waits = tuple(self._done(peer, self.me) for peer in peers)
-            self._add(Step("sync", lane, "peers have read", waits=waits))
+            self.add(Step("sync", lane, "peers have read", waits=waits))
 
-    def _retire(self) -> None:
-        """Clear the words this rank waited for and hand the slot to the peers."""
-        waited = [s for step in self.steps for s in step.waits if not s.released]
-        silent = [
+    def _silent(self) -> tuple[Signal, ...]:
+        """What says of peers without data for this rank that their calls have begun."""
+        return tuple(
             self.world.word("ready", peer, self.me)
             for peer in self.peers
             if not self.schedule.pull and not self.problem.block(peer, self.me)
-        ]
-        last = {step.lane: i for i, step in enumerate(self.steps)}
-        self._add(
-            Step(
-                "sync",
-                "sync",
-                "retire",
-                waits=tuple(silent),
-                clears=(*waited, *silent),
-                posts=tuple(self.world.released(self.me, peer) for peer in self.peers),
-                after=tuple(last.values()),
-            )
         )
 
     # Products.
@@ -445,7 +424,7 @@ class Gather:
         first, last = self._block(me, me)
         there = self.problem.leaves(me, me)
         src = Region("a", me, there, there + last - first, 0, k)
-        self._add(Step("matmul", "compute0", "own", products=(self._own_product(src),)))
+        self.add(Step("matmul", "compute0", "own", products=(self._own_product(src),)))
         if self.problem.return_gathered:
             self._place("compute0", src, Region("gathered", me, first, last, 0, k))
 
@@ -463,7 +442,7 @@ class Gather:
     ) -> int:
         label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst)
         mover = self.schedule.mover if src.buffer == "a" else "dma"
-        return self._add(
+        return self.add(
             Step("place", lane, label, posts=posts, after=after, transfer=move, mover=mover)
         )
 
@@ -483,7 +462,7 @@ class Gather:
         after = tuple(self.pulled.pop(group).values()) if self.schedule.pull else ()
         room = self._room_behind(group)
         posts, acquired = NO_ROOM if self.problem.return_gathered else room
-        last_use = self._add(
+        last_use = self.add(
             Step(
                 "matmul",
                 lane,

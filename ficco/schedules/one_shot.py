@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, new
 from ficco.problem import Problem
+from ficco.schedules.builder import Builder
 from ficco.schedules.groups import Unit, cut, finer
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -56,9 +57,6 @@ class OneShotWorld:
     def words(self) -> int:
         return self.world * (2 + max(self.rounds, 1))
 
-    def released(self, poster: int, waiter: int) -> Signal:
-        return Signal("released", poster, waiter, 0, poster)
-
     def valid(self, poster: int, waiter: int) -> list[Signal]:
         """One for each piece, at least one."""
         if (poster, waiter) not in self._valid:
@@ -76,22 +74,16 @@ class OneShotWorld:
         return Signal("done", poster, waiter, 0, word, pieces[0][0], pieces[-1][1])
 
 
-class OneShot:
+class OneShot(Builder):
     """Builds one Plan. ``me`` is its rank."""
 
     def __init__(self, world: OneShotWorld, rank: int) -> None:
-        self.world, self.me = world, rank
-        self.problem, self.schedule = world.problem, world.schedule
-        self.peers = [peer for peer in range(world.world) if peer != rank]
-        self.steps: list[Step] = []
+        super().__init__(world.problem, world.schedule, rank)
+        self.world = world
         self.products: list[int] = []  # the step of each piece
         self.acquired = 0  # the step that takes over the slots of the peers
         #: Whether sums run beside products; else no other lane has to be told.
         self.beside = world.rounds > 1
-
-    def _add(self, step: Step) -> int:
-        self.steps.append(step)
-        return len(self.steps) - 1
 
     def build(self) -> Plan:
         world, peers = self.world, self.peers
@@ -103,7 +95,7 @@ class OneShot:
             if not world.rounds:
                 self._tell(0)
             self._sum(world.rounds - 1)
-            self._retire()
+            self._close()
         return Plan(
             problem=self.problem,
             schedule=str(self.schedule),
@@ -128,7 +120,7 @@ class OneShot:
             for rows in self.world.made(piece)
         ]
         step = Step("matmul", self._lane(piece), f"piece {piece}", products=merged(products))
-        self.products.append(self._add(step))
+        self.products.append(self.add(step))
         if self.peers:
             self._tell(piece)
 
@@ -140,11 +132,11 @@ class OneShot:
         mine: tuple[Signal, ...] = ()
         after: tuple[int, ...] = ()
         if not piece:
-            mine = tuple(self.world.released(peer, self.me) for peer in self.peers)
+            mine = self.taken(self.peers)
         elif lane != self._lane(0):
             after = (self.acquired,)
         label = f"tell {piece}" if piece else "acquire, tell 0"
-        found = self._add(
+        found = self.add(
             Step("sync", lane, label, waits=mine, clears=mine, posts=posts, after=after)
         )
         if not piece:
@@ -166,32 +158,13 @@ class OneShot:
                 after=(self.acquired, self.products[piece]) if self.beside else (),
                 reduction=Reduction(parts, tuple(1 << rank for rank in ranks), out),
             )
-            self._add(step)
+            self.add(step)
 
-    def _retire(self) -> None:
+    def _close(self) -> None:
         """Tell the peers that this rank has read, and hand the slot on once they have."""
         world, me, peers = self.world, self.me, self.peers
         waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
-        read = tuple(world.done(peer, me) for peer in peers)
-        last = {step.lane: i for i, step in enumerate(self.steps)}
-        self._add(
-            Step(
-                "sync",
-                "sync",
-                "has read",
-                waits=silent,
-                posts=tuple(world.done(me, peer) for peer in peers),
-                after=tuple(last.values()),
-            )
-        )
-        self._add(
-            Step(
-                "sync",
-                "sync",
-                "retire",
-                waits=read,
-                clears=(*waited, *silent, *read),
-                posts=tuple(world.released(me, peer) for peer in peers),
-            )
-        )
+        told = tuple(world.done(me, peer) for peer in peers)
+        self.add(Step("sync", "sync", "has read", silent, posts=told, after=self.lasts()))
+        self.retire(tuple(world.done(peer, me) for peer in peers))

@@ -12,6 +12,7 @@ from itertools import accumulate, zip_longest
 
 from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
+from ficco.schedules.builder import Builder
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -135,9 +136,6 @@ class ScatterWorld:
             ]
         return self._of_units[kind, poster, waiter, owner]
 
-    def released(self, poster: int, waiter: int) -> Signal:
-        return Signal("released", poster, waiter, 0, poster)
-
     def word(self, kind: str, poster: int, waiter: int, rows: tuple[int, int] = (0, 0)) -> Signal:
         """The first signal of a kind between two ranks; ``rows`` are what it gates, if anything."""
         blocks = {"ready": 0, "valid": 0, "summed": 1, "done": 2}
@@ -146,20 +144,18 @@ class ScatterWorld:
         return Signal(kind, poster, waiter, 0, base + poster * self.slots[block], *rows)
 
 
-class Scatter:
+class Scatter(Builder):
     """Builds one Plan. ``me`` is its rank."""
 
     def __init__(self, world: ScatterWorld, rank: int) -> None:
-        self.world, self.me = world, rank
-        self.problem, self.schedule = world.problem, world.schedule
+        super().__init__(world.problem, world.schedule, rank)
+        self.world = world
         self.mine = world.departures[rank]
-        self.peers = [peer for peer in range(self.problem.world) if peer != rank]
         self.sums = self.problem.kind.sums
         self.alone = not self.schedule.uniform  # the own product
         self.single = world.ring or len(self.peers) == 1  # one peer sends all that the own adds to
         self.made = "publish" if self.schedule.pull and self.peers else "partial"
         self.arrived = "valid" if self.schedule.pull else "ready"
-        self.steps: list[Step] = []
         self.acquired: tuple[int, ...] = ()
         self.made_by: dict[Unit, int] = {}  # unit -> its product
         self.products: dict[int, list[Product]] = {}  # of each unit of a rank's block
@@ -174,10 +170,6 @@ class Scatter:
         in_turn = [peer for peer in order if peer != rank]
         self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
 
-    def _add(self, step: Step) -> int:
-        self.steps.append(step)
-        return len(self.steps) - 1
-
     def build(self) -> Plan:
         if self.peers:
             self._open()
@@ -188,7 +180,7 @@ class Scatter:
             if units:
                 self._multiply(group, units)
             for peer, step in copies:
-                self.fetched[peer].append(self._add(step))
+                self.fetched[peer].append(self.add(step))
         if self.sums:
             self._sum()
         else:
@@ -196,7 +188,7 @@ class Scatter:
         if self.problem.kind.returns:
             self._return()
         if self.peers:
-            self._retire()
+            self._close()
         publish = self.made == "publish"
         return Plan(
             problem=self.problem,
@@ -222,7 +214,7 @@ class Scatter:
     def _open(self) -> None:
         found = []
         for lane, peers in self._lanes().items():
-            mine = tuple(self.world.released(peer, self.me) for peer in peers)
+            mine = self.taken(peers)
             # A peer that gets nothing from this rank still has to know that its call has begun.
             bare = tuple(
                 self.world.word(self.arrived, self.me, peer)
@@ -230,33 +222,21 @@ class Scatter:
                 if not self.world.sent(self.me, peer)
             )
             step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=bare)
-            found.append(self._add(step))
+            found.append(self.add(step))
         self.acquired = tuple(found)
 
-    def _retire(self) -> None:
-        """Clear the words this rank waited for and hand the slot to the peers."""
+    def _close(self) -> None:
+        """Wait until the peers have read, and hand the slot on."""
         for lane, peers in self._lanes().items():
             read = tuple(self._done(peer, self.me) for peer in peers if self._is_read_by(peer))
             if read:
-                self._add(Step("sync", lane, "peers have read", waits=read))
-        waited = [s for step in self.steps for s in step.waits if not s.released]
+                self.add(Step("sync", lane, "peers have read", waits=read))
         silent = tuple(
             self.world.word(self.arrived, peer, self.me)
             for peer in self.peers
             if not self.world.sent(peer, self.me)
         )
-        last = {step.lane: i for i, step in enumerate(self.steps)}
-        self._add(
-            Step(
-                "sync",
-                "sync",
-                "retire",
-                waits=silent,
-                clears=(*waited, *silent),
-                posts=tuple(self.world.released(self.me, peer) for peer in self.peers),
-                after=tuple(last.values()),
-            )
-        )
+        self.retire(silent, self.lasts())
 
     def _is_read_by(self, peer: int) -> bool:
         """Whether a peer fetches something from this rank."""
@@ -298,7 +278,7 @@ class Scatter:
         if posts and lane not in self.posting:
             self.posting.add(lane)
             after = (*after, *self.acquired)
-        return self._add(
+        return self.add(
             Step(
                 "matmul",
                 lane,
@@ -355,7 +335,7 @@ class Scatter:
             self.pushes[unit.peer] = self._pushes(unit.peer)
         lane, label, posts, move = self.pushes[unit.peer][unit.ordinal]
         mover = self.schedule.mover
-        self._add(Step("copy", lane, label, posts=posts, after=after, transfer=move, mover=mover))
+        self.add(Step("copy", lane, label, posts=posts, after=after, transfer=move, mover=mover))
 
     def _pushes(self, owner: int) -> list[Push]:
         """How the units of a rank's block are sent, in order."""
@@ -463,7 +443,7 @@ class Scatter:
                 continue
             terms.append(1 << rank)
         reduction = Reduction(tuple(parts), tuple(terms), self.results[unit.ordinal])
-        return self._add(
+        return self.add(
             Step(
                 "reduce",
                 REDUCE_LANE,
@@ -513,14 +493,14 @@ class Scatter:
         after: tuple[int, ...] = (),
     ) -> None:
         label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst, terms)
-        self._add(Step("place", REDUCE_LANE, label, waits=waits, after=after, transfer=move))
+        self.add(Step("place", REDUCE_LANE, label, waits=waits, after=after, transfer=move))
 
     # Sums that return to all ranks.
 
     def _send_back(self, unit: Unit, summed: int) -> None:
         for peer, lane in self.lane_of.items():
             landing = self.world.returning(self.me, peer, unit)
-            self._add(
+            self.add(
                 Step(
                     "copy",
                     lane,
