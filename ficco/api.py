@@ -12,7 +12,7 @@ import torch
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide, problem_of, where
 from ficco.machine import Fingerprint, Machine
-from ficco.ops.call import process_group
+from ficco.ops.operands import process_group
 from ficco.schedules import Schedule
 from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces

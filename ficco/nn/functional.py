@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ficco.ops.all_gather_matmul import all_gather_matmul
-from ficco.ops.call import frozen, process_group
 from ficco.ops.gradients import Asked, Kept, backward, refuse_batched, refusing_second
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from ficco.ops.operands import frozen, process_group
 from ficco.ops.operate import cast, refuse_derivatives, refuse_sharded, watched
 from ficco.options import carried, current
 from ficco.schedules import Schedule

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ficco.nn.functional import gathered_linears, scattered_linear
-from ficco.ops.call import process_group
+from ficco.ops.operands import process_group
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import distributed_c10d
 
-from ficco.ops.call import Result, frozen
+from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
     DUAL,
@@ -43,6 +43,7 @@ from ficco.ops.gradients import (
     matrix,
     rows_multiplied,
 )
+from ficco.ops.operands import frozen
 from ficco.options import carried, current, from_text, to_text
 from ficco.problem import ITEMSIZE, OPERATORS
 

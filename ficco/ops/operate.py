@@ -15,8 +15,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ficco.ops import library
-from ficco.ops.call import Result, frozen, process_group, run
+from ficco.ops.call import Result, run
 from ficco.ops.gradients import Asked, Differentiable
+from ficco.ops.operands import frozen, process_group
 from ficco.options import current_text
 from ficco.schedules import Schedule
 

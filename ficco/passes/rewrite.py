@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ficco.ops.call import process_group
 from ficco.ops.library import OPS
+from ficco.ops.operands import process_group
 from ficco.passes.graph import (
     COLLECTIVES,
     Product,
