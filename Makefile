@@ -15,9 +15,9 @@ help: ## Show this list
 demo: .venv/.ready ## Run the demo
 	@$(PY) -m ficco demo
 
-# Two tests at a time: some wait, some have ranks that take turns on one core.
+# Three tests at a time on two cores: many wait for what they have asked for.
 test: lint ## Lint, then run the tests that need no GPU
-	$(PY) -m pytest -m "not gpu and not multigpu" -n 2 --dist worksteal
+	$(PY) -m pytest -m "not gpu and not multigpu" -n 3 --dist worksteal
 
 test-gpu: .venv/.ready ## Run the tests that need GPUs
 	$(PY) -m pytest -m "gpu or multigpu"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_kernels import missing
 
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
+from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.streams import KernelCopies
 from ficco.hip_kernels import MAX_SIGNALS, Kernels, ScriptStep
 
@@ -35,8 +36,9 @@ def write(address: int) -> MemOp:
     return MemOp(WRITE_32, address, 1)
 
 
-def copies(lane: str) -> KernelCopies:
-    return KernelCopies(None, lane, [(1, 2)], [lambda call: (1, 2)], 8, 2)  # type: ignore[arg-type]
+def copies(cuda: Any, lane: str) -> Any:
+    found = KernelCopies(None, lane, [(1, 2)], [lambda call: (1, 2)], 8, 2)  # type: ignore[arg-type]
+    return cuda._Copies(copies=found, arrived=5000, mine=range(PEER))
 
 
 def made(cuda: Any, given: list[tuple[str, Any]], captured: bool = False) -> Any:
@@ -70,54 +72,45 @@ def made(cuda: Any, given: list[tuple[str, Any]], captured: bool = False) -> Any
 
 
 def enqueued(cuda: Any, lane: str, *given: Any) -> list[Any]:
-    """What is left of operations: waits and writes, or (clears, posts, waits) of a launch."""
-
+    """What is left of operations: waits and writes, or what is around a launch."""
     body = made(cuda, [(lane, op) for op in given]).body
-    found: list[Any] = []
-    for op in body:
-        if isinstance(op, KernelCopies):
-            seen = op.signals
-            found.append(seen and tuple([a for a, _ in w] for w in _of(seen)))
-        else:
-            found.append([(one.kind, one.address) for one in op.ops])
-    return found
-
-
-def _of(signals: Any) -> tuple[Any, ...]:
-    return signals.clears, signals.posts, signals.waits
+    return [op.around if isinstance(op, cuda._Copies) else op.ops for op in body]
 
 
 def test_in_front_of_a_product_all_is_one_launch(cuda: Any) -> None:
-    """But for the wait for the peer's slot, without which nothing may be copied."""
-    given = (wait(4),), (write(4),), copies("compute0"), (write(PEER),), (wait(8),)
-    first, launch = enqueued(cuda, "compute0", *given)
-    assert first == [(WAIT_32, 4)] and launch == ([4], [PEER], [8])
+    given = (wait(4),), (write(4),), copies(cuda, "compute0"), (write(PEER),), (wait(8),)
+    rear = write(4), write(PEER), wait(8)
+    assert enqueued(cuda, "compute0", *given) == [Around((), (wait(4),), rear)]
 
 
 def test_beside_products_a_launch_does_not_wait(cuda: Any) -> None:
-    given = (wait(4), write(4)), copies("copy0"), (write(PEER),), (wait(8),), copies("copy0")
-    first, launch, second, bare = enqueued(cuda, "copy0", *given)
-    assert first == [(WAIT_32, 4)] and launch == ([4], [PEER], [])
-    assert second == [(WAIT_32, 8)] and bare is None
+    given = (wait(4), write(4)), copies(cuda, "copy0"), (write(PEER),), (wait(8),)
+    first, launch, second, bare = enqueued(cuda, "copy0", *given, copies(cuda, "copy0"))
+    assert first == (wait(4),) and launch == Around(rear=(write(4), write(PEER)))
+    assert second == (wait(8),) and bare == Around()
 
 
 def test_posts_by_copies_are_left_to_a_launch_too(cuda: Any) -> None:
     posts = cuda._Posts("compute0", (write(PEER),), (1,))
-    given = (wait(4), write(4)), copies("compute0"), posts, (wait(8),)
-    first, launch = enqueued(cuda, "compute0", *given)
-    assert first == [(WAIT_32, 4)] and launch == ([4], [PEER], [8])
+    given = (wait(4), write(4)), copies(cuda, "compute0"), posts, (wait(8),)
+    rear = write(4), write(PEER), wait(8)
+    assert enqueued(cuda, "compute0", *given) == [Around((), (wait(4),), rear)]
 
 
-def test_a_launch_without_signals_stays_as_it_was(cuda: Any) -> None:
-    assert enqueued(cuda, "copy0", (wait(4),), copies("copy0"), (wait(8),)) == [
-        [(WAIT_32, 4)],
-        None,
-        [(WAIT_32, 8)],
-    ]
+def test_what_a_launch_of_copies_is_given(cuda: Any) -> None:
+    """Nothing where there is nothing around it: the kernel without scripts is the shorter one."""
+    given: list[Any] = []
+    bare = replace(copies(cuda, "copy0"), copies=lambda call, signals: given.append(signals))
+    bare(None)
+    replace(bare, around=Around(rear=(write(PEER),)))(None)
+    none, signals = given
+    assert none is None and signals.arrived == 5000
+    assert [step.address for step in signals.rear.steps] == [PEER] and not signals.front.steps
 
 
 def one_shot(cuda: Any) -> Any:
-    return cuda._OneShot(None, "compute0", lambda call: None, 5000, range(PEER))
+    parts = {"kernels": None, "parts": lambda call: None}
+    return cuda._OneShot(**parts, arrived=5000, mine=range(PEER))
 
 
 def product(call: Any) -> None:
@@ -135,11 +128,11 @@ def test_a_sum_at_the_peers_sees_to_the_whole_call(cuda: Any, captured: bool) ->
     run = made(cuda, given, captured)
     first, last = run.body
     assert first is product and run.begin is None and not run.tail
-    assert last.front == (wait(4), write(4), write(PEER), wait(8))
+    assert last.around.front == (wait(4), write(4), write(PEER), wait(8))
     end = (END,) if captured else ()
     told = write(PEER + 4), wait(12), write(8), write(12), write(PEER + 8)
-    assert last.rear == told + end
-    front, rear = last.scripts
+    assert last.around.rear == told + end
+    front, rear = last.signals.front, last.signals.rear
     assert front.aside == captured and not rear.aside and rear.alone == len(rear.steps)
     assert (front.alone - captured, len(front.steps) - captured) == (3, 4)
     assert front.steps[: front.aside] == (ScriptStep(*BEGIN[1:]),) * captured
@@ -151,9 +144,8 @@ def test_of_several_sums_the_first_begins_and_the_last_ends(cuda: Any, captured:
     given = [("compute0", op) for op in body]
     run = made(cuda, [*given, ("sync", (write(PEER),))], captured)
     _, first, _, last = run.body
-    assert first.begin == (BEGIN,) * captured and first.front == (wait(4),) and not first.rear
-    assert not last.begin and last.front == (wait(8),)
-    assert last.rear == (write(PEER), END)[: 1 + captured]
+    assert first.around == Around((BEGIN,) * captured, (wait(4),))
+    assert last.around == Around((), (wait(8),), (write(PEER), END)[: 1 + captured])
     assert run.begin is None and not run.tail
 
 
@@ -163,18 +155,18 @@ def test_what_waits_in_front_of_a_sum_begins_a_graphs_call(cuda: Any) -> None:
     given = [*[("compute0", op) for op in body], ("sync", (write(PEER),))]
     front, _, last = made(cuda, given, captured=True).body
     assert [step.address for step in front.script.steps] == [9000, 4] and front.script.aside == 1
-    assert not last.begin and last.rear == (write(PEER), END)
+    assert last.around == Around((), (wait(8),), (write(PEER), END))
     front, _, last = made(cuda, given).body
-    assert front.ops == (wait(4),) and last.rear == (write(PEER),)
+    assert front.ops == (wait(4),) and last.around == Around((), (wait(8),), (write(PEER),))
 
 
 def test_what_is_too_much_for_a_launch_stays_with_the_stream(cuda: Any) -> None:
     many = tuple(wait(4 * i) for i in range(MAX_SIGNALS + 1))
     few, last = (wait(4),), one_shot(cuda)
     run = made(cuda, [("compute0", many), ("compute0", last), ("sync", few)])
-    assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].front
+    assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].around.front
     run = made(cuda, [("compute0", few), ("compute0", last), ("sync", many)], captured=True)
-    assert run.body[0].front == few and not run.body[0].rear
+    assert run.body[0].around == Around((), few)
     assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*many, END)]
 
 
@@ -182,8 +174,20 @@ def test_a_sum_beside_others_leaves_the_end_to_the_stream(cuda: Any) -> None:
     given = [("copy0", product), ("compute0", (wait(4),)), ("compute0", one_shot(cuda))]
     run = made(cuda, [*given, ("sync", (write(PEER),))])
     assert run.lanes == ("copy0",) and run.behind == "sync"
-    assert run.body[1].front == (wait(4),) and not run.body[1].rear
+    assert run.body[1].around == Around((), (wait(4),))
     assert [op.ops for op in run.tail] == [(write(PEER),)]
+
+
+def test_in_a_graph_copies_in_front_of_a_product_tell_that_the_call_begins(cuda: Any) -> None:
+    body = [(wait(4), write(4)), copies(cuda, "compute0"), (write(PEER), wait(8)), product]
+    given = [*[("compute0", op) for op in body], ("sync", (write(PEER + 4),))]
+    run = made(cuda, given, captured=True)
+    first, last = run.body
+    (tail,) = run.tail
+    rear = write(4), write(PEER), wait(8)
+    assert first.around == Around((BEGIN,), (wait(4),), rear)
+    assert last is product and run.begin is None and run.behind == "compute0"
+    assert [step.address for step in tail.script.steps] == [PEER + 4, 9000]
 
 
 def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches(cuda: Any) -> None:
@@ -220,11 +224,12 @@ class Launches:
 
 def test_launches_are_given_all_that_they_see_to(cuda: Any) -> None:
     kernels, call = Launches(), SimpleNamespace(state={"compute0": "stream"})
-    told = {"begin": (BEGIN,), "front": (wait(4), write(PEER)), "rear": (write(PEER + 4), END)}
-    own = "out", ["parts"]
-    cuda._OneShot(kernels, "compute0", lambda call: own, 5000, range(PEER), **told)(call)
-    ((out, parts, arrived, before, behind, stream),) = kernels.given
-    assert (out, parts, arrived, stream) == ("out", ["parts"], 5000, "stream")
+    told = Around((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
+    own = {"kernels": kernels, "parts": lambda call: ("out", ["parts"])}
+    cuda._OneShot(**own, arrived=5000, mine=range(PEER), around=told)(call)
+    ((out, parts, signals, stream),) = kernels.given
+    assert (out, parts, signals.arrived, stream) == ("out", ["parts"], 5000, "stream")
+    before, behind = signals.front, signals.rear
     assert [step.address for step in before.steps] == [9000, 4, PEER]
     assert [step.address for step in behind.steps] == [PEER + 4, 9000]
     kernels.given.clear()

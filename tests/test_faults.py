@@ -621,7 +621,7 @@ def _short_of_memory(
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-@pytest.mark.parametrize("what", ["_readable", "_operands", "_execute"])
+@pytest.mark.parametrize("what", ["readable", "_operands", "_execute"])
 def test_a_rank_without_memory_tells_its_peers(what: str, warm: bool) -> None:
     """At once: none of them waits for as long as a call may take."""
     _without_memory(equal(2, 8, 8, 8, schedule="growing"), warm, what)

@@ -175,20 +175,20 @@ def test_amd_exchange_is_ordered(isa: tuple[str, str]) -> None:
     scope = " sc0 sc1" if arch == "gfx942" else ""
     for name in EXCHANGES:
         lines = body(text, name)
-        (meet,) = places(lines, "s_barrier")
+        begun, meet = places(lines, "s_barrier")
         last = max(places(lines[:meet], "global_store_(dwordx4|byte)"))
         assert places(lines[last:meet], r"s_waitcnt.*vmcnt\(0\)")
-        copied, cleared = places(lines, rf"buffer_wbl2{scope}$")
+        assert begun < min(places(lines, "global_store_(dwordx4|byte)"))
+        told, copied, cleared = places(lines, rf"buffer_wbl2{scope}$")
         (counted,) = places(lines, "global_atomic_add")
-        assert meet < copied < counted < cleared
+        assert told < begun < meet < copied < counted < cleared
         assert places(lines[copied:counted], r"s_waitcnt.*vmcnt\(0\)")
-        words = [
-            word for word in places(lines, rf"global_store_dword v.*{scope}$") if word > counted
-        ]
-        assert [counted < word < cleared for word in words] == [True] * (len(words) - 1) + [False]
         dropped = places(lines, r"buffer_inv sc0 sc1$" if scope else r"buffer_invl2$")
         polls = places(lines, rf"global_load_dword v.*{scope or ' glc'}$")
-        assert counted < min(dropped) and cleared < min(polls) <= max(polls) < max(dropped)
+        for first, end in ((0, begun), (counted, len(lines))):
+            waits = [poll for poll in polls if first < poll < end]
+            seen = [drop for drop in dropped if first < drop < end]
+            assert min(waits) < max(waits) < max(seen)
 
 
 def test_amd_sum_at_the_peers_is_by_16_bytes_behind_what_is_waited_for(
@@ -286,16 +286,18 @@ def test_nvidia_signals_are_ordered_for_the_system(ptx: str) -> None:
 def test_nvidia_exchange_is_ordered(ptx: str) -> None:
     for name in EXCHANGES:
         lines = entry(ptx, name)
-        (meet,) = places(lines, r"(bar|barrier)\.(cta\.)?sync")
+        begun, meet = places(lines, r"(bar|barrier)\.(cta\.)?sync")
         (counted,) = places(lines, r"atom\..*add")
-        fences = places(lines, r"fence\.acq_rel\.(sys|gpu)")
-        words = places(lines, r"st\.relaxed\.sys")
-        polls = places(lines, r"ld\.relaxed\.sys")
-        copied, seen, *_, waited = fences
-        assert [i for i, at in enumerate(fences) if lines[at].endswith("gpu;")] == [1]
-        assert max(places(lines, r"st\.global\.v4\.")) < meet < copied < counted < seen
-        # Of what follows, nvcc does not write the blocks in their order.
-        assert len(fences) == 4 and seen < min(words + polls) and max(polls) < waited
+        told, copied, seen, cleared = places(lines, r"fence\.acq_rel\.(sys|gpu)")
+        assert [lines[at][-4:] for at in (told, copied, seen, cleared)] == [
+            "sys;", "sys;", "gpu;", "sys;"
+        ]  # fmt: skip
+        stores = places(lines, r"st\.global\.v4\.")
+        assert told < begun < min(stores) <= max(stores) < meet < copied < counted < seen < cleared
+        polls, read = places(lines, r"ld\.relaxed\.sys"), places(lines, r"ld\.acquire\.sys")
+        assert [at < begun for at in read] == [True, False]
+        assert {at < begun for at in polls} == {True, False}
+        assert all(at > seen for at in (*polls, *read) if at > begun)
 
 
 def test_nvidia_sum_at_the_peers_is_ordered(ptx: str) -> None:
@@ -307,7 +309,7 @@ def test_nvidia_sum_at_the_peers_is_ordered(ptx: str) -> None:
         assert meet < min(loads) <= max(stores) < through, name
         seen = places(lines[:meet], r"ld\.acquire\.sys")
         polls = places(lines[:meet], r"ld\.relaxed\.sys")
-        assert len(seen) == len(polls) == 1 and polls < seen
+        assert len(seen) == 1 and max(polls) < seen[0]
         (counted,) = places(lines, r"atom\..*add")
         own, others = places(lines, r"fence\.acq_rel\.gpu")
         assert through < own < counted < others < max(places(lines, r"st\.relaxed\.sys"))
@@ -315,11 +317,11 @@ def test_nvidia_sum_at_the_peers_is_ordered(ptx: str) -> None:
 
 def test_nvidia_script_is_ordered(ptx: str) -> None:
     lines = entry(ptx, "ficco_script")
-    (poll,), (seen,) = places(lines, r"ld\.relaxed\.sys"), places(lines, r"ld\.acquire\.sys")
+    polls, (seen,) = places(lines, r"ld\.relaxed\.sys"), places(lines, r"ld\.acquire\.sys")
     (fence,) = places(lines, r"fence\.acq_rel\.sys")
     words = places(lines, r"st\.relaxed\.sys\.global\.u(32|64)")
     *aside, one, other = words
-    assert aside and max(aside) < poll < seen and fence < one < other
+    assert aside and max(aside) < min(polls) and max(polls) < seen and fence < one < other
 
 
 def test_nvidia_nothing_is_spilt(tmp_path: Path) -> None:
@@ -574,13 +576,17 @@ def test_copies_to_several_places(
         assert blocks == peers
 
 
-def seen_to(words: torch.Tensor, clears: int = 2, posts: int = 3, waits: int = 0) -> Signals:
-    """The first word counts; then those that are cleared to 7, posted as 9, and waited for as 5."""
-    begin = words.data_ptr()
-    spans = ((7, clears), (9, posts), (5, waits))
-    values = [value for value, count in spans for _ in range(count)]
-    each = [(begin + 4 * (1 + index), value) for index, value in enumerate(values)]
-    return Signals(begin, *(tuple(w for w in each if w[1] == value) for value, _ in spans))
+def seen_to(words: torch.Tensor, front: int = 0, rear: int = 0) -> Signals:
+    """The first word counts, two are written to 7 and three to 9 behind all; in front so many are
+    waited for from the sixth on, and behind from the twelfth on, to be 5."""
+    at = [words.data_ptr() + 4 * i for i in range(len(words))]
+    awaited = [
+        ScriptStep(word, 5, waits=True) for word in (*at[6 : 6 + front], *at[12 : 12 + rear])
+    ]
+    cleared = [ScriptStep(word, 7) for word in at[1:3]]
+    posted = [ScriptStep(word, 9, behind=word == at[3]) for word in at[3:6]]
+    script = Script((*cleared, *posted, *awaited[front:]))
+    return Signals(at[0], Script(tuple(awaited[:front])), script)
 
 
 @pytest.mark.parametrize("apart", [0, 1])
@@ -607,14 +613,13 @@ def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
 def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
     """Once it has posted its own."""
     found, words, said = in_places(3, 600), torch.zeros(16, dtype=torch.int32), []
-    signals = seen_to(words, waits=2)
+    signals = seen_to(words, rear=2)
 
     def peer() -> None:
-        while not words[5]:
-            time.sleep(1e-3)
-        for word in (6, 7):
+        until(lambda: bool(words[5]))
+        for word in (12, 13):
             time.sleep(0.05)
-            said.append(words.tolist()[:8])
+            said.append(words.tolist()[:6] + words.tolist()[12:14])
             words[word] = 5
 
     thread = threading.Thread(target=peer)
@@ -627,14 +632,34 @@ def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
     assert torch.equal(found.dst, found.wanted)
 
 
-def test_what_is_cleared_is_seen_before_what_is_posted() -> None:
-    """As they lie in the kernel's parameters: the kernel goes from the front."""
-    words = torch.zeros(16, dtype=torch.int32)
-    signals = seen_to(words, 1, 2, 3)
-    packed = signals.packed
-    assert signals.count == 6 and (packed.clears, packed.posts, packed.waits) == (1, 2, 3)
-    assert list(packed.value)[:7] == [7, 9, 9, 5, 5, 5, 0]
-    assert list(packed.at)[:7] == [words.data_ptr() + 4 * i for i in range(1, 7)] + [0]
+@pytest.mark.parametrize("apart", [0, 1])
+def test_no_block_copies_before_what_is_in_front_is_there(on_host: Kernels, apart: int) -> None:
+    """Of several launches the first waits, for all of them."""
+    found, words = in_places(3, 600, apart=apart), torch.zeros(16, dtype=torch.int32)
+    before, said = found.dst.clone(), []
+    signals = seen_to(words, front=2)
+    kernel, blocks, threads, arguments = on_host._prepare(
+        found.ends, 224, 224, 200, 600, 2, True, signals
+    )[0]
+
+    def peer() -> None:
+        for word in (7, 6):
+            time.sleep(0.03)
+            said.append(torch.equal(found.dst, before))
+            words[word] = 5
+
+    for block in range(blocks):
+        found.dst.copy_(before)
+        words.zero_()
+        said.clear()
+        thread = threading.Thread(target=peer)
+        thread.start()
+        for at in range(threads):
+            on_host.binding.library.become(block, at)
+            kernel(*arguments)
+        thread.join()
+        assert said == [True, True] and not torch.equal(found.dst, before)
+        assert words.tolist() == [1, 0, 0, 0, 0, 0, 5, 5] + 8 * [0]
 
 
 def test_copies_stay_within_the_pages_that_hold_their_rows(on_host: Kernels) -> None:
@@ -739,7 +764,7 @@ def at_peers(kernels: Kernels, arrived: int) -> Callable[..., None]:
     """A sum at the peers for which nothing has to be waited for."""
 
     def reduce(out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        kernels.one_shot(out, parts, arrived, Script(), Script(), stream)
+        kernels.one_shot(out, parts, Signals(arrived), stream)
 
     return reduce
 
@@ -859,7 +884,7 @@ def launched(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> Launched:
     rear = Script((ScriptStep(at[8], 9), ScriptStep(at[10], 3 << 32 | 2, wide=True)))
     parts = [torch.randn(20000) for _ in range(2)]
     out = torch.full((20000,), 7.0)
-    on_host.one_shot(out, parts, at[0], front, rear, None, blocks=3)
+    on_host.one_shot(out, parts, Signals(at[0], front, rear), None, blocks=3)
     ((kernel, blocks, threads, arguments, _),) = found
     assert (blocks, threads) == (3, launch.ONE_SHOT_THREADS)
     wanted = in_order(parts, torch.float32)

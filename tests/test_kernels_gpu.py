@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from test_kernels import (
 )
 
 import ficco
-from ficco.dma.memops import WRITE_32, MemOp
+from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.hip_kernels import Kernels, TorchKernels, kernels
 from ficco.hip_kernels.launch import REDUCTIONS
 from ficco.workspace import workspaces
@@ -443,19 +444,19 @@ def _enqueued(at: Rank, schedule: str, signals: str) -> list[str]:
 
 
 def _told(op: Any) -> str:
-    seen = getattr(op, "signals", None)
-    if seen is not None:
-        counts = len(op.targets), len(seen.clears), len(seen.posts), len(seen.waits)
-        return "{} copies, {} clears, {} posts, {} waits".format(*counts)
+    around = getattr(op, "around", None)
+    if around is not None:
+        front, rear = (Counter(one.kind for one in ops) for ops in (around.front, around.rear))
+        counts = front[WAIT_32], len(op.copies.targets), rear[WRITE_32], rear[WAIT_32]
+        return "{} waits, {} copies, {} writes, {} waits".format(*counts)
     return " ".join(one.kind for one in getattr(op, "ops", ()))
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("signals", ["write", "copy"])
 def test_a_launch_sees_to_its_signals(signals: str) -> None:
-    """The stream itself waits for the peer's slot alone, and for the peer's copies where these are
-    for another lane."""
-    front = ["WAIT_VALUE_32", "2 copies, 1 clears, 1 posts, 1 waits"]
+    """The stream itself waits for nothing but beside products."""
+    front = ["1 waits, 2 copies, 2 writes, 1 waits"]
     assert run(2, _enqueued, "serial:kernel", signals, device="cuda") == [front] * 2
-    beside = ["WAIT_VALUE_32", "1 copies, 1 clears, 1 posts, 0 waits", "WAIT_VALUE_32"]
+    beside = ["WAIT_VALUE_32", "0 waits, 1 copies, 2 writes, 0 waits", "WAIT_VALUE_32"]
     assert run(2, _enqueued, "growing:kernel", signals, device="cuda") == [beside] * 2

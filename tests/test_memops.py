@@ -1,4 +1,4 @@
-"""Which waits and writes a launch of copies sees to in place of its stream."""
+"""Which waits and writes a launch sees to in place of its stream."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, script, with_front, with_rear
-from ficco.hip_kernels import MAX_SIGNALS, ScriptStep, Signals
+from ficco.dma.memops import (
+    WAIT_32,
+    WRITE_32,
+    WRITE_64,
+    Around,
+    MemOp,
+    behind,
+    in_front,
+    script,
+)
+from ficco.hip_kernels import MAX_SIGNALS, ScriptStep
 
 OPS = st.lists(
     st.builds(
@@ -34,69 +43,78 @@ def writes(*addresses: int) -> list[MemOp]:
 
 
 def test_what_is_written_in_front_comes_behind_the_copies() -> None:
-    """What is waited for in front stays there: who may not write yet, may not copy either."""
-    stays, found = with_front(Signals(0), waits(4, 8) + writes(12, 16), OWN)
-    assert stays == tuple(waits(4, 8))
-    assert found.clears == ((12, 2), (16, 2)) and not found.posts and not found.waits
-    stays, found = with_front(found, writes(20) + waits(24) + writes(28), OWN)
-    assert stays == (*writes(20), *waits(24))
-    assert found.clears == ((28, 2), (12, 2), (16, 2))
+    """What is waited for does not: who may not write yet, may not copy either."""
+    ops = waits(4, 8) + writes(12, 16)
+    stays, found = in_front(ops, Around(), OWN, True)
+    assert stays == () and found == Around((), tuple(waits(4, 8)), tuple(writes(12, 16)))
+    stays, found = in_front(writes(20) + waits(24) + writes(28), found, OWN, True)
+    assert stays == tuple(writes(20))
+    assert found == Around((), tuple(waits(24, 4, 8)), tuple(writes(28, 12, 16)))
 
 
-def test_what_is_posted_and_waited_for_behind_is_left_to_the_launch() -> None:
-    found, stays = with_rear(Signals(0), writes(4, 8) + waits(12), True)
-    assert (found.posts, found.waits, stays) == (((4, 2), (8, 2)), ((12, 1),), ())
-    found, stays = with_rear(found, waits(16) + writes(20) + waits(24), True)
-    assert found.waits == ((12, 1), (16, 1)) and stays == (*writes(20), *waits(24))
-    # It posts before it waits: nothing is posted that comes behind a wait.
-    again, stays = with_rear(found, writes(20), True)
-    assert again.posts == found.posts and stays == tuple(writes(20))
-
-
-def test_the_end_of_a_call_is_for_the_stream() -> None:
-    end = MemOp(WRITE_64, 0, 1)
-    found, stays = with_rear(Signals(0), [*writes(4), end, *writes(8)], True)
-    assert found.posts == ((4, 2),) and stays == (end, *writes(8))
-    stays, found = with_front(Signals(0), [*writes(4), end], OWN)
-    assert stays == (*writes(4), end) and not found.count
+def test_what_comes_behind_copies_is_left_to_the_launch() -> None:
+    found, stays = behind(writes(4, 8) + waits(12), Around(), True)
+    assert (found.rear, stays) == ((*writes(4, 8), *waits(12)), ())
+    again, stays = behind(waits(16) + writes(20), found, True)
+    assert again.rear == (*found.rear, *waits(16), *writes(20)) and stays == ()
 
 
 def test_a_launch_sees_to_so_many() -> None:
     full = writes(*range(0, 4 * MAX_SIGNALS, 4))
-    assert with_front(Signals(0), full, OWN)[1].count == MAX_SIGNALS
-    one = with_front(Signals(0), writes(0), OWN)[1]
-    assert with_front(one, full, OWN) == (tuple(full), one)
-    assert with_rear(one, full, True) == (one, tuple(full))
+    assert in_front(full, Around(), OWN, True)[1].rear == tuple(full)
+    one = in_front([*waits(0), *writes(0)], Around(), OWN, True)[1]
+    assert in_front(full, one, OWN, True) == (tuple(full), one)
+    assert behind(full, one, True) == (one, tuple(full))
+    many = waits(*range(0, 4 * MAX_SIGNALS, 4))
+    assert in_front(many, one, OWN, True) == (tuple(many), one)
+    assert Around(tuple(writes(0)), tuple(many)).fits is False
 
 
 def test_a_peer_is_told_behind_what_is_cleared_here() -> None:
     """A peer that gets nothing is told in front of the copies; it may answer in the word."""
-    ops = [*waits(4), *writes(4, 2000, 8)]
-    stays, found = with_front(Signals(0), ops, OWN)
-    assert stays == tuple(waits(4))
-    assert found.clears == ((4, 2), (8, 2)) and found.posts == ((2000, 2),)
-    found, _ = with_rear(found, writes(3000), True)
-    assert found.posts == ((2000, 2), (3000, 2))
+    stays, found = in_front([*waits(4), *writes(4, 2000, 8)], Around(), OWN, True)
+    assert stays == () and found.rear == tuple(writes(4, 8, 2000))
+    found, _ = behind(writes(3000), found, True)
+    assert found.rear == tuple(writes(4, 8, 2000, 3000))
+    stays, found = in_front(writes(2004, 12), found, OWN, True)
+    assert found.rear == tuple(writes(12, 4, 8, 2004, 2000, 3000))
 
 
 def test_beside_products_nothing_spins() -> None:
-    found, stays = with_rear(Signals(0), writes(4) + waits(8), False)
-    assert (found.posts, found.waits, stays) == (((4, 2),), (), tuple(waits(8)))
+    found, stays = behind(writes(4) + waits(8) + writes(12), Around(), False)
+    assert (found.rear, stays) == (tuple(writes(4)), (*waits(8), *writes(12)))
+    stays, found = in_front(waits(4) + writes(8), Around(), OWN, False)
+    assert (stays, found) == (tuple(waits(4)), Around(rear=tuple(writes(8))))
 
 
-@given(OPS, OPS)
-def test_nothing_is_lost_or_comes_too_early(front: list[MemOp], rear: list[MemOp]) -> None:
-    stays, found = with_front(Signals(0), front, range(20))
-    first = len(found.posts)
-    found, behind = with_rear(found, rear, True)
-    clears = [MemOp(WRITE_32, *word) for word in found.clears]
-    posts = [MemOp(WRITE_32, *word) for word in found.posts]
-    awaited = [MemOp(WAIT_32, *word) for word in found.waits]
-    assert stays == tuple(front[: len(stays)])
-    assert sorted([*clears, *posts[:first]]) == sorted(front[len(stays) :])
-    assert all(op.address < 20 for op in clears) and all(op.address >= 20 for op in posts[:first])
-    assert [*posts[first:], *awaited, *behind] == rear
-    assert found.count <= MAX_SIGNALS
+@given(OPS, OPS, st.booleans())
+def test_nothing_is_lost_or_comes_too_early(
+    front: list[MemOp], rear: list[MemOp], spins: bool
+) -> None:
+    mine = range(20)
+    stays, found = in_front(front, Around(), mine, spins)
+    moved = found.rear
+    found, later = behind(rear, found, spins)
+    assert stays == tuple(front[: len(stays)]) and found.fits and not found.begin
+    awaited = [op for op in found.front if op.kind == WAIT_32]
+    assert awaited == list(found.front) == front[len(stays) : len(stays) + len(awaited)]
+    assert sorted(moved) == sorted(front[len(stays) + len(awaited) :])
+    told = [op.address not in mine for op in moved]
+    assert told == sorted(told) and all(op.kind != WAIT_32 for op in moved)
+    assert [*found.rear[len(moved) :], *later] == rear
+    if not spins:
+        assert not awaited and all(op.kind != WAIT_32 for op in found.rear)
+
+
+def test_each_block_waits_for_what_is_in_front() -> None:
+    around = Around(tuple(writes(3000)), tuple(waits(4, 8)), tuple(writes(4, 2000) + waits(12)))
+    found = around.signals(5000, OWN)
+    assert found.arrived == 5000
+    assert [step.address for step in found.front.steps] == [3000, 4, 8]
+    assert (found.front.aside, found.front.alone) == (1, 1)
+    assert [step.address for step in found.rear.steps] == [4, 2000, 12]
+    assert [step.behind for step in found.rear.steps] == [False, True, False]
+    assert [step.waits for step in found.rear.steps] == [False, False, True]
 
 
 def test_a_script_is_what_the_stream_would_do() -> None:

@@ -21,7 +21,7 @@ import torch
 import ficco
 from ficco import cli, doctor, selftest
 from ficco.dma import cpu
-from ficco.hip_kernels import Kernels, Script, TorchKernels, build
+from ficco.hip_kernels import Kernels, Script, Signals, TorchKernels, build
 from ficco.hip_kernels.launch import NAMES
 from ficco.launch import launch
 from ficco.selftest import Result, Settings, report
@@ -399,8 +399,8 @@ def _brings_nothing_new(kernels: Kernels) -> dict[str, Any]:
 def _sums_without_their_front(kernels: Kernels) -> dict[str, Any]:
     right = kernels.one_shot
 
-    def one_shot(out: Any, parts: Any, arrived: int, _: Script, rear: Script, stream: Any) -> None:
-        right(out, parts, arrived, Script(), rear, stream)
+    def one_shot(out: Any, parts: Any, signals: Signals, stream: Any) -> None:
+        right(out, parts, replace(signals, front=Script()), stream)
 
     return {"one_shot": one_shot}
 

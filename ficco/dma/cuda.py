@@ -41,7 +41,16 @@ from ficco.dma.engine import (
     Symmetric,
 )
 from ficco.dma.gate import Gate
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp, script, with_front, with_rear
+from ficco.dma.memops import (
+    WAIT_32,
+    WRITE_32,
+    WRITE_64,
+    Around,
+    MemOp,
+    behind,
+    in_front,
+    script,
+)
 from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.dma.streams import (
@@ -264,34 +273,47 @@ class _Posts:
             cu.copy(op.address, source, WORD, call.state[self.lane])
 
 
-@dataclass(frozen=True)
-class _OneShot:
-    """An operation that sums what lies at the peers, by a launch that carries out what is waited
-    for and written in front of it, and behind.
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """An operation by one launch that also carries out what is waited for and written around it.
+
+    Attributes:
+        arrived: address of the word where the blocks of the launch are counted.
+        mine: addresses of this rank's own words.
+    """
+
+    arrived: int
+    mine: range
+    around: Around = Around()
+
+    @cached_property
+    def signals(self) -> Signals:
+        return self.around.signals(self.arrived, self.mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copies(_Launch):
+    """By the copy kernel."""
+
+    copies: KernelCopies
+
+    def __call__(self, call: Call) -> None:
+        self.copies(call, None if self.around == Around() else self.signals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OneShot(_Launch):
+    """A sum of what lies at the peers.
 
     Attributes:
         parts: result and parts of a call.
-        arrived: address of the word where the blocks of the launch are counted.
-        mine: addresses of this rank's own words.
-        begin: what the watchdog is told.
     """
 
     kernels: Kernels
-    lane: str
     parts: Callable[[Call], tuple[torch.Tensor, list[torch.Tensor]]]
-    arrived: int
-    mine: range
-    begin: tuple[MemOp, ...] = ()
-    front: tuple[MemOp, ...] = ()
-    rear: tuple[MemOp, ...] = ()
-
-    @cached_property
-    def scripts(self) -> tuple[Script, Script]:
-        front = script(self.front, self.mine, everyone=True, aside=self.begin)
-        return front, script(self.rear, self.mine)
 
     def __call__(self, call: Call) -> None:
-        self.kernels.one_shot(*self.parts(call), self.arrived, *self.scripts, call.state[self.lane])
+        self.kernels.one_shot(*self.parts(call), self.signals, call.state["compute0"])
 
 
 @dataclass(frozen=True)
@@ -306,12 +328,7 @@ class _Scripted:
 
 
 #: Operations that wait, or may come to.
-_MAY_BE_STUCK = _Memops, _Posts, _OneShot, KernelCopies
-
-
-def _seeing_to(copies: KernelCopies, signals: Signals) -> KernelCopies:
-    """The same copies, which see to signals if there are any."""
-    return replace(copies, signals=signals if signals.count else None)
+_MAY_BE_STUCK = _Memops, _Posts, _Launch, KernelCopies
 
 
 @dataclass(frozen=True)
@@ -497,6 +514,13 @@ class CudaEngine(StreamEngine):
 
     # Copies.
 
+    def copies(self, program: Program, steps: Sequence[int]) -> Op:
+        copies = self._kernel_copies(program, steps)
+        arrived = self._counter(program, copies.lane)
+        if not arrived or not copies.width * copies.height:
+            return copies
+        return _Copies(copies=copies, arrived=arrived, mine=self._own(program))
+
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         if mover == "kernel":
             return self.copies(program, (step,))
@@ -574,7 +598,8 @@ class CudaEngine(StreamEngine):
 
         there = any(part.rank != self.rank for part in reduction.parts)
         if there and lane == "compute0" and isinstance(kernels, Kernels):
-            return _OneShot(kernels, lane, parts, self._counter(program, lane), self._own(program))
+            arrived, mine = self._counter(program, lane), self._own(program)
+            return _OneShot(kernels=kernels, parts=parts, arrived=arrived, mine=mine)
         return lambda call: kernels.reduce(*parts(call), call.state[lane])
 
     def _on_lane(self, program: Program, step: int, op: Op) -> Op:
@@ -725,14 +750,14 @@ class CudaEngine(StreamEngine):
         if begin:  # told by the first that can be stuck
             at = next((i for i, op in enumerate(body) if isinstance(op, _MAY_BE_STUCK)), 0)
             first = body[at]
-            if isinstance(first, _OneShot) and len(first.front) < MAX_SIGNALS:
-                body[at] = replace(first, begin=begin)
+            if isinstance(first, _Launch) and len(first.around.front) < MAX_SIGNALS:
+                body[at] = replace(first, around=replace(first.around, begin=begin))
             elif isinstance(first, _Memops) and len(first.ops) < MAX_SIGNALS:
                 body[at] = _Scripted(kernels, script(first.ops, mine, aside=begin))
             else:
                 return run
         if isinstance(last := body[-1], _OneShot):
-            body[-1] = replace(last, rear=rest)
+            body[-1] = replace(last, around=replace(last.around, rear=rest))
         elif begin:
             tail = [_Scripted(kernels, script(rest, mine))]
         else:
@@ -744,27 +769,20 @@ class CudaEngine(StreamEngine):
         little of the stream's time, as may be."""
         if isinstance(one, _Memops) and isinstance(two, _Memops):
             return (_Memops(lane, one.batch + two.batch),)
+        # A block that spins takes an SM from products: not where they run meanwhile.
+        spins = lane.startswith("compute")
         if isinstance(one, (_Memops, _Posts)) and isinstance(two, _OneShot):
-            if len(one.ops) + len(two.front) <= MAX_SIGNALS:
-                return (replace(two, front=(*one.ops, *two.front)),)
-        if isinstance(one, _Memops) and isinstance(two, KernelCopies):
-            if (signals := self._kernel_signals(program, two)) is not None:
-                rest, signals = with_front(signals, one.ops, self._own(program))
-                return *self._some(lane, rest), _seeing_to(two, signals)
-        if isinstance(one, KernelCopies) and isinstance(two, (_Memops, _Posts)):
-            if (signals := self._kernel_signals(program, one)) is not None:
-                # A block that spins takes an SM from products: not where they run meanwhile.
-                signals, rest = with_rear(signals, two.ops, lane.startswith("compute"))
-                if isinstance(two, _Memops) or not rest:  # posts by copies are not divided
-                    return _seeing_to(one, signals), *self._some(lane, rest)
+            around = replace(two.around, front=(*one.ops, *two.around.front))
+            if around.fits:
+                return (replace(two, around=around),)
+        if isinstance(one, _Memops) and isinstance(two, _Copies):
+            rest, around = in_front(one.ops, two.around, two.mine, spins)
+            return *self._some(lane, rest), replace(two, around=around)
+        if isinstance(one, _Copies) and isinstance(two, (_Memops, _Posts)):
+            around, rest = behind(two.ops, one.around, spins)
+            if isinstance(two, _Memops) or not rest:  # posts by copies are not divided
+                return replace(one, around=around), *self._some(lane, rest)
         return one, two
-
-    def _kernel_signals(self, program: Program, copies: KernelCopies) -> Signals | None:
-        """What a launch of copies sees to so far; None where it cannot see to signals."""
-        counter = self._counter(program, copies.lane)
-        if not counter or not copies.width * copies.height:
-            return None
-        return copies.signals or Signals(counter)
 
     def _counter(self, program: Program, lane: str) -> int:
         """Address of the word where blocks of a lane's launches are counted; 0 if there is none."""

@@ -1,9 +1,9 @@
-"""Waits and writes of words on a stream, and which of them a kernel in between can see to."""
+"""Waits and writes of words on a stream, and which of them a launch can see to."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -21,35 +21,62 @@ class MemOp(NamedTuple):
     value: int
 
 
-def with_front(
-    signals: Signals, ops: Sequence[MemOp], mine: Container[int]
-) -> tuple[tuple[MemOp, ...], Signals]:
-    """Leave to a launch of copies what is written in front of it: it has no need to wait for
-    that. Words at addresses of this rank's own are cleared, before any peer's is posted. Returns
-    what stays in front, and what the launch sees to."""
-    behind = list(takewhile(lambda op: op.kind == WRITE_32, reversed(ops)))
-    if len(behind) + signals.count > MAX_SIGNALS:
-        return tuple(ops), signals
-    stays, writes = tuple(ops[: len(ops) - len(behind)]), behind[::-1]
-    clears = _words([op for op in writes if op.address in mine])
-    posts = _words([op for op in writes if op.address not in mine])
-    return stays, replace(
-        signals, clears=(*clears, *signals.clears), posts=(*posts, *signals.posts)
-    )
+@dataclass(frozen=True)
+class Around:
+    """What a launch sees to around its work.
+
+    Attributes:
+        begin: writes at its begin, for which nothing waits.
+        front: carried out in front of all work. What is waited for at its end every block waits
+            for, the rest is carried out once.
+        rear: carried out once, behind all work.
+    """
+
+    begin: tuple[MemOp, ...] = ()
+    front: tuple[MemOp, ...] = ()
+    rear: tuple[MemOp, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether a launch can see to so much."""
+        return max(len(self.begin) + len(self.front), len(self.rear)) <= MAX_SIGNALS
+
+    def signals(self, arrived: int, mine: Container[int]) -> Signals:
+        """The same for a launch; ``mine`` are addresses of this rank's own words."""
+        front = script(self.front, mine, everyone=True, aside=self.begin)
+        return Signals(arrived, front, script(self.rear, mine))
 
 
-def with_rear(
-    signals: Signals, ops: Sequence[MemOp], spins: bool
-) -> tuple[Signals, tuple[MemOp, ...]]:
-    """Leave to a launch of copies what is written right behind it and, if it may spin, what is
-    waited for then. Returns what the launch sees to, and what stays behind."""
-    writes = [] if signals.waits else list(takewhile(lambda op: op.kind == WRITE_32, ops))
-    waits = list(takewhile(lambda op: spins and op.kind == WAIT_32, ops[len(writes) :]))
-    seen = [*writes, *waits]
-    if len(seen) + signals.count > MAX_SIGNALS:
-        return signals, tuple(ops)
-    posts, awaited = (*signals.posts, *_words(writes)), (*signals.waits, *_words(waits))
-    return replace(signals, posts=posts, waits=awaited), tuple(ops[len(seen) :])
+def in_front(
+    ops: Sequence[MemOp], around: Around, mine: Container[int], spins: bool
+) -> tuple[tuple[MemOp, ...], Around]:
+    """Leave to a launch of copies what comes in front of it: what is written, for which it has no
+    need to wait, and so does behind its work, and in front of that, if it may spin, what is waited
+    for. Words of this rank's own are written before any peer's. Returns what stays in front, and
+    what the launch sees to."""
+    writes = list(takewhile(_writes, reversed(ops)))[::-1]
+    rest = ops[: len(ops) - len(writes)]
+    waits = list(takewhile(lambda op: spins and not _writes(op), reversed(rest)))[::-1]
+    own = [op for op in writes if op.address in mine]
+    others = [op for op in writes if op.address not in mine]
+    before = list(takewhile(lambda op: _writes(op) and op.address in mine, around.rear))
+    rear = (*own, *before, *others, *around.rear[len(before) :])
+    found = replace(around, front=(*waits, *around.front), rear=rear)
+    if not found.fits:
+        return tuple(ops), around
+    return tuple(rest[: len(rest) - len(waits)]), found
+
+
+def behind(ops: Sequence[MemOp], around: Around, spins: bool) -> tuple[Around, tuple[MemOp, ...]]:
+    """Leave to a launch of copies what comes behind it, up to what is waited for, if it may not
+    spin. Returns what the launch sees to, and what stays behind."""
+    taken = tuple(takewhile(lambda op: spins or _writes(op), ops))
+    found = replace(around, rear=(*around.rear, *taken))
+    return (found, tuple(ops[len(taken) :])) if found.fits else (around, tuple(ops))
+
+
+def _writes(op: MemOp) -> bool:
+    return op.kind != WAIT_32
 
 
 def script(
@@ -64,13 +91,9 @@ def script(
     steps = [ScriptStep(op.address, op.value, wide=op.kind == WRITE_64) for op in aside]
     told = False  # the step before writes elsewhere, too
     for op in ops:
-        waits, tells = op.kind == WAIT_32, op.kind != WAIT_32 and op.address not in mine
-        wide, behind = op.kind == WRITE_64, tells and not told
-        steps.append(ScriptStep(op.address, op.value, waits, wide, behind))
+        tells = _writes(op) and op.address not in mine
+        wide, seen = op.kind == WRITE_64, tells and not told
+        steps.append(ScriptStep(op.address, op.value, not _writes(op), wide, seen))
         told = tells
     shared = len(list(takewhile(lambda step: step.waits, reversed(steps)))) if everyone else 0
     return Script(tuple(steps), len(aside), len(steps) - shared)
-
-
-def _words(ops: Sequence[MemOp]) -> tuple[tuple[int, int], ...]:
-    return tuple((op.address, op.value) for op in ops)

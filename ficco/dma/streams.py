@@ -160,9 +160,9 @@ class Flights:
         return flying[0] if flying and flying[0].before.over() else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class KernelCopies:
-    """An operation that copies rows of one shape by the kernel, and sees to signals if told to.
+    """An operation that copies rows of one shape by the kernel.
 
     Attributes:
         targets, sources: address and row pitch in bytes of both ends of each copy; a source may be
@@ -176,14 +176,14 @@ class KernelCopies:
     sources: list[Callable[[Call], tuple[int, int]]]
     width: int
     height: int
-    signals: Signals | None = None
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: Call, signals: Signals | None = None) -> None:
+        """With ``signals`` there must be something to copy."""
         found = [source(call) for source in self.sources]
         ends = tuple((to, at) for (to, _), (at, _) in zip(self.targets, found, strict=True))
         pitches = self.targets[0][1], found[0][1]
         stream = call.state[self.lane]
-        self.kernels.copies(ends, *pitches, self.width, self.height, stream, signals=self.signals)
+        self.kernels.copies(ends, *pitches, self.width, self.height, stream, signals=signals)
 
 
 class StreamEngine(Engine):
@@ -338,7 +338,10 @@ class StreamEngine(Engine):
         """Address and row pitch in bytes of where a copy leads."""
         return self._at(program, region)
 
-    def copies(self, program: Program, steps: Sequence[int]) -> KernelCopies:
+    def copies(self, program: Program, steps: Sequence[int]) -> Op:
+        return self._kernel_copies(program, steps)
+
+    def _kernel_copies(self, program: Program, steps: Sequence[int]) -> KernelCopies:
         plan = program.plan
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]

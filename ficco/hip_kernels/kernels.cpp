@@ -171,13 +171,53 @@ struct Ends {
 COPY(ficco_copy_aligned, copy_aligned)
 COPY(ficco_copy_shifted, copy_shifted)
 
-// Words that a launch of copies sees to once all of them are done: it clears some, then posts some,
-// then waits for some.
-struct Signals {
+// What the ranks have to tell each other around a launch: waits for words and writes of words, which
+// one thread carries out one after the other.
+struct Script {
   u32* at[MAX_SIGNALS];
-  u32 value[MAX_SIGNALS];
-  u32 clears, posts, waits;
+  u64 value[MAX_SIGNALS];
+  u64 waits, wide, behind;  // a bit for each: it waits; it writes 64 bits; all before is seen first
+  u32 count;                // how many
+  u32 aside, alone;         // in front one block carries out so many: beside the others, for all
 };
+
+INLINE void write(const Script& script, u32 i) {
+  if (script.wide & 1ull << i)
+    store_system((u64*)script.at[i], script.value[i]);
+  else
+    store_system(script.at[i], (u32)script.value[i]);
+}
+
+// Waits in a row are one: their loads do not wait for each other.
+INLINE void carry_out(const Script& script, u32 first, u32 last) {
+  for (u32 i = first; i < last;) {
+    u32 end = i;
+    while (end < last && script.waits >> end & 1) end++;
+    if (end == i) {
+      if (script.behind >> i & 1) release_system();
+      write(script, i++);
+      continue;
+    }
+    for (u32 missing = 1; missing;) {
+      missing = 0;
+#pragma unroll 4
+      for (u32 n = i; n < end; n++)
+        missing += load_system(script.at[n]) != (u32)script.value[n];
+    }
+#pragma unroll 1
+    for (; i < end; i++) load_acquire_system(script.at[i]);
+  }
+}
+
+// What a launch begins with; no block goes on before that. Another warp carries out what is aside,
+// since a fence of the first would wait until it is through, over PCIe if need be.
+INLINE void carry_out_front(const Script& front) {
+  const bool first = block_index() == 0;
+  if (first && thread_index() == ASIDE_THREAD)
+    for (u32 i = 0; i < front.aside; i++) write(front, i);
+  if (thread_index() == 0) carry_out(front, first ? front.aside : front.alone, front.count);
+  barrier();
+}
 
 // Whether the last of `blocks` blocks has come here, one thread of each. It sees what the others
 // have released; `arrived` is 0 before and behind.
@@ -188,37 +228,20 @@ INLINE bool last_of(u32 blocks, u32* arrived) {
   return true;
 }
 
-// Sees to the signals once the last block is here. One thread does: its stores do not wait for each
-// other, and neither do its loads.
-INLINE void finish(const Signals& signals, u32* arrived, u32 blocks) {
-  barrier();
-  if (thread_index() != COPY_THREADS - 1) return;
-  release_system();  // what the block has copied
-  if (!last_of(blocks, arrived)) return;
-  u32 i = 0;
-  for (; i < signals.clears; i++) store_system(signals.at[i], signals.value[i]);
-  release_system();  // a peer may post again what is cleared once it has been posted to
-  const u32 posted = i + signals.posts;
-  for (; i < posted; i++) store_system(signals.at[i], signals.value[i]);
-  for (u32 missing = signals.waits; missing;) {
-    missing = 0;
-#pragma unroll 8
-    for (u32 n = 0; n < signals.waits; n++)
-      missing += load_system(signals.at[posted + n]) != signals.value[posted + n];
-  }
-  acquire_system();
-}
-
-// As COPY, with the signals around it.
+// As COPY, with scripts around it: the last block to be through carries out `rear`.
 #define EXCHANGE(name, copy)                                                                     \
   KERNEL(COPY_THREADS)                                                                           \
   name(CONSTANT Ends ends, u64 dst_pitch, u64 src_pitch, u64 width, u32 units, u32 magic,        \
-       u32 shift, u32 height, u32 blocks, u32 all_blocks, u32* arrived,                          \
-       CONSTANT Signals signals) {                                                               \
+       u32 shift, u32 height, u32 blocks, u32 all_blocks, u32* arrived, CONSTANT Script front,   \
+       CONSTANT Script rear) {                                                                   \
     const u32 which = block_index() / blocks, block = block_index() % blocks;                    \
+    carry_out_front(front);                                                                      \
     copy(ends.dst[which], dst_pitch, ends.src[which], src_pitch, width, {units, magic, shift},   \
          height, block, blocks);                                                                 \
-    finish(signals, arrived, all_blocks);                                                        \
+    barrier();                                                                                   \
+    if (thread_index() != COPY_THREADS - 1) return;                                              \
+    release_system();                                                                            \
+    if (last_of(all_blocks, arrived)) carry_out(rear, 0, rear.count);                            \
   }
 
 EXCHANGE(ficco_exchange_aligned, copy_aligned)
@@ -337,56 +360,14 @@ REDUCE(ficco_reduce_float32_float32, float, float)
 REDUCE(ficco_reduce_float32_bfloat16, float, bf16)
 REDUCE(ficco_reduce_float32_float16, float, f16)
 
-// Sums of parts that lie at the peers, and all that the ranks have to tell each other around them.
-
-// Waits for words and writes of words, which one thread carries out one after the other.
-struct Script {
-  u32* at[MAX_SIGNALS];
-  u64 value[MAX_SIGNALS];
-  u64 waits, wide, behind;  // a bit for each: it waits; it writes 64 bits; all before is seen first
-  u32 count;                // how many
-  u32 aside, alone;         // in front one block carries out so many: beside the others, for all
-};
-
-INLINE void write(const Script& script, u32 i) {
-  if (script.wide & 1ull << i)
-    store_system((u64*)script.at[i], script.value[i]);
-  else
-    store_system(script.at[i], (u32)script.value[i]);
-}
-
-INLINE void carry_out(const Script& script, u32 first, u32 last) {
-  for (u32 i = first; i < last; i++) {
-    const u64 bit = 1ull << i;
-    u32* const at = script.at[i];
-    if (script.waits & bit) {
-      while (load_system(at) != (u32)script.value[i]) {}
-      load_acquire_system(at);
-      continue;
-    }
-    if (script.behind & bit) release_system();
-    write(script, i);
-  }
-}
-
-// What a launch begins with. Another warp carries out what is aside, since a fence of the first
-// would wait until that is through, over PCIe if need be.
-INLINE void carry_out_front(const Script& front) {
-  const bool first = block_index() == 0;
-  if (first && thread_index() == ASIDE_THREAD)
-    for (u32 i = 0; i < front.aside; i++) write(front, i);
-  if (thread_index() == 0) carry_out(front, first ? front.aside : front.alone, front.count);
-}
-
-// As a reduction, on few blocks: all of them spin until the peers are there. The last to be through
-// carries out `rear`.
+// Sums of parts that lie at the peers: as a reduction, on few blocks, with what the ranks have to
+// tell each other around it.
 #define ONE_SHOT(name, T)                                                                        \
   KERNEL(ONE_SHOT_THREADS)                                                                       \
   name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
        u64 width, u64 pitch, u64 out_pitch, u32* arrived, CONSTANT Script front,                 \
        CONSTANT Script rear) {                                                                   \
     carry_out_front(front);                                                                      \
-    barrier();                                                                                   \
     reduce<ONE_SHOT_THREADS, ONE_SHOT_IN_FLIGHT, T, T>(out, parts, count, vectors, elements,     \
                                                        width, pitch, out_pitch, blocks);         \
     barrier();                                                                                   \

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -78,51 +78,6 @@ class Ends(ctypes.Structure):
     _fields_ = [("dst", ctypes.c_uint64 * MAX_ENDS), ("src", ctypes.c_uint64 * MAX_ENDS)]
 
 
-#: A word, by its address, and a value.
-Word = tuple[int, int]
-
-
-@dataclass(frozen=True, eq=False)
-class Signals:
-    """What a launch of copies does to 32-bit words once all of them are done: it clears some, posts
-    some, and then waits for some. The whole system sees what was copied, and the words that are
-    cleared, before it sees what is posted. At most ``MAX_SIGNALS``.
-
-    While it waits, one block of the device spins.
-
-    Attributes:
-        arrived: address of a word of the device's own, 0 when nothing is in flight. Launches that
-            may run at the same time need one each.
-    """
-
-    arrived: int
-    clears: tuple[Word, ...] = ()
-    posts: tuple[Word, ...] = ()
-    waits: tuple[Word, ...] = ()
-
-    @property
-    def count(self) -> int:
-        return len(self.clears) + len(self.posts) + len(self.waits)
-
-    @cached_property
-    def packed(self) -> _Signals:
-        found = _Signals()
-        for index, word in enumerate((*self.clears, *self.posts, *self.waits)):
-            found.at[index], found.value[index] = word
-        found.clears, found.posts, found.waits = map(len, (self.clears, self.posts, self.waits))
-        return found
-
-
-class _Signals(ctypes.Structure):
-    _fields_ = [
-        ("at", ctypes.c_uint64 * MAX_SIGNALS),
-        ("value", ctypes.c_uint32 * MAX_SIGNALS),
-        ("clears", ctypes.c_uint32),
-        ("posts", ctypes.c_uint32),
-        ("waits", ctypes.c_uint32),
-    ]
-
-
 class ScriptStep(NamedTuple):
     """Of a :class:`Script`: wait for a 32-bit word to have a value, or write one of 32 or, if
     ``wide``, 64 bits; if ``behind``, when the whole system sees what came before."""
@@ -170,6 +125,23 @@ class _Script(ctypes.Structure):
         ("aside", ctypes.c_uint32),
         ("alone", ctypes.c_uint32),
     ]
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """What a launch waits for and writes around its work: the whole system sees all of that before
+    it sees what ``rear`` writes elsewhere. While a script waits, blocks of the device spin.
+
+    Attributes:
+        arrived: address of a word of the device's own, 0 when nothing is in flight. Launches that
+            may run at the same time need one each.
+        front: carried out before any of the work.
+        rear: carried out once, when all of the work is done.
+    """
+
+    arrived: int
+    front: Script = Script()
+    rear: Script = Script()
 
 
 class Words(ctypes.Structure):
@@ -360,8 +332,9 @@ class Kernels:
         signals: Signals | None = None,
     ) -> None:
         """:meth:`copy` for several pairs of destination and source at the same time, each with
-        ``blocks`` blocks: where their addresses are alike, by one launch. The last launch sees to
-        ``signals``; there must be something to copy then."""
+        ``blocks`` blocks: where their addresses are alike, by one launch. With ``signals`` there
+        must be something to copy, and the stream must wait for nothing that is launched behind it
+        on this device."""
         for prepared in self._copies(
             ends, dst_pitch, src_pitch, width, height, blocks, True, signals
         ):
@@ -396,10 +369,13 @@ class Kernels:
         if alike and len(ends) <= MAX_ENDS:
             launches = list(zip(*each, strict=True))
         how = dst_pitch, src_pitch, blocks, release
-        last = len(launches) - 1
+        if signals is None or len(launches) < 2:
+            return [self._launch(some, *how, signals) for some in launches]
+        first, *rest, last = launches
         return [
-            self._launch(some, *how, signals if index == last else None)
-            for index, some in enumerate(launches)
+            self._launch(first, *how, replace(signals, rear=Script())),
+            *[self._launch(some, *how, None) for some in rest],
+            self._launch(last, *how, replace(signals, front=Script())),
         ]
 
     def _launch(
@@ -424,7 +400,7 @@ class Kernels:
             kernel, rest = self._kernels[f"ficco_copy_{shape}"], (u32(release),)
         else:
             kernel = self._kernels[f"ficco_exchange_{shape}"]
-            rest = u32(whole), u64(signals.arrived), signals.packed
+            rest = u32(whole), *_around(signals)
         return kernel, whole, COPY_THREADS, self.binding.pack((*where, *numbers, *rest))
 
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
@@ -443,25 +419,19 @@ class Kernels:
         self,
         out: torch.Tensor,
         parts: Sequence[torch.Tensor],
-        arrived: int,
-        front: Script,
-        rear: Script,
+        signals: Signals,
         stream: Any,
         blocks: int = ONE_SHOT_BLOCKS,
     ) -> None:
-        """:meth:`reduce` of parts of the result's dtype that lie at the peers, on few blocks:
-        ``front`` is carried out before they are read, ``rear`` when all of the result is there.
-
-        The blocks spin while ``front`` waits: the stream must wait for nothing that is launched
-        behind it on this device. ``arrived`` is as in :class:`Signals`.
-        """
+        """:meth:`reduce` of parts of the result's dtype that lie at the peers, on few blocks, with
+        ``signals`` around it: the stream must wait for nothing that is launched behind it on this
+        device."""
         check_reduce(out, parts)
         arguments, work = self._sum(out, parts)
         most = min(blocks, self.binding.processors // 2)
         blocks = max(1, min(most, -(-work // ONE_SHOT_THREADS)))
         kernel = self._kernels[f"ficco_one_shot_{_text(out.dtype)}"]
-        scripts = ctypes.c_uint64(arrived), front.packed, rear.packed
-        packed = self.binding.pack((*arguments(blocks), *scripts))
+        packed = self.binding.pack((*arguments(blocks), *_around(signals)))
         self.binding.launch(kernel, blocks, ONE_SHOT_THREADS, packed, stream)
 
     def _sum(
@@ -487,7 +457,7 @@ class Kernels:
 
     def script(self, script: Script, stream: Any) -> None:
         """Carry out a script behind everything that the stream did before. Where it waits, one
-        block of the device spins, as in :meth:`one_shot`."""
+        block of the device spins, as with :class:`Signals`."""
         packed = self.binding.pack((script.packed,))
         self.binding.launch(self._kernels["ficco_script"], 1, SIGNAL_THREADS, packed, stream)
 
@@ -522,3 +492,8 @@ class Kernels:
             found.at[index], found.value[index] = address, value
         arguments = self.binding.pack((found, ctypes.c_uint32(len(words)), *rest))
         self.binding.launch(self._kernels[name], 1, SIGNAL_THREADS, arguments, stream)
+
+
+def _around(signals: Signals) -> tuple[Any, ...]:
+    """What a kernel is told of signals."""
+    return ctypes.c_uint64(signals.arrived), signals.front.packed, signals.rear.packed

@@ -114,7 +114,9 @@ def _copied(at: Rank, generator: torch.Generator, kernels: Kernels, stream: Any)
     problems, half = [], torch.bfloat16
     words = torch.zeros(4, dtype=torch.int32, device=at.device)
     each = [words.data_ptr() + 4 * i for i in range(4)]
-    seen_to = Signals(each[0], ((each[1], 7),), ((each[2], 9),), ((each[3], 0),))
+    front = Script((ScriptStep(each[1], 7), ScriptStep(each[1], 7, waits=True)), alone=1)
+    rear = Script((ScriptStep(each[2], 9), ScriptStep(each[3], 0, waits=True)))
+    seen_to = Signals(each[0], front, rear)
     for (rows, cols, pitch, first), signals in product(PARTS, (None, seen_to)):
         source = _integers(at, generator, half, PLACES, rows, pitch)
         wide = torch.full_like(source, 99.0)
@@ -197,7 +199,7 @@ def _scripted(at: Rank, generator: torch.Generator, kernels: Kernels, stream: An
             total = torch.empty(rows, cols, dtype=dtype, device=at.device)
             front = Script((ScriptStep(each[0], 7), ScriptStep(each[0], 7, waits=True)), alone=1)
             rear = Script((ScriptStep(each[1], 9), ScriptStep(each[1], 9, waits=True)), alone=2)
-            kernels.one_shot(total, parts, arrived, front, rear, stream)
+            kernels.one_shot(total, parts, Signals(arrived, front, rear), stream)
             steps = ScriptStep(each[1], 9, waits=True), ScriptStep(each[2], 5, behind=True)
             kernels.script(Script(steps, alone=2), stream)
             if not torch.equal(total, torch.stack(parts).double().sum(0).to(dtype)):
