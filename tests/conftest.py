@@ -8,7 +8,6 @@ import tempfile
 
 import pytest
 import ranks
-import torch
 from hypothesis import settings
 
 #: GPUs that a marker asks for. In a module of multigpu tests, one marked gpu needs no second.
@@ -35,10 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (item, next((n for name, n in NEEDS.items() if item.get_closest_marker(name)), 0))
         for item in items
     ]
-    count = torch.cuda.device_count() if any(need for _, need in needs) else 0
+    count = ranks.most_gpu_ranks() if any(need for _, need in needs) else 0
     for item, need in needs:
         if need > count:
-            item.add_marker(pytest.mark.skip(reason=f"needs {need} GPUs, found {count}"))
+            item.add_marker(pytest.mark.skip(reason=f"needs GPUs for {need} ranks, found {count}"))
 
 
 def pytest_sessionfinish() -> None:

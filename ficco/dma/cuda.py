@@ -4,7 +4,8 @@ Every lane is a stream; ``compute0`` is the caller's own. Buffers are PyTorch's 
 mapped into every process of the group, and copies between them run on the copy engines. A signal
 is a 32-bit word in the waiter's memory: posted by a stream write behind the copy or, where the
 driver refuses stream writes to a peer, by a 4-byte copy; waited for by a stream wait, which takes
-no SM. A launch of the copy kernel posts by itself and, in front of a product, waits with one block.
+no SM. A launch of the copy kernel, or of a sum at the peers, posts by itself and, where no product
+runs beside it, waits by itself, with its blocks.
 
 Ordering: a stream's write, or copy, is performed after the copy in front of it is complete. A wait
 asks for a flush of remote writes where the device offers it. Where it does not (H100 and H200 over
