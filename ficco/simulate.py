@@ -428,7 +428,7 @@ class _Simulation:
         self.machine = machine
         kind = self.problem.kind.collective
         if getattr(machine, COLLECTIVES[kind]) is None:
-            block("collective", "collective" in ops)
+            block("all_gather", "collective" in ops)
         self.topology: Topology = block("topology", reads or "copy" in ops)
         self.copies: Copies = block("copies", reads or "copy" in ops)
         if by_kernel and machine.kernel_copies is not None:

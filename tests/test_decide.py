@@ -222,7 +222,7 @@ def test_serial_where_nothing_is_known(machine: Machine | None, why: str) -> Non
 
 def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     collective = Collective(((2**23 / 3, 1e-3), (2**23, 3e-3)), BY)
-    tuned = replace(MACHINE, tuned=(TUNED,), collective=collective)
+    tuned = replace(MACHINE, tuned=(TUNED,), all_gather=collective)
     decision = decide(problem(2048, 1024, 4096, world=2), machine=tuned, mode="queued")
     assert decision.source == "model"
     assert "on toy (as 2 ranks)" in decision.reason
@@ -234,7 +234,7 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
 
 def test_every_collective_is_scaled_to_the_bytes_that_a_rank_receives() -> None:
     curve = Collective(((3e6, 1e-3), (9e6, 2e-3)), BY)
-    blocks = ("collective", "reduce_scatter", "all_to_all", "all_reduce")
+    blocks = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     sized = described(replace(MACHINE, **dict.fromkeys(blocks, curve)), 2)
     assert sized is not None
     for block in blocks:  # a peer in place of three

@@ -317,8 +317,8 @@ def test_a_file_cut_short_is_noticed_wherever_the_cut_is(end: int) -> None:
 
 
 def test_an_empty_curve() -> None:
-    with pytest.raises(ConfigError, match=r"collective\.curve: required a list of points \[B, s\]"):
-        loads(HEAD + "collective:\n  curve: []\n...")
+    with pytest.raises(ConfigError, match=r"all_gather\.curve: required a list of points \[B, s\]"):
+        loads(HEAD + "all_gather:\n  curve: []\n...")
 
 
 def test_thresholds_that_cross() -> None:

@@ -50,7 +50,7 @@ MACHINE = Machine(
     ranks=4,
     topology=Topology("switch", RATE, BY),
     copies=Copies(2, 0.0, 0.0, ((1, RATE), (2**40, RATE)), BY),
-    collective=Collective(((1, 3e-3), (2**23, 3e-3)), BY),
+    all_gather=Collective(((1, 3e-3), (2**23, 3e-3)), BY),
     gemm=Gemm(
         peak=2.0 * 1024 * 1024 * 4096 / TILE_S,
         units=1,
@@ -440,7 +440,7 @@ def test_the_ideal_by_hand() -> None:
     assert ideal(wide, MACHINE, predict) == pytest.approx(4e-3)
     assert MACHINE.copies is not None
     curve = ((1.0, RATE / 2), (2.0**40, RATE / 2))
-    slow = replace(MACHINE, copies=replace(MACHINE.copies, curve=curve), collective=None)
+    slow = replace(MACHINE, copies=replace(MACHINE.copies, curve=curve), all_gather=None)
     assert ideal(PROBLEM, slow, predict) == pytest.approx(6e-3)  # three shards, one after the other
     mesh = replace(slow, topology=Topology("mesh", RATE, BY))
     assert ideal(PROBLEM, mesh, predict) == pytest.approx(4e-3)  # each on a link of its own

@@ -48,7 +48,7 @@ TOY = Machine(
     topology=Topology("switch", 400e9, GIVEN, sharing=0.7),
     copies=Copies(3, 12e-6, 3e-6, ((1e5, 6e10), (1e6, 2e11), (1e8, 3.8e11)), GIVEN),
     kernel_copies=Copies(8, 8e-6, 1e-6, ((1e5, 9e10), (1e8, 3.2e11)), GIVEN),
-    collective=Collective(((1e6, 4e-5), (1e8, 1e-3)), GIVEN),
+    all_gather=Collective(((1e6, 4e-5), (1e8, 1e-3)), GIVEN),
     gemm=Gemm(
         peak=9e14,
         units=132,
@@ -267,7 +267,7 @@ def test_a_sum_reads_all_its_parts_and_takes_its_turn() -> None:
 @pytest.mark.parametrize(
     ("operator", "mine", "nbytes"),
     [
-        ("all_gather_matmul", "collective", 25 * 3 * 4),
+        ("all_gather_matmul", "all_gather", 25 * 3 * 4),
         ("matmul_reduce_scatter", "reduce_scatter", 25 * 7 * 4),
         ("matmul_all_reduce", "all_reduce", 25 * 7 * 4),
     ],
@@ -280,13 +280,13 @@ def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather(
     fast = replace(flat(1e30, 1.0, 1.0, ranks=4), **{mine: Collective(((1.0, 8.0),), GIVEN)})
     (bar,) = (b for b in simulate(plans(problem, schedule), fast).ranks[3] if b.kind != "matmul")
     assert (bar.kind, bar.stop_s) == ("collective", pytest.approx(8.0 * nbytes))
-    if mine != "collective":  # three blocks are received, and twice as much to sum and return
+    if mine != "all_gather":  # three blocks are received, and twice as much to sum and return
         twice = 2 if problem.kind.returns else 1
         found = predict(problem, schedule, replace(fast, **{mine: None}))
         assert found == pytest.approx(twice * 3 * nbytes)
-        only = replace(fast, collective=None)
+        only = replace(fast, all_gather=None)
         assert predict(problem, schedule, only) == pytest.approx(8.0 * nbytes)
-        with pytest.raises(ValueError, match="'collective'"):
+        with pytest.raises(ValueError, match="'all_gather'"):
             predict(problem, schedule, replace(only, **{mine: None}))
 
 
@@ -532,7 +532,7 @@ def test_plans_that_wait_for_ever_are_refused() -> None:
         ("topology", "growing", "queued"),
         ("contention", "growing", "queued"),
         ("memory", "uniform-fused-2d", "queued"),
-        ("collective", "serial:collective", "queued"),
+        ("all_gather", "serial:collective", "queued"),
         ("host", "growing", "idle"),
     ],
 )
@@ -541,7 +541,7 @@ def test_a_missing_block_is_named(block: str, schedule: str, mode: str) -> None:
     problem = problem_of(64, 64, n=64, k=64, dtype="bfloat16")
     with pytest.raises(ValueError, match=f"toy.*'{block}'"):
         predict(problem, Schedule.parse(schedule), without, mode)
-    others = "growing" if block in ("memory", "collective") else "serial:collective"
+    others = "growing" if block in ("memory", "all_gather") else "serial:collective"
     if block != "gemm":
         assert predict(problem, Schedule.parse(others), without, "queued") > 0
 

@@ -389,7 +389,7 @@ BLOCKS: dict[str, Any] = {
     "copies": Copies(1, 1e-5, 1e-6, ((1024.0, 1e9), (4096.0, 2e9)), SOURCE),
     "kernel_copies": Copies(1, 2e-5, 1e-6, ((1024.0, 5e8), (4096.0, 1e9)), SOURCE),
     "topology": Topology("switch", 2e9, SOURCE),
-    "collective": Collective(((1024.0, 1e-5), (4096.0, 2e-5)), SOURCE),
+    "all_gather": Collective(((1024.0, 1e-5), (4096.0, 2e-5)), SOURCE),
     "reduce_scatter": Collective(((1024.0, 2e-5), (4096.0, 3e-5)), SOURCE),
     "memory": Memory(1e10, 1e10, SOURCE),
     "contention": Contention(1.0, 1.1, 1.2, 1.3, SOURCE),
@@ -688,7 +688,7 @@ def curve_of(at: ranks.Rank, step: str) -> list[float]:
 
 def test_collectives_are_measured_at_sizes_of_their_own() -> None:
     assert set(effort.GPU.sizes) < set(effort.GPU.exchanges)
-    for step in ("collective", "all_to_all"):
+    for step in ("all_gather", "all_to_all"):
         assert ranks.run(2, curve_of, step)[0] == [4096.0, 12288.0, 65536.0]
 
 
@@ -712,7 +712,7 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         assert source.date and source.commit and source.source in ("measured", "fitted")
     points = ranks.run(2, check_file, machine)[0]
     assert {p.block for p in points} == {
-        "gemm", "copies", "collective", "reduce_scatter", "all_to_all", "all_reduce", "memory",
+        "gemm", "copies", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "memory",
         "call",
     }  # fmt: skip
     assert sum(p.what.endswith(" in a row") for p in points) == 1
@@ -856,7 +856,7 @@ def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
     ):
         settings = tuning.Settings(tmp_path / "m.yaml", "cpu", operators=operators)
         assert {*settings.steps} & every == measured
-        assert {"gemm", "collective", "thresholds"} <= {*settings.steps}
+        assert {"gemm", "all_gather", "thresholds"} <= {*settings.steps}
     case = Case("x", 64, 16, 32, "float32")
     found = shapes.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
     assert [(p.operator, p.n, p.k) for p in found] == [

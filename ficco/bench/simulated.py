@@ -58,7 +58,7 @@ def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
         for name, schedule in NAMED.items()
         if not refusal(problem, schedule)
     ]
-    with_collective = [Schedule.parse("serial:collective")] if machine.collective else []
+    with_collective = [Schedule.parse("serial:collective")] if machine.all_gather else []
     return [*with_collective, *named]
 
 
@@ -74,7 +74,7 @@ def simulate_case(
     by_copies = suited(NAMED["serial"], problem, machine)
     bounds = parts_alone(problem, machine, predict, mode)
     serials = [predict(problem, by_copies, machine, mode)]
-    if machine.collective:
+    if machine.all_gather:
         serials.append(predict(problem, Schedule.parse("serial:collective"), machine, mode))
     moved = [bounds[name] for name in ("copies", "collective") if name in bounds]
     bounds["ideal"] = max(bounds["gemm"], min(moved, default=0.0))

@@ -134,6 +134,6 @@ def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> d
         free = replace(machine, memory=replace(machine.memory, bandwidth=inf, latency=0.0))
     by_copies = suited(Schedule.parse("shard-overlap"), problem, machine)
     found["copies"] = predict(bare, by_copies, free, mode)
-    if machine.collective is not None:
+    if machine.all_gather is not None:
         found["collective"] = predict(bare, Schedule.parse("serial:collective"), machine, mode)
     return found

@@ -30,7 +30,7 @@ MODES: dict[str, tuple[str, ...]] = {
 TIE = 0.01
 
 #: The blocks of a machine without which nothing can be predicted.
-NEEDED = ("topology", "copies", "collective", "gemm", "memory", "contention")
+NEEDED = ("topology", "copies", "all_gather", "gemm", "memory", "contention")
 
 #: Seconds of a problem under a schedule on a machine in a mode.
 Predict = Callable[[Problem, Schedule, Machine, str], float]

@@ -48,7 +48,7 @@ def flat(
         topology=Topology(kind, link_bytes, given),
         copies=copies,
         kernel_copies=copies,
-        collective=Collective(
+        all_gather=Collective(
             tuple((size, (ranks - 1) * size / link_bytes) for size in (_LEAST, _MOST)), given
         ),
         gemm=Gemm(

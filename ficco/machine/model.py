@@ -78,7 +78,7 @@ TimeCurve = Annotated[Curve, Points("B", "s")]
 
 #: The blocks of a machine that collectives have, by what libraries call them.
 COLLECTIVES = {
-    "all-gather": "collective",
+    "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
     "all-reduce": "all_reduce",
@@ -458,8 +458,7 @@ class Machine:
 
     Attributes:
         name: of the file, too.
-        collective: the vendor's all-gather; ``reduce_scatter``, ``all_to_all`` and ``all_reduce``
-            the other collectives, see :meth:`exchange`.
+        all_gather, reduce_scatter, all_to_all, all_reduce: the vendor's, see :meth:`exchange`.
         accelerator: name of the device as its driver gives it; the fingerprint of a host is this
             and ``ranks``.
         also: further names of the device.
@@ -475,7 +474,7 @@ class Machine:
     topology: Topology | None = None
     copies: Copies | None = None
     kernel_copies: Copies | None = None
-    collective: Collective | None = None
+    all_gather: Collective | None = None
     reduce_scatter: Collective | None = None
     all_to_all: Collective | None = None
     all_reduce: Collective | None = None
@@ -506,11 +505,11 @@ class Machine:
         own: Collective | None = getattr(self, COLLECTIVES[collective])
         if own is not None:
             return own.seconds(nbytes)
-        if self.collective is None:
+        if self.all_gather is None:
             raise ValueError(
-                f"machine {self.name}: required the block 'collective' or "
+                f"machine {self.name}: required the block 'all_gather' or "
                 f"{COLLECTIVES[collective]!r}, got none"
             )
         if collective == "all-reduce":
-            return self.exchange("reduce-scatter", nbytes) + self.collective.seconds(nbytes)
-        return self.collective.seconds(nbytes)
+            return self.exchange("reduce-scatter", nbytes) + self.all_gather.seconds(nbytes)
+        return self.all_gather.seconds(nbytes)

@@ -98,7 +98,7 @@ def grid(
 
 
 _GPU_SECONDS = {
-    "gemm": 45.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0, "collective": 12.0,
+    "gemm": 45.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0, "all_gather": 12.0,
     "contention": 24.0,
     "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
     "memory": 3.0, "host": 6.0, "thresholds": 20.0,
@@ -153,7 +153,7 @@ CPU = Effort(
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
     seconds={
-        "gemm": 8.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0, "collective": 4.0,
+        "gemm": 8.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0, "all_gather": 4.0,
         "contention": 8.0,
         "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
         "memory": 2.0, "host": 4.0, "thresholds": 6.0,

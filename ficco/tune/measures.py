@@ -402,11 +402,11 @@ def topology(site: Site) -> Topology:
     return Topology(kind, bandwidth, provenance, sharing)
 
 
-def collective(site: Site) -> Collective:
+def all_gather(site: Site) -> Collective:
     _needs_peers(site)
     parts, sizes = site.parts(), site.effort.exchanges or site.effort.sizes
     parts.collective(max(sizes))  # grows the memory that the others share
-    found = site.time("collective", {str(size): parts.collective(size) for size in sizes})
+    found = site.time("all_gather", {str(size): parts.collective(size) for size in sizes})
     curve = tuple((float(size), found[str(size)].seconds) for size in sizes)
     return Collective(curve, site.provenance("measured", "all-gather, bytes per rank"))
 
@@ -684,7 +684,7 @@ STEPS = (
     Step("copies", copies),
     Step("kernel_copies", kernel_copies),
     Step("topology", topology),
-    Step("collective", collective),
+    Step("all_gather", all_gather),
     Step("reduce_scatter", reduce_scatter),
     Step("all_to_all", all_to_all),
     Step("all_reduce", all_reduce),

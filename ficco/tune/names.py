@@ -6,7 +6,7 @@ STEPS = (
     "copies",
     "kernel_copies",
     "topology",
-    "collective",
+    "all_gather",
     "reduce_scatter",
     "all_to_all",
     "all_reduce",
