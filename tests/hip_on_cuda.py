@@ -8,7 +8,7 @@ of other processes, but CUDA's. It needs PyTorch for CUDA, pytest, and hip-pytho
 ``build/hip-python/``, where ``hip_forward/fetch.sh`` puts it on a machine with a network.
 
 Parts run one after the other, in processes of their own; what fails does not stop the rest. A rank
-that makes no step in 60 s prints its stacks and ends. The report and ``bench.csv`` go to ``--out``;
+that makes no step in 60 s prints its stacks and ends. The report and its CSV go to ``--out``;
 the exit status is 1 if any part failed.
 """
 
@@ -20,6 +20,7 @@ import faulthandler
 import json
 import os
 import random
+import shlex
 import sys
 import tempfile
 import threading
@@ -49,6 +50,8 @@ MOMENT = 180_000
 TITLE = "HIP API forwarded to CUDA on NVIDIA"
 
 PROGRESS = "FICCO_TEST_PROGRESS"
+#: The arguments of the program.
+GIVEN = "FICCO_TEST_ARGUMENTS"
 
 
 def step(at: Any, text: str = "") -> None:
@@ -71,9 +74,12 @@ def engine() -> Any:
 
 
 def about(at: Any) -> dict[str, str]:
-    """What the engine does here, in its own words."""
+    """What the engine does here, in its own words, and what it did that on."""
     from cases import equal, exact
     from hip import HIP_VERSION_TUPLE
+
+    from ficco import doctor
+    from ficco.bench.table import commit
 
     step(at, "first call")
     exact(at, equal(at.world, 8, 8, 8, schedule="growing"), 0)
@@ -81,7 +87,9 @@ def about(at: Any) -> dict[str, str]:
     found = engine().capabilities()
     series = ".".join(map(str, HIP_VERSION_TUPLE[:2]))
     return {
-        "GPUs": f"{at.world} x {torch.cuda.get_device_name()}",
+        "GPUs": f"{at.world} x {torch.cuda.get_device_name()}, driver {doctor.driver()}",
+        "commit": commit() or "not a checkout",
+        "command": f"`python tests/hip_on_cuda.py {os.environ[GIVEN]}`",
         "versions": f"PyTorch {torch.__version__}, hip-python for HIP {series}",
         **{name: str(getattr(found, name)) for name in ("post", "wait", "copy", "movers")},
     }
@@ -345,10 +353,13 @@ def write_csv(path: Path, found: list[Timed], world: int) -> None:
 
 
 def report(
-    parts: dict[str, tuple[bool, str]], words: dict[str, str], found: list[Timed]
+    title: str,
+    parts: dict[str, tuple[bool, str]],
+    words: dict[str, str],
+    found: list[Timed],
 ) -> Iterator[str]:
     """The report, line by line."""
-    yield f"# {TITLE}"
+    yield f"# {title}: {TITLE}"
     yield ""
     yield (
         "`ficco/dma/hip.py` through hip-python on a `libamdhip64.so` that hands HIP's calls to the "
@@ -477,6 +488,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=TITLE)
     parser.add_argument("--out", type=Path, default=Path("build/hip-on-cuda"))
+    parser.add_argument("--name", default="hip-on-cuda", help="of the report and its CSV")
     parser.add_argument("--world", type=int, default=torch.cuda.device_count(), help="ranks")
     parser.add_argument("--parts", default="", help="names with commas, FICCO for its variables")
     parser.add_argument("--calls", type=int, default=2000, help="jittered calls")
@@ -496,7 +508,7 @@ def main() -> int:
         if wanted and not name.startswith(wanted):
             continue
         progress = Path(tempfile.gettempdir(), f"ficco-hip-on-cuda-{os.getpid()}-{name}")
-        settings = {**env, **more, PROGRESS: str(progress)}
+        settings = {**env, **more, PROGRESS: str(progress), GIVEN: shlex.join(sys.argv[1:])}
         good, found = _run(name, fn, args, settings, given.world, seconds)
         if good and name == "about":
             words, text = found, "the engine's first call"
@@ -508,10 +520,11 @@ def main() -> int:
         print(f"  {'passed' if good else 'FAILED'}: {text}", flush=True)
         # After each part: a run that is cut off leaves what there was.
         kept.write_text(json.dumps([parts, words]))
-        (given.out / "report.md").write_text("\n".join(report(parts, words, timed)) + "\n")
+        lines = report(given.name, parts, words, timed)
+        (given.out / f"{given.name}.md").write_text("\n".join(lines) + "\n")
         if timed:
-            write_csv(given.out / "bench.csv", timed, given.world)
-    print((given.out / "report.md").read_text(), flush=True)
+            write_csv(given.out / f"{given.name}.csv", timed, given.world)
+    print((given.out / f"{given.name}.md").read_text(), flush=True)
     return 0 if all(good for good, _ in parts.values()) else 1
 
 

@@ -81,7 +81,7 @@ def test_columns_are_packed_by_the_placement_kernel(series: str) -> None:
 UNPACKED = {
     "matmul_reduce_scatter": ("hetero-unfused-2d:pieces=2", "uniform-unfused-2d:pull,compute=2"),
     "matmul_all_reduce": ("uniform-fused-2d:pieces=2",),
-    "all_to_all_matmul": ("hetero-fused-2d", "uniform-fused-2d:pull"),
+    "all_to_all_matmul": ("uniform-fused-2d:pull",),
 }
 COPY = "hipMemcpyDtoDAsync"
 
