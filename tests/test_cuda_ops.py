@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_kernels import missing
 
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.streams import KernelCopies
-from ficco.hip_kernels import MAX_SIGNALS, Kernels, ScriptStep
+from ficco.hip_kernels import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep
 
 #: Words below are the rank's own, and these a peer's.
 PEER = 2000
+#: Places to which copies may spin.
+MOST = 8
 #: What tells the watchdog that a captured call begins, and that it is over.
 BEGIN, END = MemOp(WRITE_32, 9000, 1), MemOp(WRITE_64, 9000, 1 << 32)
 
@@ -36,8 +40,9 @@ def write(address: int) -> MemOp:
     return MemOp(WRITE_32, address, 1)
 
 
-def copies(cuda: Any, lane: str) -> Any:
-    found = KernelCopies(None, lane, [(1, 2)], [lambda call: (1, 2)], 8, 2)  # type: ignore[arg-type]
+def copies(cuda: Any, lane: str, places: int = 1) -> Any:
+    kernels: Any = SimpleNamespace(most_that_spin=PEER_BLOCKS * MOST)
+    found = KernelCopies(kernels, lane, [(1, 2)] * places, [lambda call: (1, 2)] * places, 8, 2)
     return cuda._Copies(copies=found, arrived=5000, mine=range(PEER))
 
 
@@ -83,9 +88,20 @@ def test_in_front_of_a_product_all_is_one_launch(cuda: Any) -> None:
     assert enqueued(cuda, "compute0", *given) == [Around((), (wait(4),), rear)]
 
 
-def test_beside_products_a_launch_does_not_wait(cuda: Any) -> None:
-    given = (wait(4), write(4)), copies(cuda, "copy0"), (write(PEER),), (wait(8),)
-    first, launch, second, bare = enqueued(cuda, "copy0", *given, copies(cuda, "copy0"))
+@pytest.mark.parametrize(("places", "spins"), [(MOST, True), (MOST + 1, False)])
+def test_so_many_blocks_may_spin_in_front(cuda: Any, places: int, spins: bool) -> None:
+    """Behind its work a launch spins with one."""
+    given = (wait(4), write(4)), copies(cuda, "compute0", places), (write(PEER), wait(8))
+    *front, launch = enqueued(cuda, "compute0", *given)
+    assert front == ([] if spins else [(wait(4),)])
+    rear = write(4), write(PEER), wait(8)
+    assert launch == Around((), (wait(4),) * spins, rear)
+
+
+@pytest.mark.parametrize("lane", ["copy0", "copy1", "reduce0"])
+def test_beside_products_a_launch_does_not_wait(cuda: Any, lane: str) -> None:
+    given = (wait(4), write(4)), copies(cuda, lane), (write(PEER),), (wait(8),)
+    first, launch, second, bare = enqueued(cuda, lane, *given, copies(cuda, lane))
     assert first == (wait(4),) and launch == Around(rear=(write(4), write(PEER)))
     assert second == (wait(8),) and bare == Around()
 
@@ -97,6 +113,77 @@ def test_posts_by_copies_are_left_to_a_launch_too(cuda: Any) -> None:
     assert enqueued(cuda, "compute0", *given) == [Around((), (wait(4),), rear)]
 
 
+def test_posts_by_copies_are_not_divided(cuda: Any) -> None:
+    """What is left of them would be written by the stream, which the driver refuses."""
+    many = tuple(write(PEER + 4 * i) for i in range(MAX_SIGNALS + 1))
+    posts = cuda._Posts("compute0", many, (1,) * len(many))
+    launch, left = made(cuda, [("compute0", copies(cuda, "compute0")), ("compute0", posts)]).body
+    assert launch.around == Around() and left is posts
+
+
+LANES = st.sampled_from(["compute0", "compute1", "copy0"])
+ACTS = st.lists(st.sampled_from(["copies", "wait", "own", "peer"]), max_size=12)
+
+
+@given(LANES, ACTS)
+def test_launches_keep_the_order_of_a_lane(cuda: Any, lane: str, acts: list[str]) -> None:
+    """But that writes may come behind copies, and what peers are told behind what is cleared."""
+    ops: list[Any] = []
+    for number, act in enumerate(acts):
+        single = {"wait": wait, "own": write, "peer": lambda at: write(PEER + at)}
+        ops.append(copies(cuda, lane) if act == "copies" else (single[act](4 * number),))
+    launches = [id(op.copies) for op in ops if isinstance(op, cuda._Copies)]
+    before = [(launches.pop(0), "copies") if act == "copies" else op[0] for act, op in
+              zip(acts, ops, strict=True)]  # fmt: skip
+    after: list[Any] = []
+    for op in made(cuda, [(lane, op) for op in ops]).body:
+        if isinstance(op, cuda._Copies):
+            assert not op.around.begin
+            after += [*op.around.front, (id(op.copies), "copies"), *op.around.rear]
+        else:
+            after += op.ops
+    assert sorted(map(repr, before)) == sorted(map(repr, after))
+    place = {repr(one): at for at, one in enumerate(after)}
+    for index, one in enumerate(before):
+        for other in before[index + 1 :]:
+            if place[repr(one)] > place[repr(other)]:
+                assert isinstance(one, MemOp) and one.kind == WRITE_32, (one, other)
+                told = one.address >= PEER and isinstance(other, MemOp) and other.address < PEER
+                assert other[1] == "copies" or (told and other.kind == WRITE_32), (one, other)
+
+
+def test_copies_of_nothing_see_to_nothing(cuda: Any) -> None:
+    """Nor do those on a lane that has no word to count blocks in."""
+    for height, counter in ((2, 5000), (0, 5000), (2, 0)):
+        found = replace(copies(cuda, "copy0").copies, height=height)
+
+        class Engine(cuda.CudaEngine):
+            def __init__(self, found: Any, counter: int) -> None:
+                self._kernel_copies = lambda program, steps: found
+                self._counter = lambda program, lane: counter
+
+            def _own(self, program: Any) -> range:
+                return range(PEER)
+
+        op = Engine(found, counter).copies(None, (0,))
+        assert isinstance(op, cuda._Copies) is bool(height and counter)
+        assert getattr(op, "copies", op) is found
+
+
+def test_lanes_count_in_words_of_their_own_behind_those_of_the_rank(cuda: Any) -> None:
+    memory = cuda.CudaMemory.__new__(cuda.CudaMemory)
+    memory.addresses = [10_000, 20_000]
+    lanes = ("compute0", *(f"copy{i}" for i in range(cuda.COUNTED_LANES)))
+    slot = SimpleNamespace(memory=memory, words=6)
+    program = SimpleNamespace(slot=slot, plan=SimpleNamespace(lanes=lanes, words=6))
+    engine = cuda.CudaEngine.__new__(cuda.CudaEngine)
+    engine.rank = 1
+    own, counters = engine._own(program), [engine._counter(program, lane) for lane in lanes]
+    assert own == range(20_000, 20_024)
+    assert counters[-1] == 0 and len(set(counters)) == len(lanes)
+    assert all(at >= own.stop and at % 4 == 0 for at in counters[:-1])
+
+
 def test_what_a_launch_of_copies_is_given(cuda: Any) -> None:
     """Nothing where there is nothing around it: the kernel without scripts is the shorter one."""
     given: list[Any] = []
@@ -104,6 +191,8 @@ def test_what_a_launch_of_copies_is_given(cuda: Any) -> None:
     bare(None)
     replace(bare, around=Around(rear=(write(PEER),)))(None)
     none, signals = given
+    launch = replace(bare, around=Around(rear=(write(PEER),)))
+    assert launch.signals is launch.signals  # the kernels keep what they prepare for it
     assert none is None and signals.arrived == 5000
     assert [step.address for step in signals.rear.steps] == [PEER] and not signals.front.steps
 
@@ -165,6 +254,13 @@ def test_what_is_too_much_for_a_launch_stays_with_the_stream(cuda: Any) -> None:
     few, last = (wait(4),), one_shot(cuda)
     run = made(cuda, [("compute0", many), ("compute0", last), ("sync", few)])
     assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].around.front
+    full = many[:MAX_SIGNALS]
+    run = made(cuda, [("compute0", full), ("compute0", last), ("sync", few)], captured=True)
+    assert run.body[0].around == Around((), full) and run.begin.ops == (BEGIN,)
+    run = made(cuda, [("compute0", full), ("compute0", product), ("sync", few)], captured=True)
+    assert run.body[0].ops == full and run.begin.ops == (BEGIN,)
+    run = made(cuda, [("compute0", few), ("compute0", last), ("sync", full)])
+    assert run.body[0].around == Around((), few, full)
     run = made(cuda, [("compute0", few), ("compute0", last), ("sync", many)], captured=True)
     assert run.body[0].around == Around((), few)
     assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*many, END)]
@@ -201,12 +297,15 @@ def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches(c
     assert [step.address for step in front.script.steps] == [9000, 4, 4]
     assert front.script.aside == 1 and not rear.script.aside
     assert [step.address for step in rear.script.steps] == [PEER, 9000]
-    for other in ([("copy0", product), *given], given[1:]):
+    posts = cuda._Posts("compute0", (write(PEER),), (1,))
+    first = [("compute0", op) for op in (posts, product)]
+    for other in ([("copy0", product), *given], given[1:], [*first, *given]):
         run = made(cuda, other, captured=True)
         assert run.begin.ops == (BEGIN,) and run.behind == "sync"
         assert [op.ops for op in run.tail] == [(write(PEER), END)]
     run = made(cuda, given)
     assert run.begin is None and [op.ops for op in run.tail] == [(write(PEER),)]
+    assert product in made(cuda, [*given, ("sync", product)], captured=True).tail
 
 
 class Launches:

@@ -322,6 +322,12 @@ def test_nvidia_script_is_ordered(ptx: str) -> None:
     words = places(lines, r"st\.relaxed\.sys\.global\.u(32|64)")
     *aside, one, other = words
     assert aside and max(aside) < min(polls) and max(polls) < seen and fence < one < other
+    # Each word that was waited for is acquired, in a loop of its own behind those that poll.
+    labels = {line[:-1]: at for at, line in enumerate(lines) if line.endswith(":")}
+    ends = [(at, re.search(r"bra(?:\.uni)? (\S+);", line)) for at, line in enumerate(lines)]
+    loops = [(labels[found[1]], at) for at, found in ends if found and labels[found[1]] < at]
+    around = [(begin, end) for begin, end in loops if begin < seen < end]
+    assert any(not any(begin < poll < end for poll in polls) for begin, end in around)
 
 
 def test_nvidia_nothing_is_spilt(tmp_path: Path) -> None:

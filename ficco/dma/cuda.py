@@ -68,7 +68,7 @@ from ficco.dma.streams import (
 from ficco.errors import BackendError
 from ficco.hip_kernels import (
     MAX_PARTS,
-    MAX_SIGNALS,
+    PEER_BLOCKS,
     Kernels,
     Script,
     Signals,
@@ -297,6 +297,12 @@ class _Copies(_Launch):
     """By the copy kernel."""
 
     copies: KernelCopies
+
+    @property
+    def may_spin(self) -> bool:
+        """Whether all of its blocks may."""
+        copies = self.copies
+        return PEER_BLOCKS * len(copies.targets) <= copies.kernels.most_that_spin
 
     def __call__(self, call: Call) -> None:
         self.copies(call, None if self.around == Around() else self.signals)
@@ -741,21 +747,25 @@ class CudaEngine(StreamEngine):
         begin = () if run.begin is None else run.begin.ops
         told = [one for one in run.tail if isinstance(one, (_Memops, _Posts))]
         rest = tuple(op for one in told for op in one.ops)
-        if not (run.body and program.plan.words) or run.lanes:
-            return run
-        if len(told) < len(run.tail) or len(rest) > MAX_SIGNALS:
+        if not (run.body and program.plan.words) or run.lanes or len(told) < len(run.tail):
             return run
         body, tail, kernels, mine = [*run.body], [], self._kernels_or_torch, self._own(program)
-        if not isinstance(kernels, Kernels):
+        if not isinstance(kernels, Kernels) or not Around(rear=rest).fits:
             return run
-        if begin:  # told by the first that can be stuck
+        if begin:
+            # By the first that can be stuck. A replay that has not come there is none yet to the
+            # watchdog, as one that is only enqueued.
             at = next((i for i, op in enumerate(body) if isinstance(op, _MAY_BE_STUCK)), 0)
             first = body[at]
-            if isinstance(first, _Launch) and len(first.around.front) < MAX_SIGNALS:
-                body[at] = replace(first, around=replace(first.around, begin=begin))
-            elif isinstance(first, _Memops) and len(first.ops) < MAX_SIGNALS:
+            if isinstance(first, _Launch):
+                around = replace(first.around, begin=begin)
+                body[at] = replace(first, around=around)
+            elif isinstance(first, _Memops):
+                around = Around(begin, first.ops)
                 body[at] = _Scripted(kernels, script(first.ops, mine, aside=begin))
             else:
+                return run
+            if not around.fits:
                 return run
         if isinstance(last := body[-1], _OneShot):
             body[-1] = replace(last, around=replace(last.around, rear=rest))
@@ -777,7 +787,7 @@ class CudaEngine(StreamEngine):
             if around.fits:
                 return (replace(two, around=around),)
         if isinstance(one, _Memops) and isinstance(two, _Copies):
-            rest, around = in_front(one.ops, two.around, two.mine, spins)
+            rest, around = in_front(one.ops, two.around, two.mine, spins and two.may_spin)
             return *self._some(lane, rest), replace(two, around=around)
         if isinstance(one, _Copies) and isinstance(two, (_Memops, _Posts)):
             around, rest = behind(two.ops, one.around, spins)
@@ -956,8 +966,8 @@ class CudaEngine(StreamEngine):
         return Capabilities(
             engine="cuda",
             post=post + (" (asked for)" if self._signals != "auto" else ""),
-            wait=f"stream wait, {order}; the copy kernel posts by itself, and waits in front of a "
-            "product",
+            wait=f"stream wait, {order}; the copy kernel posts by itself and, where no product "
+            "runs beside it, waits by itself, as sums at the peers do",
             copy=f"cuMemcpyDtoDAsync on {self.copy_engines()} copy engines, driver {self._driver}",
             movers=("dma", "kernel") if self._copies_by_kernel else ("dma",),
             products=f"{library(self.device)}; cuBLASLt for sums that begin in another buffer",

@@ -54,7 +54,8 @@ def in_front(
     need to wait, and so does behind its work, and in front of that, if it may spin, what is waited
     for. Words of this rank's own are written before any peer's. Returns what stays in front, and
     what the launch sees to."""
-    writes = list(takewhile(_writes, reversed(ops)))[::-1]
+    # Not in front of what it waits for already: a peer may need that first.
+    writes = [] if around.front else list(takewhile(_writes, reversed(ops)))[::-1]
     rest = ops[: len(ops) - len(writes)]
     waits = list(takewhile(lambda op: spins and not _writes(op), reversed(rest)))[::-1]
     own = [op for op in writes if op.address in mine]

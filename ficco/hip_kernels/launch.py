@@ -28,11 +28,11 @@ MAX_SIGNALS = 48
 #: Blocks of a peer copy, one for each SM or CU that it may take. On 4 H200s 32 were as fast at
 #: 0.5 MiB per peer, 5 % faster at 2 MiB and 8 % at 8 MiB.
 PEER_BLOCKS = 8
-#: Blocks of a sum at the peers, one for each SM or CU that it may take, at most half of them: they
-#: spin, and what the peers wait for must find others, also where two such sums are under way. On 2
-#: H200s 32 took up to 13 % longer, 96 as long (driver 580.159.04, 2026-11-23, near commit de28a6d,
-#: by graphs of eight calls that are not part of the project).
-ONE_SHOT_BLOCKS = 64
+#: Blocks of a launch that may spin, one for each SM or CU that it may take, at most half of them:
+#: what the peers wait for must find others, also where two such launches are under way. With 32 a
+#: sum at the peers took up to 13 % longer on 2 H200s, with 96 as long (driver 580.159.04,
+#: 2026-11-23, near commit de28a6d, by graphs of eight calls that are not part of the project).
+SPINNING_BLOCKS = 64
 #: Blocks for each SM or CU of a kernel that may take the whole device.
 WHOLE = 4
 #: Units of 16 bytes that one launch of a copy takes, so that 32 bits count them.
@@ -305,6 +305,11 @@ class Kernels:
         # An engine copies between the same places call after call.
         self._copies = lru_cache(maxsize=4096)(self._prepare)
 
+    @property
+    def most_that_spin(self) -> int:
+        """Blocks of a launch that may spin: other launches must find room beside them."""
+        return min(SPINNING_BLOCKS, self.binding.processors // 2)
+
     def copy(
         self,
         dst: int,
@@ -421,15 +426,14 @@ class Kernels:
         parts: Sequence[torch.Tensor],
         signals: Signals,
         stream: Any,
-        blocks: int = ONE_SHOT_BLOCKS,
+        blocks: int = SPINNING_BLOCKS,
     ) -> None:
         """:meth:`reduce` of parts of the result's dtype that lie at the peers, on few blocks, with
         ``signals`` around it: the stream must wait for nothing that is launched behind it on this
         device."""
         check_reduce(out, parts)
         arguments, work = self._sum(out, parts)
-        most = min(blocks, self.binding.processors // 2)
-        blocks = max(1, min(most, -(-work // ONE_SHOT_THREADS)))
+        blocks = max(1, min(blocks, self.most_that_spin, -(-work // ONE_SHOT_THREADS)))
         kernel = self._kernels[f"ficco_one_shot_{_text(out.dtype)}"]
         packed = self.binding.pack((*arguments(blocks), *_around(signals)))
         self.binding.launch(kernel, blocks, ONE_SHOT_THREADS, packed, stream)
