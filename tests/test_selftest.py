@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hip_ranks
@@ -24,8 +27,9 @@ from ficco.dma import cpu
 from ficco.hip_kernels import Kernels, Script, Signals, TorchKernels, build
 from ficco.hip_kernels.launch import NAMES
 from ficco.launch import launch
+from ficco.machine import Fingerprint
 from ficco.selftest import Result, Settings, report
-from ficco.selftest.rank import Rank, Wrong
+from ficco.selftest.rank import NotOffered, Rank, Wrong
 
 FAST = Settings(
     iterations=8,
@@ -584,6 +588,111 @@ def test_memory_that_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         f"sharing of {kind} memory" for kind in ("plain", "uncached", "signal")
     }
     assert "0x0 by rank 1, not 0x5eed0001" in found["sharing of plain memory"].seen
+
+
+@pytest.mark.parametrize(("offered", "verdict"), [(1, "ok"), (0, "not offered")])
+def test_how_columns_are_copied(
+    monkeypatch: pytest.MonkeyPatch, offered: int, verdict: str
+) -> None:
+    """Exact both times; packed columns are not what was to be checked."""
+    found = on_the_double(monkeypatch, ["2D"], **{"2D": offered})["2D copies"]
+    assert found.verdict == verdict and "calls exact" in found.seen
+    assert ("columns by hipMemcpy2DAsync;" in found.seen) == bool(offered)
+    assert ("by packing or ficco's kernel, for want of a 2D copy" in found.seen) != bool(offered)
+    beside = "2d:pieces=4,copy=1 takes [0-9.]+ times as long as hetero-fused-1d:pieces=4,copy=1"
+    assert re.search(beside, found.seen)
+    assert ("packs columns" in found.instead) != bool(offered)
+
+
+def _tells_how_it_is_timed() -> None:
+    """A rate that is not 1 says that a call was by itself, pulled, and with products."""
+    checks = selftest.checks
+
+    def rate(
+        at: Any, group: Any, schedule: str, peers: int, n: int = 0, alone: bool = False
+    ) -> float:
+        return 77.0 if "pull" in schedule and n and alone else 1.0
+
+    checks.gb_per_s = rate
+
+
+def test_events_are_timed_where_copies_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on_the_double(monkeypatch, ["FICCO_HIP_EV", "FICCO_HIP_COPY"], _tells_how_it_is_timed)
+    assert {name: result.seen.split("; ")[1][:5] for name, result in found.items()} == {
+        **{f"FICCO_HIP_COPY={value}": "1.0 G" for value in ("dtod", "peer", "nocu")},
+        **{f"FICCO_HIP_EVENTS={value}": "77.0 " for value in ("plain", "write")},
+    }
+
+
+# What rates say.
+
+
+def _one_slow_pair() -> None:
+    right = selftest.speed.alike
+    rates = {(0, 1): 40.0, (0, 2): 41.0, (1, 2): 27.0}
+    selftest.speed.alike = lambda found, shared: right(rates, shared=False)
+
+
+def test_a_slow_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = results(monkeypatch, _one_slow_pair, ["bandwidth of pairs"])["bandwidth of pairs"]
+    assert found.verdict == "not offered" and "links" in found.instead
+    assert "40.0 GB/s" in found.seen and "the slowest between ranks 1 and 2" in found.seen
+    assert "ranks 0 and 2: 41.0 GB/s" in found.details and "Traceback" not in found.details
+    speed = selftest.speed
+    rates = {(0, 1): 40.0, (0, 2): 41.0, (1, 2): 29.0}
+    assert "slowest" not in speed.alike(rates, shared=False).seen
+    rates[1, 2] = 27.0  # on CPUs, where it is chance
+    assert "the slowest between ranks 1 and 2" in speed.alike(rates, shared=True).seen
+
+
+class _OfMany(_Alone):
+    """A rank whose peers find what it finds."""
+
+    known: Any = None
+
+    def _exchange(self, mine: tuple[bool, Any]) -> list[tuple[bool, Any]]:
+        return [mine] * self.world
+
+    def engine(self, group: Any) -> Any:
+        return self.known
+
+
+@pytest.mark.parametrize(
+    ("device", "card", "engines", "compared"),
+    [
+        ("cuda", "AMD Instinct MI300X", None, True),
+        ("cuda", "a card that nobody described", None, True),
+        ("cuda", "a card that nobody described", 4, False),
+        ("cuda", "NVIDIA H200", None, False),  # a switch: one port, however many peers
+        ("cpu", "AMD Instinct MI300X", None, False),
+    ],
+)
+def test_lanes_that_run_one_behind_the_other(
+    device: str,
+    card: str,
+    engines: int | None,
+    compared: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four of seven links are filled: that is not what seven lanes are for."""
+    speed, rates = selftest.speed, {"shard-overlap": 40.0}
+    monkeypatch.setattr(speed, "gb_per_s", lambda at, group, name, peers: rates[name])
+    at = _OfMany(0, 8, torch.device(device), FAST, None)
+    at.pairs = dict(zip(combinations(range(8), 2), [38.0, 40.0, 42.0] * 9 + [40.0], strict=True))
+    at.known = SimpleNamespace(
+        fingerprint=lambda: Fingerprint(card, 8), copy_engines=lambda: engines
+    )
+    rates[speed.all_at_once(at)] = 4 * 40.0
+    if compared:
+        with pytest.raises(NotOffered, match=r"0\.57 of 7 links of 40\.0 GB/s") as refused:
+            speed.bandwidth_of_all(at, None)
+        assert "shard-overlap: 40.0 GB/s" in refused.value.details
+    else:
+        assert "links" not in speed.bandwidth_of_all(at, None).seen
+    rates[speed.all_at_once(at)] = 6 * 40.0
+    assert ("0.86 of 7 links" in speed.bandwidth_of_all(at, None).seen) == compared
+    (check,) = (one for one in selftest.run.CHECKS if one.name == "bandwidth of all pairs")
+    assert "GPU_MAX_HW_QUEUES=8 or more" in check.instead and "fewer copy lanes" in check.instead
 
 
 @pytest.mark.parametrize(("products", "copies"), [(1.05, 1.02), (1.29, 1.29)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -134,7 +135,18 @@ def ordering(at: Rank, group: ProcessGroup) -> Found:
 
 def columns(at: Rank, group: ProcessGroup) -> Found:
     names = [f"{name}:{knob}" for name in NAMED if "2d" in name for knob in ("pieces=3", "pull")]
-    return in_turn(at, group, names, " with pieces of columns")
+    found = in_turn(at, group, names, " with pieces of columns")
+    capabilities = at.engine(group).capabilities()
+    by = re.search(r"columns by .*?(?=, ends told|; |$)", capabilities.copy)
+    seen = f"{found.seen}, {by[0]}" if by else found.seen
+    if at.world > 1 and capabilities.engine != "cpu":  # whose threads share the cores
+        of_rows = all_at_once(at)
+        of_columns = of_rows.replace("-1d", "-2d")
+        rows, cols = (gb_per_s(at, group, name, at.world - 1) for name in (of_rows, of_columns))
+        seen += f"; {of_columns} takes {rows / cols:.2f} times as long as {of_rows}"
+    if by and "want of a 2D copy" in by[0]:
+        raise NotOffered(seen)
+    return Found(seen)
 
 
 def schedule(at: Rank, group: ProcessGroup, name: str) -> Found:
@@ -257,8 +269,9 @@ def timeout(at: Rank, group: ProcessGroup) -> Found:
     return Found(f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well")
 
 
-def way(at: Rank, group: ProcessGroup, variable: str, value: str) -> Found:
-    """One of the ways that an engine can be told to go."""
+def way(at: Rank, group: ProcessGroup, variable: str, value: str, pull: bool = False) -> Found:
+    """One of the ways that an engine can be told to go; ``pull`` if it is about pulled copies."""
+    schedule = all_at_once(at) + ",pull" * pull
     before = os.environ.get(variable)
     os.environ[variable] = value
     try:
@@ -266,7 +279,9 @@ def way(at: Rank, group: ProcessGroup, variable: str, value: str) -> Found:
         problems = exact(at, group, ORDERED, at.settings.small, count)
         problems += exact(at, group, ORDERED, at.settings.large, 2)
         at.conclude(problems)
-        rate = gb_per_s(at, group, all_at_once(at), at.world - 1)
+        # A pulled copy whose end is told late delays the products of its own call alone.
+        n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
+        rate = gb_per_s(at, group, schedule, at.world - 1, n, alone=pull)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
     except RuntimeError as error:  # of the engine, or of PyTorch's memory
@@ -279,7 +294,8 @@ def way(at: Rank, group: ProcessGroup, variable: str, value: str) -> Found:
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
     calls = (count + 2) * len(ORDERED)
-    return Found(f"{calls} calls exact; {rate:.1f} GB/s received per rank", details)
+    seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
+    return Found(seen + f" with products of {n} columns" * pull, details)
 
 
 def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +73,12 @@ class Wrong(Exception):
 
 
 class NotOffered(Exception):
-    """This machine does not have what was to be checked."""
+    """This machine does not have what was to be checked, or not as it should be; ``details`` are
+    for the report."""
+
+    def __init__(self, why: str, details: str = "") -> None:
+        super().__init__(why)
+        self.details = details
 
 
 class PeerLeft(Exception):
@@ -91,6 +96,8 @@ class Rank:
     settings: Settings
     talk: ProcessGroup
     iteration: int = 0
+    #: GB/s of each pair of ranks, once they are measured.
+    pairs: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank; :class:`PeerLeft` if one has left the check."""

@@ -134,7 +134,8 @@ def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
     except Wrong as error:
         note("failed", str(error))
     except (NotOffered, NotImplementedError) as error:
-        note("not offered", str(error), "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        note("not offered", str(error), getattr(error, "details", "") or trace)
         if error.__cause__ is not None:  # who knows where the peers are
             raise
     except (SignalTimeout, RankMismatch, PeerFailed) as error:

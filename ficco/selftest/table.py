@@ -52,7 +52,12 @@ CHECKS = (
         "options(signals='copy'); options(replay=False) if that alone is right",
         limits=2,
     ),
-    Check("2D copies", checks.columns, "schedules whose names end in 1d"),
+    Check(
+        "2D copies",
+        checks.columns,
+        "schedules whose names end in 1d, which copy whole rows, if you ask for them; without 2D "
+        "copies the engine packs columns, or copies them by ficco's kernel or row by row",
+    ),
     *(
         Check(
             f"schedule {name}",
@@ -76,8 +81,20 @@ CHECKS = (
     Check("copies by kernel", checks.mover, "the mover dma: leave the knob kernel out"),
     Check("kernels", kernels.own, "PyTorch's operations, and signals by stream writes and waits"),
     Check("graphs", checks.graph, "calls outside of graphs"),
-    Check("bandwidth of pairs", speed.bandwidth_of_pairs, "nothing", limits=2),
-    Check("bandwidth of all pairs", speed.bandwidth_of_all, "nothing"),
+    Check(
+        "bandwidth of pairs",
+        speed.bandwidth_of_pairs,
+        "nothing: plans take all pairs to be alike; look at the links that ficco doctor lists, or "
+        "leave a rank of the slow pair out",
+        limits=2,
+    ),
+    Check(
+        "bandwidth of all pairs",
+        speed.bandwidth_of_all,
+        "schedules with fewer copy lanes (copy=), in case that lanes run one behind the other; on "
+        "AMD cards set GPU_MAX_HW_QUEUES=8 or more on all ranks",
+        limits=3,
+    ),
     Check(
         "products beside copies",
         speed.beside,
@@ -86,6 +103,9 @@ CHECKS = (
     ),
     Check("timeouts", checks.timeout, "a limit of your own for each call", alone=True),
 )
+
+#: How variables end that say how the end of a pulled copy is told.
+OF_PULLED = "_EVENTS"
 
 #: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
 #: told to go. Those of the other engines are not tried.
@@ -102,7 +122,9 @@ WAYS = {
         *(
             Check(
                 f"{variable}={value}",
-                partial(checks.way, variable=variable, value=value),
+                partial(
+                    checks.way, variable=variable, value=value, pull=variable.endswith(OF_PULLED)
+                ),
                 f"leave {variable} out, or set another of {', '.join(values)}",
             )
             for variable, values in variables.items()
