@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from ficco.heuristics import decide, where
 from ficco.machine import Fingerprint
 from ficco.problem import Problem
 from ficco.version import version
-
-if TYPE_CHECKING:
-    from ficco.hip_kernels import Kernels
 
 #: Seconds that a tool of the vendor's may take.
 TOOL_S = 10.0
@@ -47,17 +44,6 @@ CHOICES = {
         "FICCO_HIP_MEMORY": ("torch", "ipc"),
         "FICCO_HIP_EVENTS": ("plain", "write"),
     },
-}
-#: Attributes of a device that engines go by.
-ATTRIBUTES = {
-    "cuda": (
-        *("CAN_USE_64_BIT_STREAM_MEM_OPS", "CAN_FLUSH_REMOTE_WRITES", "ASYNC_ENGINE_COUNT"),
-        *("UNIFIED_ADDRESSING", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "COMPUTE_MODE"),
-    ),
-    "hip": (
-        *("CanUseStreamWaitValue", "AsyncEngineCount", "UnifiedAddressing", "MultiprocessorCount"),
-        *("FineGrainSupport", "WallClockRate", "ComputeMode"),
-    ),
 }
 
 
@@ -227,50 +213,6 @@ def _why_no_hip() -> str:
 def environment() -> dict[str, str]:
     """The variables that change what is measured or how it is done."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
-
-
-def attributes(device: torch.device) -> dict[str, int]:
-    """Attributes of a GPU that its engine goes by; none of a CPU."""
-    if device.type == "cpu":
-        return {}
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if torch.version.hip:
-        from ficco.dma import hip_api
-
-        hip_api.start()
-        return {name: hip_api.attribute(name, index) for name in ATTRIBUTES["hip"]}
-    from ficco.dma import cuda_driver
-
-    return {name: cuda_driver.attribute(name, index) for name in ATTRIBUTES["cuda"]}
-
-
-def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
-    """ficco's kernels for a GPU, compiled if need be, and its current stream as they take it.
-
-    Raises:
-        NotImplementedError: no compiler is here, or the device is no GPU.
-        BackendError: the code cannot be compiled or loaded.
-    """
-    from ficco.hip_kernels import Kernels, can_compile
-
-    if device.type == "cpu":
-        raise NotImplementedError("ficco's kernels run on GPUs")
-    if not can_compile("hip" if torch.version.hip else "cuda"):
-        raise NotImplementedError("no compiler for ficco's kernels is here")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if torch.version.hip:
-        from ficco.dma import hip_api
-        from ficco.dma.hip_launch import HipBinding
-        from ficco.dma.hip_work import TorchWork
-
-        hip_api.start()
-        hip_api.use(index)
-        target = TorchWork(torch.device("cuda", index)).target()
-        return Kernels(HipBinding(target, index)), hip_api.stream(stream)
-    from ficco.hip_kernels.cuda_binding import CudaBinding
-
-    return Kernels(CudaBinding(index)), stream
 
 
 def after_a_call(device: str) -> tuple[str, dict[str, Any]]:

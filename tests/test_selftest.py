@@ -22,8 +22,8 @@ import test_kernels as on_host
 import torch
 
 import ficco
-from ficco import cli, doctor, selftest
-from ficco.dma import cpu
+from ficco import cli, selftest
+from ficco.dma import cpu, probe
 from ficco.hip_kernels import Kernels, Script, Signals, TorchKernels, build
 from ficco.hip_kernels.launch import NAMES
 from ficco.launch import launch
@@ -120,7 +120,7 @@ def _forgets_a_term() -> None:
 
 
 def _has(kernels: TorchKernels) -> None:
-    doctor.own_kernels = lambda device: (kernels, None)
+    probe.own_kernels = lambda device: (kernels, None)
 
 
 def _dies() -> None:
@@ -313,7 +313,7 @@ class _Alone(Rank):
 
 def _checked(kernels: Kernels | TorchKernels, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the check of kernels has seen, or finds wrong."""
-    monkeypatch.setattr(doctor, "own_kernels", lambda device: (kernels, None))
+    monkeypatch.setattr(probe, "own_kernels", lambda device: (kernels, None))
     at = _Alone(0, 1, torch.device("cpu"), FAST, None)
     try:
         return selftest.kernels.own(at, None).seen

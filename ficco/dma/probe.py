@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ficco.errors import BackendError
+from ficco.hip_kernels import Kernels, can_compile
 
 #: Attributes of a device that engines go by, and what is used where one is 0.
 ATTRIBUTES: dict[str, dict[str, str]] = {
@@ -26,6 +27,17 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "MultiprocessorCount": "nothing: ficco's kernels cannot be launched",
         "WallClockRate": "100 MHz, for the deadline of a kernel that waits",
     },
+}
+#: Attributes of a device that a report holds.
+REPORTED = {
+    "cuda": (
+        *("CAN_USE_64_BIT_STREAM_MEM_OPS", "CAN_FLUSH_REMOTE_WRITES", "ASYNC_ENGINE_COUNT"),
+        *("UNIFIED_ADDRESSING", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "COMPUTE_MODE"),
+    ),
+    "hip": (
+        *("CanUseStreamWaitValue", "AsyncEngineCount", "UnifiedAddressing", "MultiprocessorCount"),
+        *("FineGrainSupport", "WallClockRate", "ComputeMode"),
+    ),
 }
 #: Kinds of memory that processes share by handles, and what is used where they cannot.
 SHARED: dict[str, dict[str, str]] = {
@@ -52,6 +64,48 @@ def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
     from ficco.dma import hip_api
 
     return hip_api.attribute(name, _device(device, rank))
+
+
+def attributes(device: torch.device) -> dict[str, int]:
+    """Attributes of a GPU for a report; none of a CPU."""
+    if device.type == "cpu":
+        return {}
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.version.hip:
+        from ficco.dma import hip_api
+
+        hip_api.start()
+        return {name: hip_api.attribute(name, index) for name in REPORTED["hip"]}
+    from ficco.dma import cuda_driver
+
+    return {name: cuda_driver.attribute(name, index) for name in REPORTED["cuda"]}
+
+
+def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
+    """ficco's kernels for a GPU, compiled if need be, and its current stream as they take it.
+
+    Raises:
+        NotImplementedError: no compiler is here, or the device is no GPU.
+        BackendError: the code cannot be compiled or loaded.
+    """
+    if device.type == "cpu":
+        raise NotImplementedError("ficco's kernels run on GPUs")
+    if not can_compile("hip" if torch.version.hip else "cuda"):
+        raise NotImplementedError("no compiler for ficco's kernels is here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if torch.version.hip:
+        from ficco.dma import hip_api
+        from ficco.dma.hip_launch import HipBinding
+        from ficco.dma.hip_work import TorchWork
+
+        hip_api.start()
+        hip_api.use(index)
+        target = TorchWork(torch.device("cuda", index)).target()
+        return Kernels(HipBinding(target, index)), hip_api.stream(stream)
+    from ficco.hip_kernels.cuda_binding import CudaBinding
+
+    return Kernels(CudaBinding(index)), stream
 
 
 def _device(device: torch.device, rank: int) -> int:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco import doctor
 from ficco.bench.candidates import of_problem, parse
 from ficco.dma import probe
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
@@ -44,7 +43,7 @@ def device(at: Rank, group: ProcessGroup) -> Found:
     mine = {
         "device": engine.fingerprint().accelerator,
         **asdict(engine.capabilities()),
-        "attributes": doctor.attributes(at.device),
+        "attributes": probe.attributes(at.device),
     }
     found = at.gather(mine)
     problems = [] if found[0] == mine else [f"differs from rank 0: {mine}"]

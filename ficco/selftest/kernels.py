@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco import doctor
+from ficco.dma import probe
 from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, TorchKernels
 from ficco.hip_kernels.launch import REDUCTIONS
 from ficco.selftest.rank import Found, Rank
@@ -31,7 +31,7 @@ DEADLINE_S, PATIENCE_S = 0.2, 2.0
 
 
 def own(at: Rank, group: ProcessGroup) -> Found:
-    kernels, stream = doctor.own_kernels(at.device)
+    kernels, stream = probe.own_kernels(at.device)
     generator = torch.Generator(at.device).manual_seed(at.rank)
     problems = _placed(at, generator, kernels, stream) + _summed(at, generator, kernels, stream)
     seen = _without(kernels)
@@ -217,4 +217,4 @@ def _stream(at: Rank, stream: Any) -> Any:
     if at.device.type == "cpu":
         return stream
     with torch.cuda.stream(torch.cuda.Stream(at.device)):
-        return doctor.own_kernels(at.device)[1]
+        return probe.own_kernels(at.device)[1]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco import doctor
+from ficco.dma import probe
 from ficco.dma.choose import engine_name
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.launch import RankFailed, check_ranks, launch, under_torchrun
@@ -113,7 +113,7 @@ def _warm(at: Rank) -> None:
         torch.bmm(a, a), torch.mm(a[0], a[1]), torch.addmm(a[0], a[0], a[1])
         torch.baddbmm(a, a, a), a.random_(-3, 4), (a != a.clone()).sum()
     with contextlib.suppress(NotImplementedError, BackendError, ImportError):  # its check will tell
-        doctor.own_kernels(at.device)
+        probe.own_kernels(at.device)
 
 
 def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
