@@ -525,6 +525,19 @@ def test_ways_of_signals(what: str) -> None:
     run(3, _by, options, expected, used, "", series="10", settings=settings, env=env)
 
 
+def _posted(at: Rank, cases: list[Case]) -> str:
+    with clean():
+        all_exact(at, cases)
+        return str(engine().capabilities().post)
+
+
+def test_writes_have_to_reach_every_peer() -> None:
+    """Rank 0's reach the next rank, not the one behind it: it posts by copies, to all."""
+    cases = [equal(3, 8, 12, 8, schedule=name) for name in ("growing", "shard-overlap:pull")]
+    first, *others = run(3, _posted, cases, settings={"NO_WRITE": "0:2"})
+    assert "4-byte copy" in first and all("WriteValue32" in other for other in others)
+
+
 @pytest.mark.parametrize(
     ("settings", "env"),
     [({"WAIT": 0}, {}), ({}, {"FICCO_HIP_SIGNALS": "kernel"})],

@@ -420,10 +420,11 @@ class HipEngine(StreamEngine):
             tried = self._writes_reach is None
             made = memory.words = Words(self, self.way, words + tried, self._serial)
             if tried:
-                # Not a signal's word: the peer's first call may have begun.
-                peer = (self.rank + 1) % self.world
-                self._writes_reach = self.way == "kernel" or hip.writes_reach(
-                    self.side, made.address(peer, words)
+                # Not a signal's word: the peer's first call may have begun. Pairs may differ.
+                self._writes_reach = self.way == "kernel" or all(
+                    hip.writes_reach(self.side, made.address(peer, words))
+                    for peer in range(self.world)
+                    if peer != self.rank
                 )
         offsets = 0, align(room[0])
         return Slot(memory, words, room, offsets, captured, state=self._slot_state(made))

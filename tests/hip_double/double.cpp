@@ -13,6 +13,7 @@
 //                              does by default, but the API does not promise
 //   HIP_DOUBLE_SIGNAL_IPC=1    whether signal memory can be shared between processes
 //   HIP_DOUBLE_PEER_WRITE=1    whether a stream write reaches the memory of another process
+//   HIP_DOUBLE_NO_WRITE=from:to  that of the first device does not reach it on the second
 //   HIP_DOUBLE_2D=1            whether hipMemcpy2DAsync is supported
 //   HIP_DOUBLE_CAPTURE_WRITES=1  whether graphs capture stream writes and waits, which AMD's runtime
 //                              carried out at once until July 2026
@@ -128,6 +129,12 @@ struct Settings {
   bool capture_writes = setting("CAPTURE_WRITES", 1);
   int version = setting("VERSION", 70253211);
   std::atomic<long> jitter_us{setting("JITTER_US", 0)};
+  int unwritten_from = -1, unwritten_to = -1;
+
+  Settings() {
+    if (const char* text = getenv("HIP_DOUBLE_NO_WRITE"))
+      sscanf(text, "%d:%d", &unwritten_from, &unwritten_to);
+  }
 };
 
 Settings& settings() {
@@ -665,7 +672,9 @@ int write_value(const char* call, void* handle, void* pointer, uint64_t value, i
     return violation(InvalidValue, "%s at %p, which is not aligned", call, pointer);
   auto memory = reach(*stream, pointer, width, call, code);
   if (!memory) return code;
-  if (memory->mapped && !settings().peer_write) return latch(InvalidValue);
+  bool refused = stream->device == settings().unwritten_from &&
+                 memory->device == settings().unwritten_to;
+  if (memory->mapped && (refused || !settings().peer_write)) return latch(InvalidValue);
   auto run = [=] {
     if (width == 4)
       __atomic_store_n(static_cast<uint32_t*>(pointer), static_cast<uint32_t>(value),
