@@ -6,6 +6,7 @@ On the double of the HIP library, as ``test_hip.py``.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ranks import Failure, Rank, caught
 
 import ficco
 from ficco.dma import blas
+from ficco.hip_kernels.launch import NAMES, REDUCTIONS
 from ficco.tune import measures
 
 #: Schedules whose senders pack columns where there are no 2D copies, and one that packs rows that
@@ -186,6 +188,102 @@ def test_a_launch_that_fails_is_named() -> None:
     assert isinstance(outcome, Failure) and outcome.type == "BackendError"
     assert (outcome.fields["call"], outcome.fields["code"]) == (LAUNCH, "hipErrorLaunchFailure")
     assert other.type == "PeerFailed" and LAUNCH in other.text
+
+
+# Sums.
+
+#: Dtypes of operands whose parts the kernel adds up.
+SUMMED = ("bfloat16", "float32", "float16")
+
+
+def _summed(at: Rank, cases: list[operators.Case], by_kernel: bool) -> tuple[int, int]:
+    """Kernels that the calls launch, and how often PyTorch is given something to do."""
+    import ficco.dma.hip
+
+    ficco.dma.hip.HipEngine._sums_by_kernel = by_kernel
+    with clean():
+        exact(at, equal(3, 4, 4, 4), 0)
+        double().double_jitter(100)
+        before = calls(LAUNCH), calls(HOST)
+        operators.all_exact(at, cases)
+        ficco.synchronize()
+        double().double_jitter(0)
+        return calls(LAUNCH) - before[0], calls(HOST) - before[1]
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_sums_by_the_kernel(series: str) -> None:
+    """As on a card, each is one launch; else, one operation of PyTorch's."""
+    cases = [
+        operators.Case(operator, operators.rows_for(operator, 3, kind), 8, n, dtype, schedule)
+        for operator in operators.SUMS
+        for at, schedule in enumerate(operators.schedules_of(operator))
+        for kind, n, dtype in (
+            ("ragged", 5, SUMMED[at % 3]),  # rows of no whole vectors
+            ("equal" if at % 4 else "ragged", 16, SUMMED[at % 2]),
+        )
+        if "kernel" not in schedule and (at + n) % 2 == SERIES.index(series)
+    ]
+    args = (test_hip._compiling, _summed, cases)
+    by_kernel = run(3, *args, True, series=series)
+    by_torch = run(3, *args, False, series=series)
+    for (launched, asked), (none, more) in zip(by_kernel, by_torch, strict=True):
+        assert none == 0 and launched == more - asked > len(cases) / 2
+
+
+#: Parts, rows, their width and how far apart they begin.
+SIZES = ((1, 1, 1, 1), (3, 7, 5, 5), (16, 4, 16, 16), (5, 6, 16, 24), (4, 3, 5, 9))
+
+
+def _to_the_bit(at: Rank) -> int:
+    """Sums of the double's, in memory of its own; some of them in place."""
+    from ficco.dma import hip_api
+
+    with clean():
+        exact(at, equal(1, 4, 4, 4), 0)
+        engine, place = test_hip.engine(), hip_api.malloc(17 << 12)
+        room = engine.work.tensor(place, 17 << 12)[0].view(17, -1)
+        chance = torch.Generator().manual_seed(1)
+        cases = list(itertools.product(sorted(REDUCTIONS, key=str), SIZES, (False, True)))
+        for (dtype, to), (count, rows, width, pitch), within in cases:
+            lines = [line.view(dtype)[: rows * pitch] for line in room[:count]]
+            parts = [line.view(rows, pitch)[:, :width] for line in lines]
+            for index, part in enumerate(parts):
+                part.copy_(torch.randn(rows, width, generator=chance) * 8.0 ** -(index % 8))
+            parts[0][0, 0], parts[0][-1, -1] = 65000, 3e-7  # the ends of float16
+            wanted = torch.zeros(rows, width)
+            for part in parts:
+                wanted += part
+            out = parts[-1]
+            if not within or dtype != to:
+                out = room[16].view(to)[: rows * pitch].view(rows, pitch)[:, :width]
+            engine._kernels.reduce(out, parts, engine.side)
+            engine.settle(engine.side)
+            assert torch.equal(out, wanted.to(to)), (dtype, to, count, rows, width, pitch)
+        hip_api.free(place)
+    return len(cases)
+
+
+def test_sums_of_the_double_are_right_to_the_last_bit() -> None:
+    found = run(1, test_hip._compiling, _to_the_bit)
+    assert found == [len(REDUCTIONS) * len(SIZES) * 2]
+
+
+def _looked_up(at: Rank) -> tuple[str, str]:
+    from ficco.dma import hip_api
+
+    module = hip_api.load_module(b"\0")
+    for name in NAMES:
+        assert hip_api.kernel(module, name.encode())
+    unknown = caught(lambda: hip_api.kernel(module, b"ficco_reduce_float64_float64"))
+    hip_api.unload_module(module)
+    assert not double().double_violations()
+    return unknown.fields["call"], unknown.fields["code"]
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_the_double_has_the_kernels_of_the_source_alone(series: str) -> None:
+    assert run(1, _looked_up, series=series) == [("hipModuleGetFunction", "hipErrorNotFound")]
 
 
 # Versions.

@@ -33,6 +33,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdarg>
 #include <cstdint>
@@ -66,6 +67,7 @@ enum Code {
   InvalidDevice = 101,
   InvalidContext = 201,
   InvalidHandle = 400,
+  NotFound = 500,
   NotReady = 600,
   IllegalAddress = 700,
   PeerAccessAlreadyEnabled = 704,
@@ -93,6 +95,7 @@ const std::map<int, std::pair<const char*, const char*>> NAMES = {
     {InvalidDevice, {"hipErrorInvalidDevice", "invalid device ordinal"}},
     {InvalidContext, {"hipErrorInvalidContext", "invalid device context"}},
     {InvalidHandle, {"hipErrorInvalidHandle", "invalid resource handle"}},
+    {NotFound, {"hipErrorNotFound", "named symbol not found"}},
     {NotReady, {"hipErrorNotReady", "device not ready"}},
     {IllegalAddress, {"hipErrorIllegalAddress", "an illegal memory access was encountered"}},
     {PeerAccessAlreadyEnabled,
@@ -762,7 +765,131 @@ int signal_words(Stream& stream, void** arguments, Words& words, uint32_t& count
   return Success;
 }
 
+// Sums.
+
+constexpr int PARTS = 16;
+struct Parts {
+  const char* at[PARTS];
+};
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+float widened(float value) { return value; }
+float widened(Bf16 value) {
+  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float found;
+  memcpy(&found, &bits, sizeof found);
+  return found;
+}
+float widened(F16 value) {
+  int exponent = value.bits >> 10 & 31, fraction = value.bits & 1023;
+  float found = exponent == 31 ? (fraction ? NAN : INFINITY)
+                : exponent     ? std::ldexp(1024.0f + fraction, exponent - 25)
+                               : std::ldexp(static_cast<float>(fraction), -24);
+  return value.bits >> 15 ? -found : found;
+}
+
+// To the nearest, ties to even.
+void round_to(float value, float& to) { to = value; }
+void round_to(float value, Bf16& to) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  to.bits = std::isnan(value) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+void round_to(float value, F16& to) {
+  float size = std::fabs(value);
+  int exponent = -13;  // subnormal numbers lie as far apart as the smallest normal ones
+  if (size >= 0x1p-14f) std::frexp(size, &exponent);
+  uint32_t bits = 0x7c00;
+  if (std::isnan(value))
+    bits = 0x7e00;
+  else if (size < 65520)
+    bits = ((exponent + 13) << 10) + std::lrint(std::ldexp(size, 11 - exponent));
+  to.bits = bits | (std::signbit(value) << 15);
+}
+
+// Parts in their order, added in float and rounded once. Rows of `width` elements lie `pitch` apart
+// in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the
+// result are counted by such units, as the kernel does.
+template <typename In, typename Out>
+int reduce(Stream& stream, uint32_t blocks, void** arguments) {
+  constexpr uint64_t EACH = 16 / sizeof(Out);
+  auto* out = argument<char*>(arguments, 0);
+  auto parts = argument<Parts>(arguments, 1);
+  auto count = argument<uint32_t>(arguments, 2), told = argument<uint32_t>(arguments, 3);
+  size_t vectors = argument<uint64_t>(arguments, 4), elements = argument<uint64_t>(arguments, 5);
+  size_t width = argument<uint64_t>(arguments, 6), pitch = argument<uint64_t>(arguments, 7);
+  size_t out_pitch = argument<uint64_t>(arguments, 8);
+  if (!count || count > PARTS || !elements || !width || elements % width || told != blocks ||
+      vectors * EACH > elements)
+    return violation(InvalidValue, "a sum of %u parts of %zu elements, %zu of them by vectors, in "
+                     "rows of %zu, by %u blocks of %u", count, elements, vectors * EACH, width,
+                     blocks, told);
+  bool apart = width != pitch || width != out_pitch;
+  if (vectors && apart && (width % EACH || pitch % EACH || out_pitch % EACH))
+    return violation(InvalidValue, "a sum by vectors of rows of %zu, %zu and %zu apart", width,
+                     pitch, out_pitch);
+  Uses uses;
+  for (uint32_t i = 0; i <= count; i++) {
+    bool last = i == count;
+    const char* at = last ? out : parts.at[i];
+    size_t size = last ? sizeof(Out) : sizeof(In);
+    size_t reached = (elements / width - 1) * (last ? out_pitch : pitch) + width;
+    if (reinterpret_cast<uintptr_t>(at) % (vectors ? 16 : size))
+      return violation(InvalidValue, "a sum at %p, which is not aligned", at);
+    int code = 0;
+    auto memory = reach(stream, at, reached * size, "a sum", code);
+    if (!memory) return code;
+    uses.push_back(memory);
+  }
+  auto run = [=] {
+    for (size_t n = 0; n < elements; n++) {
+      size_t each = n < vectors * EACH ? EACH : 1;
+      auto place = [=](size_t rows_apart) {
+        if (width == rows_apart) return n;
+        size_t unit = n / each, units = width / each;
+        return (unit / units * (rows_apart / each) + unit % units) * each + n % each;
+      };
+      float sum = -0.0f;
+      for (uint32_t p = 0; p < count; p++)
+        sum += widened(reinterpret_cast<const In*>(parts.at[p])[place(pitch)]);
+      round_to(sum, reinterpret_cast<Out*>(out)[place(out_pitch)]);
+    }
+    std::atomic_thread_fence(std::memory_order_release);
+  };
+  stream.add({run, nullptr, uses});
+  return Success;
+}
+
+using Sum = int (*)(Stream&, uint32_t, void**);
+const std::map<std::string, Sum> SUMS = {
+    {"ficco_reduce_bfloat16_bfloat16", reduce<Bf16, Bf16>},
+    {"ficco_reduce_float16_float16", reduce<F16, F16>},
+    {"ficco_reduce_float32_float32", reduce<float, float>},
+    {"ficco_reduce_float32_bfloat16", reduce<float, Bf16>},
+    {"ficco_reduce_float32_float16", reduce<float, F16>},
+};
+
+// Names of the other kernels. The last six are found, but not carried out.
+const std::set<std::string> KERNELS = {
+    "ficco_post",
+    "ficco_wait",
+    "ficco_copy_aligned",
+    "ficco_copy_shifted",
+    "ficco_exchange_aligned",
+    "ficco_exchange_shifted",
+    "ficco_one_shot_bfloat16",
+    "ficco_one_shot_float16",
+    "ficco_one_shot_float32",
+    "ficco_script",
+};
+
 int launch(const std::string& name, Stream& stream, uint32_t blocks, void** arguments) {
+  if (auto sum = SUMS.find(name); sum != SUMS.end()) return sum->second(stream, blocks, arguments);
   Words words;
   uint32_t count;
   Uses uses;
@@ -821,7 +948,7 @@ int launch(const std::string& name, Stream& stream, uint32_t blocks, void** argu
                 nullptr, uses});
     return Success;
   }
-  return violation(NotSupported, "kernel %s, which the double does not know", name.c_str());
+  return violation(NotSupported, "kernel %s, which the double does not carry out", name.c_str());
 }
 
 struct AtExit {
@@ -1501,6 +1628,7 @@ API int hipModuleGetFunction(void** function, void* module, const char* name) {
   auto found = modules().find(module);
   if (found == modules().end())
     return violation(InvalidHandle, "hipModuleGetFunction of %p, which is no module", module);
+  if (!SUMS.count(name) && !KERNELS.count(name)) return latch(NotFound);
   found->second.push_back(std::make_unique<Function>(Function{name}));
   *function = found->second.back().get();
   return Success;
