@@ -501,7 +501,7 @@ class HipEngine(StreamEngine):
         to, dst_pitch = self._target(program, dst)
         by_kernel = None
         # Compiled now: in a call that would be taken for a peer that is late.
-        if not self._rectangles and height > 1 and self._kernels_or_none is not None:
+        if self._cuts_rows(program, transfer) and self._kernels_or_none is not None:
             by_kernel = self.copies(program, (step,))
         to_index, at_index = self.indices[dst.rank], self.indices[src.rank]
         source = self._source(program, src)
@@ -525,6 +525,12 @@ class HipEngine(StreamEngine):
                     self._copy(there, here, width, stream, to_index, at_index)
 
         return op
+
+    def _cuts_rows(self, program: Program, transfer: Transfer) -> bool:
+        """Whether a copy is of parts of rows, for which the runtime has no 2D copies."""
+        plan, (src, dst, _) = program.plan, transfer
+        widths = [plan.shape(end.buffer, end.rank)[1] for end in (src, dst)]
+        return not self._rectangles and src.rows > 1 and src.cols < max(widths)
 
     def _target(self, program: Program, region: Region) -> tuple[int, int]:
         if (room := self._blocks(program, region)) is None:

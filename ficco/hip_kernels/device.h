@@ -67,10 +67,10 @@ INLINE void barrier() {
 INLINE u32 load_system(const u32* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
-INLINE u32 load_acquire_system(const u32* at) {
-  const u32 value = load_system(at);
+// Behind it is seen what came before the word was written. No poll empties caches.
+INLINE void wait_system(const u32* at, u32 value) {
+  while (load_system(at) != value) {}
   acquire_system();
-  return value;
 }
 INLINE void store_system(u32* at, u32 value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
@@ -132,10 +132,13 @@ INLINE void store_system(u64* at, u64 value) {
 
 // What a peer did before it wrote the word is seen behind this. Unlike a fence it does not wait for
 // stores that are under way.
-INLINE u32 load_acquire_system(const u32* at) {
-  u32 value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
+// Behind it is seen what came before the word was written. Every poll acquires: a load behind the
+// last would take as long again.
+INLINE void wait_system(const u32* at, u32 value) {
+  u32 found;
+  do {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
+  } while (found != value);
 }
 
 // Nanoseconds.

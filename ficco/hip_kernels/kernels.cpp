@@ -188,24 +188,15 @@ INLINE void write(const Script& script, u32 i) {
     store_system(script.at[i], (u32)script.value[i]);
 }
 
-// Waits in a row are one: their loads do not wait for each other.
 INLINE void carry_out(const Script& script, u32 first, u32 last) {
-  for (u32 i = first; i < last;) {
-    u32 end = i;
-    while (end < last && script.waits >> end & 1) end++;
-    if (end == i) {
-      if (script.behind >> i & 1) release_system();
-      write(script, i++);
+#pragma unroll 1
+  for (u32 i = first; i < last; i++) {
+    if (script.waits >> i & 1) {
+      wait_system(script.at[i], (u32)script.value[i]);
       continue;
     }
-    for (u32 missing = 1; missing;) {
-      missing = 0;
-#pragma unroll 4
-      for (u32 n = i; n < end; n++)
-        missing += load_system(script.at[n]) != (u32)script.value[n];
-    }
-#pragma unroll 1
-    for (; i < end; i++) load_acquire_system(script.at[i]);
+    if (script.behind >> i & 1) release_system();
+    write(script, i);
   }
 }
 

@@ -44,7 +44,9 @@ INLINE void barrier() {}  // the last thread of a block comes last
 INLINE u32 add_device(u32* at) { return __atomic_fetch_add(at, 1, __ATOMIC_RELAXED); }
 
 INLINE u32 load_system(const u32* at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
-INLINE u32 load_acquire_system(const u32* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+INLINE void wait_system(const u32* at, u32 value) {
+  while (__atomic_load_n(at, __ATOMIC_ACQUIRE) != value) {}
+}
 INLINE void store_system(u32* at, u32 value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
 INLINE void store_system(u64* at, u64 value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
 
