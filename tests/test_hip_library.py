@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,21 @@ def _without_compiler(at: Rank, fn: Any, *args: Any) -> Any:
     return fn(at, *args)
 
 
+def _made(
+    at: Rank, jitter: int, names: tuple[str, str], work: Callable[[], Any]
+) -> tuple[int, int]:
+    """How often two calls of the library are made by some work, with all queues late at random."""
+    with clean():
+        exact(at, equal(3, 4, 4, 4), 0)
+        double().double_jitter(jitter)
+        before = [calls(name) for name in names]
+        work()
+        ficco.synchronize()
+        double().double_jitter(0)
+        one, other = (calls(name) - count for name, count in zip(names, before, strict=True))
+        return one, other
+
+
 def _counted(at: Rank, jitter: int) -> tuple[int, int]:
     """Kernels that packing launches, and how often PyTorch is given something to do."""
     cases = [
@@ -56,17 +72,14 @@ def _counted(at: Rank, jitter: int) -> tuple[int, int]:
             Case((5, 8, 2), 36, 6, schedule=name, a="every-other-row"),
         )
     ]
-    with clean():
-        exact(at, equal(3, 4, 4, 4), 0)
-        double().double_jitter(jitter)
-        before = calls(LAUNCH), calls(HOST)
+
+    def work() -> None:
         all_exact(at, cases)
-        ficco.synchronize()
-        double().double_jitter(0)
         assert "packing" in test_hip.engine().capabilities().copy
         # PyTorch would report what was tried in vain as an error of its own.
         assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
-        return calls(LAUNCH) - before[0], calls(HOST) - before[1]
+
+    return _made(at, jitter, (LAUNCH, HOST), work)
 
 
 @pytest.mark.parametrize("series", SERIES)
@@ -101,17 +114,14 @@ def _unpacked(at: Rank, jitter: int) -> tuple[int, int]:
         for name in ("hetero-fused-2d:pull,pieces=2", "uniform-fused-2d:tail=2")
     ]
     capped = equal(3, 40, 24, 16, schedule="uniform-fused-2d:pieces=4")
-    with clean():
-        exact(at, equal(3, 4, 4, 4), 0)
-        double().double_jitter(jitter)
-        before = calls(COPY), calls(LAUNCH)
+
+    def work() -> None:
         operators.all_exact(at, cases)
         all_exact(at, gathers)
         with ficco.options(workspace_bytes=4096):
             exact(at, capped, 1)
-        ficco.synchronize()
-        double().double_jitter(0)
-        return calls(COPY) - before[0], calls(LAUNCH) - before[1]
+
+    return _made(at, jitter, (COPY, LAUNCH), work)
 
 
 @pytest.mark.parametrize("series", SERIES)
@@ -201,14 +211,7 @@ def _summed(at: Rank, cases: list[operators.Case], by_kernel: bool) -> tuple[int
     import ficco.dma.hip
 
     ficco.dma.hip.HipEngine._sums_by_kernel = by_kernel
-    with clean():
-        exact(at, equal(3, 4, 4, 4), 0)
-        double().double_jitter(100)
-        before = calls(LAUNCH), calls(HOST)
-        operators.all_exact(at, cases)
-        ficco.synchronize()
-        double().double_jitter(0)
-        return calls(LAUNCH) - before[0], calls(HOST) - before[1]
+    return _made(at, 100, (LAUNCH, HOST), lambda: operators.all_exact(at, cases))
 
 
 @pytest.mark.parametrize("series", SERIES)
