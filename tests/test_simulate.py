@@ -322,6 +322,22 @@ def test_a_copy_holds_its_queue_for_the_gap_and_is_seen_after_the_latency() -> N
     assert bars_of(found, 0, "matmul") == [(13, 15)]
 
 
+@pytest.mark.parametrize(("lane", "in_front", "begin"), [
+    ("compute0", 1.0, 9), ("copy0", 1.0, 13), ("compute0", None, 13),
+])  # fmt: skip
+def test_a_copy_in_front_of_a_product_is_seen_sooner(
+    lane: str, in_front: float | None, begin: float
+) -> None:
+    copies = Copies(9, 5.0, 0.0, ((1.0, 1.0),), GIVEN, in_front)
+    seen = Signal("ready", 0, 0, 0, 0)
+    plan_ = two(
+        send(lane, 0, 1, 8, mover="kernel", posts=(seen,)),
+        multiply("compute0", 1, waits=(seen,)),
+    )
+    found = simulate(plan_, replace(ONE, kernel_copies=copies))
+    assert bars_of(found, 0, "matmul") == [(begin, begin + 2)]
+
+
 def test_copies_over_one_port_share_it_and_over_two_links_do_not() -> None:
     problem = problem_of(100, 100, 100)
     idle_ranks = [replace(own_plan(problem=problem), rank=rank) for rank in (1, 2)]

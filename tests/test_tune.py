@@ -94,6 +94,12 @@ def enqueued(call: float, matmul: float, copy: float, signal: float) -> list[fit
     ]
 
 
+def test_what_copies_take_in_front_of_a_product_is_the_median_beside_their_bytes() -> None:
+    taken = {100.0: 5.0 + 10.0, 200.0: 7.0 + 20.0, 400.0: 90.0 + 40.0}
+    assert fits.in_front(taken, lambda nbytes: 10.0) == 7.0
+    assert fits.in_front({100.0: 9.0}, lambda nbytes: 10.0) == 0.0
+
+
 def test_host_costs_are_taken_apart_exactly() -> None:
     found = fits.host(enqueued(20 * US, 9 * US, 2 * US, 1.5 * US))
     want = {"call": 20 * US, "matmul": 9 * US, "copy": 2 * US, "signal": 1.5 * US}
@@ -684,6 +690,48 @@ def curve_of(at: ranks.Rank, step: str) -> list[float]:
     asked = replace(effort.effort("cpu", quick=True), exchanges=(4096, 12288, 65536))
     site = measures.Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
     return [size for size, _ in getattr(measures, step)(site).curve]
+
+
+def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
+    """What is found where calls take as long as their products, the copies and so many seconds."""
+    asked = replace(effort.effort("cpu", quick=True), sizes=(4096, 1 << 20, 8 << 20))
+    watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
+    site = measures.Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
+    multiplied, mm = [], torch.mm
+
+    def counted(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> torch.Tensor:
+        multiplied.append(a.shape[0])
+        return mm(a, b, **settings)
+
+    torch.mm = counted
+
+    def timed(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+        assert step == "kernel_copies" and 0 < settings["share"] < 1
+        found = {}
+        for number, (name, call) in enumerate(calls.items()):
+            size, what = name.split(" ", 1)
+            assert int(size) < 8 << 20, "times of large ones vary by more than what is asked"
+            product = number // 3 + 1.0
+            seconds = {
+                "in front": 0.5 + product + latency + (at.world - 1) * int(size) / rate,
+                "1": 0.5 + product,  # with what every row takes once
+                "2": 0.5 + 2 * product,
+            }[what]
+            multiplied.clear()
+            result = call()
+            if what == "in front":
+                assert result.shape == (at.world * (int(size) // 2048), measures.IN_FRONT_COLUMNS)
+            else:
+                assert multiplied == int(what) * [at.world * (int(size) // 2048)]
+            found[name] = series.Series((seconds, seconds, 10 * seconds))
+        return found
+
+    site.time = timed  # type: ignore[method-assign]
+    return measures.in_front(site, Copies(1, 9.0, 9.0, ((1.0, rate),), SOURCE))
+
+
+def test_copies_are_timed_in_front_of_products() -> None:
+    assert ranks.run(2, in_front, 3.0, 1e9)[0] == pytest.approx(3.5)
 
 
 def test_collectives_are_measured_at_sizes_of_their_own() -> None:

@@ -153,6 +153,8 @@ class Copies:
         latency: seconds from a copy's begin to its signal being seen, beside the bytes' time.
         gap: seconds between two copies of a queue, signal included.
         curve: (bytes, bytes per second) of one copy that has its link or port for itself.
+        in_front: the latency of one in front of a product, on the product's own lane, where
+            nothing is forked and joined; None: ``latency``.
     """
 
     engines: Count
@@ -160,10 +162,15 @@ class Copies:
     gap: Seconds
     curve: RateCurve
     provenance: Provenance
+    in_front: Seconds | None = None
 
     def rate(self, nbytes: float) -> float:
         """Bytes per second of a copy."""
         return interpolate(self.curve, nbytes)
+
+    def seen(self, in_front: bool) -> float:
+        """Seconds until the signal behind a copy is seen, beside the bytes' time."""
+        return self.latency if self.in_front is None or not in_front else self.in_front
 
 
 @dataclass(frozen=True)

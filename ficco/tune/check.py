@@ -139,8 +139,9 @@ def _calls(site: Site) -> Iterator[Point]:
     def call(name: str) -> object:
         return lambda: ficco.all_gather_matmul(a, b, group=group, schedule=name)
 
-    found = site.time("thresholds", {name: call(name) for name in CALLS}, share=0.5)
-    for name in CALLS:
+    names = CALLS if site.machine.kernel_copies is None else (*CALLS, measures.IN_FRONT)
+    found = site.time("thresholds", {name: call(name) for name in names}, share=0.5)
+    for name in names:
         stored = predict(problem, Schedule.parse(name), site.machine, mode)
         yield Point("call", f"{name}, {m} x {n} x {k}", stored, found[name].seconds)
 

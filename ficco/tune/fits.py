@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -85,6 +85,12 @@ def copies(found: Sequence[CopyTime]) -> CopyFit:
     fit = CopyFit(max(float(rest) + gap, 0.0), gap, curve, 0.0)
     errors = [abs(fit.seconds(one.nbytes, one.count) / one.seconds - 1) for one in found]
     return CopyFit(fit.latency, fit.gap, fit.curve, max(errors))
+
+
+def in_front(found: Mapping[float, float], rate: Callable[[float], float]) -> float:
+    """What is left of the seconds of copies, by their bytes, beside those bytes' time: the median,
+    and nothing where they take less."""
+    return max(median(seconds - nbytes / rate(nbytes) for nbytes, seconds in found.items()), 0.0)
 
 
 def nonnegative_or_signed(matrix: np.ndarray, seconds: np.ndarray, signed: int = -1) -> list[float]:

@@ -50,13 +50,15 @@ Tick = Callable[[str], None]
 
 #: Copies of a shard in pieces: rows of copies on one queue. By copy engines peer after peer; in one
 #: piece they visit the peers as a permutation, so that every rank receives from one at a time. By
-#: the kernel piece after piece, so that small ones go to all peers in one launch, or none do; in
-#: one piece as in front of a product, where the model may take it.
+#: the kernel piece after piece, so that small ones go to all peers in one launch, or none do.
 ROWS_OF = {
     "dma": "hetero-unfused-1d:pieces={pieces},order=peer",
     "kernel": "hetero-unfused-1d:pieces={pieces},order=piece,kernel",
 }
-IN_FRONT = {"kernel": "serial:kernel"}
+#: Copies by the kernel in front of a product, where the model may take them; of shards of at most
+#: so many bytes, since the times of larger ones vary by more than what is asked. The product has
+#: so many columns. In the rest of the step's seconds rows are timed.
+IN_FRONT, IN_FRONT_BYTES, IN_FRONT_COLUMNS, IN_FRONT_SHARE = "serial:kernel", 4 << 20, 1024, 0.4
 ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
 
 #: Schedules with different numbers of products, copies and signals.
@@ -294,8 +296,9 @@ def copy_times(
     pieces: Sequence[int],
     step: str = "copies",
     mover: str = "dma",
+    share: float = 1.0,
 ) -> list[fits.CopyTime]:
-    """Seconds of rows of copies between all ranks."""
+    """Seconds of rows of copies between all ranks, taken in a share of the step's own."""
     parts = site.parts()
     parts.shard(max(pieces) * min(max(sizes), site.effort.least_bytes))
     parts.shard(2 * max(sizes))
@@ -305,27 +308,20 @@ def copy_times(
         for count in dict.fromkeys(min(count, 2) if large else count for count in pieces):
             rows[f"{count} x {size}"] = (size, count)
     calls = {
-        name: parts.copies(row_of(mover, count), size * count)
+        name: parts.copies(ROWS_OF[mover].format(pieces=count), size * count)
         for name, (size, count) in rows.items()
     }
-    found = site.time(step, calls)
+    found = site.time(step, calls, share=share)
     return [
         fits.CopyTime(*launches(size, count, site.world, mover), found[name].seconds)
         for name, (size, count) in rows.items()
     ]
 
 
-def row_of(mover: str, pieces: int) -> str:
-    """The schedule whose copies are a row of so many to each peer."""
-    if pieces == 1 and mover in IN_FRONT:
-        return IN_FRONT[mover]
-    return ROWS_OF[mover].format(pieces=pieces)
-
-
 def launches(size: int, pieces: int, world: int, mover: str) -> tuple[float, int]:
     """Bytes of what is enqueued at once in a row of copies, in the mean, and how often."""
     rows = (max(size * pieces // 2048, 1),) * world
-    row = Schedule.parse(row_of(mover, pieces))
+    row = Schedule.parse(ROWS_OF[mover].format(pieces=pieces))
     whole = plan(Problem("all_gather_matmul", rows, 0, 1024, "bfloat16"), row, 0)
     count = sum(whole.steps[first].op == "copy" for first, *_ in together(whole))
     return size * pieces * (world - 1) / count, count
@@ -341,14 +337,47 @@ def kernel_copies(site: Site) -> Copies | None:
     engine = workspace_of(site.watch.group, site.watch.device).engine
     if not site.watch.on_gpu or "kernel" not in engine.capabilities().movers:
         return None
-    return _copies(site, "kernel_copies", "kernel", max(site.world - 1, 1))
+    share = 1.0 - IN_FRONT_SHARE
+    found = _copies(site, "kernel_copies", "kernel", max(site.world - 1, 1), share)
+    return replace(found, in_front=in_front(site, found))
 
 
-def _copies(site: Site, step: str, mover: str, engines: int) -> Copies:
+def in_front(site: Site, copies: Copies) -> float:
+    """Seconds that copies by the kernel add to a product that they come in front of, beside their
+    bytes' time. What the product itself takes is what a second one adds to a first."""
+    parts, world, n = site.parts(), site.world, IN_FRONT_COLUMNS
+    sizes = [size for size in site.effort.sizes if size <= IN_FRONT_BYTES]
+    calls: dict[str, Any] = {}
+    for size in reversed(sizes):  # the largest first: operands are cut from memory that is grown
+        a = parts.shard(size)
+        (rows, k), b = a.shape, parts.matrix("b", a.shape[1], n)
+
+        def call(a: torch.Tensor = a, b: torch.Tensor = b) -> Any:
+            return ficco.all_gather_matmul(a, b, group=site.watch.group, schedule=IN_FRONT)
+
+        calls[f"{size} in front"] = call
+        for count in (1, 2):
+            calls[f"{size} {count}"] = _row(parts, Shape(world * rows, n, k), count)
+    found = site.time("kernel_copies", calls, share=IN_FRONT_SHARE)
+    added = {
+        size: [
+            whole - (two - one)
+            for whole, one, two in zip(
+                *(found[f"{size} {what}"].times for what in ("in front", 1, 2)), strict=True
+            )
+        ]
+        for size in sizes
+    }
+    return fits.in_front(
+        {(world - 1) * size: median(seconds) for size, seconds in added.items()}, copies.rate
+    )
+
+
+def _copies(site: Site, step: str, mover: str, engines: int, share: float = 1.0) -> Copies:
     _needs_peers(site)
     sizes = site.effort.sizes
-    fit = fits.copies(copy_times(site, sizes, site.effort.pieces, step, mover))
-    turn = "peer after peer" if mover == "dma" else "small ones, or one piece, to all peers at once"
+    fit = fits.copies(copy_times(site, sizes, site.effort.pieces, step, mover, share))
+    turn = "peer after peer" if mover == "dma" else "small ones to all peers at once"
     note = (
         f"push, one queue, {turn}, {sizes[0]} to {sizes[-1]} bytes; largest error {fit.error:.1%}"
     )
