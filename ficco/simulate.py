@@ -562,7 +562,8 @@ class _Simulation:
             self._begin_product(lane, rank, step)
         elif step.op in ("place", "reduce"):
             if self._move(step) and lane.steps[lane.at] not in rank.rides:
-                latency = self.copies.latency if _reads(step) else self.memory.latency
+                reads = _reads(step)
+                latency = self.copies.seen(lane.computes) if reads else self.memory.latency
                 self._push(self.now + latency, _REACH, lane)
             else:
                 self._over(lane, self.now, self.now)

@@ -784,11 +784,15 @@ def test_what_is_summed_at_the_peers_travels_as_by_the_copy_kernel(
     problem = Problem("matmul_all_reduce", (rows // 4,) * 4, n, 0, "bfloat16")
     far = 3 * part / links
     wanted = copies.latency + far / copies.rate(far) + 2 * part / machine.memory.bandwidth
-    found = predict(problem, Schedule.parse("one-shot"), machine)
-    assert found == pytest.approx(wanted, rel=1e-6)
-    slower = replace(machine, kernel_copies=replace(copies, latency=copies.latency + 1e-5))
-    late = predict(problem, Schedule.parse("one-shot"), slower)
-    assert late - found == pytest.approx(1e-5, rel=1e-6)
+
+    def seconds(copies: Copies) -> float:
+        return predict(problem, Schedule.parse("one-shot"), replace(machine, kernel_copies=copies))
+
+    assert seconds(copies) == pytest.approx(wanted, rel=1e-6)
+    later = seconds(replace(copies, latency=copies.latency + 1e-5))
+    assert later == pytest.approx(wanted + 1e-5, rel=1e-6)
+    # Nothing is forked and joined around it.
+    assert seconds(replace(copies, latency=1.0, in_front=copies.latency + 1e-5)) == later
 
 
 def test_every_process_gets_the_same_bits() -> None:

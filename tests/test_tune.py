@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,18 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: measure
     # A fit that took the largest as they are would be slow.
     for m, n, k in ((16384, 8192, 8192), (4096, 4096, 4096)):
         assert found.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
+
+
+def test_dtypes_that_are_not_measured_are_as_in_a_file_of_such_a_device(
+    made_up: measures.Site,
+) -> None:
+    made_up.machine = Machine("new", "NVIDIA H100 80GB HBM3", 2)
+    made_up.watch = SimpleNamespace(on_gpu=True)  # type: ignore[assignment]
+    found = measures.gemm(made_up)
+    sheet = load(configs() / "h100-8.yaml").gemm
+    assert sheet and found.shares == sheet.shares and len(sheet.shares) == 3
+    made_up.machine = Machine("new", "Nobody's", 2)
+    assert measures.gemm(made_up).shares == ((2, 1.0),)
 
 
 def test_a_device_that_stays_cold_takes_a_limit_out_of_the_file(

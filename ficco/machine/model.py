@@ -153,8 +153,8 @@ class Copies:
         latency: seconds from a copy's begin to its signal being seen, beside the bytes' time.
         gap: seconds between two copies of a queue, signal included.
         curve: (bytes, bytes per second) of one copy that has its link or port for itself.
-        in_front: the latency of one in front of a product, on the product's own lane, where
-            nothing is forked and joined; None: ``latency``.
+        in_front: the latency of one on a compute lane, where nothing is forked and joined, as
+            measured in front of a product; None: ``latency``.
     """
 
     engines: Count

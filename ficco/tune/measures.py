@@ -246,7 +246,7 @@ def gemm(site: Site) -> Gemm:
     if not _adds_wide(site):
         shapes = tuple(shape for shape in shapes if not shape.wide)
     found = samples(site, shapes, heat)
-    fitted = fit(found, units=units(site), peak=peak(site), known=site.machine.gemm)
+    fitted = fit(found, units=units(site), peak=peak(site), known=known(site))
     error = errors(fitted, found)
     longest = max(one.seconds for one in rows)
     note = (
@@ -270,14 +270,20 @@ def _adds_wide(site: Site) -> bool:
     return True
 
 
+def known(site: Site) -> Gemm | None:
+    """Products as the file has them or, of a GPU, a file of such a device: in it are the dtypes
+    that are not measured."""
+    machine = site.machine
+    if machine.gemm is not None or not site.watch.on_gpu:
+        return machine.gemm
+    alike = nearest(Fingerprint(machine.accelerator, machine.ranks))
+    return None if alike is None else alike.gemm
+
+
 def peak(site: Site) -> float | None:
     """Operations per second of the data sheet, as a file of such a device says."""
-    if not site.watch.on_gpu:
-        return None
-    alike = site.machine
-    if alike.gemm is None:
-        alike = nearest(Fingerprint(alike.accelerator, alike.ranks)) or alike
-    return None if alike.gemm is None else alike.gemm.peak
+    found = known(site) if site.watch.on_gpu else None
+    return None if found is None else found.peak
 
 
 def units(site: Site) -> int:
