@@ -56,7 +56,8 @@ gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, b
 
 readme: .venv/.ready ## Put the table of results into the README
 	$(PY) -m ficco bench --readme docs/results/measured-h200-4.csv docs/results/reduce-scatter-h200-4.csv \
-	  docs/results/all-reduce-h200-4.csv docs/results/all-to-all-h200-4.csv docs/results/measured-h200-2.csv
+	  docs/results/all-reduce-h200-4.csv docs/results/all-to-all-h200-4.csv docs/results/measured-h200-2.csv \
+	  docs/results/measured-h100-2.csv
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check
