@@ -407,7 +407,7 @@ def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> 
         date = table.read_description(folder / f"{name}.csv")["date"]
         top = page.read_text().split("## ")[0]
         assert re.search(r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided", top), page
-        assert re.search(r"`h200-[24]` \(digest [0-9a-f]{10}\)", top), page
+        assert re.search(r"`h[12]00-[24]` \(digest [0-9a-f]{10}\)", top), page
         assert f"[`{name}.csv`]({name}.csv), measured {date}." in top, page
 
 
