@@ -222,7 +222,7 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     entries do. Where all products come behind all copies of a gather, none waits: queued on 4 H200,
     13 such calls took as long as predicted to 6 % (docs/results/serial-by-kernel-h200-4.csv), and
     six of problems that were not seen before 3 % less to 16 % more (unseen-h200-4.csv there). Nor
-    does one that sums behind all products: 20 on 2 H200 took 11 % less to 5 % more
+    does one that sums behind all products: 24 on 2 H200 took 5 % less to 19 % more
     (decode-all-reduce-h200-2.csv and decode-reduce-scatter-h200-2.csv); with more ranks it was not
     measured, and reads more in an all-reduce than others send. On a CPU both movers are the same.
     """
