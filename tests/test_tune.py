@@ -283,6 +283,24 @@ def test_a_check_sees_a_limit_that_no_longer_holds(made_up: measures.Site) -> No
     assert now.pop(row) < 1 / 1.25 and list(now.values()) == pytest.approx([1.0] * 4)
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_a_check_calls_by_the_copy_kernel_where_one_can_copy(
+    made_up: measures.Site, monkeypatch: Any, by_kernel: bool
+) -> None:
+    made_up.watch = SimpleNamespace(  # type: ignore[assignment]
+        world=2, mode="queued", group=None, release=lambda: None
+    )
+    monkeypatch.setattr(measures, "copies_by_kernel", lambda site: by_kernel)
+    monkeypatch.setattr(
+        made_up, "time", lambda step, calls, share: {c: series.Series((1.0,)) for c in calls}
+    )
+    made_up.machine = load(configs() / "h200-2.yaml")
+    called = [point.what.split(",")[0] for point in check._calls(made_up)]
+    assert called == ["serial", "shard-overlap", *(["serial:kernel"] if by_kernel else [])]
+    made_up.machine = replace(made_up.machine, kernel_copies=None)
+    assert len(list(check._calls(made_up))) == 2
+
+
 def test_a_row_of_products_is_timed_alone_until_the_device_is_steady(
     made_up: measures.Site, monkeypatch: Any
 ) -> None:

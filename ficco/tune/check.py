@@ -139,7 +139,8 @@ def _calls(site: Site) -> Iterator[Point]:
     def call(name: str) -> object:
         return lambda: ficco.all_gather_matmul(a, b, group=group, schedule=name)
 
-    names = CALLS if site.machine.kernel_copies is None else (*CALLS, measures.IN_FRONT)
+    by_kernel = site.machine.kernel_copies is not None and measures.copies_by_kernel(site)
+    names = (*CALLS, measures.IN_FRONT) if by_kernel else CALLS
     found = site.time("thresholds", {name: call(name) for name in names}, share=0.5)
     for name in names:
         stored = predict(problem, Schedule.parse(name), site.machine, mode)

@@ -340,12 +340,17 @@ def copies(site: Site) -> Copies:
 def kernel_copies(site: Site) -> Copies | None:
     """Those of the copy kernel, which has no engines to wait for: a queue per peer at most. None
     where no kernel copies, as on a CPU."""
-    engine = workspace_of(site.watch.group, site.watch.device).engine
-    if not site.watch.on_gpu or "kernel" not in engine.capabilities().movers:
+    if not copies_by_kernel(site):
         return None
     share = 1.0 - IN_FRONT_SHARE
     found = _copies(site, "kernel_copies", "kernel", max(site.world - 1, 1), share)
     return replace(found, in_front=in_front(site, found))
+
+
+def copies_by_kernel(site: Site) -> bool:
+    """Whether a kernel of this device can copy."""
+    engine = workspace_of(site.watch.group, site.watch.device).engine
+    return site.watch.on_gpu and "kernel" in engine.capabilities().movers
 
 
 def in_front(site: Site, copies: Copies) -> float:
