@@ -398,6 +398,15 @@ def test_a_regret_says_what_decided_and_what_was_measured(monkeypatch: pytest.Mo
     assert f"ficco {version()} decided anew" in regret.report(rows, machine, "name")
 
 
+def test_results_name_the_files_of_the_project_from_its_root() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    pages = [page for page in folder.iterdir() if page.suffix in (".md", ".json")]
+    assert pages
+    elsewhere = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
+    for page in pages:
+        assert not (found := elsewhere.search(page.read_text())), (page, found)
+
+
 def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> None:
     folder = Path(__file__).parent.parent / "docs" / "results"
     pages = sorted(folder.glob("*_regret.md"))
