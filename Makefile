@@ -54,10 +54,11 @@ gpu-bench:
 gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, beside the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda
 
-readme: .venv/.ready ## Put the table of results into the README
-	$(PY) -m ficco bench --readme docs/results/measured-h200-4.csv docs/results/reduce-scatter-h200-4.csv \
-	  docs/results/all-reduce-h200-4.csv docs/results/all-to-all-h200-4.csv docs/results/measured-h200-2.csv \
-	  docs/results/measured-h100-2.csv
+BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
+
+readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md
+	$(PY) -m ficco bench --readme $(BENCHES:%=docs/results/%.csv)
+	$(PY) -m ficco bench --readme $(BENCHES:%=docs/results/%.csv) --readme-file docs/results/README.md --readme-table all
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check

@@ -551,7 +551,7 @@ def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
     table.write(tmp_path / "two.csv", rows)
     _equal(table.as_json(table.read(tmp_path / "two.csv")), table.as_json(rows))
     assert len(lines(rows, "queued")) == 4
-    text = report.readme_table([(rows, {"device": "a device", "ranks": 4}, "x.md")])
+    text = report.whole_table([(rows, {"device": "a device", "ranks": 4}, "x.md")])
     assert text.count("| `all_gather_matmul` |") == 2 == text.count("| `matmul_reduce_scatter` |")
     (best, *_) = (line.best for line in lines(rows[len(rows) // 2 :], "queued") if line.best)
     assert f"| `matmul_reduce_scatter` | queued | 2 | {best.share:.2f} (" in text
@@ -612,10 +612,17 @@ def test_what_auto_reaches_stands_beside_the_best() -> None:
     about = {"device": "a device", "ranks": 4, "date": "2026-11-22 01:02 UTC"}
     place = "[4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | queued | 2"
     best = f"| {place} | 0.91 (0.91) | 1.27 (1.27) | 1.14 (1.14) |"
-    assert f"{best}  |  |  |" in report.readme_table([(_rows(), about, "docs/x.md")])
-    text = report.readme_table([(_with_auto(), about, "docs/x.md")])
+    assert f"{best}  |  |  |" in report.whole_table([(_rows(), about, "docs/x.md")])
+    text = report.whole_table([(_with_auto(), about, "docs/x.md")])
     assert f"{best} 0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12) |" in text
-    assert "*queued*: the host runs ahead" in text and "*idle*: the GPU waits" in text
+    for heading in ("*queued*: the host runs ahead", "*idle*: the GPU waits"):
+        assert heading in text
+    reached = "0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12)"
+    line = f"| [4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | 2 | {reached}"
+    text = report.auto_table([(_with_auto(), about, "docs/x.md"), (_rows(), about, "docs/y.md")])
+    assert f"{line} | {reached} |" in text and "y.md" not in text  # where auto was not timed
+    alone = [row for row in _with_auto() if row.mode == "queued"]
+    assert f"{line} |  |  |  |" in report.auto_table([(alone, about, "docs/x.md")])
     text = report.report(_with_auto(), {}, "name", [])
     assert "| overlap | auto: ms | x serial | x PyTorch |" in text
     assert "| 0.50 | 1.120 | 1.25 | 1.12 |" in text
@@ -672,7 +679,7 @@ def test_auto_is_held_against_what_it_compares(
 def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    text = report.readme_table([(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")])
+    text = report.whole_table([(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")])
     report.put_between(readme, "results", text)
     report.put_between(readme, "results", text)
     found = readme.read_text()
@@ -688,10 +695,14 @@ def test_several_benches_go_into_one_readme(
 ) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:begin -->\nold\n<!-- results:end -->\n")
-    table.write(tmp_path / "one.csv", _rows())
+    table.write(tmp_path / "one.csv", _with_auto())
     table.write(tmp_path / "two.csv", _of_two())
     files = [str(tmp_path / name) for name in ("one.csv", "two.csv")]
-    assert cli.run(["bench", "--readme", *files, "--readme-file", str(readme)]) == 0
+    command = ["bench", "--readme", *files, "--readme-file", str(readme)]
+    assert cli.run(command) == 0
+    text = readme.read_text()
+    assert text.count("| `all_gather_matmul` |") == 1 and "(two.md)" not in text
+    assert cli.run([*command, "--readme-table", "all"]) == 0
     text = readme.read_text()
     assert text.count("| `all_gather_matmul` |") == 2 + 2
     assert text.count("*queued*: the host runs") == 1 == text.count("| measured on |")

@@ -111,6 +111,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="that README (default: README.md)",
     )
+    later.add_argument(
+        "--readme-table",
+        choices=("auto", "all"),
+        default="auto",
+        help="of what auto reaches, or of the fastest schedules, too (default: auto)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -287,7 +293,7 @@ def _later(arguments: argparse.Namespace) -> int:
         print(f"wrote {_regret(arguments.regret, arguments.machine)}")
     if arguments.readme:
         from ficco.bench import table
-        from ficco.bench.report import put_between, readme_table
+        from ficco.bench.report import TABLES, put_between
 
         folder = arguments.readme_file.resolve().parent
         benches = [
@@ -298,7 +304,8 @@ def _later(arguments: argparse.Namespace) -> int:
             )
             for csv in arguments.readme
         ]
-        put_between(arguments.readme_file, "results", readme_table(benches))
+        text = TABLES[arguments.readme_table](benches)
+        put_between(arguments.readme_file, "results", text)
         print(f"wrote {arguments.readme_file}")
     return 0
 

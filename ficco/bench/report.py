@@ -235,43 +235,63 @@ def _error(row: Row | None) -> str:
     return "" if row is None else f"{row.error:.3e}"
 
 
-def readme_table(benches: Sequence[tuple[Sequence[Row], dict[str, Any], str]]) -> str:
-    """The table of the README: a line for each operator and mode of each bench.
+#: A bench for a table of several: its rows, what is known of the machine, a link to its report.
+Bench = tuple[Sequence[Row], dict[str, Any], str]
 
-    Args:
-        benches: rows, what is known of the machine, and a link to the report.
-    """
-    heads = ("measured on", "operator", "mode", "shapes")
-    figures = ("of ideal", "x serial", "x PyTorch")
-    of_auto = tuple(f"`auto`: {name}" for name in figures)
+FIGURES = {"share": "of ideal", "speedup": "x serial", "vs_pytorch": "x PyTorch"}
+
+
+def auto_table(benches: Sequence[Bench]) -> str:
+    """What ``auto`` reaches: a line for each operator of each bench, both eager modes in it."""
+    modes_there = ("queued", "idle")
+    heads = [f"{mode}: {name}" for mode in modes_there for name in FIGURES.values()]
+    body = []
+    for place, operator, mine in _operators(benches):
+        by_mode = {mode: [line.auto for line in lines(mine, mode)] for mode in modes_there}
+        if any(one for found in by_mode.values() for one in found):
+            shapes = max(map(len, by_mode.values()))
+            cells = [cell for found in by_mode.values() for cell in _reached(found)]
+            body.append((place, f"`{operator}`", shapes, *cells))
+    words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in modes_there)
+    return f"{MEANS} {words}.\n\n" + markdown(("measured on", "operator", "shapes", *heads), body)
+
+
+def whole_table(benches: Sequence[Bench]) -> str:
+    """What the fastest schedules and ``auto`` reach: a line for each operator and mode of each
+    bench."""
+    heads = ("measured on", "operator", "mode", "shapes", *FIGURES.values())
+    of_auto = [f"`auto`: {name}" for name in FIGURES.values()]
     body, seen = [], set()
+    for place, operator, mine in _operators(benches):
+        for mode in modes(mine):
+            if mode != "graph" and (found := lines(mine, mode)):
+                seen.add(mode)
+                best = _reached([line.best for line in found])
+                auto = _reached([line.auto for line in found])
+                body.append((place, f"`{operator}`", mode, len(found), *best, *auto))
+    words = "; ".join(f"*{mode}*: {text}" for mode, text in MODE_WORDS.items() if mode in seen)
+    return f"{MEANS} {words}. {HINDSIGHT}\n\n" + markdown((*heads, *of_auto), body)
+
+
+#: Tables of several benches, by what they tell of.
+TABLES = {"auto": auto_table, "all": whole_table}
+
+MEANS = "Geometric mean over the shapes, and the worst shape."
+
+
+def _operators(benches: Sequence[Bench]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Where each operator of each bench was measured, as a link, its name, and its rows."""
     for rows, about, link in benches:
         where = f"{about.get('ranks', '?')} x {about.get('device', 'an unnamed machine')}"
         date = str(about.get("date", "")).split(" ")[0]
         for operator, mine in by_operator(rows):
-            for mode in modes(mine):
-                if mode != "graph" and (found := lines(mine, mode)):
-                    seen.add(mode)
-                    place = f"[{where}, {date}]({link})"
-                    body.append((place, f"`{operator}`", mode, str(len(found)), *_reached(found)))
-    words = "; ".join(f"*{mode}*: {text}" for mode, text in MODE_WORDS.items() if mode in seen)
-    return (
-        f"Geometric mean over the shapes, and the worst shape. {words}. {HINDSIGHT}\n\n"
-        + markdown((*heads, *figures, *of_auto), body)
-    )
+            yield f"[{where}, {date}]({link})", operator, mine
 
 
-def _reached(there: Sequence[Line]) -> list[str]:
-    """What the shapes of an operator reach, by their best schedules and by ``auto``."""
-
-    def cells(found: Sequence[Row | None]) -> list[str]:
-        both = [mean_and_worst(found, figure) for figure in README_FIGURES]
-        return ["" if math.isnan(mean) else f"{mean:.2f} ({worst:.2f})" for mean, worst in both]
-
-    return [*cells([line.best for line in there]), *cells([line.auto for line in there])]
-
-
-README_FIGURES = ("share", "speedup", "vs_pytorch")
+def _reached(found: Sequence[Row | None]) -> list[str]:
+    """The figures of several shapes: their mean, and the worst."""
+    both = [mean_and_worst(found, figure) for figure in FIGURES]
+    return ["" if math.isnan(mean) else f"{mean:.2f} ({worst:.2f})" for mean, worst in both]
 
 
 def put_between(path: Path, name: str, text: str) -> None:
