@@ -141,6 +141,11 @@ def from_text(text: str) -> Options:
     return Options(**json.loads(text or "{}"))
 
 
+def saves_gathered(text: str) -> bool:
+    """``from_text(text).save_gathered``, in words that ``torch.compile`` can trace."""
+    return '"save_gathered": true' in text
+
+
 @contextmanager
 def options(**changes: Any) -> Iterator[Options]:
     """Change options within a block: ``with ficco.options(timeout_s=5): ...``.

@@ -10,6 +10,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ranks import Failure, Rank, caught, run
 from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
+from ficco.options import Options, from_text, saves_gathered, to_text
 
 #: Rows of a shard, k and n of the calls here.
 ROWS, K, N = 4, 8, 6
@@ -306,6 +308,18 @@ def test_mistake(what: str) -> None:
                 assert re.search(pattern, found.text), f"{pattern!r} is not in: {found.text}"
 
 
+def _no_integers_behind_integers(at: Rank) -> None:
+    a, b = _a(1, K), _b()
+    for other in ([1.0, 1.0], [True, True], [1, 1.0]):
+        assert ficco.all_gather_matmul(a, b, rows=[1, 1]).shape == (2, N)
+        with pytest.raises(ValueError, match=re.escape(f"got {other}")):
+            ficco.all_gather_matmul(a, b, rows=other)
+
+
+def test_no_integers_are_refused_behind_equal_integers() -> None:
+    run(2, _no_integers_behind_integers)
+
+
 def _rows_of_any_type(at: Rank) -> None:
     for rows in (
         (ROWS, ROWS + 1),
@@ -438,6 +452,12 @@ def test_options(changes: dict[str, Any], patterns: tuple[str, ...]) -> None:
 def _enter(**changes: Any) -> None:
     with ficco.options(**changes):
         raise AssertionError("the block was entered")
+
+
+def test_a_text_of_options_says_whether_the_gathered_is_saved() -> None:
+    for saves, timeout_s in product((False, True), (5.0, Options.timeout_s)):
+        text = to_text(Options(save_gathered=saves, timeout_s=timeout_s))
+        assert saves_gathered(text) == from_text(text).save_gathered == saves
 
 
 def test_options_nest_and_follow_the_context() -> None:

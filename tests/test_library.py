@@ -506,7 +506,7 @@ def _refused(at: Rank, a: torch.Tensor, b: torch.Tensor) -> Any:
     [
         (torch.ones(4, 6).int(), torch.ones(6, 8).int(), "int32 is not served on cpu; use one of"),
         (torch.ones(4, 6), torch.ones(7, 8), "weight as weight.t()"),
-        (torch.ones(6), torch.ones(6, 8), "required a [..., k] and b [k, n]"),
+        (torch.ones(6), torch.ones(6, 8), "required a_shard [..., m/W, k] and b [k, n]"),
         (torch.ones(4, 6), torch.ones(6, 8).double(), "required one dtype"),
     ],
 )

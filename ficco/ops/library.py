@@ -43,9 +43,9 @@ from ficco.ops.gradients import (
     matrix,
     rows_multiplied,
 )
-from ficco.ops.operands import frozen
-from ficco.options import carried, current, from_text, to_text
-from ficco.problem import ITEMSIZE, OPERATORS
+from ficco.ops.operands import check_operands, frozen
+from ficco.options import carried, current, from_text, saves_gathered, to_text
+from ficco.problem import OPERATORS
 
 _CALL = 'str group, str schedule="auto", SymInt[]? rows=None, str options=""'
 _FORWARD = f"(Tensor a, Tensor b, {_CALL}) -> "
@@ -80,7 +80,7 @@ def call(
         rows = frozen(rows)
     flat = None if rows is None else _flat(rows)
     ops = OPS[operator]
-    saves = '"save_gathered": true' in options and torch.is_grad_enabled() and b.requires_grad
+    saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
     if ops.gathered and (return_gathered or saves):
         out, gathered = ops.gathered(a, b, group, schedule, flat, options)
         return out, gathered if return_gathered else None
@@ -129,29 +129,12 @@ def _fake_forward(
     rows: Rows = None,
     options: str = "",
 ) -> Any:
-    _check(operator, a, b)
+    check_operands(operator, a, b)  # the call itself checks the rest
     asked = _asked(operator, group, schedule, rows)
     m, (_, n), k = prod(a.shape[:-1]), b.shape, a.shape[-1]
     multiplied = rows_multiplied(asked, m)
     out = a.new_empty((k if OPERATORS[operator].inner else multiplied, n))
     return (out, a.new_empty((multiplied, k))) if return_gathered else out
-
-
-def _check(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """What can be refused while a call is traced; the call itself checks the rest."""
-    inner = OPERATORS[operator].inner
-    if a.dim() < 2 or b.dim() != 2 or not (inner or a.shape[-1] == b.shape[0]):
-        raise ValueError(
-            f"required a [..., k] and b [{'m' if inner else 'k'}, n], got shapes {list(a.shape)} "
-            f"and {list(b.shape)}; pass an nn.Linear weight as weight.t()"
-        )
-    if a.dtype != b.dtype:
-        raise ValueError(f"required one dtype, got a {a.dtype} and b {b.dtype}; convert one")
-    served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
-    if str(a.dtype).removeprefix("torch.") not in served:
-        raise NotImplementedError(
-            f"dtype {a.dtype} is not served on {a.device.type}; use one of {', '.join(served)}"
-        )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -57,8 +57,21 @@ def frozen(rows: Any) -> Any:
         return frozen(rows.tolist())
     if isinstance(rows, Iterable) and not isinstance(rows, str):
         return tuple([frozen(row) for row in rows])
-    whole = isinstance(rows, SupportsIndex) and not isinstance(rows, (bool, torch.SymInt))
-    return index(rows) if whole else rows
+    if isinstance(rows, torch.SymInt):
+        return rows
+    whole = isinstance(rows, SupportsIndex) and not isinstance(rows, bool)
+    return index(rows) if whole else _NoSize(rows)
+
+
+@dataclass(frozen=True)
+class _NoSize:
+    """What was given as a number of rows and is none. As a key ``4.0`` would equal ``4``, and a
+    call that must be refused would be taken for one that was served before."""
+
+    given: Any
+
+    def __repr__(self) -> str:
+        return repr(self.given)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,6 +101,35 @@ def left_of(operator: str) -> str:
     return "a_shard" if OPERATORS[operator].collective == "all-gather" else "a"
 
 
+def check_operands(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Refuse shapes, dtypes and devices that no call can have; a tracer can check this much."""
+    left, inner = left_of(operator), OPERATORS[operator].inner
+    if a.dim() < 2 or b.dim() != 2:
+        shape = "[..., m/W, k]" if left == "a_shard" else "[..., m, k]"
+        raise ValueError(
+            f"required {left} {shape} and b [{'m' if inner else 'k'}, n], got shapes "
+            f"{list(a.shape)} and {list(b.shape)}; reshape them"
+        )
+    if not inner and a.shape[-1] != b.shape[0]:
+        raise ValueError(
+            f"required as many columns of {left} as rows of b, got k={a.shape[-1]} and "
+            f"k={b.shape[0]}; pass b as [k, n] (an nn.Linear weight as weight.t())"
+        )
+    if a.dtype != b.dtype:
+        raise ValueError(
+            f"required one dtype, got {left} {a.dtype} and b {b.dtype}; convert one of them"
+        )
+    if a.device != b.device:
+        raise ValueError(
+            f"required one device, got {left} on {a.device} and b on {b.device}; move one of them"
+        )
+    served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
+    if str(a.dtype).removeprefix("torch.") not in served:
+        raise NotImplementedError(
+            f"dtype {a.dtype} is not served on {a.device.type}; use one of {', '.join(served)}"
+        )
+
+
 def problem_of(
     group: ProcessGroup,
     operator: str,
@@ -109,32 +151,8 @@ def problem_of(
             f"rows: required numbers on the CPU, got a tensor on {rows.device}; pass its "
             ".tolist(), which waits for the device"
         )
-    if a.dim() < 2 or b.dim() != 2:
-        shape = "[..., m/W, k]" if left == "a_shard" else "[..., m, k]"
-        raise ValueError(
-            f"required {left} {shape} and b [{'m' if inner else 'k'}, n], got shapes "
-            f"{list(a.shape)} and {list(b.shape)}; reshape them"
-        )
-    if a.shape[1] != b.shape[0] and not inner:
-        raise ValueError(
-            f"required as many columns of {left} as rows of b, got k={a.shape[1]} and "
-            f"k={b.shape[0]}; pass b as [k, n] (an nn.Linear weight as weight.t())"
-        )
-    if a.dtype != b.dtype:
-        raise ValueError(
-            f"required one dtype, got {left} {a.dtype} and b {b.dtype}; convert one of them"
-        )
-    if a.device != b.device:
-        raise ValueError(
-            f"required one device, got {left} on {a.device} and b on {b.device}; move one of them"
-        )
-    dtype = str(a.dtype).removeprefix("torch.")
-    if dtype not in ITEMSIZE or (dtype == "float64" and a.device.type != "cpu"):
-        served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
-        raise NotImplementedError(
-            f"dtype {a.dtype} is not served on {a.device.type}; use one of {', '.join(served)}"
-        )
-    sizes = b.shape[1], a.shape[1], dtype
+    check_operands(operator, a, b)
+    sizes = b.shape[1], a.shape[1], str(a.dtype).removeprefix("torch.")
     held, rank, world = a.shape[0], group.rank(), group.size()
     if OPERATORS[operator].blocks:
         table = _blocks(rows, held, rank, world)
