@@ -43,7 +43,7 @@ def write(address: int) -> MemOp:
 def copies(cuda: Any, lane: str, places: int = 1) -> Any:
     kernels: Any = SimpleNamespace(most_that_spin=PEER_BLOCKS * MOST)
     found = KernelCopies(kernels, lane, [(1, 2)] * places, [lambda call: (1, 2)] * places, 8, 2)
-    return cuda._Copies(copies=found, arrived=5000, mine=range(PEER))
+    return cuda.Copies(copies=found, arrived=5000, mine=range(PEER))
 
 
 def made(cuda: Any, given: list[tuple[str, Any]], captured: bool = False) -> Any:
@@ -62,7 +62,7 @@ def made(cuda: Any, given: list[tuple[str, Any]], captured: bool = False) -> Any
             return 5000 + 4 * index
 
     ops = [
-        (lane, cuda._Memops(lane, cuda.cu.Batch(op)) if isinstance(op, tuple) else op)
+        (lane, cuda.Memops(lane, cuda.cu.Batch(op)) if isinstance(op, tuple) else op)
         for lane, op in given
     ]
     lanes = tuple(dict.fromkeys(lane for lane, _ in given))
@@ -79,7 +79,7 @@ def made(cuda: Any, given: list[tuple[str, Any]], captured: bool = False) -> Any
 def enqueued(cuda: Any, lane: str, *given: Any) -> list[Any]:
     """What is left of operations: waits and writes, or what is around a launch."""
     body = made(cuda, [(lane, op) for op in given]).body
-    return [op.around if isinstance(op, cuda._Copies) else op.ops for op in body]
+    return [op.around if isinstance(op, cuda.Copies) else op.ops for op in body]
 
 
 def test_in_front_of_a_product_all_is_one_launch(cuda: Any) -> None:
@@ -107,7 +107,7 @@ def test_beside_products_a_launch_does_not_wait(cuda: Any, lane: str) -> None:
 
 
 def test_posts_by_copies_are_left_to_a_launch_too(cuda: Any) -> None:
-    posts = cuda._Posts("compute0", (write(PEER),), (1,))
+    posts = cuda.Posts("compute0", (write(PEER),), (1,))
     given = (wait(4), write(4)), copies(cuda, "compute0"), posts, (wait(8),)
     rear = write(4), write(PEER), wait(8)
     assert enqueued(cuda, "compute0", *given) == [Around((), (wait(4),), rear)]
@@ -116,7 +116,7 @@ def test_posts_by_copies_are_left_to_a_launch_too(cuda: Any) -> None:
 def test_posts_by_copies_are_not_divided(cuda: Any) -> None:
     """What is left of them would be written by the stream, which the driver refuses."""
     many = tuple(write(PEER + 4 * i) for i in range(MAX_SIGNALS + 1))
-    posts = cuda._Posts("compute0", many, (1,) * len(many))
+    posts = cuda.Posts("compute0", many, (1,) * len(many))
     launch, left = made(cuda, [("compute0", copies(cuda, "compute0")), ("compute0", posts)]).body
     assert launch.around == Around() and left is posts
 
@@ -132,12 +132,12 @@ def test_launches_keep_the_order_of_a_lane(cuda: Any, lane: str, acts: list[str]
     for number, act in enumerate(acts):
         single = {"wait": wait, "own": write, "peer": lambda at: write(PEER + at)}
         ops.append(copies(cuda, lane) if act == "copies" else (single[act](4 * number),))
-    launches = [id(op.copies) for op in ops if isinstance(op, cuda._Copies)]
+    launches = [id(op.copies) for op in ops if isinstance(op, cuda.Copies)]
     before = [(launches.pop(0), "copies") if act == "copies" else op[0] for act, op in
               zip(acts, ops, strict=True)]  # fmt: skip
     after: list[Any] = []
     for op in made(cuda, [(lane, op) for op in ops]).body:
-        if isinstance(op, cuda._Copies):
+        if isinstance(op, cuda.Copies):
             assert not op.around.begin
             after += [*op.around.front, (id(op.copies), "copies"), *op.around.rear]
         else:
@@ -166,7 +166,7 @@ def test_copies_of_nothing_see_to_nothing(cuda: Any) -> None:
                 return range(PEER)
 
         op = Engine(found, counter).copies(None, (0,))
-        assert isinstance(op, cuda._Copies) is bool(height and counter)
+        assert isinstance(op, cuda.Copies) is bool(height and counter)
         assert getattr(op, "copies", op) is found
 
 
@@ -199,7 +199,7 @@ def test_what_a_launch_of_copies_is_given(cuda: Any) -> None:
 
 def one_shot(cuda: Any) -> Any:
     parts = {"kernels": None, "parts": lambda call: None}
-    return cuda._OneShot(**parts, arrived=5000, mine=range(PEER))
+    return cuda.OneShot(**parts, arrived=5000, mine=range(PEER))
 
 
 def product(call: Any) -> None:
@@ -210,7 +210,7 @@ def product(call: Any) -> None:
 def test_a_sum_at_the_peers_sees_to_the_whole_call(cuda: Any, captured: bool) -> None:
     """Posts by copies among it; in a graph to what the watchdog is told, too: of the begin, for
     which nothing waits, beside all else."""
-    posts = cuda._Posts("compute0", (write(PEER),), (1,))
+    posts = cuda.Posts("compute0", (write(PEER),), (1,))
     body = [product, (wait(4), write(4)), posts, (wait(8),), one_shot(cuda)]
     tail = [(write(PEER + 4),), (wait(12), write(8), write(12)), (write(PEER + 8),)]
     given = [("compute0", op) for op in body] + [("sync", op) for op in tail]
@@ -269,7 +269,7 @@ def test_what_is_too_much_for_a_launch_stays_with_the_stream(cuda: Any) -> None:
 def test_a_sum_beside_others_leaves_the_end_to_the_stream(cuda: Any) -> None:
     given = [("copy0", product), ("compute0", (wait(4),)), ("compute0", one_shot(cuda))]
     run = made(cuda, [*given, ("sync", (write(PEER),))])
-    assert run.lanes == ("copy0",) and run.behind == "sync"
+    assert run.lanes == ("copy0",) and run.tail_lane == "sync"
     assert run.body[1].around == Around((), (wait(4),))
     assert [op.ops for op in run.tail] == [(write(PEER),)]
 
@@ -282,7 +282,7 @@ def test_in_a_graph_copies_in_front_of_a_product_tell_that_the_call_begins(cuda:
     (tail,) = run.tail
     rear = write(4), write(PEER), wait(8)
     assert first.around == Around((BEGIN,), (wait(4),), rear)
-    assert last is product and run.begin is None and run.behind == "compute0"
+    assert last is product and run.begin is None and run.tail_lane == "compute0"
     assert [step.address for step in tail.script.steps] == [PEER + 4, 9000]
 
 
@@ -293,15 +293,15 @@ def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches(c
     run = made(cuda, given, captured=True)
     front, last = run.body
     (rear,) = run.tail
-    assert last is product and run.begin is None and run.behind == "compute0"
+    assert last is product and run.begin is None and run.tail_lane == "compute0"
     assert [step.address for step in front.script.steps] == [9000, 4, 4]
     assert front.script.aside == 1 and not rear.script.aside
     assert [step.address for step in rear.script.steps] == [PEER, 9000]
-    posts = cuda._Posts("compute0", (write(PEER),), (1,))
+    posts = cuda.Posts("compute0", (write(PEER),), (1,))
     first = [("compute0", op) for op in (posts, product)]
     for other in ([("copy0", product), *given], given[1:], [*first, *given]):
         run = made(cuda, other, captured=True)
-        assert run.begin.ops == (BEGIN,) and run.behind == "sync"
+        assert run.begin.ops == (BEGIN,) and run.tail_lane == "sync"
         assert [op.ops for op in run.tail] == [(write(PEER), END)]
     run = made(cuda, given)
     assert run.begin is None and [op.ops for op in run.tail] == [(write(PEER),)]
@@ -322,17 +322,19 @@ class Launches:
 
 
 def test_launches_are_given_all_that_they_see_to(cuda: Any) -> None:
+    from ficco.dma.cuda_ops import Scripted
+
     kernels, call = Launches(), SimpleNamespace(state={"compute0": "stream"})
     told = Around((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
     own = {"kernels": kernels, "parts": lambda call: ("out", ["parts"])}
-    cuda._OneShot(**own, arrived=5000, mine=range(PEER), around=told)(call)
+    cuda.OneShot(**own, arrived=5000, mine=range(PEER), around=told)(call)
     ((out, parts, signals, stream),) = kernels.given
     assert (out, parts, signals.arrived, stream) == ("out", ["parts"], 5000, "stream")
     before, behind = signals.front, signals.rear
     assert [step.address for step in before.steps] == [9000, 4, PEER]
     assert [step.address for step in behind.steps] == [PEER + 4, 9000]
     kernels.given.clear()
-    cuda._Scripted(kernels, before)(call)
+    Scripted(kernels, before)(call)
     assert kernels.given == [(before, "stream")]
 
 

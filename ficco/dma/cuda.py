@@ -33,6 +33,7 @@ import torch
 from ficco.dma import cuda_driver as cu
 from ficco.dma.blas import library
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
+from ficco.dma.cuda_ops import Copies, Memops, OneShot, Posts, by_launches, joined
 from ficco.dma.engine import (
     Call,
     Capabilities,
@@ -46,11 +47,7 @@ from ficco.dma.memops import (
     WAIT_32,
     WRITE_32,
     WRITE_64,
-    Around,
     MemOp,
-    behind,
-    in_front,
-    script,
 )
 from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
@@ -58,7 +55,6 @@ from ficco.dma.streams import (
     WORD,
     Flight,
     Flights,
-    KernelCopies,
     Mapped,
     StreamEngine,
     Watch,
@@ -68,10 +64,7 @@ from ficco.dma.streams import (
 from ficco.errors import BackendError
 from ficco.hip_kernels import (
     MAX_PARTS,
-    PEER_BLOCKS,
     Kernels,
-    Script,
-    Signals,
     TorchKernels,
     can_compile,
     kernels,
@@ -242,108 +235,12 @@ class _Recorder:
         self.memory = torch.cuda.MemPool()
 
 
-class _Memops:
-    """An operation that is waits and writes alone; neighbours on a lane become one."""
-
-    def __init__(self, lane: str, batch: cu.Batch) -> None:
-        self.lane, self.batch = lane, batch
-
-    @property
-    def ops(self) -> tuple[MemOp, ...]:
-        return self.batch.ops
-
-    def __call__(self, call: Call) -> None:
-        self.batch.enqueue(call.state[self.lane])
-
-
-@dataclass
-class _Posts:
-    """An operation that posts by copies, for a driver that refuses stream writes to a peer.
-
-    Attributes:
-        ops: what would be written.
-        sources: addresses of words that hold the values.
-    """
-
-    lane: str
-    ops: tuple[MemOp, ...]
-    sources: tuple[int, ...]
-
-    def __call__(self, call: Call) -> None:
-        for op, source in zip(self.ops, self.sources, strict=True):
-            cu.copy(op.address, source, WORD, call.state[self.lane])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Launch:
-    """An operation by one launch that also carries out what is waited for and written around it.
-
-    Attributes:
-        arrived: address of the word where the blocks of the launch are counted.
-        mine: addresses of this rank's own words.
-    """
-
-    arrived: int
-    mine: range
-    around: Around = Around()
-
-    @cached_property
-    def signals(self) -> Signals:
-        return self.around.signals(self.arrived, self.mine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Copies(_Launch):
-    """By the copy kernel."""
-
-    copies: KernelCopies
-
-    @property
-    def may_spin(self) -> bool:
-        """Whether all of its blocks may."""
-        copies = self.copies
-        return PEER_BLOCKS * len(copies.targets) <= copies.kernels.most_that_spin
-
-    def __call__(self, call: Call) -> None:
-        self.copies(call, None if self.around == Around() else self.signals)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OneShot(_Launch):
-    """A sum of what lies at the peers.
-
-    Attributes:
-        parts: result and parts of a call.
-    """
-
-    kernels: Kernels
-    parts: Callable[[Call], tuple[torch.Tensor, list[torch.Tensor]]]
-
-    def __call__(self, call: Call) -> None:
-        self.kernels.one_shot(*self.parts(call), self.signals, call.state["compute0"])
-
-
-@dataclass(frozen=True)
-class _Scripted:
-    """An operation of the caller's stream that is waits and writes, by a launch."""
-
-    kernels: Kernels
-    script: Script
-
-    def __call__(self, call: Call) -> None:
-        self.kernels.script(self.script, call.state["compute0"])
-
-
-#: Operations that wait, or may come to.
-_MAY_BE_STUCK = _Memops, _Posts, _Launch, KernelCopies
-
-
 @dataclass(frozen=True)
 class _Run:
     """A program as :meth:`CudaEngine.execute` goes through it.
 
     ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards, on the
-    lane ``behind``; ``lanes`` run beside the caller's stream. Of a captured call ``begin`` and
+    lane ``tail_lane``; ``lanes`` run beside the caller's stream. Of a captured call ``begin`` and
     ``tail`` tell the watchdog, too, where no launch in the body does. ``recorded`` holds graphs of
     the body, by where the operands lie, ``seen`` where they lay once.
     """
@@ -351,7 +248,7 @@ class _Run:
     body: list[Op]
     begin: cu.Batch | None
     tail: list[Op]
-    behind: str
+    tail_lane: str
     lanes: tuple[str, ...]
     recorded: dict[Any, cu.Recording]
     seen: set[Any]
@@ -486,7 +383,7 @@ class CudaEngine(StreamEngine):
         return [addresses[signal.waiter] + signal.word * WORD for signal in signals]
 
     def _memops(self, program: Program, step: int, ops: Sequence[MemOp]) -> Op:
-        return _Memops(program.plan.steps[step].lane, cu.Batch(ops, self._flush))
+        return Memops(program.plan.steps[step].lane, cu.Batch(ops, self._flush))
 
     def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         found = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
@@ -503,7 +400,7 @@ class CudaEngine(StreamEngine):
         ops = [MemOp(WRITE_32, *post) for post in found]
         if self._writes_reach:
             return self._memops(program, step, ops)
-        return _Posts(lane, tuple(ops), tuple(self._scratch(program, op.value) for op in ops))
+        return Posts(lane, tuple(ops), tuple(self._scratch(program, op.value) for op in ops))
 
     def _scratch(self, program: Program, index: int) -> int:
         """Address of one of this rank's words behind the signals of a slot."""
@@ -526,7 +423,7 @@ class CudaEngine(StreamEngine):
         arrived = self._counter(program, copies.lane)
         if not arrived or not copies.width * copies.height:
             return copies
-        return _Copies(copies=copies, arrived=arrived, mine=self._own(program))
+        return Copies(copies=copies, arrived=arrived, mine=self._own(program))
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         if mover == "kernel":
@@ -606,7 +503,7 @@ class CudaEngine(StreamEngine):
         there = any(part.rank != self.rank for part in reduction.parts)
         if there and lane == "compute0" and isinstance(kernels, Kernels):
             arrived, mine = self._counter(program, lane), self._own(program)
-            return _OneShot(kernels=kernels, parts=parts, arrived=arrived, mine=mine)
+            return OneShot(kernels=kernels, parts=parts, arrived=arrived, mine=mine)
         return lambda call: kernels.reduce(*parts(call), call.state[lane])
 
     def _on_lane(self, program: Program, step: int, op: Op) -> Op:
@@ -686,11 +583,11 @@ class CudaEngine(StreamEngine):
         try:
             self._enqueue(run, call)
             state.over.record(stream)
-            state.over.hold(lanes[run.behind])
+            state.over.hold(lanes[run.tail_lane])
             for op in run.tail:
                 op(call)
             state.retired = state.done
-            state.done.record(lanes[run.behind])
+            state.done.record(lanes[run.tail_lane])
             if slot.words:
                 state.done.hold(stream)
             else:  # the end is told to the watchdog alone
@@ -698,7 +595,7 @@ class CudaEngine(StreamEngine):
         except BaseException:
             # The watchdog has no business with a call that was broken off.
             with contextlib.suppress(BackendError):
-                cu.Batch([state.watch.end()]).enqueue(lanes[run.behind])
+                cu.Batch([state.watch.end()]).enqueue(lanes[run.tail_lane])
             raise
 
     def _enqueue(self, run: _Run, call: Call) -> None:
@@ -723,77 +620,23 @@ class CudaEngine(StreamEngine):
         if (slot := program.slot) is not None and slot.captured:
             watch = slot.state.watch
             begin = cu.Batch([watch.begin(slot.number(program))])
-            given.append(("sync", _Memops("sync", cu.Batch([watch.end()]))))
-        ops: list[tuple[str, Op]] = []
-        for lane, op in given:
-            found: tuple[Op, ...] = (op,)
-            while len(found) == 1 and ops and ops[-1][0] == lane:
-                found = self._joined(program, lane, ops.pop()[1], found[0])
-            ops += [(lane, one) for one in found]
+            given.append(("sync", Memops("sync", cu.Batch([watch.end()]))))
+        ops = joined(given, self._flush)
         body = [op for lane, op in ops if lane != "sync"]
         tail = [op for lane, op in ops if lane == "sync"]
         beside = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
         run = _Run(body, begin, tail, "sync", beside, {}, set())
         if "base" in program.state:
             body.insert(0, self._stamp(program.state["base"], "compute0"))
-        elif tail:
-            run = self._by_launches(program, run)
+        elif tail and body and not beside and program.plan.words:
+            kernels = self._kernels_or_torch
+            if isinstance(kernels, Kernels):
+                told = by_launches(body, begin, tail, kernels, self._own(program))
+                if told is not None:
+                    body, tail = told
+                    run = replace(run, body=body, begin=None, tail=tail, tail_lane="compute0")
         program.state["run"] = run
         return run
-
-    def _by_launches(self, program: Program, run: _Run) -> _Run:
-        """Let launches on the caller's stream do what surrounds the body of a call, where that
-        takes less than to do it beside."""
-        begin = () if run.begin is None else run.begin.ops
-        told = [one for one in run.tail if isinstance(one, (_Memops, _Posts))]
-        rest = tuple(op for one in told for op in one.ops)
-        if not (run.body and program.plan.words) or run.lanes or len(told) < len(run.tail):
-            return run
-        body, tail, kernels, mine = [*run.body], [], self._kernels_or_torch, self._own(program)
-        if not isinstance(kernels, Kernels) or not Around(rear=rest).fits:
-            return run
-        if begin:
-            # By the first that can be stuck. A replay that has not come there is none yet to the
-            # watchdog, as one that is only enqueued.
-            at = next((i for i, op in enumerate(body) if isinstance(op, _MAY_BE_STUCK)), 0)
-            first = body[at]
-            if isinstance(first, _Launch):
-                around = replace(first.around, begin=begin)
-                body[at] = replace(first, around=around)
-            elif isinstance(first, _Memops):
-                around = Around(begin, first.ops)
-                body[at] = _Scripted(kernels, script(first.ops, mine, aside=begin))
-            else:
-                return run
-            if not around.fits:
-                return run
-        if isinstance(last := body[-1], _OneShot):
-            body[-1] = replace(last, around=replace(last.around, rear=rest))
-        elif begin:
-            tail = [_Scripted(kernels, script(rest, mine))]
-        else:
-            return run
-        return replace(run, body=body, begin=None, tail=tail, behind="compute0")
-
-    def _joined(self, program: Program, lane: str, one: Op, two: Op) -> tuple[Op, ...]:
-        """Two operations that follow each other on a lane, by as few calls of the driver, and as
-        little of the stream's time, as may be."""
-        if isinstance(one, _Memops) and isinstance(two, _Memops):
-            return (_Memops(lane, one.batch + two.batch),)
-        # A block that spins takes an SM from products: not where they run meanwhile.
-        spins = lane.startswith("compute")
-        if isinstance(one, (_Memops, _Posts)) and isinstance(two, _OneShot):
-            around = replace(two.around, front=(*one.ops, *two.around.front))
-            if around.fits:
-                return (replace(two, around=around),)
-        if isinstance(one, _Memops) and isinstance(two, _Copies):
-            rest, around = in_front(one.ops, two.around, two.mine, spins and two.may_spin)
-            return *self._some(lane, rest), replace(two, around=around)
-        if isinstance(one, _Copies) and isinstance(two, (_Memops, _Posts)):
-            around, rest = behind(two.ops, one.around, spins)
-            if isinstance(two, _Memops) or not rest:  # posts by copies are not divided
-                return replace(one, around=around), *self._some(lane, rest)
-        return one, two
 
     def _counter(self, program: Program, lane: str) -> int:
         """Address of the word where blocks of a lane's launches are counted; 0 if there is none."""
@@ -806,9 +649,6 @@ class CudaEngine(StreamEngine):
         assert slot is not None and isinstance(slot.memory, CudaMemory)
         first = slot.memory.addresses[self.rank]
         return range(first, first + slot.words * WORD)
-
-    def _some(self, lane: str, ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
-        return (_Memops(lane, cu.Batch(ops, self._flush)),) if ops else ()
 
     def _recording(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
         """The body for operands that lie where these do; None at first sight."""
