@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -62,6 +62,26 @@ class Known:
         return f"machine {self.machine.name} ({self.digest:010x})"
 
 
+class Kept(Protocol):
+    """What is kept of a kind of call.
+
+    Attributes:
+        latest: number of the latest call of the kind.
+    """
+
+    latest: int
+
+    @property
+    def captured(self) -> bool:
+        """Whether a graph holds a call of the kind, and may be replayed."""
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the program of a slot that is about to be freed."""
+
+    def drop(self) -> None:
+        """Let go of all programs."""
+
+
 class Workspace:
     """One group on one device.
 
@@ -80,7 +100,7 @@ class Workspace:
         self.board = Board(group, options.timeout_s, operator)
         self.engine = make_engine(self.name, group, device, options.signals, options.timeout_s)
         self.calls = 0
-        self.programs: dict[Hashable, Any] = {}
+        self.programs: dict[Hashable, Kept] = {}
         self.error: FiccoError | None = None
         self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
@@ -148,7 +168,7 @@ class Workspace:
             self._known[wanted] = Known.of(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
 
-    def keep(self, key: Hashable, bound: Any) -> None:
+    def keep(self, key: Hashable, bound: Kept) -> None:
         """Remember a kind of call. When there are ``KINDS``, half of those that no graph holds are
         forgotten, the least recently called; a rank that meets one again waits for its peers to
         agree, as the first time."""

@@ -5,25 +5,24 @@ The second call of a kind is one dictionary look-up, one entry on the board and 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
-from ficco.errors import FiccoError
-from ficco.heuristics import Decision, decide
+from ficco.heuristics import decide
 from ficco.ops import problem_log
+from ficco.ops.fit import first_fit, fitted
 from ficco.ops.operands import flat, frozen, left_of, plain, problem_of, process_group, readable
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problem import OPERATORS, Problem
 from ficco.runtime import compile
-from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
+from ficco.schedules import Schedule
 from ficco.warn import warn_once
 from ficco.workspace import Known, Workspace, workspace_of
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Rows = Sequence[int] | Sequence[Sequence[int]] | None
-
-#: What ``auto`` tries under a cap on memory when nothing that it compared keeps to it.
-FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))
 
 
 @dataclass
@@ -239,7 +235,7 @@ def _begin(
         options.search,
         source and (source[0].serial, source[1]),
     )
-    bound = workspace.programs.get(key)
+    bound: Any = workspace.programs.get(key)  # a Bound: nobody else keeps any
     known = bound is not None
     if bound is None:
         group = workspace.group
@@ -283,16 +279,14 @@ def _bound(
     if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:
         warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
     if schedule == "auto" and options.workspace_bytes is not None:
-        made, single, columns = _plan_that_fits(workspace, problem, decision, options)
+        fit = first_fit(workspace, problem, decision, options.workspace_bytes)
     else:
-        try:
-            made, single, columns = _plan(workspace, problem, chosen, options)
-        except _NoRoom as error:
-            raise ValueError(str(error)) from None
-    if columns:
-        return Bound(made, 0, single, None, columns)
+        fit = fitted(workspace, problem, chosen, options.workspace_bytes)
+    made = fit.plan
+    if fit.columns:
+        return Bound(made, 0, fit.single, None, fit.columns)
     digest = workspace.board.describe(_text(made, options, known, source if chosen.pull else None))
-    return Bound(made, digest, single, None if made.publish else source)
+    return Bound(made, digest, fit.single, None if made.publish else source)
 
 
 def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, int] | None) -> str:
@@ -304,90 +298,6 @@ def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, i
         left, (memory, start) = left_of(plan.problem.operator), source
         parts.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
     return ", ".join(parts)
-
-
-class _NoRoom(ValueError):
-    """A schedule needs more memory than is allowed."""
-
-
-def _plan_that_fits(
-    workspace: Workspace, problem: Problem, decision: Decision, options: Options
-) -> tuple[Plan, bool, int]:
-    """As :func:`_plan`, of the schedule that was decided on, or else of that which loses least of
-    those that keep to the memory that is allowed; by the group's library where none does."""
-    with contextlib.suppress(_NoRoom):
-        return _plan(workspace, problem, decision.schedule, options)
-    for schedule in (*decision.others, *map(Schedule.parse, FINER)):
-        with contextlib.suppress(_NoRoom):
-            return _plan(workspace, problem, schedule, options)
-    return _plan(workspace, problem, Schedule.parse("serial:collective"), options)
-
-
-def _plan(
-    workspace: Workspace, problem: Problem, schedule: Schedule, options: Options
-) -> tuple[Plan, bool, int]:
-    """This rank's plan, whether calls of it keep to one slot, and by how many columns of b they go
-    where the memory that is allowed does not do for all."""
-    rank, cap = workspace.engine.rank, options.workspace_bytes
-    if schedule.mover not in (*workspace.engine.capabilities().movers, "collective"):
-        raise NotImplementedError(
-            f"schedule {schedule}: the {workspace.name} engine has no mover {schedule.mover!r} "
-            "yet; leave the knob out"
-        )
-    whole = plan(problem, schedule, rank)
-    if whole.collective and workspace.engine.out_of_step:
-        raise FiccoError(
-            f"schedule {schedule}: a collective of this group was broken off before, so that its "
-            "ranks may take data of that for data of this one; destroy the group and make a new "
-            "one, or use another schedule"
-        )
-    if cap is None or not whole.words:
-        return whole, False, 0
-    if not problem.kind.scatters:
-        return _ring(workspace, whole, schedule, cap), True, 0
-    words = workspace.engine.slot_bytes(whole.words, (0, 0))
-    left = max(0, cap - words)
-    if (needed := workspace.engine.slot_bytes(0, whole.room)) <= left:
-        return whole, True, 0
-    columns = problem.n * left // needed // GRANULE * GRANULE
-    while columns and _room_of(workspace, whole, columns) > left:  # buffers are rounded up
-        columns -= GRANULE
-    if not columns:
-        few = min(GRANULE, problem.n)
-        raise _NoRoom(
-            f"workspace_bytes: required at least {words + _room_of(workspace, whole, few)} for "
-            f"{few} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
-            "serial:collective"
-        )
-    return whole, True, columns
-
-
-def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
-    """A plan of what gathers, its staging a ring where needed, so that a slot keeps to a cap.
-
-    Raises:
-        ValueError: the cap is too small for its largest step.
-    """
-
-    def nbytes(staging: int) -> int:
-        return workspace.engine.slot_bytes(whole.words, (staging, whole.room[1]))
-
-    staging = max(0, cap - nbytes(0))
-    while staging and nbytes(staging) > cap:  # buffers are rounded up
-        staging -= 1
-    try:
-        return plan(whole.problem, schedule, whole.rank, staging)
-    except StagingTooSmall as error:
-        raise _NoRoom(
-            f"workspace_bytes: required at least {nbytes(error.needed)} for one step of schedule "
-            f"{schedule} on {whole.problem}, got {cap}; allow more or cut finer (pieces=)"
-        ) from None
-
-
-def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:
-    """Bytes of a slot, less its words, for some of a plan's columns."""
-    staging, publish = (-(-room * columns // max(whole.problem.n, 1)) for room in whole.room)
-    return workspace.engine.slot_bytes(0, (staging, publish))
 
 
 def _workspace(

@@ -1,0 +1,120 @@
+"""Plans that keep to the memory that is allowed (``workspace_bytes``).
+
+Gathering operators turn their staging into a ring of steps; scattering ones go by columns of b.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+from ficco.errors import FiccoError
+from ficco.heuristics import Decision
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
+from ficco.workspace import Workspace
+
+#: What ``auto`` tries under a cap when nothing that it compared keeps to it.
+FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))
+
+
+class Fit(NamedTuple):
+    """A rank's plan, and how its calls keep to a cap.
+
+    Attributes:
+        single: calls of it take one slot, and so wait for each other.
+        columns: a call is several, of so many columns of b each; 0: it is one.
+    """
+
+    plan: Plan
+    single: bool = False
+    columns: int = 0
+
+
+class _NoRoom(ValueError):
+    """A schedule needs more memory than is allowed."""
+
+
+def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:
+    """A schedule's plan on this rank, with slots of at most ``cap`` bytes; None: any.
+
+    Raises:
+        ValueError: it cannot keep to the cap.
+        NotImplementedError: the engine lacks the schedule's mover.
+        FiccoError: it takes a collective of a group that can have no more.
+    """
+    try:
+        return _fitted(workspace, problem, schedule, cap)
+    except _NoRoom as error:
+        raise ValueError(str(error)) from None
+
+
+def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int) -> Fit:
+    """The same of the schedule that was decided on or, of those that keep to the cap, the one
+    predicted to lose least; of the group's library where none does."""
+    with contextlib.suppress(_NoRoom):
+        return _fitted(workspace, problem, decision.schedule, cap)
+    for schedule in (*decision.others, *map(Schedule.parse, FINER)):
+        with contextlib.suppress(_NoRoom):
+            return _fitted(workspace, problem, schedule, cap)
+    return _fitted(workspace, problem, Schedule.parse("serial:collective"), cap)
+
+
+def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:
+    engine = workspace.engine
+    if schedule.mover not in (*engine.capabilities().movers, "collective"):
+        raise NotImplementedError(
+            f"schedule {schedule}: the {workspace.name} engine has no mover {schedule.mover!r} "
+            "yet; leave the knob out"
+        )
+    whole = plan(problem, schedule, engine.rank)
+    if whole.collective and engine.out_of_step:
+        raise FiccoError(
+            f"schedule {schedule}: a collective of this group was broken off before, so that its "
+            "ranks may take data of that for data of this one; destroy the group and make a new "
+            "one, or use another schedule"
+        )
+    if cap is None or not whole.words:
+        return Fit(whole)
+    if not problem.kind.scatters:
+        return Fit(_ring(workspace, whole, schedule, cap), single=True)
+    words = engine.slot_bytes(whole.words, (0, 0))
+    left = max(0, cap - words)
+    if (needed := engine.slot_bytes(0, whole.room)) <= left:
+        return Fit(whole, single=True)
+    columns = problem.n * left // needed // GRANULE * GRANULE
+    while columns and _room_of(workspace, whole, columns) > left:  # buffers are rounded up
+        columns -= GRANULE
+    if not columns:
+        few = min(GRANULE, problem.n)
+        raise _NoRoom(
+            f"workspace_bytes: required at least {words + _room_of(workspace, whole, few)} for "
+            f"{few} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
+            "serial:collective"
+        )
+    return Fit(whole, single=True, columns=columns)
+
+
+def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
+    """The plan of a gathering operator, its staging a ring where needed."""
+
+    def nbytes(staging: int) -> int:
+        return workspace.engine.slot_bytes(whole.words, (staging, whole.room[1]))
+
+    staging = max(0, cap - nbytes(0))
+    while staging and nbytes(staging) > cap:  # buffers are rounded up
+        staging -= 1
+    try:
+        return plan(whole.problem, schedule, whole.rank, staging)
+    except StagingTooSmall as error:
+        raise _NoRoom(
+            f"workspace_bytes: required at least {nbytes(error.needed)} for one step of schedule "
+            f"{schedule} on {whole.problem}, got {cap}; allow more or cut finer (pieces=)"
+        ) from None
+
+
+def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:
+    """Bytes of a slot, less its words, for some of a plan's columns."""
+    staging, publish = (-(-room * columns // max(whole.problem.n, 1)) for room in whole.room)
+    return workspace.engine.slot_bytes(0, (staging, publish))
