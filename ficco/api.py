@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from os import PathLike
@@ -13,6 +14,7 @@ from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide, problem_of, where
 from ficco.machine import Fingerprint, Machine
 from ficco.ops.operands import process_group
+from ficco.problem import MOST
 from ficco.schedules import Schedule
 from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces
@@ -32,7 +34,8 @@ def empty(
     """An uninitialised tensor in memory that every rank of a group can read.
 
     A pull schedule reads such an ``a_shard`` in place, where it would copy any other first.
-    Collective: all ranks of the group call it in the same order with the same shape.
+    Collective: all ranks of the group call it in the same order with the same shape. The shards of
+    a call lie in such memory on all ranks, or on none.
 
     Args:
         shape, dtype: as for :func:`torch.empty`; dtype defaults to PyTorch's default.
@@ -46,6 +49,8 @@ def empty(
     """
     if not isinstance(shape, Sequence) or any(not _is_size(size) for size in shape):
         raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")
+    if math.prod(map(int, shape)) > MOST:
+        raise ValueError(f"shape: required at most {MOST} elements, got {shape!r}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
     group = process_group(group)

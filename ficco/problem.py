@@ -12,6 +12,10 @@ from typing import NamedTuple
 #: Bytes per element of the dtypes that are served.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
+#: Largest size of a dimension, and most ranks of a group: more than any host has. Beyond them
+#: mistyped numbers would overflow, or keep a planner busy for hours.
+MOST, MOST_RANKS = 1 << 40, 1024
+
 
 class Operator(NamedTuple):
     """What tells the operators apart.
@@ -81,9 +85,12 @@ class Problem:
             )
         if not self.rows:
             raise ValueError("rows: required one number per rank, got none")
+        if self.world > MOST_RANKS:
+            raise ValueError(f"world: required at most {MOST_RANKS} ranks, got {self.world}")
         for name, size in [*(("rows", r) for r in self.rows), ("n", self.n), ("k", self.k)]:
-            if size < 0:
-                raise ValueError(f"{name}: required a size of at least 0, got {size}")
+            if not 0 <= size <= MOST:
+                bounds = "at least 0" if size < 0 else f"at most {MOST}"
+                raise ValueError(f"{name}: required a size of {bounds}, got {size}")
         if self.kind.blocks and self.rows != self._multiplied(self.blocks):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
 

@@ -262,8 +262,10 @@ class Workspace:
         return tensor
 
     def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
-        """The symmetric memory that holds a contiguous tensor, and where, if any does."""
-        if not self._empty or not a.is_contiguous():
+        """The symmetric memory that holds a contiguous matrix, and where, if any does.
+
+        One or no row would be contiguous at any stride, on one rank and not on the next."""
+        if not self._empty or a.stride() != (a.shape[1], 1):
             return None
         found = self._empty.get(a.untyped_storage().data_ptr())
         if found is None:

@@ -223,6 +223,11 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
         ("shape", "-1"),
     ),
     "empty with a number": (lambda: lambda: ficco.empty(4), "ValueError", ("shape: required", "4")),
+    "empty larger than any memory": (
+        lambda: lambda: ficco.empty((2**63, 2)),
+        "ValueError",
+        ("shape: required at most", str(2**63)),
+    ),
     "empty of a name": (
         lambda: lambda: ficco.empty((4, 4), dtype="float32"),  # type: ignore[arg-type]
         "ValueError",

@@ -470,6 +470,24 @@ def test_mismatch_of_symmetric_memory(warm: bool) -> None:
         assert found["waited"] < PATIENCE_S + SLACK_S
 
 
+def _slices_of_symmetric_memory(at: Rank) -> None:
+    """A matrix of one row is contiguous at any stride: on one rank, and not on the next."""
+    group = dist.new_group(list(range(at.world)))
+    rows = (1, 3)[: at.world]
+    whole = ficco.empty((max(rows), 16), dtype=torch.float32, group=group).fill_(1.0)
+    b = torch.ones(8, 4)
+    for schedule in ("growing", "growing:pull"):
+        a = whole[: rows[at.rank], :8]
+        y = ficco.all_gather_matmul(a, b, rows=rows, schedule=schedule, group=group)
+        assert y.shape == (sum(rows), 4) and (y == 8).all()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+
+
+def test_slices_of_symmetric_memory_are_none_on_every_rank() -> None:
+    run(2, _slices_of_symmetric_memory)
+
+
 def _unfinished_collective(at: Rank) -> float:
     """Seconds that it takes a rank to be rid of a group on which its peers let it down."""
     group = dist.new_group(list(range(at.world)))

@@ -177,6 +177,37 @@ def test_waiting_for_others_can_be_interrupted() -> None:
     assert run(2, interrupted)[0][0].type == "KeyError"
 
 
+def given_up(at: Rank, says: bool) -> Any:
+    """Rank 1 gives up between telling where its memory is and its being mapped."""
+    gone = at.rank == 1
+
+    class Broken(HostMemory):
+        def _require_shareable(self, hellos: Any) -> None:
+            if gone:
+                raise KeyboardInterrupt
+            time.sleep(0.2)  # by now it has closed its memory
+
+    def interrupt() -> None:
+        if says:
+            raise KeyError("what the peer says")
+
+    try:
+        failure = caught(lambda: Broken(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt))
+    except KeyboardInterrupt:
+        failure = None
+    dist.barrier()
+    return [failure]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_peer_that_gives_up_has_the_word(says: bool) -> None:
+    [failure], _ = run(2, given_up, says)
+    if says:
+        assert failure.type == "KeyError"
+    else:
+        assert failure.type == "BackendError" and "has just ended or given up" in failure.text
+
+
 def absent_at_barrier(at: Rank) -> Any:
     memory = share()
     failure = None if at.rank == 1 else caught(lambda: memory.barrier(0.3))

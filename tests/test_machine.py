@@ -514,6 +514,27 @@ def test_a_damaged_user_file(home: Path) -> None:
     assert (home / "a.yaml").read_text() == TEXT[: len(TEXT) // 2]
 
 
+def test_a_folder_that_may_not_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of another user, as a container's has who runs as nobody."""
+    listdir = os.listdir
+
+    def denied(folder: Path) -> list[str]:
+        if Path(folder) == user_dir():
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.warns(UserWarning, match=rf"passed over: {user_dir()}: Permission denied"):
+        found = find(None, Fingerprint("NVIDIA H200", 4))
+    assert found is not None and found.name == "h200-4"
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "x" * 5000, "x\0y"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"required a file, or one of cpu, .* h200-4"):
+        find(name, None)
+
+
 def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert user_dir() == tmp_path / "user"
     monkeypatch.delenv("FICCO_CONFIG_DIR")

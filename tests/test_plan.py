@@ -69,6 +69,22 @@ def of(operator: str, rows: list[int], turn: int = 1) -> Problem:
     return Problem.of_blocks(operator, table, 24, 32, "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "said"),
+    [
+        ((4, 2**63), 8, 8, "rows: required a size of at most"),
+        ((4, 4), 2**63, 8, "n: required a size of at most"),
+        ((4, 4), 8, -1, "k: required a size of at least 0"),
+        ((1,) * 1025, 8, 8, "world: required at most 1024 ranks, got 1025"),
+    ],
+)
+def test_sizes_that_no_host_has_are_refused(
+    rows: tuple[int, ...], n: int, k: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        Problem("all_gather_matmul", rows, n, k, "float32")
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     rows = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))

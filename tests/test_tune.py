@@ -981,11 +981,12 @@ def test_a_log_with_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line
         shapes.from_log(log, 2)
 
 
-def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "\ud800", "a\0b"], ids=["a folder", "no text", "a zero"])
+def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) -> None:
     problem = Problem("all_gather_matmul", (1,), 1, 1, "float32")
     with pytest.warns(UserWarning, match="problems are not logged"):
-        problem_log.note(str(tmp_path), problem, 0)
-    problem_log.note(str(tmp_path), problem, 0)  # warned of once
+        problem_log.note(f"{tmp_path}/{name}", problem, 0)
+    problem_log.note(f"{tmp_path}/{name}", problem, 0)  # warned of once
 
 
 def test_wrong_arguments_are_refused_before_ranks_start(tmp_path: Path, capsys: Any) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Distance of semaphores in bytes: a cache line each. A sem_t takes 32 bytes on 64-bit Linux.
 SEMAPHORE_STRIDE = 64
+#: Seconds in which a rank that gave up can say so, before its peers report that its memory is gone.
+SAYS_S = 0.3
 
 _CLOCK_MONOTONIC = 1
 
@@ -347,17 +349,23 @@ class HostMemory:
             raise NotImplementedError(
                 f"{path}: {error.strerror}; ranks share host memory only if one user runs them all"
             ) from error
-        except FileNotFoundError as error:
-            raise BackendError(
-                "open", "ENOENT", f"{path}: that rank has just ended or given up"
-            ) from error
+        except FileNotFoundError:
+            raise self._gone("ENOENT", f"{path}: that rank has just ended or given up") from None
         try:
             file = os.fstat(fd)
             if [file.st_dev, file.st_ino] != hello["file"]:
-                raise BackendError("open", "ESTALE", f"{path} is not the memory of that rank")
+                raise self._gone("ESTALE", f"{path} is not the memory of that rank")
             return _map(fd, self._total(hello["nbytes"]))
         finally:
             os.close(fd)
+
+    def _gone(self, code: str, why: str) -> BackendError:
+        """That a peer's memory is not there, unless the peer says meanwhile why it gave up."""
+        end = time.monotonic() + SAYS_S
+        while time.monotonic() < end:
+            self._interrupt()
+            time.sleep(0.01)
+        return BackendError("open", code, why)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

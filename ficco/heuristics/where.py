@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
-from ficco.problem import OPERATORS, Problem
+from ficco.problem import MOST_RANKS, OPERATORS, Problem
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def problem_of(
         raise ValueError(f"operator: required one of {', '.join(OPERATORS)}, got {operator!r}")
     if m < 0:
         raise ValueError(f"m: required at least 0, got {m}")
+    if world > MOST_RANKS:
+        raise ValueError(f"world: required at most {MOST_RANKS} ranks, got {world}")
     kind, ranks = OPERATORS[operator], range(world)
     if rows is None:
         equal = tuple(m // world + (rank < m % world) for rank in ranks)

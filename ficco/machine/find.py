@@ -9,6 +9,7 @@ Looked for in this order, and the first that is found is taken:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,8 +58,11 @@ def find(name_or_path: str | None, fingerprint: Fingerprint | None) -> Machine |
     for name, asker in ((name_or_path, "machine"), (os.environ.get(VARIABLE), VARIABLE)):
         if name:
             return load(_named(name, asker))
-    if fingerprint is None:
-        return None
+    return None if fingerprint is None else known(fingerprint)
+
+
+def known(fingerprint: Fingerprint) -> Machine | None:
+    """The machine whose file says that it is such a host, whatever the environment names."""
     return next(filter(fingerprint.matches, _machines()), None)
 
 
@@ -108,22 +112,30 @@ def configs() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """The machines of a folder in the order of their names; half-written ones are hidden files."""
-    return iter(sorted(p for p in folder.glob(f"*{_SUFFIX}") if not p.name.startswith(".")))
+def _files(folder: Path) -> list[Path]:
+    """The machines of a folder in the order of their names; half-written ones are hidden files.
+    A folder that may not be looked into is warned of and passed over."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        warn_once(f"passed over: {folder}: {error.strerror}")
+        return []
+    return [folder / name for name in names if name.endswith(_SUFFIX) and name[0] != "."]
 
 
 def _named(name: str, asker: str) -> Path:
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    for folder in (user_dir(), configs()):
-        file = folder / f"{name}{_SUFFIX}"
-        if file.is_file():
-            return file
-    known = sorted({file.stem for folder in (user_dir(), configs()) for file in _files(folder)})
+    given = Path(name)
+    with contextlib.suppress(RuntimeError):  # the ~ of nobody
+        given = given.expanduser()
+    for path in (given, *(folder / f"{name}{_SUFFIX}" for folder in (user_dir(), configs()))):
+        with contextlib.suppress(OSError, ValueError):  # no name for a file, or no way to it
+            if path.is_file():
+                return path
+    stems = sorted({file.stem for folder in (user_dir(), configs()) for file in _files(folder)})
     raise ConfigError(
         asker,
         name,
-        f"required a file, or one of {', '.join(known)} (of {user_dir()} and of those that ship)",
+        f"required a file, or one of {', '.join(stems)} (of {user_dir()} and of those that ship)",
     )

@@ -27,5 +27,6 @@ def note(path: str | None, problem: Problem, rank: int) -> None:
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(problem)) + "\n")  # one write: lines do not mix
-    except OSError as error:
-        warnings.warn(f"{path}: problems are not logged: {error.strerror}", stacklevel=2)
+    except (OSError, ValueError) as error:  # ValueError: no name for a file
+        why = getattr(error, "strerror", None) or error
+        warnings.warn(f"{path!r}: problems are not logged: {why}", stacklevel=2)
