@@ -50,7 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """``__version__`` and ``nn``, found when they are asked for: importing ficco stays cheap."""
+    """Load ``__version__`` and ``nn`` on first use, which keeps importing ficco cheap."""
     if name == "nn":
         import ficco.nn as nn
 

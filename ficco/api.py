@@ -1,4 +1,4 @@
-"""Public functions beside the operators."""
+"""Public functions other than the operators."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialised tensor in memory that every rank of a group can read.
 
-    A pull schedule reads such an ``a_shard`` in place, where it would copy any other first.
-    Collective: all ranks of the group call it in the same order with the same shape. The shards of
-    a call lie in such memory on all ranks, or on none.
+    Pull schedules read an ``a_shard`` in such memory in place; any other they copy first.
+    Collective: all ranks of the group call it in the same order with the same shape and dtype.
+    In one call of an operator the shards lie in such memory on all ranks, or on none.
 
     Args:
         shape, dtype: as for :func:`torch.empty`; dtype defaults to PyTorch's default.
@@ -45,7 +45,8 @@ def empty(
     Raises:
         ValueError: an argument is wrong.
         NotImplementedError: no engine serves the device.
-        RankMismatch: the ranks ask for different ones, or one of them gets no memory.
+        RankMismatch: the ranks ask for different shapes or dtypes, or another rank could not
+            allocate.
     """
     if not isinstance(shape, Sequence) or any(not _is_size(size) for size in shape):
         raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")
@@ -75,20 +76,21 @@ def explain(
     machine: str | PathLike[str] | Machine | None = None,
     search: bool = False,
 ) -> Decision:
-    """The schedule that a call would take, and why; needs no device and no process group. That
-    ficco's kernels can be compiled is taken for granted.
+    """The schedule that a call would take, and why. Needs no device and no process group, and
+    assumes that ficco's kernels can be compiled.
 
-    The result's ``candidates`` and ``table()`` say what is predicted of each schedule that was
+    The result's ``candidates`` and ``table()`` give the predictions for each schedule that was
     compared: seconds, share of the ideal, decomposition and contention loss, memory.
 
     Args:
         operator: name of the operator, such as ``"matmul_reduce_scatter"``.
-        m: rows that a rank multiplies (all-gather: those of the gathered A; all-to-all: of the rank
-            with most); n, k: columns and rows of the local b.
+        m: rows that a rank multiplies. All-gather: the rows of the gathered A. All-to-all: the
+            rows of the rank that has most.
+        n, k: columns and rows of the local b.
         dtype: of the operands, or its name.
         world: number of ranks.
-        rows: as the operator takes it; None for rows as equal as their number allows.
-        schedule: as the operator takes it; another than ``"auto"`` is compared with the others.
+        rows: as for the operator; None for rows as equal as their number allows.
+        schedule: as for the operator; any other than ``"auto"`` is compared with the candidates.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.
         search: look beyond the named schedules.
@@ -110,16 +112,23 @@ def explain(
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:
-    """Bytes of symmetric memory that ficco's calls hold for a group (default: for all groups)."""
+    """Bytes of symmetric memory that ficco's calls hold for a group (default: for all groups).
+
+    Tensors from :func:`empty` are not counted.
+
+    Raises:
+        ValueError: ``group`` is not a group that this rank is in.
+    """
     return sum(workspace.nbytes for workspace in workspaces(_asked(group)))
 
 
 def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
-    """Wait until this rank's calls are over (of a group, default: of all groups).
+    """Wait until this rank's calls in a group have finished (default: in all groups).
 
     Raises:
         SignalTimeout, RankMismatch, PeerFailed: a call failed, under
             ``options(on_timeout="raise")``.
+        ValueError: ``group`` is not a group that this rank is in.
     """
     for workspace in workspaces(_asked(group)):
         try:
@@ -132,32 +141,33 @@ def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
-    """Free what ficco holds for a group, or for all groups: symmetric memory, that of
-    :func:`empty` too, threads and descriptors.
+    """Free what ficco holds for a group, or for all groups: symmetric memory, including that of
+    :func:`empty`, threads and descriptors.
 
-    Every rank calls it for itself, behind its last call of the group and before
-    ``destroy_process_group``. It waits for this rank's calls, unless one has failed, and for no
-    peer. The end of the process closes what is open. Graphs that captured calls of the group must
-    not be replayed any more. A later call makes a new workspace, which is collective: all ranks
-    have to have closed the old one.
+    Each rank calls it on its own, after its last call in the group and before
+    ``destroy_process_group``. It waits for this rank's calls, unless one has failed, but not for
+    peers. Groups still open when the process ends are closed then.
 
-    That a call failed in the meantime is not told; :func:`synchronize` tells it.
+    Graphs that captured calls of the group must not be replayed afterwards. A later call makes a
+    new workspace, which is collective: all ranks must have closed the old one.
+
+    Does not report calls that failed in the meantime; use :func:`synchronize` for that.
 
     Raises:
-        ValueError: ``group`` is none that this rank is in.
-        RuntimeError: the device has failed, of which a BackendError is one case; all that can be
+        ValueError: ``group`` is not a group that this rank is in.
+        RuntimeError: the device has failed (a BackendError is one case). Everything that can be
             freed is freed nevertheless.
     """
     close_workspaces(_asked(group))
 
 
 def _asked(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The group that is meant, None for all: what holds nothing is no reason to do nothing."""
+    """The group that was asked for. None stands for all groups here, not for WORLD."""
     return None if group is None else process_group(group)
 
 
 def _device(asked: torch.device | str) -> torch.device:
-    """A device as tensors name it, with the number that "cuda" leaves out."""
+    """A device as tensors name it: "cuda" gets the number of the current GPU."""
     try:
         device = torch.device(asked)
     except (RuntimeError, TypeError):

@@ -16,37 +16,39 @@ from ficco.dma.choose import ENGINES
 
 @dataclass(frozen=True)
 class Options:
-    """What can be set beside the arguments of an operator.
+    """Settings of a call that are not arguments of the operator.
 
     Attributes:
         timeout_s: seconds that a call may wait for its peers. 60 by default, because the first
             use of a library can be slow.
-        on_timeout: on a GPU, ``"abort"`` prints the whole text and ends the process, as the
-            vendor's collectives do; ``"raise"`` frees the streams and raises at the next ficco
-            call or :func:`ficco.synchronize`. On the CPU engine the call itself raises.
-        engine: ``"cpu"``, ``"cuda"`` or ``"hip"``. None: the one for the tensors' device and for
-            what PyTorch is built for.
-        workspace_bytes: most bytes of symmetric memory that a group's eager calls take on each
-            rank; what gathers then uses its staging as a ring, and what scatters goes by a few
-            columns of b at a time. None: no cap. The same on all ranks.
-        signals: how signals reach a peer, ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
-            ``"auto"``, the first of them that the driver allows. On CUDA a launch of the copy
-            kernel posts by itself. Used when a group makes its first call.
-        replay: on a GPU, a call whose operands lie where they lay before is replayed from a graph
-            that ficco records, which costs the host a fraction of enqueueing it.
-        machine: the machine's description, a name or a path, in place of the one that this host's
-            fingerprint finds; it goes before the variable ``FICCO_MACHINE``. The same on all ranks.
-        search: ``schedule="auto"`` looks beyond the named schedules; that takes up to 0.2 s for a
+        on_timeout: on a GPU, ``"abort"`` prints the error and ends the process, as the vendor's
+            collectives do; ``"raise"`` frees the streams and raises at the next ficco call or
+            :func:`ficco.synchronize`. On the CPU engine the call itself raises.
+        engine: ``"cpu"``, ``"cuda"`` or ``"hip"``. None: chosen by the tensors' device and by
+            PyTorch's build.
+        workspace_bytes: cap on the symmetric memory that a group's eager calls take on each rank.
+            To keep to it, gathering operators use their staging as a ring, and scattering
+            operators process a few columns of b at a time. None: no cap. The same on all ranks.
+        signals: how signals reach a peer: ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
+            ``"auto"``, the first of them that the driver allows. On CUDA, launches of the copy
+            kernel post their own signals. Read when a group makes its first call.
+        replay: on a GPU, replay a call from a graph that ficco recorded if its operands are at the
+            same addresses as before. That costs the host a fraction of enqueueing the call.
+        machine: name or path of a machine description, instead of the one that matches this
+            host's fingerprint. Takes precedence over the variable ``FICCO_MACHINE``. The same on
+            all ranks.
+        search: ``schedule="auto"`` looks beyond the named schedules, which takes up to 0.2 s for a
             problem seen for the first time.
         log_problems: a file to which rank 0 appends every problem that it sees for the first time,
-            for ``ficco tune --from-log``; it goes before the variable ``FICCO_LOG_PROBLEMS``.
-        save_gathered: what an operator gathers is kept for the gradient of its ``b``, W times the
+            for ``ficco tune --from-log``. Takes precedence over ``FICCO_LOG_PROBLEMS``.
+        save_gathered: keep the gathered A for the gradient of ``b``, which takes W times the
             memory of the shard. Otherwise the backward gathers it again, beside other work.
-        all_reduce_gradients: what the gradients that reach ``matmul_all_reduce`` stand for.
-            ``"sum"``: each rank's is that of its own copy of the result, and what was done with all
-            copies counts, so that the backward adds them up over the ranks. ``"equal"``: all ranks
-            do the same with their copies and it counts once, as Megatron-LM takes it; the gradients
-            are then equal on all ranks and the backward needs no peer. The same on all ranks.
+        all_reduce_gradients: how ``matmul_all_reduce`` reads the gradients of its result.
+            ``"sum"``: each rank's gradient is that of its own copy, and the loss depends on all
+            copies, so the backward sums the gradients over the ranks. ``"equal"``: all ranks do
+            the same with their copies, and the loss counts them once, as in Megatron-LM; the
+            gradients are then equal on all ranks and the backward needs no communication. The
+            same on all ranks.
     """
 
     timeout_s: float = 60.0
@@ -65,7 +67,7 @@ class Options:
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not number or not self.timeout_s > 0:
             raise ValueError(f"timeout_s: required a number above 0, got {self.timeout_s!r}")
-        # Equal options have one text, whichever of them is met first.
+        # Options that are equal must have equal texts: 5 and 5.0 would not.
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         for name, values in (
             ("on_timeout", ("abort", "raise")),
@@ -99,12 +101,14 @@ _block_text: ContextVar[str] = ContextVar("ficco_options_text")
 
 
 class _Seen:
-    """Where a compiler can look: it cannot read context variables, but reads properties that are
-    written in C, anew whenever it looks whether what it compiled still holds.
+    """Lets ``torch.compile`` read the options in force.
+
+    A compiler cannot read context variables. It can read a property that is implemented in C, and
+    reads it again whenever it checks whether compiled code still holds.
 
     Attributes:
-        text: the block's options as text; this object itself where no block is open, since
-            ``ContextVar.get`` returns its argument then.
+        text: the block's options as text. Where no block is open it is this object itself, since
+            ``ContextVar.get`` then returns its argument.
     """
 
     text = property(_block_text.get)
@@ -121,7 +125,7 @@ def current() -> Options:
 def current_text() -> str:
     """The options in force here as text, see :func:`from_text`.
 
-    ``torch.compile`` traces this and guards what it reads, so that other options compile anew.
+    ``torch.compile`` traces this and guards what it reads, so that a change of options recompiles.
     """
     text = _seen.text
     return text if isinstance(text, str) else _process_text
@@ -129,7 +133,7 @@ def current_text() -> str:
 
 @cache
 def to_text(options: Options) -> str:
-    """Options as text: those that differ from the defaults."""
+    """The options that differ from the defaults, as JSON; empty if none does."""
     changed = {f.name: getattr(options, f.name) for f in fields(Options)}
     changed = {name: changed[name] for name in changed if changed[name] != getattr(Options, name)}
     return json.dumps(changed) if changed else ""
@@ -150,8 +154,8 @@ def saves_gathered(text: str) -> bool:
 def options(**changes: Any) -> Iterator[Options]:
     """Change options within a block: ``with ficco.options(timeout_s=5): ...``.
 
-    See :class:`Options` for the names. Blocks nest; the setting follows the context: a thread
-    starts with the process-wide one, an asyncio task with that of the place where it was created.
+    See :class:`Options` for the names. Blocks nest. The setting belongs to the context: a thread
+    starts with the process-wide options, an asyncio task with those in force where it was created.
 
     Raises:
         ValueError: an unknown name or a value that is not allowed.
@@ -162,7 +166,7 @@ def options(**changes: Any) -> Iterator[Options]:
 
 @contextmanager
 def carried(options: Options) -> Iterator[Options]:
-    """A block under the given options: a backward runs under those of its forward."""
+    """A block under the given options; a backward runs under those of its forward."""
     token, text = _block.set(options), _block_text.set(to_text(options))
     try:
         yield options
@@ -172,7 +176,11 @@ def carried(options: Options) -> Iterator[Options]:
 
 
 def set_options(**changes: Any) -> None:
-    """Change options for the whole process; :func:`options` blocks go before them."""
+    """Change options for the whole process. :func:`options` blocks take precedence.
+
+    Raises:
+        ValueError: an unknown name or a value that is not allowed.
+    """
     global _process, _process_text
     _process = _changed(_process, changes)
     _process_text = to_text(_process)

@@ -1,1 +1,1 @@
-"""The operators, one module each, and the path that their calls take."""
+"""The operators, one module each, and the call path that they share."""

@@ -1,4 +1,4 @@
-"""All-gather of a row shard, and the product that depends on it."""
+"""All-gather of a row shard, and the matrix product that depends on it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def all_gather_matmul(
     rows: Sequence[int] | None = None,
     return_gathered: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Multiply the gathered rows of all ranks with a local matrix, while they travel.
+    """Multiply the gathered rows of all ranks by a local matrix, while they travel.
 
-    It computes, with W ranks::
+    With W ranks, it computes::
 
         a = torch.empty(W * a_shard.shape[0], k)
         torch.distributed.all_gather_into_tensor(a, a_shard)
@@ -64,37 +64,42 @@ def all_gather_matmul(
     result         [m, n]; with ``return_gathered`` also the gathered A, [m, k]
     =============  ==================================================================
 
-    The result has two dimensions, its rows in the order of the ranks. A shard of a sequence comes
-    with the sequence first, [s/W, batch, k]; of [batch, s/W, k] the rows would come rank by rank,
-    not batch by batch. Layers of ``ficco.nn`` take that order with ``sequence_dim=1``.
+    The result has two dimensions, its rows in the order of the ranks. Put the sequence dimension
+    first, ``[s/W, batch, k]``: the gathered rows are then ``[s, batch]``. With
+    ``[batch, s/W, k]`` they would be grouped by rank instead of by batch. Layers of ``ficco.nn``
+    accept that order with ``sequence_dim=1``.
 
-    Pieces of the shards travel on the copy engines while the GEMMs of the vendor's library multiply
-    what has arrived, as the schedule lays down (FiCCO, sections V-A and VI-A). On a GPU the call
-    returns once it is enqueued, on the current stream, and can be captured in a graph. 2D schedules
-    add partial products up in float32 and round once. Every rank of the group makes the same calls
-    in the same order; n must be equal, too.
+    Copy engines move pieces of the shards, in the order that the schedule sets, while GEMMs of the
+    vendor's library multiply the pieces that have arrived (FiCCO, sections V-A and VI-A). On a GPU
+    the call is enqueued on the current stream and returns; it can be captured in a graph. 2D
+    schedules add partial products in float32 and round once. Every rank of the group makes the
+    same calls in the same order, with the same n.
 
-    Gradients are those of the sum over all ranks of <result, its gradient>. That of ``a_shard`` is
-    a :func:`ficco.matmul_reduce_scatter`; beside it A is gathered again for that of ``b``, or kept
-    since the forward with ``options(save_gathered=True)``; that of ``b`` alone is a
-    :func:`ficco.all_gather_transposed_matmul`. The same operands need gradients on
-    every rank. Forward and backward can be compiled by ``torch.compile`` and cast by autocast.
+    Gradients are those of the sum over all ranks of <result, its gradient>:
+
+    - for ``a_shard``, a :func:`ficco.matmul_reduce_scatter`;
+    - for ``b`` as well, a product with A, which is gathered again beside the first, or kept from
+      the forward with ``options(save_gathered=True)``;
+    - for ``b`` alone, a :func:`ficco.all_gather_transposed_matmul`, unless A was kept.
+
+    The same operands must need gradients on every rank. Forward and backward work under
+    ``torch.compile`` and autocast.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4,pull"``, or a Schedule.
-        rows: rows of every rank's shard, where they are not equal; the same on every rank.
+        rows: rows of every rank's shard, if they are not equal; the same on every rank.
         return_gathered: also return the gathered A, a tensor of its own.
 
     Raises:
-        ValueError: an argument is wrong; the text says what is required, what was given, and what
+        ValueError: an argument is wrong. The text says what is required, what was given and what
             to do.
-        NotImplementedError: the dtype is none of bfloat16, float16, float32 and, on CPUs, float64;
-            an operand is sparse; the device has no engine; derivatives in forward mode and
-            ``torch.jit.trace``.
+        NotImplementedError: the dtype is not bfloat16, float16, float32 or, on CPUs, float64; an
+            operand is sparse; the device has no engine; the call is under forward-mode
+            differentiation, ``torch.func.grad`` or ``torch.jit.trace``.
         RankMismatch: ranks disagree on the problem, the schedule or the options.
         SignalTimeout: a peer died, is stuck or did not call. On a GPU see ``options(on_timeout)``.
-        PeerFailed: a call ended by an error on another rank, which this names.
+        PeerFailed: a call ended with an error on another rank, which the text names.
         BackendError: a call of the vendor's library failed.
 
     Example::

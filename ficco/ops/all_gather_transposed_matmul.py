@@ -1,4 +1,4 @@
-"""All-gather of a row shard, and the product of its transpose: the gradient of a weight."""
+"""All-gather of a row shard, and the product with its transpose: the gradient of a weight."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def all_gather_transposed_matmul(
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Sum over the gathered rows of all ranks and those of a local matrix, while they travel.
+    """Multiply the transposed gathered rows of all ranks by a local matrix, while they travel.
 
-    It computes, with W ranks::
+    With W ranks, it computes::
 
         a = torch.empty(W * a_shard.shape[0], k)
         torch.distributed.all_gather_into_tensor(a, a_shard)
@@ -39,23 +39,23 @@ def all_gather_transposed_matmul(
     result         [k, n]
     =============  ==================================================================
 
-    It is the gradient of the weight of a column-parallel layer, with the tokens of all ranks for m:
-    ``b`` is that of the layer's result (FiCCO, Table I, g1, g3, g5 and g7, read as k gathered
-    tokens). Pieces of rows add up as pieces of columns do in :func:`ficco.all_gather_matmul`, in
-    float32, rounded once, and are contiguous in memory; pieces of columns, of 2D schedules, make
-    rows of the result. The sums are added in an order that the schedule fixes for each rank, so
-    that results repeat to the last bit.
+    This is the weight gradient of a column-parallel layer: m counts the tokens of all ranks, and
+    ``b`` is the gradient of the layer's result (FiCCO, Table I, g1, g3, g5 and g7, read as k
+    gathered tokens). The products of pieces of rows are added in float32 and rounded once, in an
+    order that the schedule fixes for each rank, so that results repeat to the last bit. Pieces of
+    rows are contiguous in memory. Pieces of columns, in 2D schedules, make rows of the result.
 
-    Gradients: that of ``a_shard`` is a :func:`ficco.matmul_reduce_scatter`, that of ``b`` a
+    Gradients: for ``a_shard`` a :func:`ficco.matmul_reduce_scatter`, for ``b`` a
     :func:`ficco.all_gather_matmul`.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"growing"``, or a Schedule.
-        rows: rows of every rank's shard, where they are not equal; the same on every rank.
+        rows: rows of every rank's shard, if they are not equal; the same on every rank.
 
     Raises:
-        As :func:`ficco.all_gather_matmul`.
+        As :func:`ficco.all_gather_matmul`; ``ValueError`` also if ``b`` does not have as many rows
+            as all ranks' shards together.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""All-to-all of row blocks, and the product that depends on it."""
+"""All-to-all of row blocks, and the matrix product that depends on it."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def all_to_all_matmul(
 ) -> torch.Tensor:
     """Exchange row blocks with all ranks, and multiply them as they arrive.
 
-    It computes, with W ranks::
+    With W ranks, it computes::
 
         x = torch.empty_like(a)
         torch.distributed.all_to_all_single(x, a)
         return x @ b
 
     ==========  ====================================================================
-    ``a``       [W * r, k]; block p goes to rank p
+    ``a``       [W * r, k]; block p goes to rank p; leading dimensions are flattened
     ``b``       [k, n], each rank's own; a transposed view costs no copy
     result      [W * r, n]; block p comes from rank p
     ==========  ====================================================================
 
-    What an expert-parallel layer does with its tokens. Pieces travel and are multiplied as in
-    :func:`ficco.all_gather_matmul` (FiCCO, Table I, g13 to g16).
+    This sends the tokens of an expert-parallel layer to their experts. Pieces travel and are
+    multiplied as in :func:`ficco.all_gather_matmul` (FiCCO, Table I, g13 to g16).
 
-    Gradients as in :func:`ficco.all_gather_matmul`; that of ``a`` is a
-    :func:`ficco.matmul_all_to_all` with the table transposed, that of ``b`` alone a
+    Gradients are as in :func:`ficco.all_gather_matmul`: for ``a`` a
+    :func:`ficco.matmul_all_to_all` with the table transposed, for ``b`` alone a
     :func:`ficco.all_to_all_transposed_matmul`.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
-        rows: where blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i
-            to rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, the result as
-            many as column ``rank`` of the table adds up to.
+        rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
+            rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and the result
+            has as many as column ``rank`` of the table sums to.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.

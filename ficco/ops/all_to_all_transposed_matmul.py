@@ -1,4 +1,4 @@
-"""All-to-all of row blocks, and the product of their transpose: the gradient of experts."""
+"""All-to-all of row blocks, and the product with their transpose: the gradient of experts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def all_to_all_transposed_matmul(
     schedule: str | Schedule = "auto",
     rows: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """Sum over the rows that all ranks have for this one and those of a local matrix, while they
-    travel.
+    """Exchange row blocks with all ranks, and multiply their transpose by a local matrix as they
+    arrive.
 
-    It computes, with W ranks::
+    With W ranks, it computes::
 
         x = torch.empty_like(a)
         torch.distributed.all_to_all_single(x, a)
@@ -41,25 +41,25 @@ def all_to_all_transposed_matmul(
     result      [k, n]
     ==========  ====================================================================
 
-    It is to :func:`ficco.all_to_all_matmul` what :func:`ficco.all_gather_transposed_matmul` is to
-    :func:`ficco.all_gather_matmul`: the gradient of the weight of an expert-parallel layer, whose
-    result has the gradient ``b`` (FiCCO, Table I, g13 to g16, in the backward). Pieces are
-    multiplied as there: they add up in float32, rounded once, in an order that the schedule fixes
-    for each rank, so that results repeat to the last bit. A rank that receives no rows gets zeros.
+    This is the weight gradient of an expert-parallel layer: ``b`` is the gradient of the layer's
+    result (FiCCO, Table I, g13 to g16, in the backward). As in
+    :func:`ficco.all_gather_transposed_matmul`, the products of pieces are added in float32 and
+    rounded once, in an order that the schedule fixes for each rank, so that results repeat to the
+    last bit. A rank that receives no rows gets zeros.
 
-    Gradients: that of ``a`` is a :func:`ficco.matmul_all_to_all` with the table transposed, that of
-    ``b`` a :func:`ficco.all_to_all_matmul`.
+    Gradients: for ``a`` a :func:`ficco.matmul_all_to_all` with the table transposed, for ``b`` a
+    :func:`ficco.all_to_all_matmul`.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"growing"``, or a Schedule.
-        rows: where blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i
-            to rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, ``b`` as many as
-            column ``rank`` of the table adds up to.
+        rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
+            rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and ``b`` has as
+            many as column ``rank`` of the table sums to.
 
     Raises:
-        As :func:`ficco.all_to_all_matmul`; ``ValueError`` where ``b`` has not as many rows as this
-        rank receives.
+        As :func:`ficco.all_to_all_matmul`; ``ValueError`` also if ``b`` does not have as many rows
+            as this rank receives.
 
     Example::
 

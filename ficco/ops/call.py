@@ -1,6 +1,6 @@
 """The path of a call: validate, decide, plan, fit the workspace, run.
 
-The second call of a kind is one dictionary look-up, one entry on the board and the enqueue loop.
+Repeating a kind of call takes one dictionary look-up, one entry on the board and the enqueue loop.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ Rows = Sequence[int] | Sequence[Sequence[int]] | None
 
 @dataclass
 class Bound:
-    """What is kept of a kind of call: its Plan, and a Program per slot.
+    """What is kept for a kind of call: its Plan, and a Program per slot.
 
-    ``columns``: if not 0, the call would need more memory than ``workspace_bytes``, and runs as
-    several calls of so many columns of b.
-    ``rows``: as they were given, which may have been in what can be read once.
-    ``latest``: number of the latest call of the kind.
+    Attributes:
+        columns: if not 0, the whole call would need more memory than ``workspace_bytes``, and runs
+            as several calls, each on so many columns of b.
+        rows: as the caller gave them, frozen, since an iterator can be read only once.
+        latest: number of the latest call of the kind.
     """
 
     plan: Plan
@@ -94,16 +95,16 @@ def run(
     return_gathered: bool = False,
     out: torch.Tensor | None = None,
 ) -> Result:
-    """One call of an operator: its result, and the gathered A if that was asked for.
+    """One call of an operator: its result, and the gathered A if it was asked for.
 
-    ``rows`` are one number for each rank, or for an all-to-all a table of W x W. ``out`` is where
-    the result goes.
+    ``rows`` are one number per rank, or a W x W table for an all-to-all. The result goes to
+    ``out`` if that is given.
     """
     workspace = _workspace(group, a, b, operator)
     try:
         bound, call = _begin(workspace, operator, a, b, schedule, rows, return_gathered, out)
         if bound.columns:
-            workspace.calls -= 1  # its parts are calls
+            workspace.calls -= 1  # its parts count as calls instead
             for first in range(0, b.shape[1], bound.columns):
                 some = slice(first, first + bound.columns)
                 right, into = call.b[:, some], call.out[:, some]
@@ -118,8 +119,8 @@ def run(
     return call.out, call.gathered if return_gathered else None
 
 
-#: The same for backwards and operators of the library: Dynamo may look on where they run, and would
-#: compile this path and everything below it.
+#: The same for backwards and operators of ``torch.library``: Dynamo may be tracing where they run,
+#: and would compile this path and everything below it.
 run_unwatched = torch._disable_dynamo(run)
 
 
@@ -131,7 +132,7 @@ def run_traced(
     schedule: str | Schedule,
     rows: Rows = None,
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
-    """One call that notes when each step of its Plan ran on this rank; waits for it."""
+    """One call that records when each step of its Plan ran on this rank; waits for its end."""
     workspace = _workspace(group, a, b, operator)
     try:
         bound, call = _begin(workspace, operator, a, b, schedule, rows, False)
@@ -169,14 +170,14 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
 def _operands(bound: Bound, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Call:
     plan = bound.plan
     call = Call(a, b, a.new_empty(bound.out) if out is None else out)
-    if bound.columns:  # the rest is of its parts
+    if bound.columns:  # its parts allocate the rest
         return call
     if plan.gathers:
         call.gathered = a.new_empty(plan.shape("gathered"))
     if plan.partial:
         call.partial = a.new_empty(plan.shape("partial"))
     if plan.sums:
-        # As the result lies, so that nothing is transposed when they are rounded.
+        # In the memory order of the result, so that rounding transposes nothing.
         columns = call.out.stride(0) == 1 and not call.out.is_contiguous()
         rows, cols = plan.shape("sum")
         shape = (cols, rows) if columns else (rows, cols)
@@ -195,8 +196,8 @@ def _begin(
     return_gathered: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[Bound, Call]:
-    """Find, or make, what is kept of such calls, allocate this one's results and post it on the
-    board. A call that goes by columns is not posted: its parts are."""
+    """Find or make what is kept for such calls, allocate this call's results and post it on the
+    board. A call that goes by columns is not posted; its parts are."""
     options = current()
     engine, board = workspace.engine, workspace.board
     engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
@@ -246,8 +247,8 @@ def _begin(
     bound.latest = number
     if not bound.columns:
         board.post(number, bound.digest)
-        workspace.raise_error()  # by the watchdog, whose word of it this may have replaced
-        if not bound.programs:  # new, or its slot is gone: growing must begin in agreement
+        workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
+        if not bound.programs:  # new, or its slot is gone: ranks must agree before slots grow
             board.agree(number, options.timeout_s, operator, bound.plan.schedule)
     if not known:
         workspace.keep(key, bound)
@@ -262,7 +263,7 @@ def _bound(
     source: tuple[Symmetric, int] | None,
     options: Options,
 ) -> Bound:
-    """What is kept of calls that are seen for the first time."""
+    """Decide on and plan a kind of call that is seen for the first time."""
     engine = workspace.engine
     problem_log.note(options.log_problems, problem, engine.rank)
     known = workspace.known(options.machine)
@@ -303,7 +304,7 @@ def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, i
 def _workspace(
     group: ProcessGroup | None, a: torch.Tensor, b: torch.Tensor, operator: str
 ) -> Workspace:
-    """Where a call runs. What is wrong up to here is wrong before there is a call."""
+    """The workspace of a call. Errors raised here come before the call counts as one."""
     group = process_group(group)
     for name, tensor in ((left_of(operator), a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):

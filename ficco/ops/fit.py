@@ -15,7 +15,7 @@ from ficco.problem import Problem
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
 from ficco.workspace import Workspace
 
-#: What ``auto`` tries under a cap when nothing that it compared keeps to it.
+#: What ``auto`` tries under a memory cap if no schedule that it compared keeps to the cap.
 FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))
 
 
@@ -51,8 +51,8 @@ def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int 
 
 
 def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int) -> Fit:
-    """The same of the schedule that was decided on or, of those that keep to the cap, the one
-    predicted to lose least; of the group's library where none does."""
+    """The same for the schedule that was decided on; if that does not keep to the cap, for the best
+    of those that do; if none does, for the collective of the group's library."""
     with contextlib.suppress(_NoRoom):
         return _fitted(workspace, problem, decision.schedule, cap)
     for schedule in (*decision.others, *map(Schedule.parse, FINER)):
@@ -97,7 +97,7 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
 
 
 def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
-    """The plan of a gathering operator, its staging a ring where needed."""
+    """The plan of a gathering operator, whose staging becomes a ring if needed."""
 
     def nbytes(staging: int) -> int:
         return workspace.engine.slot_bytes(whole.words, (staging, whole.room[1]))
@@ -115,6 +115,6 @@ def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Pl
 
 
 def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:
-    """Bytes of a slot, less its words, for some of a plan's columns."""
+    """Bytes of a slot, without its words, for so many of a plan's columns."""
     staging, publish = (-(-room * columns // max(whole.problem.n, 1)) for room in whole.room)
     return workspace.engine.slot_bytes(0, (staging, publish))

@@ -1,8 +1,8 @@
-"""The backward of every operator: the dual of another one, overlapped like it.
+"""The backward of every operator is its dual operator, overlapped in the same way.
 
-Gradients are those of the sum over all ranks of <result, gradient of the result>: what reaches a
-rank's result is the gradient of whatever all ranks together do with it. With dY the gradient of a
-rank's result, and dA, dB those of its operands:
+Gradients are those of the sum over all ranks of <result, gradient of the result>: the gradient of
+a rank's result accounts for everything that all ranks together do with it. Let dY be the gradient
+of a rank's result, and dA and dB those of its operands:
 
 =======================  =================================================  ========================
 operator                 dA                                                 dB
@@ -20,22 +20,24 @@ all_to_all_transposed_-  matmul_all_to_all(b, dY.t()), rows transposed      all_
 
 What overlaps with what:
 
-- where dB alone is wanted of what is gathered or exchanged, A or dY, it is an
-  ``all_gather_transposed_matmul`` or ``all_to_all_transposed_matmul``, whose products add up as the
-  rows arrive;
-- beside dA, the middle three gather what they multiply. dY arrives once, under the product for dA,
-  and stays for dB, which is one product of the library.
-- the upper two need A from the peers once more. By default it is gathered again, as Megatron-LM
-  does under sequence parallelism: on a GPU its copies are enqueued first, on a stream of their own,
-  and run beside the product for dA and what that sends. The product for dB, one of the library,
-  follows. With ``options(save_gathered=True)`` the forward keeps it: m k elements from forward to
-  backward in place of the m k / W of the shard, and no copies in the backward.
+- If dB alone is wanted and needs gathered or exchanged rows (of A or dY), it is an
+  ``all_gather_transposed_matmul`` or ``all_to_all_transposed_matmul``, which adds up products as
+  the rows arrive.
+- If dA is wanted too, the middle three gather dY once, under the product for dA, and keep it for
+  dB, which is one product of the library.
+- If dA is wanted too, the upper two need A from the peers once more. By default they gather it
+  again, as Megatron-LM does under sequence parallelism. On a GPU those copies are enqueued first,
+  on a stream of their own, and run beside the product for dA and its copies; dB follows, as one
+  product of the library. With ``options(save_gathered=True)`` the forward keeps the gathered A:
+  m k elements from forward to backward instead of the m k / W of the shard, and no copies of A in
+  the backward.
 - ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, before the gathering
-  product starts. ``options(all_reduce_gradients="equal")`` needs no peer.
+  product starts. ``options(all_reduce_gradients="equal")`` needs no communication.
 
 Only gradients that are needed are computed, and only tensors that they need are kept. Backwards are
-calls like any other: all ranks make the same ones in the same order, so the same operands need
-gradients on every rank, and the same results are used. Otherwise the ranks get ``RankMismatch``.
+calls like any other: all ranks make the same ones in the same order. So the same operands must need
+gradients on every rank, and the same results must be used; otherwise the ranks get
+``RankMismatch``.
 """
 
 from __future__ import annotations
@@ -55,10 +57,10 @@ from ficco.schedules import Schedule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Operators that multiply what they gather: dB needs it again.
+#: Operators that multiply the rows that they gather or exchange: dB needs those rows again.
 GATHERS = frozenset({"all_gather_matmul", "all_to_all_matmul"})
 
-#: The operator that sums over the rows that arrive while they do, for dB alone; and back.
+#: For dB alone: the operator with the same exchange that sums over the arriving rows; and back.
 TURNED = {
     "all_gather_matmul": "all_gather_transposed_matmul",
     "all_to_all_matmul": "all_to_all_transposed_matmul",
@@ -66,7 +68,7 @@ TURNED = {
     "all_to_all_transposed_matmul": "all_to_all_matmul",
 }
 
-#: The operator that brings the product for dA where it belongs.
+#: The operator that computes dA and sends it to the rank that it belongs to.
 DUAL = {
     "all_gather_matmul": "matmul_reduce_scatter",
     "all_gather_transposed_matmul": "matmul_reduce_scatter",
@@ -91,12 +93,12 @@ class Asked(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a backward has of its forward.
+    """What a forward leaves to its backward.
 
     Attributes:
-        a, b: the operands, ``a`` as a matrix, None where no gradient needs them.
-        gathered: what the forward gathered, if it was kept.
-        columns: b lies column by column in memory, and so its gradient should.
+        a, b: the operands, ``a`` as a matrix; None if no gradient needs them.
+        gathered: the rows that the forward gathered or exchanged, if they were kept.
+        columns: b is column-major in memory, and so its gradient should be.
     """
 
     a: torch.Tensor | None
@@ -112,7 +114,7 @@ def backward(
     kept: Kept,
     wanted: tuple[bool, bool],
 ) -> Gradients:
-    """dA as a matrix and dB; None for what is not wanted or is zero.
+    """dA as a matrix, and dB; None for one that is not wanted or is zero.
 
     Args:
         grad: gradient of the product; None for zero.
@@ -148,7 +150,7 @@ def _of_gathering(
             if wanted[0]:
                 assert kept.b is not None
                 grad_a, _ = _dual(asked, grad, kept.b, False)
-        finally:  # the caller's stream waits for what runs beside it, also behind an error
+        finally:  # the caller's stream waits for the side stream, after an error, too
             gathered = again.result() if again else kept.gathered
         if wanted[1]:
             assert gathered is not None
@@ -174,24 +176,24 @@ def _of_transposed(
 
 
 def _weight(asked: Asked, x: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
-    """``gathered(x).t() @ b`` for an operator that gathers, in memory column by column if asked,
-    while the rows travel."""
+    """``gathered(x).t() @ b`` for a gathering operator, while the rows travel; column-major if
+    ``columns``."""
     return _turned(asked, x, b, x.shape[1], columns)
 
 
 def _turned(
     asked: Asked, left: torch.Tensor, right: torch.Tensor, rows: int, columns: bool
 ) -> torch.Tensor:
-    """The operator of ``TURNED``, which exchanges the same and multiplies the other way round; its
-    result has ``rows`` rows."""
+    """The product by the operator of ``TURNED``, which has the same exchange; its result has
+    ``rows`` rows."""
     operator, schedule = TURNED[asked.operator], _schedule(asked.schedule)
     out = _by_columns(right, rows) if columns else None
     return run(operator, left, right, asked.group, schedule, asked.rows, out=out)[0]
 
 
 def rows_multiplied(asked: Asked, m: int) -> int:
-    """Rows of the product that a call returns on this rank, or of the A that it gathers; m rows of
-    A go in."""
+    """Rows of the product that a call with m rows of A returns on this rank, or of the A that it
+    gathers."""
     world, rank, rows = asked.group.size(), asked.group.rank(), asked.rows
     if OPERATORS[asked.operator].collective == "all-gather":
         return m * world if rows is None else sum(rows)
@@ -201,15 +203,15 @@ def rows_multiplied(asked: Asked, m: int) -> int:
 
 
 def _by_columns(like: torch.Tensor, rows: int) -> torch.Tensor:
-    """Memory for a matrix that lies column by column, as wide as another."""
+    """Memory for a column-major matrix that is as wide as another."""
     return like.new_empty((like.shape[1], rows)).t()
 
 
 def _returned(asked: Asked, grad_gathered: torch.Tensor) -> torch.Tensor:
-    """What a gradient of gathered rows is to those that they came from."""
+    """The gradient of the gathered rows, sent back to where the rows came from."""
     if OPERATORS[asked.operator].blocks:
         return _gathered(asked._replace(rows=_back(asked)), grad_gathered)
-    # All ranks were given the same rows: what each of them did with them adds up.
+    # All ranks were given the same rows, so their gradients add up.
     world = asked.group.size()
     rows = asked.rows or (grad_gathered.shape[0] // world,) * world
     return _summed_rows(asked, grad_gathered, rows)
@@ -259,8 +261,8 @@ def _of_all_reduce(
 
 
 def weight_gradient(a: torch.Tensor, grad: torch.Tensor, columns: bool) -> torch.Tensor:
-    """``a.t() @ grad``, [k, n], in memory column by column if asked: autograd copies a gradient
-    that does not lie as its parameter does."""
+    """``a.t() @ grad``, [k, n], column-major if ``columns``: autograd copies a gradient whose
+    layout is not that of its parameter."""
     return _product(grad.t(), a).t() if columns else _product(a.t(), grad)
 
 
@@ -289,8 +291,8 @@ def _dual_of(asked: Asked) -> Asked:
 
 @cache
 def _schedule(schedule: str | Schedule) -> str | Schedule:
-    """The schedule of a backward: that of the forward, unless it is one for sums alone, since no
-    dual of a sum is one."""
+    """The schedule of a backward: that of the forward, or "auto" if that one has ``beta``, which
+    only sums have: the dual of a sum is not a sum."""
     if schedule == "auto":
         return schedule
     parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
@@ -303,7 +305,7 @@ def _dual(asked: Asked, grad: torch.Tensor, b: torch.Tensor, return_gathered: bo
 
 
 def _gathered(asked: Asked, a: torch.Tensor) -> torch.Tensor:
-    """What an operator gathers of A, without a product: that with a matrix of no columns."""
+    """The gathered or exchanged A alone, from a call whose ``b`` has no columns."""
     nothing = a.new_empty((a.shape[1], 0))
     schedule = _schedule(asked.schedule)
     _, gathered = run(asked.operator, a, nothing, asked.group, schedule, asked.rows, True)
@@ -321,7 +323,7 @@ def _summed_rows(asked: Asked, x: torch.Tensor, rows: Sequence[int]) -> torch.Te
 
 
 class _Again:
-    """A gathered once more, on a GPU beside what the caller's stream does in the meantime."""
+    """A gathered once more; if ``beside``, on a GPU, on a stream beside the caller's."""
 
     def __init__(self, asked: Asked, a: torch.Tensor, beside: bool) -> None:
         self.caller: torch.cuda.Stream | None = None
@@ -345,7 +347,7 @@ _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def _side_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
-    """A stream beside the caller's, always the same one, so that graphs of calls can be reused."""
+    """A stream beside the caller's, always the same one, so that recorded graphs can be reused."""
     if caller not in _side_streams:
         _side_streams[caller] = torch.cuda.Stream(caller.device)
     return _side_streams[caller]
@@ -355,7 +357,7 @@ def _side_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
 
 
 def keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None) -> None:
-    """Save of a forward what its backward needs, and nothing else."""
+    """Save the tensors of a forward that its backward needs, and no others."""
     needs_a, needs_b = ctx.needs_input_grad[:2]
     ctx.columns, ctx.shape = by_columns(b), a.shape
     ctx.set_materialize_grads(False)
@@ -367,7 +369,7 @@ def keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | No
 
 
 def refuse_batched(*grads: torch.Tensor | None) -> None:
-    """``NotImplementedError`` for gradients that stand for many."""
+    """``NotImplementedError`` for batched gradients, as ``vmap`` makes them."""
     if torch.compiler.is_compiling():
         return
     kinds = torch._C._functorch
@@ -381,21 +383,21 @@ def refuse_batched(*grads: torch.Tensor | None) -> None:
             )
 
 
-#: What a second differentiation raises.
+#: The text of the error that a second differentiation raises.
 REFUSAL = "second derivatives of ficco's operators are not served"
 
 Backward = Callable[..., tuple["torch.Tensor | None", ...]]
 
 
 def refusing_second(backward: Backward) -> Backward:
-    """A backward of two operands whose gradients refuse to be differentiated again.
+    """Wrap a backward so that its gradients cannot be differentiated again.
 
-    PyTorch's ``once_differentiable`` refuses only where a gradient that came in needs one itself.
-    But the gradient of one operand depends on the other one, too: without a refusal that part of a
-    second derivative would be lost without a word.
+    PyTorch's ``once_differentiable`` refuses only if an incoming gradient requires a gradient
+    itself. But the gradient of one operand depends on the other operand, too, and that part of a
+    second derivative would be dropped silently.
 
     Args:
-        backward: gives the gradient of the first operand, then those of all others.
+        backward: returns the gradient of the first operand, then those of all others.
     """
 
     @wraps(backward)
@@ -405,7 +407,7 @@ def refusing_second(backward: Backward) -> Backward:
             return backward(ctx, *grads)
         with torch.no_grad():
             first, *others = found = backward(ctx, *grads)
-        if torch.compiler.is_compiling():  # what is compiled refuses by itself
+        if torch.compiler.is_compiling():  # compiled backwards refuse by themselves
             return found
         both = first is not None and any(other is not None for other in others)
         if not both and not any(grad is not None and grad.requires_grad for grad in grads):

@@ -1,4 +1,4 @@
-"""A matrix product of a shard of k, and the all-reduce of it."""
+"""A matrix product over a shard of k, and the all-reduce of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def matmul_all_reduce(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
-    """Multiply a shard of k, and sum the products of all ranks while they travel.
+    """Multiply over a shard of k, and sum the products of all ranks while they travel.
 
     It computes::
 
@@ -37,13 +37,13 @@ def matmul_all_reduce(
     result      [m, n], the sum, equal on all ranks to the last bit
     ==========  ====================================================================
 
-    A reduce-scatter, see :func:`ficco.matmul_reduce_scatter`, whose sums are sent on to all ranks
-    piece by piece as they are made.
+    This is a :func:`ficco.matmul_reduce_scatter` whose sums are sent on to all ranks piece by
+    piece as they are made. m may be any number of rows.
 
-    Gradients are those of the sum over all ranks of <result, its gradient>: the ranks' gradients of
-    the result are summed over the ranks, since each rank's product is in the results of all. Ranks
-    that all do the same with the result, and count it once, say so with
-    ``options(all_reduce_gradients="equal")``; then nothing travels.
+    Gradients are those of the sum over all ranks of <result, its gradient>. Each rank's product is
+    in the results of all ranks, so the backward first sums their gradients over the ranks. If all
+    ranks do the same with the result, and the loss counts it once, set
+    ``options(all_reduce_gradients="equal")``: the backward then needs no communication.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.

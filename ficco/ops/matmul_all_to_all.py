@@ -27,29 +27,33 @@ def matmul_all_to_all(
 ) -> torch.Tensor:
     """Multiply row blocks, and exchange the products with all ranks as they are made.
 
-    It computes, with W ranks::
+    With W ranks, it computes::
 
         y = torch.empty(a.shape[0], n)
         torch.distributed.all_to_all_single(y, a @ b)
         return y
 
     ==========  ====================================================================
-    ``a``       [W * r, k]; the product of block p goes to rank p
+    ``a``       [W * r, k]; the product of block p goes to rank p; leading dimensions
+                are flattened
     ``b``       [k, n], each rank's own; a transposed view costs no copy
     result      [W * r, n]; block p comes from rank p
     ==========  ====================================================================
 
-    What brings the tokens of an expert-parallel layer back. Blocks of the product travel on the
-    copy engines as they are made; the rank's own is multiplied last, while the last copies travel.
+    This brings the tokens of an expert-parallel layer back. Copy engines send blocks of the
+    product as they are made. The rank's own block is multiplied last, while the last copies
+    travel.
 
-    Gradients are those of the sum over all ranks of <result, its gradient>: an
+    Gradients are those of the sum over all ranks of <result, its gradient>: for ``a`` an
     :func:`ficco.all_to_all_matmul` of the result's gradient with the table transposed, whose
     exchanged rows serve ``b``, too.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
-        rows: as for :func:`ficco.all_to_all_matmul`.
+        rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
+            rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and the result
+            has as many as column ``rank`` of the table sums to.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.

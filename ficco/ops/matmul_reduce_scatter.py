@@ -25,9 +25,10 @@ def matmul_reduce_scatter(
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Multiply a shard of k, and sum the products of all ranks while they travel; keep a row block.
+    """Multiply over a shard of k, sum the products of all ranks while they travel, and keep this
+    rank's rows of the sum.
 
-    It computes, with W ranks::
+    With W ranks, it computes::
 
         y = torch.empty(m // W, n)
         torch.distributed.reduce_scatter_tensor(y, a @ b)
@@ -39,29 +40,31 @@ def matmul_reduce_scatter(
     result      [m/W, n], the rank's rows of the sum
     ==========  ====================================================================
 
-    Blocks of the product travel on the copy engines as they are made, the rank's own is multiplied
-    last, so that the last copies are hidden, too; small ones are read where they lie
-    (``one-shot``). Every product is rounded to its dtype; they are added in float32 in the order of
-    the ranks and rounded once. The result is the same in every run, to the last bit.
+    Copy engines send blocks of the product as they are made. The rank's own block is multiplied
+    last, which hides the last copies, too. With ``one-shot``, for small problems, ranks read
+    their peers' blocks in place instead. Every product is rounded to its dtype; the products are
+    added in float32 in the order of the ranks and rounded once. The result is the same in every
+    run, to the last bit.
 
-    With u the unit round-off of the dtype, p_r the product of rank r, s their sum, and besides the
-    error of the GEMMs themselves and of adding in float32, the result is at most this far from s:
+    Let u be the unit round-off of the dtype, p_r the product of rank r and s the sum of all p_r.
+    Apart from the errors of the GEMMs themselves and of adding in float32, the result differs from
+    s by at most:
 
     ============  ==================================================================
     as a rule     u (sum of all abs(p_r) + abs(s))
     ``beta``      u (sum of the others' abs(p_r) + abs(s - own p) + abs(s)): the sum of the others
-                  is rounded, the own product adds itself to it in the GEMM
+                  is rounded, and the GEMM of the own product adds to it
     ``ring``      u (abs(t_1) + abs(t_2) + ... + abs(s)), t_i the sum of the first i products on
-                  the ring: every rank's GEMM adds to what it received, and rounds
+                  the ring: every rank's GEMM adds to the sum that it received, and rounds
     ============  ==================================================================
 
-    Gradients are those of the sum over all ranks of <result, its gradient>: an
+    Gradients are those of the sum over all ranks of <result, its gradient>: for ``a`` an
     :func:`ficco.all_gather_matmul` of the result's gradient, whose gathered rows serve ``b``, too.
 
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
-        rows: rows of the result on every rank, where they are not equal; the same on every rank.
+        rows: rows of the result on every rank, if they are not equal; the same on every rank.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.

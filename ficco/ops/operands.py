@@ -1,4 +1,4 @@
-"""The operands of a call: what they are, and the Problem that they make up."""
+"""Checks of a call's operands, and the Problem that they make up."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
-    """The group of a call, WORLD by default, that of a mesh of one dimension; ``ValueError`` if
-    this rank is in none."""
+    """The group of a call: WORLD by default, and for a mesh of one dimension that of the mesh.
+
+    Raises:
+        ValueError: this is not a group that this rank is in, or the mesh has more dimensions.
+    """
     if group is None and (group := dist.group.WORLD) is None:
         raise ValueError(
             "group: required an initialised default process group, got none; call "
@@ -45,14 +48,14 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
 
 
 def frozen(rows: Any) -> Any:
-    """Rows as something that can be a key, whatever they are; whole numbers of any type, those of
-    NumPy and of tensors on the CPU among them, as ints."""
-    if rows is None:  # most calls; what follows takes microseconds to find that out
+    """Rows as a hashable key, valid or not. Whole numbers of any type, including NumPy's and those
+    of tensors on the CPU, become ints."""
+    if rows is None:  # most calls; the checks below take microseconds
         return None
     if isinstance(rows, (list, tuple)):
         return tuple([row if type(row) is int else frozen(row) for row in rows])
     if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
-        return rows  # refused by problem_of: to read it would wait for the device
+        return rows  # refused by problem_of: reading it would wait for the device
     if hasattr(rows, "tolist"):
         return frozen(rows.tolist())
     if isinstance(rows, Iterable) and not isinstance(rows, str):
@@ -75,8 +78,8 @@ class _NoSize:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """An operand whose memory holds its values: that of a view such as ``z.conj().imag`` holds
-    their negatives."""
+    """An operand whose memory holds its values; the memory of a view such as ``z.conj().imag``
+    holds their negatives."""
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
@@ -88,16 +91,17 @@ def flat(a: torch.Tensor) -> torch.Tensor:
 def readable(
     workspace: Workspace, a: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[Symmetric, int] | None]:
-    """A with contiguous rows, for copies to read, and where it lies if that is symmetric."""
+    """A with contiguous rows, for copies to read; and its place in symmetric memory, if it is in
+    any."""
     if a.layout is not torch.strided or a.dim() < 2:
         return a, None  # refused by problem_of
     if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
-        a = a.contiguous()  # no copy engine moves elements at a distance
+        a = a.contiguous()  # copy engines cannot move strided elements
     return a, workspace.symmetric_source(a)
 
 
 def left_of(operator: str) -> str:
-    """What the operator calls its left operand."""
+    """The operator's name for its left operand."""
     return "a_shard" if OPERATORS[operator].collective == "all-gather" else "a"
 
 
@@ -139,7 +143,11 @@ def problem_of(
     return_gathered: bool,
     symmetric: bool,
 ) -> Problem:
-    """The Problem of the operands, or the reason why they are wrong."""
+    """The Problem that the operands make up.
+
+    Raises:
+        ValueError, NotImplementedError: they are wrong, or not supported.
+    """
     left, inner = left_of(operator), OPERATORS[operator].inner
     for name, tensor in ((left, a), ("b", b)):
         if tensor.layout is not torch.strided:
@@ -174,8 +182,8 @@ def problem_of(
 
 
 def _rows(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:
-    """Rows that belong to each rank; ``held`` are those of this rank's left operand."""
-    if kind.returns:  # nobody but the ranks themselves cares which of them sums what
+    """Rows that belong to each rank. ``held``: rows of this rank's left operand."""
+    if kind.returns:  # all-reduce: which rank sums which rows does not show in the result
         return tuple(held // world + (peer < held % world) for peer in range(world))
     if rows is None:
         if not kind.scatters:
@@ -206,7 +214,7 @@ def _rows(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[
 
 
 def _blocks(rows: Any, held: int, rank: int, world: int) -> tuple[tuple[int, ...], ...]:
-    """Rows that each rank has for each rank."""
+    """The table of rows from each rank to each rank."""
     if rows is None:
         if held % world:
             raise ValueError(

@@ -1,9 +1,10 @@
-"""The way of a call from a public function: straight to the call path, unless more is asked.
+"""Dispatch of a public function's call.
 
-An eager call that needs no gradient pays for a few looks at its operands. One that needs gradients
-goes through an ``autograd.Function``. One that is traced or watched, by ``torch.compile``, fake
-tensors, a dispatch mode such as that of selective checkpointing or a transform of ``torch.func``,
-is an operator of the library.
+- An eager call that needs no gradient goes straight to the call path, after a few checks.
+- A call that needs gradients goes through an ``autograd.Function``.
+- A call that is traced or watched becomes an operator of ``torch.library``. That is the case under
+  ``torch.compile``, fake tensors, a dispatch mode such as that of selective checkpointing, and
+  transforms of ``torch.func``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Tensors that hold data of their own; others (fake ones, wrappers) say what an operator is.
+#: Tensors that hold data of their own; others (fake ones, wrappers) define what an operator does.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
-#: Types of devices that are served; autocast refuses to be asked about some others.
+#: Device types that have an engine. Autocast queries raise for some other types.
 _AUTOCAST = frozenset({"cpu", "cuda"})
 
 
@@ -67,7 +68,7 @@ def operate(
 
 
 def watched(*operands: torch.Tensor) -> Any:
-    """Whether a call is traced or watched, or has tensors that hold none of their own data."""
+    """Whether a call is traced or watched, or has operands other than plain tensors."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -77,7 +78,7 @@ def watched(*operands: torch.Tensor) -> Any:
 
 
 def refuse_derivatives() -> None:
-    """``NotImplementedError`` inside of ``torch.func.grad`` and what is made of it."""
+    """``NotImplementedError`` inside ``torch.func.grad`` and the transforms built on it."""
     if torch.compiler.is_compiling():
         return
     for transform in torch._C._functorch.get_interpreter_stack() or ():
@@ -97,9 +98,9 @@ def _refuse_tangents(*operands: torch.Tensor) -> None:
 
 
 def refuse_sharded(**operands: torch.Tensor) -> None:
-    """``ValueError`` for DTensors: an operand is this rank's part, and says itself what it is."""
+    """``ValueError`` for DTensors: operands are plain tensors, this rank's parts."""
     for name, operand in operands.items():
-        # Known by what only they have: importing their module takes longer than importing ficco.
+        # Detected by an attribute: importing DTensor takes longer than importing ficco.
         if hasattr(operand, "placements"):
             raise ValueError(
                 f"{name}: required a plain tensor, got a DTensor with {operand.placements}; pass "
@@ -120,5 +121,5 @@ def _name(schedule: Schedule) -> str:
     return str(schedule)
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler here and now.
+# As torch.compiler.assume_constant_result does, which would import the compiler at once.
 _name._dynamo_marked_constant = True  # type: ignore[attr-defined]

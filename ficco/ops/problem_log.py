@@ -1,4 +1,4 @@
-"""Problems that a program calls with, as lines of JSON for ``ficco tune --from-log``."""
+"""A log of a program's problems, as lines of JSON for ``ficco tune --from-log``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ficco.problem import Problem
 
-#: Names the file, where :attr:`ficco.Options.log_problems` does not.
+#: Names the file if :attr:`ficco.Options.log_problems` does not.
 VARIABLE = "FICCO_LOG_PROBLEMS"
 
 _noted: set[tuple[str, Problem]] = set()
@@ -18,7 +18,7 @@ _noted: set[tuple[str, Problem]] = set()
 def note(path: str | None, problem: Problem, rank: int) -> None:
     """Append a problem that this process sees for the first time; rank 0 writes for all.
 
-    A file that cannot be written is warned of: the call itself is none the worse.
+    Warns if the file cannot be written; the call itself goes on.
     """
     path = path or os.environ.get(VARIABLE)
     if not path or rank or (path, problem) in _noted:
