@@ -1,7 +1,7 @@
-"""The board on which the ranks of a group write what they compute, to find out if they disagree.
+"""The board in shared memory on which ranks post their calls, to detect disagreement.
 
-A call costs one store to host memory. Only a problem that a rank has not met before waits for the
-entries of the others; all other calls are compared while they wait for their peers anyway, or by
+A call costs one store to host memory. Only for a problem that is new to a rank does it wait for the
+entries of the others. All other calls are compared while they wait for their peers anyway, or by
 the watchdog.
 """
 
@@ -32,57 +32,57 @@ _DIGEST_BITS = 40
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _NUMBERS = 1 << (64 - _DIGEST_BITS)
 
-#: How a call ends by an error: before this rank has agreed to it; alone; or by waiting in vain.
+#: How a call can end with an error: refused before it was posted; failed on its own; timed out.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
 _REFUSED, _FAILED, _LATE = map(digest, (REFUSED, FAILED, LATE))
 
 #: digest, checksum and length of a text
 _HEADER = struct.Struct("=QII")
 
-#: Looks at the board before a waiting rank begins to sleep between them, and the longest sleep.
+#: Looks at the board before a waiting rank begins to sleep between looks, and the longest sleep.
 SPINS, SLEEP_S = 200, 0.002
 #: Seconds that a rank that has found a difference waits for the entries of the rest, and for a
 #: text that is still being written.
 GRACE_S, TEXT_GRACE_S = 0.5, 0.05
-#: Seconds after which a rank that learns that another has waited in vain does not wait any more.
-#: Until then its own wait may end and name whom both miss.
+#: Seconds after which a rank stops waiting once it has seen that another rank timed out. Until
+#: then its own wait may time out and name the rank that both miss.
 LATE_S = 0.7
 
 # An entry is 64 bits: the lower 24 bits of the number of the call, then 40 bits of digest. It is
 # written by one aligned 8-byte store and read by one aligned 8-byte load (numpy accesses an element
-# of an aligned array as its C type), which x86-64 and Arm carry out as one: no reader sees half an
-# entry. Nothing is ever read *because* an entry was seen, the data of a call wait for signals; so
-# the order of entries among other accesses does not matter, only that they become visible, which
-# cache coherence promises. The one exception are the texts of an error message: they carry a
-# checksum, and a text that is not there yet shows as unknown.
+# of an aligned array as its C type), which are atomic on x86-64 and Arm: no reader sees half an
+# entry. Nothing is ever read *because* an entry was seen: the data of a call wait for signals. So
+# the order of entries relative to other accesses does not matter. They only have to become
+# visible, which cache coherence guarantees. The one exception is the texts of error messages: they
+# carry a checksum, and a text that is not there yet shows as unknown.
 
 
 class _Pages:
-    """What all ranks have written, by rank: a ring of entries and texts."""
+    """The pages of all ranks: a ring of entries, and texts, for each."""
 
     def __init__(self, memory: HostMemory) -> None:
-        # Arrays and memoryviews keep the maps behind them.
+        # Arrays and memoryviews keep their maps alive.
         self.rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in memory.maps]
         self.texts = [
             memoryview(part)[ENTRIES * 8 : ENTRIES * 8 + TEXTS * TEXT_BYTES] for part in memory.maps
         ]
         self.ranks = range(len(memory.maps))
-        self._late: dict[int, float] = {}  # call -> when it was first seen that a rank gave it up
+        self._late: dict[int, float] = {}  # call -> when a rank's timeout was first seen
         memory.close()
 
     def entry(self, rank: int, number: int) -> int:
-        """A rank's digest for a call, 0 if it is not there (any more)."""
+        """A rank's digest for a call; 0 if it is not posted yet, or overwritten."""
         entry = self.rings[rank].item(number % ENTRIES)
         return entry & _DIGEST if entry >> _DIGEST_BITS == number % _NUMBERS else 0
 
     def passed(self, rank: int, number: int) -> bool:
-        """Whether a rank has made a call. One that is a whole ring ahead has, too."""
+        """Whether a rank has posted a call, including one that has been overwritten since."""
         entry = self.rings[rank].item(number % ENTRIES)
         ahead = ((entry >> _DIGEST_BITS) - number) % _NUMBERS
         return entry != 0 and ahead < _NUMBERS // 2
 
     def latest(self, rank: int, number: int) -> int:
-        """The number of a rank's latest call, as seen from a call nearby; 0 if there is none."""
+        """The number of a rank's latest call, near ``number``; 0 if there is none."""
         half = _NUMBERS // 2
         behind = [
             (number - (int(entry) >> _DIGEST_BITS) + half) % _NUMBERS - half
@@ -98,10 +98,10 @@ class _Pages:
         for rank in self.ranks:
             if rank == mine:
                 continue
-            # Equal numbers and other digests leave something in the lower bits alone.
+            # The XOR has only lower bits set if the numbers are equal and the digests differ.
             other = self.rings[rank]
             differs = (ring ^ other) - np.uint64(1) < np.uint64(_DIGEST)
-            if not differs.any():  # as a rule, and waiting ranks look often
+            if not differs.any():  # the usual case, and waiting ranks look often
                 continue
             for index in np.flatnonzero(differs & (other != 0) & (ring != 0)):
                 number = latest - (latest - (int(ring[index]) >> _DIGEST_BITS)) % _NUMBERS
@@ -109,8 +109,8 @@ class _Pages:
                     yield number
 
     def mismatch(self, number: int) -> RankMismatch | PeerFailed | None:
-        """The disagreement on one call, if there is one among the entries written so far, or whom
-        it has failed on."""
+        """The disagreement on one call among the entries written so far, or the ranks on which it
+        failed; None if there is neither."""
 
         def entries() -> dict[int, int]:
             found = {rank: self.entry(rank, number) for rank in self.ranks}
@@ -155,7 +155,7 @@ class Board:
     def __init__(self, group: ProcessGroup, timeout_s: float, operator: str = "ficco") -> None:
         self.rank, self.world = group.rank(), group.size()
         size = ENTRIES * 8 + TEXTS * TEXT_BYTES
-        # Gone once closed. A thread that still looks at them keeps them for itself.
+        # None once closed. A thread that still reads the pages holds its own reference.
         self._pages: _Pages | None = _Pages(
             HostMemory(group, size, timeout_s, "the agreement board", operator)
         )
@@ -165,10 +165,10 @@ class Board:
         self._cell = 0
 
     def describe(self, text: str, same_as: str = "") -> int:
-        """The digest of what a call computes; others can look up the text. Texts beyond the
-        latest 128 are forgotten, and written again by the next call of this.
+        """The digest of a text that says what a call computes, and under which others find it.
 
-        Texts that are the ``same_as`` something share its digest, and the latest can be looked up.
+        Texts older than the latest 128 are overwritten; describing one again rewrites it. Texts
+        with the same ``same_as`` share the digest of that, and others find the latest of them.
         """
         found = digest(same_as or text) or 1  # an entry of 0 is none
         with self._writing:
@@ -181,7 +181,7 @@ class Board:
         if found not in self._cells:
             self._cell = (self._cell + 1) % TEXTS
         self._cells = {key: at for key, at in self._cells.items() if at != cell}
-        data = text.encode(errors="replace")  # as are halves of a pair in a file's name
+        data = text.encode(errors="replace")  # file names can contain lone surrogates
         if len(data) > TEXT_BYTES - _HEADER.size:
             rest = f" ... (digest {found:010x})".encode()
             data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
@@ -192,22 +192,22 @@ class Board:
         self._cells[found] = cell
 
     def post(self, number: int, digest: int) -> None:
-        """Write down a call. Numbers count from 1."""
+        """Post a call. Numbers count from 1."""
         if (ring := self._ring) is not None:
             ring[number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
 
     def posted(self, number: int) -> bool:
-        """Whether this rank has written down a call, also that it refused it."""
+        """Whether this rank has posted a call, or its refusal."""
         return (pages := self._pages) is None or pages.entry(self.rank, number) != 0
 
     def refused(self, number: int) -> bool:
-        """Whether this rank has written down that it refused a call."""
+        """Whether this rank has posted that it refused a call."""
         pages = self._pages
         return pages is not None and pages.entry(self.rank, number) == _REFUSED
 
     def await_same(self, number: int) -> None:
-        """Give the others a moment to write down what this rank has of a call: that they, too,
-        refuse it."""
+        """Wait briefly until all ranks have the same entry for a call, such as that they refuse
+        it."""
         end = time.monotonic() + GRACE_S
         while (pages := self._pages) is not None and time.monotonic() < end:
             if len({pages.entry(rank, number) for rank in pages.ranks}) == 1:
@@ -215,15 +215,15 @@ class Board:
             time.sleep(SLEEP_S)
 
     def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
-        """Wait until all ranks have written down a call, which this rank has.
+        """Wait until all ranks have posted a call that this rank has posted.
 
-        A rank that is 256 calls ahead or more counts as agreeing: its entry is gone. Ranks that
-        disagreed on an earlier call, which this one may have refused, are no longer waited for.
+        A rank that is 256 calls ahead or more counts as agreeing, since its entry is overwritten.
+        The wait also ends if ranks disagreed on an earlier call, which this rank may have refused.
 
         Raises:
-            RankMismatch: they differ.
-            PeerFailed: one of them ended a call by an error.
-            SignalTimeout: a rank did not come.
+            RankMismatch: the ranks differ.
+            PeerFailed: one of them ended a call with an error.
+            SignalTimeout: a rank did not post the call in time.
         """
         pages = self._pages
         if pages is None:
@@ -233,7 +233,7 @@ class Board:
         looks = 0
         while absent := [rank for rank in absent if not pages.passed(rank, number)]:
             looks += 1
-            if looks <= SPINS:  # what follows takes longer than a look
+            if looks <= SPINS:  # the checks below take longer than a look
                 continue
             time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
             if looks % 16:
@@ -256,10 +256,10 @@ class Board:
             raise found
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
-        """What the ranks disagree on, if they do, in this rank's remembered calls up to a number,
-        or whom one of these has failed on.
+        """The first disagreement or failure among this rank's remembered calls up to a number;
+        None if there is none.
 
-        Safe to call from another thread than that which posts.
+        Safe to call from a thread other than the one that posts.
         """
         pages = self._pages
         if pages is None:
@@ -270,5 +270,5 @@ class Board:
         return None
 
     def close(self) -> None:
-        """Leave the board. Peers still see what was written."""
+        """Leave the board. Peers still see this rank's entries."""
         self._pages = self._ring = None

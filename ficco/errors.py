@@ -1,12 +1,12 @@
 """Exceptions raised by ficco.
 
-Built-in exceptions carry their usual meaning: ``ValueError`` for an argument that is wrong (the
-text says what is required, what was given and what to do), ``NotImplementedError`` for a valid
-request that is not served here. Everything else is below::
+Built-in exceptions have their usual meaning: ``ValueError`` for a wrong argument (the text says
+what is required, what was given and what to do), ``NotImplementedError`` for a valid request that
+is not supported here. All others are::
 
     FiccoError (RuntimeError)
       +-- RankMismatch    ranks disagree on problem, schedule, options or machine file
-      +-- PeerFailed      another rank's call ended by an error, which this says
+      +-- PeerFailed      another rank's call ended with an error, which the text quotes
       +-- SignalTimeout   a peer died, stalled or never called
       +-- BackendError    a call of the vendor's library failed
       +-- ConfigError     a file or an environment variable is wrong
@@ -19,10 +19,10 @@ from typing import Any
 
 
 class FiccoError(RuntimeError):
-    """Base of the exceptions that only ficco raises. They survive pickling."""
+    """Base of the exceptions that only ficco raises. They can be pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not by calling the class again: its arguments are not those of RuntimeError.
+        # Not by calling the class with self.args: subclasses take other arguments.
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -61,7 +61,7 @@ class RankMismatch(FiccoError):
 
 
 class PeerFailed(FiccoError):
-    """A call of another rank ended by an error, so that this rank's cannot be finished.
+    """A call of another rank ended with an error, so that this rank's cannot be finished.
 
     Attributes:
         reasons: class and first line of that error, by rank.
@@ -89,8 +89,8 @@ class SignalTimeout(FiccoError):
         peer: the rank whose signal is missing, or None if it is not known.
         step: the step of the plan that waited.
         seconds: how long it waited.
-        wanted, found: the value of the signal word that was wanted and the one found, None where
-            the word could not be read.
+        wanted, found: the value of the signal word that was waited for, and the one found; None
+            if the word could not be read.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class BackendError(FiccoError):
 
     Attributes:
         call: name of the function.
-        code: its return code, as the vendor names it.
-        text: the vendor's explanation, with the remedy where one is known.
+        code: the vendor's name of its return code.
+        text: the vendor's explanation, with the remedy if one is known.
     """
 
     def __init__(self, call: str, code: str, text: str) -> None:
@@ -144,7 +144,8 @@ class ConfigError(FiccoError):
 
     Attributes:
         source: the file or the variable.
-        key: what in it is wrong.
+        key: the part of it that is wrong.
+        expected: what was required there.
     """
 
     def __init__(self, source: str, key: str, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""What is asked: the sizes of one operator call, equal on every rank of the group."""
+"""Problems: the operator and sizes of one call, equal on every rank of the group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-#: Bytes per element of the dtypes that are served.
+#: Bytes per element of the supported dtypes.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 #: Largest size of a dimension, and most ranks of a group: more than any host has. Beyond them
@@ -18,15 +18,15 @@ MOST, MOST_RANKS = 1 << 40, 1024
 
 
 class Operator(NamedTuple):
-    """What tells the operators apart.
+    """The properties in which operators differ.
 
     Attributes:
-        collective: what it is in a library of collectives, in words.
-        scatters: the product travels; otherwise A does.
-        sums: what arrives of all ranks is added up.
+        collective: name of the collective that it overlaps, in words.
+        scatters: the product travels (a scattering operator); otherwise A does (gathering).
+        sums: the products of all ranks are added up.
         blocks: every pair of ranks has a block of its own; otherwise rows belong to one rank.
         returns: the sums travel back to all ranks.
-        inner: the rows of A that travel are summed over: the product is that of A transposed.
+        inner: the product sums over the rows of A that travel: it multiplies A transposed.
     """
 
     collective: str
@@ -50,19 +50,23 @@ OPERATORS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One product, and the exchange of its left operand or of its result.
+    """One matrix product, and the exchange of its left operand or of its result.
 
     Attributes:
         operator: name of the public operator, one of :data:`OPERATORS`.
-        rows: rows that belong to each rank; its length is the number of ranks. All-gather: the rows
-            of A that it holds. Reduce-scatter and all-reduce: the rows of the result that it sums.
-            All-to-all: the rows that it multiplies.
+        rows: number of rows that belong to each rank. All-gather: the rows of A that it holds.
+            Reduce-scatter and all-reduce: the rows of the result that it sums. All-to-all: the
+            rows that it multiplies.
         n: columns of the local B.
-        k: columns of A; rows of B, or of the result where A is transposed.
+        k: columns of A. They are the rows of B or, if A is transposed, of the result.
         dtype: name of the dtype of A, B and the product.
         blocks: all-to-all: rows that rank i sends to rank j, as ``blocks[i][j]``; else empty.
         return_gathered: the gathered A is a second result.
-        symmetric: A lies in symmetric memory, so that peers can read it in place.
+        symmetric: A is in symmetric memory, so that peers can read it in place.
+
+    Raises:
+        ValueError: a value is wrong, or they do not fit together.
+        NotImplementedError: the dtype is not supported.
     """
 
     operator: str
@@ -115,7 +119,7 @@ class Problem:
 
     @cached_property
     def kind(self) -> Operator:
-        """What its operator does."""
+        """The properties of its operator."""
         return OPERATORS[self.operator]
 
     @cached_property
@@ -125,7 +129,7 @@ class Problem:
 
     @cached_property
     def m(self) -> int:
-        """Rows that a rank multiplies; all-to-all: the rank that multiplies most."""
+        """Rows that a rank multiplies; all-to-all: those of the rank that multiplies most."""
         return max(self.rows) if self.kind.blocks else sum(self.rows)
 
     @cached_property
@@ -133,7 +137,7 @@ class Problem:
         """First row that belongs to each rank, and m at the end. Not for an all-to-all."""
         return (0, *accumulate(self.rows))
 
-    # Of the blocks that travel: the rows that rank `src` has for rank `dst`.
+    # The blocks that travel: the rows that rank `src` has for rank `dst`.
 
     def block(self, src: int, dst: int) -> int:
         """Rows of a block."""
@@ -142,14 +146,14 @@ class Problem:
         return self.rows[dst if self.kind.scatters else src]
 
     def leaves(self, src: int, dst: int) -> int:
-        """First row of a block where it comes from: in A, or in the product (scatter)."""
+        """First row of a block at its sender: in A, or in the product (scattering operators)."""
         if self.kind.blocks:
             return self._leaves[src][dst]
         return self.offsets[dst] if self.kind.scatters else 0
 
     def lands(self, src: int, dst: int) -> int:
-        """First row of a block among those that the receiver gets: in the gathered A, in the result
-        of an all-to-all, or, where blocks are summed, in the product that all ranks share."""
+        """First row of a block at its receiver: in the gathered A, in the result of an all-to-all,
+        or, if blocks are summed, in the product that all ranks share."""
         if self.kind.blocks:
             return self._lands[dst][src]
         return self.offsets[dst if self.kind.scatters else src]
@@ -163,7 +167,7 @@ class Problem:
         return [[0, *accumulate(column)] for column in zip(*self.blocks, strict=True)]
 
     def left_rows(self, rank: int) -> int:
-        """Rows of a rank's left operand, as its caller gives it."""
+        """Rows of a rank's left operand, as its caller passes it."""
         if self.kind.scatters:
             return self.product_rows(rank)
         return sum(self.blocks[rank]) if self.kind.blocks else self.rows[rank]
@@ -173,7 +177,7 @@ class Problem:
         return self.rows[rank] if self.kind.blocks else self.m
 
     def b_rows(self, rank: int) -> int:
-        """Rows of a rank's local B, over which its products sum."""
+        """Rows of a rank's local B, which its products sum over."""
         return self.product_rows(rank) if self.kind.inner else self.k
 
     def out_rows(self, rank: int) -> int:
@@ -197,7 +201,7 @@ class Problem:
 
     @property
     def rounds(self) -> bool:
-        """Whether partial sums need a wider buffer than the product's own dtype."""
+        """Whether partial sums need a wider dtype than that of the product."""
         return self.itemsize < 4
 
     @property
@@ -207,7 +211,7 @@ class Problem:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of a gathered A: what a serial all-gather allocates."""
+        """Bytes of a gathered A, which a serial all-gather allocates."""
         return self.m * self.k * self.itemsize
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""From a Plan to the operations of an engine."""
+"""Compiles a Plan to the operations of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def compile(
     source: tuple[Symmetric, int] | None = None,
     trace: bool = False,
 ) -> Program:
-    """Turn a Plan into a Program on a slot; with ``trace``, one that notes when its steps ran."""
+    """Turn a Plan into a Program on a slot; with ``trace``, one that records when its steps ran."""
     program = Program(plan, slot, [], source)
     needed = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
@@ -32,7 +32,7 @@ def compile(
 def _operations(
     program: Program, engine: Engine, run: Sequence[int], needed: set[int], trace: bool
 ) -> Iterator[Op | None]:
-    """Those of steps that go together."""
+    """The operations of a run of steps that are enqueued together."""
     index, last = run[0], run[-1]
     step = program.plan.steps[index]
     for earlier in step.after:

@@ -1,8 +1,8 @@
-"""When the steps of a call run, lane by lane, as data.
+"""Timelines: when the steps of a call run on each lane, as data.
 
 A Timeline comes from the Plans of all ranks and a Machine (:mod:`ficco.simulate`) or from the Spans
-of a traced call (:mod:`ficco.bench.traces`). Both show a wait as the time between the step before
-on the lane and the step that had to wait.
+of a traced call (:mod:`ficco.bench.traces`). In both, a wait is the time on a lane between the end
+of the previous step and the start of the step that had to wait.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ficco.plan import Plan, Step
 #: Kinds of bars: the operations of steps, and ``"wait"``.
 KINDS = ("matmul", "copy", "collective", "place", "reduce", "sync", "wait")
 
-#: What kinds were called in files of earlier versions.
+#: Names of kinds in files of earlier versions.
 OLD_KINDS = {"gather": "collective"}
 
-#: The lane on which peers are told; the caller's stream does not wait for it.
+#: The lane for signals to peers at the end of a call; the caller's stream does not wait for it.
 SYNC_LANE = "sync"
 
-#: Waits shorter than this part of the whole call are left out, as noise of the clock.
+#: Waits shorter than this fraction of the whole call are left out, as clock noise.
 SHORT_WAIT = 0.002
 
-#: What a file of Timelines says it is.
+#: The format that a file of Timelines states.
 FORMAT = "ficco-timelines-1"
 
 
@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def stop_s(self) -> float:
-        """When the caller's stream of the last rank is through: all lanes but ``sync`` are."""
+        """When the callers' streams of all ranks go on: the end of the last lane but ``sync``."""
         return max((bar.stop_s for bars in self.ranks for bar in bars if _counts(bar)), default=0.0)
 
 
@@ -60,10 +60,11 @@ def _counts(bar: Bar) -> bool:
 
 
 def work(plan: Plan, step: Step) -> tuple[float, float]:
-    """Floating-point operations of a step, and the bytes that it brings, or moves to sum them."""
+    """Floating-point operations of a step, and the bytes that it moves, or reads and writes for a
+    sum."""
     flops = sum(2.0 * p.batch * p.out.elements * (p.k_last - p.k_first) for p in step.products)
     moved = step.transfer.src.elements if step.transfer else 0
-    if step.reduction:  # all that is read and written
+    if step.reduction:  # all bytes that are read and written
         moved = sum(region.elements for region in (*step.reduction.parts, step.reduction.out))
     if step.op == "collective":
         moved = _received(plan)
@@ -81,7 +82,7 @@ def _received(plan: Plan) -> int:
 
 
 def assemble(title: str, ranks: Sequence[Sequence[tuple[Step, float, float]]]) -> Timeline:
-    """The Timeline of every rank's steps with their start and stop, in the order of their start."""
+    """The Timeline of every rank's steps, each with its start and stop, in the order of starts."""
     whole = max((stop for steps in ranks for _, _, stop in steps), default=0.0)
     found = []
     for steps in ranks:

@@ -1,9 +1,9 @@
 """Finds calls that are stuck on a GPU, ranks that disagree, and ranks that have failed.
 
-A call has returned long before its work is over, so that nobody is left to raise. Eager calls on
-CUDA record events when they begin and end; captured ones, and all through HIP, write words to
-pinned host memory. A thread polls those and the agreement board, and makes no call that could break
-a capture.
+A call on a GPU returns long before its work is over, and cannot raise an error that occurs later.
+Instead a thread polls the progress of calls and the agreement board. Eager calls on CUDA record
+events when they begin and end; captured calls, and all calls through HIP, write words to pinned
+host memory. The thread makes no call that could break a capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PERIOD_S = 0.05
 #: Seconds that freeing the streams of a stuck call may take before the process ends.
 RELEASE_S = 10.0
-#: Seconds that calls in front of one that was broken off have to end by themselves.
+#: Seconds that earlier calls have to end by themselves after a call was broken off.
 SETTLE_S = 2.0
 
 
@@ -52,7 +52,7 @@ class Watchdog:
             if error is not None:
                 self._act(error)
                 break
-        # Calls that were enqueued behind the stuck one are stuck, too, once they begin.
+        # Calls that were enqueued after the stuck one are stuck, too, once they begin.
         while not self._stop.wait(PERIOD_S):
             self._workspace.engine.release(self._workspace.slots, RELEASE_S)
 
@@ -73,8 +73,8 @@ class Watchdog:
                 self._since[id(slot)] = now
             elif now - since > self.timeout_s and stuck is None:
                 stuck = self._timeout(slot, running, now - since)
-        # Calls that do not fit together can be over before anybody looks, with wrong results. One
-        # that broke off here may have left others of this rank waiting.
+        # A mismatch comes first: mismatched calls can end, with wrong results, before a timeout.
+        # An error of this workspace, too: a call that broke off may have left others waiting.
         return workspace.error or workspace.board.mismatch(workspace.calls) or stuck
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
@@ -95,7 +95,7 @@ class Watchdog:
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace
-        if workspace.error is not None:  # which the caller was told by an exception
+        if workspace.error is not None:  # an exception has already reported it to the caller
             end = time.monotonic() + SETTLE_S
             while not workspace.engine.idle(workspace.slots) and time.monotonic() < end:
                 time.sleep(PERIOD_S)

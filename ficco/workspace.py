@@ -1,4 +1,4 @@
-"""What a group keeps between calls: engine, board, slots of symmetric memory, programs."""
+"""Workspaces: what a group keeps between calls. Engine, board, symmetric memory, programs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from ficco.watchdog import Watchdog
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Calls that may be in flight on a group at once. With two, a call does not wait for the peers to
-#: be through with the one before.
+#: Calls that may be in flight on a group at once. With two, a call does not wait until the peers
+#: have finished the one before.
 SLOTS = 2
 
-#: Kinds of calls that are remembered, about 0.1 MB each in a group of 8. Programs whose rows change
-#: in every step, as those of experts do, would need more and more.
+#: Kinds of calls that are remembered, about 0.1 MB each in a group of 8. Without a limit, memory
+#: would grow forever if rows change in every step, as those of experts do.
 KINDS = 1024
 
-#: Seconds that a process waits at its end for stuck calls, beside the time a call may be stuck.
+#: Seconds that a process waits at its end for stuck calls, in addition to their timeout.
 GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
 class Known:
-    """What a rank knows of its kind of host; the text is what the ranks compare."""
+    """What a rank knows about its kind of host. The ranks compare its text."""
 
     machine: Machine | None
     digest: int = 0
@@ -50,7 +50,7 @@ class Known:
 
     @classmethod
     def of(cls, machine: Machine | None) -> Known:
-        """A machine and the decisions that were saved for it."""
+        """A machine, and the decisions that were saved for it."""
         if machine is None:
             return cls(None)
         number = digest(machine)
@@ -86,10 +86,10 @@ class Workspace:
     """One group on one device.
 
     Attributes:
-        engine, board: the means to run and to agree.
+        engine, board: run the calls, and compare them with those of the other ranks.
         calls: number of the latest call, the same on every rank.
-        programs: what is kept of the problems seen, by whatever distinguishes calls.
-        error: why the group can no longer be used, if so.
+        programs: what is kept for each kind of call, by a key of all that distinguishes kinds.
+        error: why the group can no longer be used; None if it can.
     """
 
     def __init__(
@@ -119,9 +119,12 @@ class Workspace:
             raise mismatch
 
     def end(self, error: BaseException) -> None:
-        """Tell the peers that this rank's latest call ended by an error, so that they do not wait.
-        A call that was refused before it was posted breaks nothing if all ranks refuse it, whatever
-        each of them says. A part of a call has told so by itself."""
+        """Tell the peers that this rank's latest call ended with an error: they must not wait.
+
+        A call that was refused before it was posted breaks nothing if all ranks refuse it, even
+        with different errors. If the error comes from a part of a call, that part has already told
+        the peers.
+        """
         if self.board.refused(self.calls):
             return
         if self.board.posted(self.calls):
@@ -130,12 +133,15 @@ class Workspace:
             self._tell(_why(error), REFUSED)
 
     def fail(self, error: BaseException) -> None:
-        """Remember why the group can no longer be used, its words do not say who is where, and
-        tell the peers, unless they know. They are told again by each call that ends thereby: it may
-        have been about to be written down when the watchdog told of another."""
+        """Remember why the group can no longer be used (its signal words no longer say which rank
+        is where), and tell the peers unless they know.
+
+        Each call that ends because of this tells them again: its entry on the board may have
+        overwritten the watchdog's entry about another call.
+        """
         if self.error is None:
             why = _why(error)
-            if not isinstance(error, (RankMismatch, PeerFailed)):  # these are read from the board
+            if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
                 late = isinstance(error, SignalTimeout)
                 self._told = why.splitlines()[0], LATE if late else FAILED
             if not isinstance(error, FiccoError):
@@ -143,7 +149,7 @@ class Workspace:
                     f"a call of this group was broken off by {why}. Its ranks are no longer in "
                     "step: destroy the group and make a new one"
                 )
-            self.error = copy.copy(error)  # without the traceback, which holds the call's tensors
+            self.error = copy.copy(error)  # without its traceback, which keeps tensors alive
         if self._told is not None:
             self._tell(*self._told)
 
@@ -158,10 +164,10 @@ class Workspace:
             raise copy.copy(self.error)
 
     def known(self, wanted: str | None) -> Known:
-        """What is known of this kind of host, or of the one with a name or path.
+        """What is known about this kind of host, or about the machine of a name or path.
 
         Raises:
-            ConfigError: that file, or the one of ``FICCO_MACHINE``, cannot be used.
+            ConfigError: that file, or the one that ``FICCO_MACHINE`` names, cannot be used.
         """
         if wanted not in self._known:
             fingerprint = self.engine.fingerprint()
@@ -169,20 +175,23 @@ class Workspace:
         return self._known[wanted]
 
     def keep(self, key: Hashable, bound: Kept) -> None:
-        """Remember a kind of call. When there are ``KINDS``, half of those that no graph holds are
-        forgotten, the least recently called; a rank that meets one again waits for its peers to
-        agree, as the first time."""
+        """Remember a kind of call.
+
+        Once there are ``KINDS``, half of those that no graph holds are forgotten, the least
+        recently called first. When such a kind is called again, the rank waits for its peers to
+        agree, as for a new one.
+        """
         if len(self.programs) >= KINDS and not self.engine.capturing():
-            self.engine.synchronize()  # a watchdog must find what is running
+            self.engine.synchronize()  # the watchdog looks up the programs of running calls
             old = [(kept.latest, key) for key, kept in self.programs.items() if not kept.captured]
             for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
                 self.programs.pop(gone).drop()
         self.programs[key] = bound
 
     def slot(self, plan: Plan, single: bool) -> Slot | None:
-        """The slot for the latest call; grown first if the plan needs more. Growing is collective.
+        """The slot for the latest call. If the plan needs more, it is grown, which is collective.
 
-        ``single`` keeps to the first slot, for calls whose memory is capped.
+        ``single``: always use the first slot, for calls whose memory is capped.
         """
         capture = self.engine.capturing()
         if plan.collective:
@@ -210,8 +219,8 @@ class Workspace:
                 slots[index] = None
                 self._pinned.append(old)
             else:
-                # To free memory waits for the device, and nothing else runs in the meantime: the
-                # watchdog must have had its say before, on this slot, too.
+                # Freeing memory waits for the device while nothing else runs, not even the
+                # watchdog. It must be able to find stuck calls before that, on this slot, too.
                 self.engine.retire(old)
                 self.engine.synchronize()
                 slots[index] = None
@@ -226,18 +235,21 @@ class Workspace:
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots there are."""
+        """All slots of this workspace."""
         pools = [self._slots, *self._captured.values(), list(self._watched.values())]
         return [slot for pool in pools for slot in pool if slot is not None] + self._pinned
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that calls take, without what :meth:`empty` gave."""
+        """Bytes of symmetric memory that calls take, not counting tensors from :meth:`empty`."""
         return sum(slot.memory.nbytes for slot in self.slots if slot.memory is not None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in symmetric memory. Collective, and on the board like two calls: the ranks
-        agree to the first; what they get is the second's."""
+        """A tensor in symmetric memory. Collective.
+
+        It counts as two calls on the board: on the first the ranks agree on the request, and the
+        second tells whether they got the memory.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         engine, board, seconds = self.engine, self.board, current().timeout_s
         engine.timeout_s, engine.operator = seconds, "empty"
@@ -252,7 +264,7 @@ class Workspace:
         except FiccoError as error:
             self.end(error)
             raise
-        except BaseException as error:  # no memory, say: where no rank gets any, nothing is broken
+        except BaseException as error:  # such as out of memory: breaks nothing if all ranks fail
             self._tell(_why(error), REFUSED)
             board.await_same(self.calls)
             raise
@@ -262,9 +274,12 @@ class Workspace:
         return tensor
 
     def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
-        """The symmetric memory that holds a contiguous matrix, and where, if any does.
+        """The symmetric memory that holds a contiguous matrix, and the byte at which it begins;
+        None if it is in none.
 
-        One or no row would be contiguous at any stride, on one rank and not on the next."""
+        With one row or none a tensor is contiguous whatever its strides: they must tell, so that
+        the slices of all ranks are in it, or none.
+        """
         if not self._empty or a.stride() != (a.shape[1], 1):
             return None
         found = self._empty.get(a.untyped_storage().data_ptr())
@@ -273,7 +288,7 @@ class Workspace:
         return found, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
 
     def settle(self) -> None:
-        """Wait for this rank's calls, until the watchdog has found a fault or had the time to."""
+        """Wait for this rank's calls, at most until the watchdog has had time to find a fault."""
         if self.watchdog is None:
             return
         end = time.monotonic() + self.watchdog.timeout_s + GRACE_S
@@ -288,7 +303,7 @@ class Workspace:
         steps: list[Callable[[], object]] = []
         if self.watchdog is not None:
             steps.append(self.watchdog.stop)
-            if self.error is not None:  # what was broken off may wait for ever
+            if self.error is not None:  # calls that were broken off may wait forever
                 steps.append(partial(self.engine.release, self.slots, GRACE_S))
         steps += [partial(self._free, slot) for slot in self.slots]
         steps += [partial(self.engine.free, memory) for memory in self._empty.values()]
@@ -309,7 +324,7 @@ def _why(error: BaseException) -> str:
 
 
 def _carry_out(steps: Iterable[Callable[[], object]]) -> None:
-    """Take all steps, whichever fail, and then raise the first error."""
+    """Run all steps even if some fail, then raise the first error."""
     errors: list[BaseException] = []
     for step in steps:
         try:
@@ -323,12 +338,12 @@ def _carry_out(steps: Iterable[Callable[[], object]]) -> None:
 _Key = tuple["ProcessGroup", torch.device, "str | None"]
 _workspaces: dict[_Key, Workspace] = {}
 _failed: dict[_Key, FiccoError] = {}
-_inherited: dict[_Key, Workspace] = {}  # those of the process that this one was forked from
+_inherited: dict[_Key, Workspace] = {}  # those of the parent process, after a fork
 
 
 def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "ficco") -> Workspace:
-    """The workspace of a group on a device. The first call for a group is collective; errors of
-    it name the operator."""
+    """The workspace of a group on a device. The first call for a group is collective, and its
+    errors name the operator."""
     options = current()
     key = (group, device, options.engine)
     workspace = _workspaces.get(key)
@@ -378,7 +393,7 @@ def _leave(key: _Key) -> None:
             if workspace.error is None:
                 workspace.engine.synchronize()
         except BaseException as error:
-            workspace.fail(error)  # what runs may be stuck
+            workspace.fail(error)  # running calls may be stuck
             raise
 
     _carry_out([finish, workspace.close, partial(_workspaces.pop, key, None)])
@@ -386,7 +401,7 @@ def _leave(key: _Key) -> None:
 
 def _close_at_exit() -> None:
     found = list(_workspaces.values())
-    # With nobody left to watch it, a stuck call would hold the process.
+    # Once closing has stopped the watchdog, a stuck call would keep the process from ending.
     _carry_out(step for workspace in found for step in (workspace.settle, workspace.close))
     _workspaces.clear()
 
@@ -395,8 +410,8 @@ atexit.register(_close_at_exit)
 
 
 def _leave_to_parent() -> None:
-    """In a process that was just forked: nothing that was made before is used or freed here, not
-    even by the destructors of events and graphs at the end of the interpreter."""
+    """After a fork, in the child: neither use nor free what the parent made, not even by the
+    destructors of events and graphs when the interpreter ends."""
     for workspace in _workspaces.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
     _inherited.update(_workspaces)

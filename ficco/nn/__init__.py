@@ -1,7 +1,7 @@
 """Layers and parallel styles on top of the operators.
 
-``import ficco`` does not load this package, since PyTorch's DTensor costs a second to import;
-``import ficco.nn`` does, and so does the first use of ``ficco.nn``.
+``import ficco`` does not load this package, since PyTorch's DTensor takes a second to import. It is
+loaded by ``import ficco.nn`` or by the first use of ``ficco.nn``.
 """
 
 from torch.distributed.tensor.parallel import SequenceParallel

@@ -1,8 +1,8 @@
 """Linear layers over a sharded operand, as functions of local tensors.
 
 Weights are [out, in] as in ``nn.Linear``, each rank's own part. Activations are [..., in] with the
-sequence at ``sequence_dim``. The operators shard rows, and rows are what all dimensions but the
-last make up, so the sequence travels first: what is not laid out so is moved there. For a shard of
+sequence at ``sequence_dim``. The operators shard rows, which all dimensions but the last make up,
+so the sequence must be the first dimension. If it is not, it is moved there: for a shard of
 activations that is a small copy, for a result it is a view.
 """
 
@@ -42,7 +42,7 @@ def gathered_linears(
     """Linear layers of the gathered sequence: [..., s/W, ..., k] -> [..., s, ..., n] for each.
 
     The sequence is gathered once for all weights [n, k]. ``rows`` are the ranks' sequence lengths,
-    where they are not equal.
+    if they are not equal.
     """
     dim = sequence_at(x, sequence_dim)
     lengths = _lengths(rows, x.shape[dim], group, "this rank's shard of x")
@@ -50,8 +50,8 @@ def gathered_linears(
     batch = x.shape[1:-1]
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
-    # A compiler chooses what it keeps; a dispatch mode, such as one that counts operations, sees
-    # the backward of operators alone, and so do wrappers of tensors.
+    # Not _Joined where the call is traced or watched: a compiler chooses by itself what to keep,
+    # and dispatch modes and tensor wrappers see the backward of operators only.
     if len(weights) == 1 or watched(x, *weights):
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         y = all_gather_matmul(flat, weight.t(), group=group, schedule=schedule, rows=cut)
@@ -61,7 +61,7 @@ def gathered_linears(
         y = _Joined.apply(x, asked, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     sizes = [weight.shape[0] for weight in weights]
-    # Not y.split, whose parts must not be changed in place; nobody else has y.
+    # Not y.split, whose parts must not be changed in place; here nothing else holds y.
     outs = torch.unsafe_split_with_sizes(y, sizes, -1) if len(weights) > 1 else (y,)
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
@@ -113,11 +113,11 @@ def reduced_linear(
     group: ProcessGroup,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
-    """Linear layer summed over ranks, whose result every rank has: [..., k] -> [..., n].
+    """Linear layer summed over ranks, with the result on every rank: [..., k] -> [..., n].
 
-    All ranks go on with the same result and hand back the same gradient of it, so that backward
-    needs no peer, as in DTensor and in Megatron, and with ficco's own operator under
-    ``options(all_reduce_gradients="equal")``.
+    All ranks must go on with the same result and hand back the same gradient of it. The backward
+    then needs no communication, as in DTensor, in Megatron, and in :func:`ficco.matmul_all_reduce`
+    under ``options(all_reduce_gradients="equal")``.
     """
     refuse_derivatives()
     y = _Reduced.apply(*_autocast(_rows(x), weight), group, schedule)
@@ -127,9 +127,9 @@ def reduced_linear(
 def copied_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, group: ProcessGroup
 ) -> torch.Tensor:
-    """Linear layer of what every rank has, [..., k] -> [..., n].
+    """Linear layer of an input that every rank has, [..., k] -> [..., n].
 
-    Nothing travels forward. Backward, the gradient of x is summed over ranks.
+    The forward needs no communication. The backward sums the gradient of x over ranks.
     """
     refuse_derivatives()
     y = _Copied.apply(*_autocast(_rows(x), weight), group)
@@ -141,10 +141,14 @@ def sum_gradient(
 ) -> torch.Tensor:
     """The tensor itself; its gradient is summed over the ranks of a group (default WORLD).
 
-    For a parameter that all ranks hold and each applies to its own part of the sequence, such as
-    the weight of a norm between sequence-parallel layers::
+    For a parameter that all ranks hold and each rank applies to its own part of the sequence, such
+    as the weight of a norm between sequence-parallel layers::
 
         y = F.rms_norm(x_shard, (hidden,), ficco.nn.sum_gradient(self.weight, group))
+
+    Raises:
+        ValueError: ``tensor`` is a DTensor, or ``group`` is not a group that this rank is in.
+        NotImplementedError: it is called inside ``torch.func.grad``.
     """
     refuse_derivatives()
     refuse_sharded(tensor=tensor)
@@ -152,7 +156,7 @@ def sum_gradient(
 
 
 def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
-    """The dimension of the sequence, counted from the first."""
+    """The dimension of the sequence as an index that is not negative."""
     dim = sequence_dim + x.dim() if sequence_dim < 0 else sequence_dim
     if not 0 <= dim < x.dim() - 1:
         raise ValueError(
@@ -171,7 +175,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _lengths(
     rows: Sequence[int] | None, own: int, group: ProcessGroup, what: str
 ) -> tuple[int, ...]:
-    """The ranks' sequence lengths, of which this rank's is known."""
+    """The ranks' sequence lengths, checked against ``own``, this rank's."""
     world, rank = group.size(), group.rank()
     if rows is None:
         return (own,) * world
@@ -196,12 +200,12 @@ def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
 
 
 def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    # Under autocast the product is of a narrower type than the bias.
+    # Under autocast the product has a narrower dtype than the bias.
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as autocast would hand them to a product."""
+    """The tensors as autocast would pass them to a product."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -211,8 +215,8 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class _Joined(torch.autograd.Function):
     """Gathered [m, k] x [n, k] for several weights -> [m, sum of n].
 
-    The weights are put side by side in each pass. Backward has them from the parameters, so that
-    no copy of them is kept.
+    The weights are joined anew in each pass: the backward reads the parameters, so that no joined
+    copy is kept.
     """
 
     @staticmethod
@@ -255,14 +259,14 @@ class _SumGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         refuse_batched(grad)
-        # Of its own: what comes from upstream may be used there, too.
+        # A copy: upstream may use the incoming gradient elsewhere, too.
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
 
 def _save(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """What the gradients of a linear layer need that are needed."""
+    """Save the tensors that the wanted gradients of a linear layer need."""
     of_x, of_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
 
@@ -298,7 +302,7 @@ class _Copied(torch.autograd.Function):
     ) -> torch.Tensor:
         _save(ctx, x, weight)
         ctx.group = group
-        # What is compiled has the options of its compilation, forward and backward.
+        # Compiled code keeps the options of its compilation, forward and backward.
         ctx.options = None if torch.compiler.is_compiling() else current()
         return x @ weight.t()
 

@@ -1,8 +1,8 @@
 """Linear layers whose weights and activations are sharded over a group of ranks.
 
-Between a :class:`ColumnParallelLinear` and the :class:`RowParallelLinear` behind it a rank has the
-whole sequence and its part of the features; outside it has its part of the sequence and all
-features, as in Megatron's sequence parallelism.
+As in Megatron's sequence parallelism, a rank has the whole sequence and its part of the features
+between a :class:`ColumnParallelLinear` and the :class:`RowParallelLinear` that follows it. Outside
+that pair it has its part of the sequence and all features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share a layer, and the mesh that their parameters name, if they name one."""
+    """The ranks that share a layer, and the mesh of its parameters if these are DTensors."""
 
     group: ProcessGroup
     mesh: DeviceMesh | None
@@ -45,7 +45,7 @@ class Ranks:
 
 
 def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
-    """The ranks of an argument ``group``."""
+    """The ranks that an argument ``group`` stands for."""
     if not isinstance(group, DeviceMesh):
         return Ranks(process_group(group), None)
     if group.ndim != 1:
@@ -57,8 +57,8 @@ def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """``ValueError`` where parts by place in a mesh are not those by rank in its group, by which
-    the operators and DTensor's collectives put them together."""
+    """``ValueError`` if the order of a mesh is not that of the ranks in its group, by which the
+    operators and DTensor's collectives put parts together."""
     ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim == 1 and ranks != sorted(ranks):
         raise ValueError(
@@ -68,30 +68,30 @@ def _check_order(mesh: DeviceMesh) -> None:
 
 
 def check_schedule(schedule: str | Schedule) -> None:
-    """``ValueError`` where a layer is made, and not when it runs, if there is no such schedule."""
+    """``ValueError`` if there is no such schedule, when a layer is made and not when it runs."""
     if isinstance(schedule, str) and schedule != "auto":
         Schedule.parse(schedule)
     elif not isinstance(schedule, (str, Schedule)):
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {schedule!r}")
 
 
-#: What of a layer is cut; parameters that users add to it are theirs.
+#: The parameters that a layer shards. It leaves alone any that users add.
 _PARAMETERS = ("weight", "bias")
 
-#: Where a module keeps what runs beside its forward and backward.
+#: The attributes in which a module keeps its hooks.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-#: Whether layers give their unsharded weights to a state_dict: they alone know their names in it.
+#: Whether layers put their unsharded weights into a state_dict: only they know the names in it.
 _gathers = ContextVar("_gathers", default=False)
 
 
 class _ParallelLinear(nn.Linear):
-    """What both layers share: parameters that are parts of an unsharded layer's.
+    """The base of both layers: its parameters are parts of an unsharded layer's.
 
     ``in_features`` and ``out_features`` are those of the unsharded layer.
     """
 
-    #: The dimension of the weight that is cut: 0, outputs, and the bias with it, or 1, inputs.
+    #: The dimension in which the weight is cut: 0 for outputs, with the bias, or 1 for inputs.
     cut: int
     ranks: Ranks
     sequence_dim: int
@@ -121,7 +121,12 @@ class _ParallelLinear(nn.Linear):
         sequence_dim: int = 0,
         schedule: str | Schedule = "auto",
     ) -> Self:
-        """This rank's part of a layer that all ranks hold; ``linear`` itself stays as it is."""
+        """This rank's part of a layer that all ranks hold; ``linear`` itself is not changed.
+
+        Raises:
+            ValueError: ``linear`` is not a plain, unsharded ``nn.Linear`` without hooks, or the
+                ranks cannot share it equally.
+        """
         _check_source(linear)
         made = cls.__new__(cls)
         made._become(linear, group, sequence_dim, schedule)
@@ -140,13 +145,13 @@ class _ParallelLinear(nn.Linear):
         for name, full in whole.named_parameters():
             part = self._part(name, full.detach(), self.ranks.mesh, self._placements(name))
             if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
-                part = part.clone()  # neither keep the whole alive nor share memory with it
+                part = part.clone()  # so as not to keep the whole alive, nor share its memory
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
         if whole.bias is None:
             self.register_parameter("bias", None)
 
     def settle(self, ranks: Ranks, sequence_dim: int, schedule: str | Schedule) -> None:
-        """Where and how this layer runs."""
+        """Set where and how this layer runs."""
         self.check_features(self.in_features, self.out_features, ranks.group.size())
         check_schedule(schedule)
         if not isinstance(sequence_dim, int):
@@ -156,7 +161,7 @@ class _ParallelLinear(nn.Linear):
 
     @classmethod
     def check_features(cls, in_features: int, out_features: int, world: int) -> None:
-        """``ValueError`` if ranks cannot share the layer equally."""
+        """``ValueError`` if the ranks cannot share the layer equally."""
         name, size = (("out_features", out_features), ("in_features", in_features))[cls.cut]
         if size % world:
             raise ValueError(
@@ -171,13 +176,13 @@ class _ParallelLinear(nn.Linear):
 
     @property
     def mesh(self) -> Any:
-        """The mesh that the parameters name, if they are DTensors, else None."""
+        """The mesh of the parameters if they are DTensors, else None."""
         return self.ranks.mesh
 
     def reset_parameters(self) -> None:
-        """Initialise as an unsharded ``nn.Linear`` would with the same state of the generator.
+        """Initialise as an unsharded ``nn.Linear`` would with the same random state.
 
-        All ranks must start from the same state; the unsharded weight exists for a moment.
+        All ranks must start from the same state. The unsharded weight is allocated temporarily.
         """
         have = self.weight
         whole = nn.Linear(
@@ -188,12 +193,12 @@ class _ParallelLinear(nn.Linear):
                 self._of_layer(name).copy_(self._like(name, full.detach()))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's weight and bias, as plain tensors that lead back to the parameters."""
+        """This rank's weight and bias as plain tensors; gradients flow to the parameters."""
         weight, bias = self.weight, self.bias
         return _plain(weight), None if bias is None else _plain(bias)
 
     def _cut(self, name: str) -> int | None:
-        """The dimension in which a parameter is cut; None where every rank has all of it."""
+        """The dimension in which a parameter is cut; None if every rank has all of it."""
         return self.cut if name == "weight" or self.cut == 0 else None
 
     def _placements(self, name: str) -> list[Placement]:
@@ -207,7 +212,7 @@ class _ParallelLinear(nn.Linear):
         mesh: DeviceMesh | None,
         placements: Sequence[Placement],
     ) -> torch.Tensor:
-        """This rank's part of an unsharded parameter; nothing travels."""
+        """This rank's part of an unsharded parameter; needs no communication."""
         if mesh is not None:
             _check_order(mesh)
             return distribute_tensor(full, mesh, placements, src_data_rank=None)
@@ -222,7 +227,11 @@ class _ParallelLinear(nn.Linear):
         return self._part(name, full, None, ())
 
     def _of_layer(self, name: str) -> Any:
-        """The weight or bias, None for no bias, where it is a parameter and not computed."""
+        """The weight or bias, None for no bias.
+
+        Raises:
+            NotImplementedError: it is not a parameter, but computed from other tensors.
+        """
         if name not in self._parameters:
             raise NotImplementedError(
                 f"the unsharded {name} of a layer whose {name} is computed (by a parametrization, "
@@ -254,7 +263,7 @@ class _ParallelLinear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take parts where the unsharded layer's tensors are given."""
+        """Load, and take this rank's parts of tensors that are the unsharded layer's."""
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name in _PARAMETERS:
             param = self._parameters.get(name)
@@ -264,7 +273,7 @@ class _ParallelLinear(nn.Linear):
             if value.shape == self._full_shape(name):
                 part = self._like(name, value.detach())
                 if assigns and _is_view_of_more(_plain(part)):
-                    part = part.clone()  # do not keep the whole alive
+                    part = part.clone()  # so as not to keep the whole alive
                 state_dict[prefix + name] = part
             elif value.shape != param.shape:
                 error_msgs.append(
@@ -282,7 +291,7 @@ class _ParallelLinear(nn.Linear):
         )
 
     def whole(self, name: str) -> torch.Tensor:
-        """The unsharded layer's weight or bias, gathered: all ranks of the group call it."""
+        """The unsharded layer's weight or bias, gathered. All ranks of the group call it."""
         param = self._of_layer(name).detach()
         if isinstance(param, DTensor):
             return param.full_tensor()
@@ -302,7 +311,7 @@ class _ParallelLinear(nn.Linear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank has the weights of some outputs; gathers the sequence.
+    """A linear layer that gathers the sequence; each rank has the weights of some outputs.
 
     =============  ==================================================================
     input          [s/W, ..., in_features]: this rank's part of the sequence
@@ -310,29 +319,30 @@ class ColumnParallelLinear(_ParallelLinear):
     ``weight``     [out_features/W, in_features]; ``bias`` [out_features/W]
     =============  ==================================================================
 
-    One :func:`ficco.all_gather_matmul`, forward, and its gradient, backward. The batch lies behind
-    the sequence: [sequence, batch, features]. With ``sequence_dim=1`` it is [batch, sequence,
-    features]; the input is then copied to the other order, and the output is a transposed view, on
+    The forward is one :func:`ficco.all_gather_matmul`, the backward its gradient. Activations are
+    [sequence, batch, features], or [batch, sequence, features] with ``sequence_dim=1``. In the
+    latter case the input is copied to the other order, and the output is a transposed view, on
     which ``reshape`` works and ``view`` may not.
 
-    The layer begins equal to its part of an ``nn.Linear`` that is made with the same state of the
-    random generator, if that state is the same on all ranks. It holds the unsharded weight for a
-    moment; ``device="meta"`` and ``reset_parameters`` or a checkpoint avoid that.
+    The layer is initialised as its part of an ``nn.Linear`` made with the same random state, if
+    all ranks have the same state. The unsharded weight is allocated temporarily. To avoid that,
+    use ``device="meta"`` and load a checkpoint.
 
-    A state_dict of the unsharded layer loads, and so does this layer's own, which has parts;
+    Both the unsharded layer's state_dict and this layer's own, which has parts, can be loaded;
     :func:`full_state_dict` makes the unsharded one.
 
     Args:
         in_features, out_features: of the unsharded layer.
         bias, device, dtype: as for ``nn.Linear``.
-        group: a ProcessGroup (default WORLD), with which parameters are plain tensors, or a
-            DeviceMesh of one dimension, with which they are DTensors, as FSDP2 and
+        group: a ProcessGroup (default WORLD), which makes parameters plain tensors, or a
+            DeviceMesh of one dimension, which makes them DTensors, as FSDP2 and
             ``torch.distributed.checkpoint`` want them.
         sequence_dim: the dimension of the sequence.
-        schedule: of the operator.
+        schedule: as for the operator.
 
     Raises:
-        ValueError: ``out_features`` is no multiple of the number of ranks.
+        ValueError: ``out_features`` is not a multiple of the number of ranks, or another argument
+            is wrong.
 
     Example::
 
@@ -344,13 +354,14 @@ class ColumnParallelLinear(_ParallelLinear):
     cut = 0
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The product with the gathered sequence; ``rows`` are all ranks' sequence lengths."""
+        """The product with the gathered sequence; ``rows``: all ranks' sequence lengths, if they
+        are not equal."""
         (out,) = gather_once(x, self, rows=rows)
         return out
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank has the weights of some inputs; scatters the sequence.
+    """A linear layer that scatters the sequence; each rank has the weights of some inputs.
 
     =============  ==================================================================
     input          [s, ..., in_features/W]: the whole sequence, this rank's features
@@ -358,16 +369,21 @@ class RowParallelLinear(_ParallelLinear):
     ``weight``     [out_features, in_features/W]; ``bias`` [out_features], on all ranks
     =============  ==================================================================
 
-    One :func:`ficco.matmul_reduce_scatter`, forward, and its gradient, backward. The bias is added
-    once, to the sum; its gradient is summed over the ranks, so that it stays the same on all of
-    them. All else is as in :class:`ColumnParallelLinear`; with ``sequence_dim=1`` it is the input
-    that is copied, unless it is a transposed view such as that layer returns.
+    The forward is one :func:`ficco.matmul_reduce_scatter`, the backward its gradient. The bias is
+    added once, to the sum. Its gradient is summed over the ranks, so that the bias stays the same
+    on all of them. With ``sequence_dim=1`` the input is copied, unless it is a transposed view such
+    as :class:`ColumnParallelLinear` returns. All else, including arguments, is as in that class.
+
+    Raises:
+        ValueError: ``in_features`` is not a multiple of the number of ranks, or another argument
+            is wrong.
     """
 
     cut = 1
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """This rank's part of the sum; ``rows`` are the sequence lengths of all ranks' parts."""
+        """This rank's part of the sum; ``rows``: the sequence lengths of all ranks' parts, if they
+        are not equal."""
         weight, bias = self.local()
         _check_features(x, weight.shape[1], "this rank's columns")
         return scattered_linear(
@@ -384,18 +400,20 @@ class RowParallelLinear(_ParallelLinear):
 def gather_once(
     x: torch.Tensor, *layers: ColumnParallelLinear, rows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """What several column-parallel layers make of one input, which is gathered once for all.
+    """Outputs of several column-parallel layers for one input, which is gathered once for all.
 
-    As ``tuple(layer(x) for layer in layers)``, with one :func:`ficco.all_gather_matmul` over the
-    layers' weights side by side. They are put together anew in each pass, forward and backward,
-    and not kept between.
+    Equals ``tuple(layer(x) for layer in layers)``, with the shapes of
+    :class:`ColumnParallelLinear`, but takes one :func:`ficco.all_gather_matmul` with the layers'
+    weights side by side. The weights are joined anew in each forward and backward; no joined copy
+    is kept. The first layer's schedule is used.
 
     Example::
 
         q, k, v = ficco.nn.gather_once(x_shard, self.wq, self.wk, self.wv)
 
     Raises:
-        ValueError: the layers differ in their group, ``sequence_dim`` or ``in_features``.
+        ValueError: one is not a ColumnParallelLinear, or the layers differ in their group,
+            ``sequence_dim`` or ``in_features``.
     """
     if not layers:
         return ()
@@ -429,10 +447,10 @@ def gather_once(
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict that the module would have unsharded; all ranks call it, and all get it.
+    """The module's state_dict as if it were unsharded. All ranks call it, and all get it.
 
-    Weights and biases of this package's layers are gathered, and so are all other DTensors;
-    everything else, also a parameter that was added to such a layer, is as on this rank.
+    Weights and biases of this package's layers are gathered, and so are all other DTensors.
+    Everything else is as on this rank, including parameters that users added to such a layer.
 
     Raises:
         NotImplementedError: the weight or bias of a layer is computed from other tensors.
@@ -449,7 +467,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _check_source(linear: nn.Module) -> None:
-    """``ValueError`` unless a layer is no more than its weight and bias: the rest would be lost."""
+    """``ValueError`` if a layer has more than a weight and a bias, since that would be lost."""
     if type(linear) is not nn.Linear:
         got = f"a {type(linear).__name__}"
     elif "forward" in vars(linear):
@@ -469,8 +487,8 @@ def _check_source(linear: nn.Module) -> None:
 
 
 def _called(layer: nn.Module, args: Any, out: Any) -> None:
-    """A hook that does nothing: where one is, ``nn.TransformerEncoderLayer`` calls its layers and
-    does not read their weights by itself."""
+    """A hook that does nothing. Because it exists, ``nn.TransformerEncoderLayer`` calls its layers
+    instead of reading their weights itself."""
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``.
 
-They are PyTorch's own styles with another engine: parameters are the same DTensors, layouts mean
-the same, and what the operators do not serve (embeddings, layouts without a collective beside a
-product) goes PyTorch's way. So a plan needs another import and nothing else.
+They behave as PyTorch's own styles: parameters are the same DTensors, and layouts mean the same.
+Cases that ficco's operators do not support (embeddings, layouts without a collective next to a
+product) are left to PyTorch. A parallelization plan therefore needs to change its imports only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ficco.nn.functional import copied_linear, gathered_linears, reduced_linear,
 from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, check_schedule, ranks_of
 from ficco.schedules import Schedule
 
-#: Where :class:`PrepareModuleInput` leaves word, on an input, of the layers that share it.
+#: The attribute of an input in which :class:`PrepareModuleInput` notes the layers that share it.
 _SHARED = "_ficco_shared"
 
 
 class _Scheduled:
-    """A style of PyTorch's, in front of which this stands, with a schedule."""
+    """Adds a schedule to the style of PyTorch's that follows it among the base classes."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class _Scheduled:
 
 
 class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
-    """:class:`torch.distributed.tensor.parallel.ColwiseParallel`, overlapped.
+    """:class:`torch.distributed.tensor.parallel.ColwiseParallel` with overlapped communication.
 
     ===================  ================================  ===================================
     input                forward                           backward
@@ -63,10 +63,13 @@ class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
 
     Args:
         input_layouts, output_layouts, use_local_output: as for PyTorch's.
-        schedule: of the operator.
+        schedule: as for the operator.
 
     Raises:
-        NotImplementedError: the module is a subclass of ``nn.Linear``.
+        ValueError: there is no such schedule, or (from ``parallelize_module``) the ranks cannot
+            share the layer equally.
+        NotImplementedError: (from ``parallelize_module``) the module is a subclass of
+            ``nn.Linear``.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -76,7 +79,7 @@ class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
 
 
 class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
-    """:class:`torch.distributed.tensor.parallel.RowwiseParallel`, overlapped.
+    """:class:`torch.distributed.tensor.parallel.RowwiseParallel` with overlapped communication.
 
     ===================  ====================================  =============================
     output               forward                               backward
@@ -87,8 +90,8 @@ class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
     other                ``Replicate()``, then redistributed   by DTensor
     ===================  ====================================  =============================
 
-    All else is as in :class:`ColwiseParallel`: an ``nn.Linear`` becomes a
-    :class:`ficco.nn.RowParallelLinear`, its weight ``Shard(1)`` and its bias ``Replicate()``.
+    An ``nn.Linear`` becomes a :class:`ficco.nn.RowParallelLinear` in place, its weight ``Shard(1)``
+    and its bias ``Replicate()``. All else is as in :class:`ColwiseParallel`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -98,18 +101,18 @@ class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
 
 
 class PrepareModuleInput(torch_style.PrepareModuleInput):
-    """PyTorch's ``PrepareModuleInput``, but gathering a sequence is left to the layers inside.
+    """PyTorch's ``PrepareModuleInput``, but the layers inside gather the sequence.
 
-    Where the plan wants a sequence shard gathered, ``Shard(sequence)`` to ``Replicate()``, the
-    module gets the DTensor as it is, sharded: shapes are the global ones as before, and the
-    :class:`ColwiseParallel` layers that it is handed to gather it beside their products. Direct
-    children of the module that get the very same tensor gather it once, for all of them (see
+    If the plan asks for a sequence shard to be gathered, ``Shard(sequence)`` to ``Replicate()``,
+    the module gets the DTensor still sharded. Its shape is the global one, as before, and the
+    :class:`ColwiseParallel` layers that receive it gather it beside their products. Direct children
+    of the module that receive the very same tensor gather it once for all of them (see
     :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
 
-    Where the input or a weight is changed in place between two such calls, the later ones gather
-    anew; under ``torch.compile`` and in inference mode, which do not tell, hand them a new tensor.
-    A child whose weight may be set when it is called gathers for itself: one with a forward
-    pre-hook, such as FSDP2's or pruning's, or with a parametrization.
+    If the input or a weight is changed in place between the calls of two such children, the later
+    ones gather anew. Under ``torch.compile`` and in inference mode such changes go unnoticed: pass
+    a new tensor instead. A child whose weight may be set when it is called gathers for itself: one
+    with a forward pre-hook, such as FSDP2's or pruning's, or with a parametrization.
     """
 
     def _prepare_input_arg(
@@ -174,7 +177,7 @@ class _RowwiseLinear(RowParallelLinear):
         return _laid_out(y, mesh, Shard(dim), style, uneven)
 
     def _partial(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the sum: the first one the bias, whose gradient all have."""
+        """This rank's term of the sum. Rank 0 adds the bias; all ranks have its gradient."""
         weight, bias = self.local()
         if bias is not None and self.group.rank() > 0:
             bias = bias - bias.detach()
@@ -182,28 +185,28 @@ class _RowwiseLinear(RowParallelLinear):
 
 
 class _Shared:
-    """Column-parallel layers of one input, gathered once, when the first of them is called.
+    """Column-parallel layers of one input, which is gathered once, when the first is called.
 
-    The input holds this, not the other way round: a cycle would keep activations alive.
+    The input refers to this object and not the reverse: a cycle would keep activations alive.
     """
 
     def __init__(self, dim: int, layers: Sequence[_ColwiseLinear]) -> None:
         self.dim, self.layers = dim, layers
         self.hooks = _saving_hooks()
         self.outs: dict[_ColwiseLinear, torch.Tensor] | None = None
-        # Under which these were made, and of what.
+        # The modes and weights with which `outs` were made.
         self.modes: tuple[Any, ...] = ()
         self.weights: dict[_ColwiseLinear, list[Any]] = {}
 
     def serves(self, layer: _ColwiseLinear, x: torch.Tensor) -> bool:
-        # Inside of a checkpoint within the module, a recomputation would gather otherwise.
+        # Inside a checkpoint within the module, a recomputation would gather differently.
         if self.hooks != _saving_hooks():
             return False
         if self.outs is None:
             return layer in self.layers
-        # A second call of one layer, as in recomputation, gathers for itself; so does one that
-        # is called without gradients, or in another precision, where the first was not, or behind
-        # a change of the input or of its weight.
+        # A layer gathers for itself if it is called a second time, as in recomputation; if its
+        # gradient or autocast mode is not that of the first layer's call; or if the input or its
+        # weight has changed since.
         if layer not in self.outs or self.modes != _modes(x):
             return False
         pairs = zip(self.weights[layer], _weights(layer), strict=True)
@@ -222,17 +225,17 @@ def _saving_hooks() -> Any:
     """The hooks in force on tensors that are saved for a backward, such as checkpointing's."""
     if torch.compiler.is_compiling():
         return None
-    # PyTorch tells from 2.8 on.
+    # Available from PyTorch 2.8 on.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
 
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a product of an input depends on beside its other operand."""
+    """What a product of an input depends on, apart from its other operand."""
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     grad = torch.is_grad_enabled()
-    if torch.compiler.is_compiling():  # to a compiler versions are numbers that it does not know
+    if torch.compiler.is_compiling():  # a compiler does not know version counts
         return grad, autocast
     with torch.no_grad():
         local = _local(x)
@@ -249,13 +252,12 @@ def _weights(layer: _ColwiseLinear) -> list[tuple[torch.Tensor, int | None, int 
 
 
 def _version(x: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None for one of inference mode, which has no
-    count."""
+    """How often a tensor was changed in place; None for an inference tensor, which has no count."""
     return None if x.is_inference() else x._version
 
 
 def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Leave word of the layers that share an input, before a module is called with it."""
+    """Before a module is called, note on its inputs the layers that share them."""
     layers = tuple(child for child in module.children() if _shares(child))
     for x in (*args, *kwargs.values()):
         if len(layers) < 2 or not isinstance(x, DTensor) or x.device_mesh.ndim != 1:
@@ -271,7 +273,7 @@ def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _shares(child: nn.Module) -> TypeGuard[_ColwiseLinear]:
-    """Whether a child is a layer whose weight is there before the layer is called."""
+    """Whether a child is a column-parallel layer whose weight is set before it is called."""
     return (
         isinstance(child, _ColwiseLinear)
         and not child._forward_pre_hooks
@@ -300,7 +302,7 @@ def _convert(
     style: ColwiseParallel | RowwiseParallel,
     mesh: DeviceMesh,
 ) -> nn.Module:
-    """Turn a layer into a parallel one where it stands: a plan holds no parents."""
+    """Turn a layer into a parallel one in place, since its parent is not known here."""
     if type(module) is not nn.Linear:
         raise NotImplementedError(
             f"{type(style).__name__}: required a torch.nn.Linear, got its subclass "
@@ -317,7 +319,7 @@ def _convert(
 
 
 def _layout(x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh) -> Placement:
-    """How an input lies on a mesh; a plain tensor is taken to lie as the style says."""
+    """The layout of an input on a mesh; for a plain tensor, the one that the style states."""
     if not isinstance(x, DTensor):
         return layouts[0]
     if x.device_mesh != mesh:
@@ -331,7 +333,7 @@ def _layout(x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh) -> 
 def _redistributed(
     x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh, wanted: Placement
 ) -> torch.Tensor:
-    """The input laid out as it is wanted; plain if it is plain and lies so."""
+    """The input in the wanted layout; a plain tensor that has it already stays plain."""
     if _same(_layout(x, layouts, mesh), wanted, x.dim()):
         return x
     if not isinstance(x, DTensor):
@@ -346,9 +348,9 @@ def _laid_out(
     style: ColwiseParallel | RowwiseParallel,
     uneven: torch.Size | None = None,
 ) -> torch.Tensor:
-    """The output as the style wants it, from a local part that is laid out as ``layout`` says.
+    """The output as the style wants it, from a local part whose layout is ``layout``.
 
-    ``uneven`` is the global shape where the ranks' parts are not equal.
+    ``uneven`` is the global shape if the ranks' parts are not equal.
     """
     (wanted,) = style.output_layouts
     same = _same(layout, wanted, y.dim())
@@ -373,7 +375,7 @@ def _same(one: Placement, other: Placement, dims: int) -> bool:
 
 
 def _sequence(x: torch.Tensor, placement: Placement | None) -> int | None:
-    """The dimension that a placement shards, if it is one of rows; else None."""
+    """The dimension that a placement shards, if it is not the last; else None."""
     if type(placement) is not Shard:
         return None
     if placement.dim >= x.dim():
