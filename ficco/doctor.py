@@ -1,7 +1,7 @@
-"""What is here, what ficco can do with it, and why: versions, devices, links, engines.
+"""The report of ``ficco doctor``: versions, devices, links, engines, and what ficco does with them.
 
-Every part is asked for on its own, and what cannot be told is said in its place: on a machine with
-a problem this must still run. Nothing here needs a GPU or a process group.
+Each part is collected on its own, and an error is reported in its place: this must still run on a
+machine with a problem. Only :func:`after_a_call` needs a process group, and nothing needs a GPU.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ficco.machine import Fingerprint
 from ficco.problem import Problem
 from ficco.version import version
 
-#: Seconds that a tool of the vendor's may take.
+#: Seconds that a vendor's tool may take.
 TOOL_S = 10.0
 
-#: How variables begin that change what ficco, PyTorch or a vendor's runtime do.
+#: Prefixes of the variables that change what ficco, PyTorch or a vendor's runtime do.
 VARIABLES = (
     *("FICCO_", "CUDA_", "HIP_", "HSA_", "ROCR_", "ROCM_", "ROCBLAS_", "HIPBLASLT_", "CUBLAS_"),
     *("GPU_", "AMD_", "NVIDIA_", "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD"),
 )
-#: Variables by which an engine can be told which of its ways to go, and what they can be.
+#: By engine, the variables that choose among its methods, and their values.
 CHOICES = {
     "cpu": {},
     "cuda": {},
@@ -48,11 +48,11 @@ CHOICES = {
 
 
 def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any]:
-    """Everything, as JSON would hold it.
+    """The whole report, in types that JSON can hold.
 
     Args:
-        ranks: whose schedules are told; None for one per GPU, four on CPUs.
-        device: theirs, ``"cpu"`` or ``"cuda"``; None for GPUs where there are any.
+        ranks: the number of ranks to report schedules for; None for one per GPU, four on CPUs.
+        device: their device, ``"cpu"`` or ``"cuda"``; None for GPUs if there are any.
     """
     return {
         "versions": _tried(versions),
@@ -71,7 +71,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what takes part; empty for what is not here."""
+    """Versions of software, driver and kernel; empty for those that are not installed."""
     found = {
         "ficco": package("ficco") or f"{version()} (source)",
         "python": platform.python_version(),
@@ -134,7 +134,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def cpu_name() -> str:
-    """The processor's own name for itself."""
+    """The processor's model name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -145,7 +145,7 @@ def cpu_name() -> str:
 
 
 def links() -> dict[str, Any]:
-    """Which GPU can reach which one's memory, and over what."""
+    """Which GPUs can access each other's memory, and over which links."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return {"peer access": [], "topology": "fewer than two GPUs"}
@@ -176,7 +176,7 @@ def engines() -> dict[str, Any]:
 
 
 def capabilities(name: str) -> dict[str, Any]:
-    """What an engine can do, asked of one that serves a group of this process alone."""
+    """What an engine can do, found out from one made for a group of this process alone."""
     from ficco.dma.choose import make_engine
     from ficco.options import current
 
@@ -211,12 +211,12 @@ def _why_no_hip() -> str:
 
 
 def environment() -> dict[str, str]:
-    """The variables that change what is measured or how it is done."""
+    """The environment variables that can change results or measurements."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
 
 
 def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
-    """What the engine of these ranks does once they have made a call. Collective.
+    """The name and capabilities of these ranks' engine after a call. Collective.
 
     Raises:
         FiccoError: the call's result is wrong.
@@ -237,7 +237,7 @@ def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
 
 
 class _alone:
-    """A process group of this process, unless there is a group already."""
+    """A default process group of this process alone, unless there is one already."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -260,7 +260,7 @@ class _alone:
 
 
 def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
-    """Which engine serves tensors of each kind, which schedules ranks take, and why."""
+    """Which engine each kind of tensor uses, which schedules ranks take, and why."""
     from ficco.dma.choose import engine_name
     from ficco.options import current
 
@@ -278,7 +278,7 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
 
 
 def _auto(ranks: int | None, device: str | None) -> str:
-    """What decides for these ranks, or the schedule that they take for every problem."""
+    """How ``auto`` decides for these ranks, or the schedule that they take for every problem."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     name = torch.cuda.get_device_name() if gpus else "cpu"
     ranks = ranks or gpus or 4

@@ -1,8 +1,8 @@
-"""Ranks on this machine: processes started here, or those that torchrun has started.
+"""Runs a function on ranks on this machine: processes started here, or by torchrun.
 
 Each rank gets the default process group (gloo on CPUs, NCCL or RCCL on GPUs), its share of the
-CPU's cores, and a time after which it prints where it stands and ends. A rank that fails brings
-the others down, and its traceback is the error of :func:`launch`.
+CPU's cores, and a time limit after which it prints its stacks and ends. If a rank fails, the others
+are ended, and :func:`launch` raises its error.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch.distributed as dist
 
 from ficco.errors import FiccoError
 
-#: Seconds that ranks get to end by themselves once one of them has failed: enough to report an
+#: Seconds that ranks get to end by themselves once one of them has failed: long enough to report an
 #: error of their own, too short to wait for a peer that is gone.
 GRACE_S = 3.0
 
-#: Seconds between the request to end and the end by force.
+#: Seconds between SIGTERM and SIGKILL.
 TERMINATE_S = 5.0
 
-#: Seconds that ranks may take to start, before their own clocks run.
+#: Seconds that ranks may take to start, before their own time limits begin.
 START_S = 60.0
 
 Report = tuple[str, Any]
@@ -46,8 +46,8 @@ class RankFailed(FiccoError):
     Attributes:
         rank: the rank that failed first.
         kind: name of the exception's type, ``"exit"`` or ``"timeout"``.
-        text: its message; this exception's own has its first line.
-        details: its traceback, or where it stood.
+        text: its message, of which this exception's own message has the first line.
+        details: its traceback; empty if there is none.
     """
 
     def __init__(self, rank: int, kind: str, text: str, details: str = "") -> None:
@@ -79,12 +79,12 @@ def launch(
     """Run ``fn(*args)`` on every rank, inside a process group.
 
     Under torchrun this process is one of the ranks, and the result is its own. Otherwise ``ranks``
-    processes are started, ``fn`` and ``args`` travel by pickle, and the result is that of rank 0.
+    processes are started, ``fn`` and ``args`` are pickled, and the result is that of rank 0.
 
     Args:
-        fn: a function of a module.
-        ranks: number of ranks; None for one per GPU, four on CPUs, or what torchrun gives.
-        device: ``"cpu"`` or ``"cuda"``, for GPUs of any vendor.
+        fn: a function at the top level of a module, so that it can be pickled.
+        ranks: number of ranks; None for one per GPU, four on CPUs, or torchrun's number.
+        device: ``"cpu"``, or ``"cuda"`` for GPUs of any vendor.
         timeout_s: seconds after which a rank prints its stacks and ends.
 
     Raises:
@@ -94,10 +94,10 @@ def launch(
     if under_torchrun():
         return _join(fn, ranks, args, device, timeout_s)
     ranks = check_ranks(ranks, device)
-    # This process keeps the store, so that it outlives whichever rank fails.
+    # This process hosts the store, so that it outlives any rank that fails.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    # Ranks are forks of a process that has imported torch and never uses a device: they start in
-    # milliseconds, and can use any.
+    # Ranks are forks of a process that has imported torch and never uses a device. They start in
+    # milliseconds, and can use any device.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "ficco"])
     processes: list[BaseProcess] = []
@@ -125,7 +125,7 @@ def launch(
 
 
 def check_ranks(ranks: int | None, device: str) -> int:
-    """How many ranks to start here; ``ValueError`` where they cannot run."""
+    """How many ranks to start here; ``ValueError`` if they cannot run."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: required cpu or cuda, got {device!r}")
     gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -148,7 +148,7 @@ def check_ranks(ranks: int | None, device: str) -> int:
 
 
 def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float) -> Any:
-    """The result of rank 0 once all have one, or the failure of the first that failed."""
+    """The result of rank 0 once all ranks have reported; raises the first failure."""
     deadline = time.monotonic() + START_S + timeout_s + GRACE_S
     results: dict[int, Any] = {}
     failed: list[RankFailed] = []
@@ -166,7 +166,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: f
                 results[rank] = outcome[0]
         if found and not failed:
             deadline = time.monotonic() + GRACE_S
-        # Who died takes others down with it, who may be noticed in the same moment.
+        # A rank that died comes first: it makes others fail, which may show at the same moment.
         failed += sorted(found, key=lambda failure: failure.kind != "exit")
     if failed:
         raise failed[0]
@@ -178,7 +178,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: f
 
 
 def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> tuple[Any] | RankFailed:
-    """What a rank has reported: its result, or that it failed."""
+    """A rank's result, or its failure."""
     try:
         kind, value = pipe.recv()
     except EOFError:
@@ -215,13 +215,13 @@ def _rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """What a started process does."""
+    """The main function of a started process."""
     threading.Thread(target=_end_with_parent, name="ficco parent", daemon=True).start()
     signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its ranks
     try:
         if device == "cpu":
-            # The ranks share this machine, also where the host's name leads elsewhere.
+            # All ranks are on this machine, even if the host's name resolves elsewhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.TCPStore("127.0.0.1", port, None, False)
         with _group(rank, world, rank, device, timeout_s, store):
@@ -235,7 +235,7 @@ def _rank(
 
 
 def _end_with_parent() -> None:
-    """End this process once that which started it is gone, however it ended."""
+    """End this process once its parent is gone, however that ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -248,7 +248,7 @@ def _send(pipe: Connection, report: Report) -> None:
 
 
 def _on_terminate(handler: Any) -> Any:
-    """Set what SIGTERM does, where this thread may; returns what it did."""
+    """Set the handler of SIGTERM if this thread may; returns the previous one."""
     if handler is None or threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGTERM, handler)
@@ -299,13 +299,13 @@ def _group(
         _close()
         dist.destroy_process_group()
     finally:
-        # After an exception the group is left to the end of the process: peers may be gone, and
-        # to take it down would wait for them.
+        # After an exception the group is not destroyed: that would wait for peers, which may be
+        # gone.
         faulthandler.cancel_dump_traceback_later()
 
 
 def _close() -> None:
-    """Free the symmetric memory of the groups of this process, once no peer can reach it."""
+    """Free the symmetric memory of this process's groups, once no peer accesses it."""
     import ficco
 
     dist.barrier()

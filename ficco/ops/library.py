@@ -1,17 +1,18 @@
-"""The operators of ``torch.library``: what ``torch.compile`` and ``torch.export`` see of a call.
+"""The operators of ``torch.library``, which ``torch.compile`` and ``torch.export`` see as calls.
 
 For each operator there are, in the namespace ``ficco``:
 
 - ``<name>``: the product;
-- ``<name>_gathered``: the product and the gathered A, for the operators that gather A;
-- ``<name>_backward``: those gradients that are needed, in the order A, B, by
-  :mod:`ficco.ops.gradients`; one operator, so that what overlaps in it stays together.
+- ``<name>_gathered``: the product and the gathered A, for ``all_gather_matmul`` and
+  ``all_to_all_matmul``;
+- ``<name>_backward``: the gradients that are needed, in the order A, B, by
+  :mod:`ficco.ops.gradients`. It is one operator, so that the parts that overlap stay together.
 
-A group goes by its name, as in PyTorch's functional collectives; ``rows`` is a flat list, also that
-of an all-to-all's table; a schedule is its name. ``options`` is what a call and its backward run
-under, see :func:`ficco.options.current_text`; default: those in force at the call. So a call inside
-a backward that was compiled runs under those of its compilation, wherever the backward runs. Eager
-calls do not come here, see :mod:`ficco.ops.operate`.
+A group is passed by its name, as in PyTorch's functional collectives, and a schedule by its name.
+``rows`` is a flat list, even for an all-to-all's table. ``options`` are those of a call and its
+backward, see :func:`ficco.options.current_text`; the default is those in force at the call.
+A call inside a compiled backward thus runs under the options of its compilation, wherever the
+backward runs. Eager calls do not come here, see :mod:`ficco.ops.operate`.
 
 PyTorch's ``FlopCounterMode`` counts the products that this rank computes.
 """
@@ -58,7 +59,7 @@ Rows = Sequence[int] | None
 
 
 class Registered(NamedTuple):
-    """The operators of the library that belong to one of ficco's."""
+    """The ``torch.library`` operators of one of ficco's operators."""
 
     product: Any
     gathered: Any
@@ -75,7 +76,7 @@ def call(
     options: str,
     return_gathered: bool,
 ) -> Result:
-    """A call through the library's operator; can be traced."""
+    """A call through the ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
         rows = frozen(rows)
     flat = None if rows is None else _flat(rows)
@@ -88,7 +89,7 @@ def call(
 
 
 def _flat(rows: Any) -> list[int]:
-    """Rows, or a table of them, as one list."""
+    """Rows, or a table of rows, as one list."""
     return [number for row in rows for number in (row if isinstance(row, (list, tuple)) else [row])]
 
 
@@ -231,7 +232,7 @@ def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[.
 
 
 def _operator(operator: str) -> Registered:
-    """Define and register the operators of the library for one of ficco's."""
+    """Define and register the ``torch.library`` operators of one of ficco's operators."""
     found = []
     for gathered in (False, True) if operator in GATHERS else (False,):
         name = f"{operator}_gathered" if gathered else operator
@@ -264,7 +265,7 @@ def _second_derivative(ctx: Any, *grads: Any) -> Any:
 OPS = {operator: _operator(operator) for operator in DUAL}
 
 
-# Operations, as ``torch.utils.flop_counter`` counts them: it hands over shapes in place of tensors.
+# Operations as ``torch.utils.flop_counter`` counts them: it passes shapes instead of tensors.
 
 
 def _forward_flops(
@@ -276,7 +277,7 @@ def _forward_flops(
     out_shape: Any,
     **__: Any,
 ) -> int:
-    """Operations of the product of one rank: two for each multiplication."""
+    """Operations of one rank's product: two for each multiplication."""
     if OPERATORS[operator].inner:
         rows = b[0]
     elif operator in GATHERS:
@@ -301,8 +302,8 @@ def _backward_flops(
     out_shape: Any,
     **__: Any,
 ) -> int:
-    """Operations of the gradients of one rank: for each a product as large as the forward's."""
-    if grad is None:  # the gathered rows alone go back, without a product
+    """Operations of one rank's gradients: each takes a product as large as the forward's."""
+    if grad is None:  # only the gradient of the gathered rows goes back, without a product
         return 0
     if OPERATORS[operator].inner:
         rows = out_shape[-1][0] if needs_b else b[0]  # type: ignore[index]
@@ -325,14 +326,14 @@ def _register_flops(counter: ModuleType) -> None:
 
 
 class _Counter:
-    """Registers the formulas when somebody imports PyTorch's counter, of which each instance takes
-    those that there are when it is made. To import it here would import Triton, too, which takes
-    longer than ficco does."""
+    """Registers the formulas when PyTorch's counter is imported, since each instance of it takes
+    the formulas that exist when it is made. Importing it here would import Triton, too, which
+    takes longer than importing ficco."""
 
     name = "torch.utils.flop_counter"
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's own way to be imported, with one more step; None for other modules."""
+        """The counter's own spec, with one more step after its import; None for other modules."""
         found = PathFinder.find_spec(name, path, target) if name == self.name else None
         if found is not None and found.loader is not None:
             run = found.loader.exec_module
