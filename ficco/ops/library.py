@@ -1,4 +1,4 @@
-"""The operators of ``torch.library``, which ``torch.compile`` and ``torch.export`` see as calls.
+"""The operators of ``torch.library``: the form in which compilers and ``torch.export`` see a call.
 
 For each operator there are, in the namespace ``ficco``:
 

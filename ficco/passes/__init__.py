@@ -1,4 +1,4 @@
-"""Compile passes: ficco's operators in place of a graph's collectives and products."""
+"""Compile passes that replace a graph's collectives and products by ficco's operators."""
 
 from ficco.passes.compiling import backend, inductor_pass
 from ficco.passes.report import Entry, Report

@@ -1,4 +1,4 @@
-"""The pass in torch.compile: as a backend, or as a pass of the Inductor's."""
+"""The pass in torch.compile: as a backend, or as a pass of Inductor's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Inductor's setting that takes the pass. It runs on forward and backward graphs, one by one,
-#: before any pass of Inductor's own that looks for collectives.
+#: The setting of Inductor's that holds the pass. The pass runs on each forward and backward graph,
+#: before all passes of Inductor's own that look for collectives.
 HOOK = "post_grad_custom_pre_pass"
 
 
@@ -81,18 +81,18 @@ def backend(
     group: ProcessGroup | DeviceMesh | str | None = None,
     schedule: str = "auto",
 ) -> Backend:
-    """A backend for torch.compile that puts ficco's operators into forward and backward.
+    """A backend for torch.compile that puts ficco's operators into forward and backward graphs.
 
-    Its ``report`` grows with every graph that is compiled, of all ranks' programs this rank's.
+    ``report`` accumulates every graph compiled on this rank.
 
     Args:
-        inner: what compiles the graphs then: ``"inductor"``, ``"aot_eager"`` to run them as they
-            are, or a function of a GraphModule of ATen operations and example inputs that returns
-            a callable.
+        inner: the compiler for the changed graphs: ``"inductor"``, ``"aot_eager"`` to run them as
+            they are, or a function that takes a GraphModule of ATen operations and example inputs
+            and returns a callable.
         group, schedule: as in :func:`replace`.
 
     Raises:
-        ValueError: ``inner`` is none of these, or the group or the schedule is none.
+        ValueError: ``inner`` is none of these, or the group or the schedule is not valid.
 
     Example::
 
@@ -114,12 +114,15 @@ def inductor_pass(
 ) -> Callable[[Graph], None]:
     """The pass for ``torch._inductor.config.post_grad_custom_pre_pass``, with a ``report``.
 
-    It is a pass for ``post_grad_custom_post_pass`` and ``joint_custom_pre_pass`` as well. Graphs
-    that went through it are not cached by Inductor: one from the cache would not be reported.
+    It also works in ``post_grad_custom_post_pass`` and ``joint_custom_pre_pass``. Inductor does not
+    cache graphs that went through it, since a graph from the cache would not be reported.
+
+    Args:
+        group, schedule: as in :func:`replace`.
 
     Raises:
         NotImplementedError: this PyTorch has no such setting.
-        ValueError: the group or the schedule is none.
+        ValueError: the group or the schedule is not valid.
     """
     _hook()
     name = named(group, schedule)
@@ -134,7 +137,7 @@ def inductor_pass(
 
 
 def _hook() -> None:
-    """NotImplementedError if this version's Inductor does not take passes."""
+    """``NotImplementedError`` if this version's Inductor does not take passes."""
     from torch._inductor import config
 
     try:
@@ -148,7 +151,7 @@ def _hook() -> None:
 
 
 def _pass_class() -> Any:
-    """The class is made late: importing Inductor takes a second."""
+    """The class of passes, made on first use because importing Inductor takes a second."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -163,6 +166,6 @@ def _pass_class() -> Any:
             self.run(graph)
 
         def uuid(self) -> None:
-            """No identity: what is cached cannot be reported."""
+            """No identity, so that graphs are not cached: a cached one would not be reported."""
 
     return Pass

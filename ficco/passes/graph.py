@@ -1,4 +1,4 @@
-"""What the nodes of a graph of ATen operations say: collectives, products, views, writes."""
+"""Reads the nodes of a graph of ATen operations: collectives, products, views, writes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ficco.passes.layout import Order, Size, permuted, regrouped
 aten = torch.ops.aten
 
 #: Functional collectives by the name of their overload packet, in words. In these graphs a
-#: collective is followed by a wait_tensor, and the group is given by its name.
+#: wait_tensor follows each collective, which has its group by name.
 COLLECTIVES = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all",
 }
-#: Forms of them that are reported and not replaced, and why.
+#: Forms of collectives that are reported but not replaced, and why.
 OTHER_FORMS = {
     "all_gather_into_tensor_coalesced": "several tensors are gathered in one collective",
     "reduce_scatter_tensor_coalesced": "several tensors are reduced in one collective",
@@ -70,12 +70,12 @@ _SPLITS = {
 
 
 def same(one: Size, other: Size) -> bool:
-    """Whether two sizes are equal for every size that the graph is made for; adds no guard."""
+    """Whether two sizes are equal for all values of the graph's dynamic sizes; adds no guard."""
     return bool(statically_known_true(one == other)) or _same_divided(one, other)
 
 
 def _same_divided(one: Size, other: Size) -> bool:
-    """As :func:`same`, where sizes are divided that are known to be divisible."""
+    """As :func:`same`, for sizes that contain divisions known to have no remainder."""
     symbolic = next((size for size in (one, other) if isinstance(size, torch.SymInt)), None)
     if symbolic is None:
         return False
@@ -106,12 +106,12 @@ def tensor_of(node: Any) -> FakeTensor:
 
 
 def known(given: Any) -> Any:
-    """A number that an operation was given, which may be computed by a node."""
+    """The value of an argument that is a number, or a node that computes one."""
     return given.meta.get("val") if isinstance(given, Node) else given
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operation by name, defaults filled in."""
+    """The arguments of an operation by name, including defaults."""
     named = {}
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if i < len(node.args):
@@ -128,7 +128,7 @@ def is_op(node: Node) -> bool:
 
 
 def collective(node: Node) -> str | None:
-    """The name of a functional collective's overload packet."""
+    """The name of a functional collective's overload packet; None for other nodes."""
     if not is_op(node) or node.target.namespace not in ("_c10d_functional", "c10d_functional"):
         return None
     name = str(node.target._schema.name).partition("::")[2]
@@ -140,7 +140,7 @@ def is_wait(node: Node) -> bool:
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node asks for a size alone."""
+    """Whether a node only reads a size."""
     return is_op(node) and node.target == aten.sym_size.int
 
 
@@ -149,12 +149,12 @@ def is_size(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Product:
-    """One product of a matrix, which may have leading dimensions, with a plain matrix."""
+    """One product of a matrix, which may have leading dimensions, and a plain matrix."""
 
     node: Node
     a: Node
     b: Node
-    transposed: bool  #: b is given as [n, k]
+    transposed: bool  #: b is [n, k]
     bias: Node | None = None
 
     @property
@@ -163,7 +163,7 @@ class Product:
 
 
 def product(node: Any) -> Product | str:
-    """The product that a node is, or why it is none that ficco has an operator for."""
+    """The product that a node computes, or why ficco has no operator for it."""
     if not isinstance(node, Node) or not is_op(node):
         return f"{_called(node)} is no product"
     target = node.target
@@ -204,9 +204,9 @@ def _called(node: Any) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """Nodes that turn one tensor into another that holds the same numbers.
+    """Nodes that turn one tensor into another with the same values.
 
-    ``nodes`` are several where a tensor is cut up and joined again; the last is the result.
+    There are several ``nodes`` if a tensor is cut up and joined again; the last is the result.
     """
 
     source: Node
@@ -220,7 +220,7 @@ class Step:
         return self.nodes[-1]
 
     def forward(self, order: Order) -> Order:
-        """The order behind the step."""
+        """The order after the step."""
         shape = tensor_of(self.source).shape
         if self.perm is not None:
             return permuted(order, shape, self.perm, same)
@@ -229,7 +229,7 @@ class Step:
         return order
 
     def backward(self, order: Order) -> Order:
-        """The order before the step that gave this one behind it."""
+        """The order before the step, for one after it."""
         shape = tensor_of(self.result).shape
         if self.perm is not None:
             inverse = [self.perm.index(i) for i in range(len(self.perm))]
@@ -276,7 +276,7 @@ def step_to(node: Any) -> Step | None:
 
 
 def _pieces(cat: Node) -> Step | None:
-    """A cat of all pieces of one tensor in their order."""
+    """The step of a cat that joins all pieces of one tensor in order; None for other cats."""
     given = arguments(cat)
     parts = given["tensors"]
     found = [_piece(part) for part in parts]
@@ -296,7 +296,8 @@ def _pieces(cat: Node) -> Step | None:
 
 
 def _piece(node: Any) -> tuple[Node, int, Callable[[Size], Size], tuple[Node, ...]] | None:
-    """Of one of several equal pieces: source, dimension, start if all have a length, nodes."""
+    """If a node is one of several equal pieces of a tensor: that tensor, the dimension that is
+    cut, the start of the piece as a function of the pieces' length, and the nodes."""
     if not isinstance(node, Node) or node.op != "call_function" or value(node) is None:
         return None
     if node.target == operator.getitem:
@@ -316,7 +317,7 @@ def _piece(node: Any) -> tuple[Node, int, Callable[[Size], Size], tuple[Node, ..
 
 
 def steps_from(node: Node) -> Iterator[tuple[Node, Step | None]]:
-    """The users of a node, each with the step that it begins, if it begins one."""
+    """The users of a node, each with the step that it begins, or None."""
     for user in node.users:
         if is_size(user):
             continue
@@ -333,14 +334,14 @@ def steps_from(node: Node) -> Iterator[tuple[Node, Step | None]]:
 
 
 def source_of(node: Node) -> Node:
-    """The node that made what steps turned into this one."""
+    """The node at the beginning of the chain of steps that leads to this one."""
     while (step := step_to(node)) is not None:
         node = step.source
     return node
 
 
 def inner_users(step: Step) -> list[Node]:
-    """Users of what lies inside a step, apart from the step itself."""
+    """Users of a step's inner nodes that are not part of the step."""
     return [
         user
         for node in step.nodes[:-1]
@@ -353,7 +354,7 @@ def inner_users(step: Step) -> list[Node]:
 
 
 def written(node: Node) -> list[Node]:
-    """The tensors that a node may write to. One that is not known writes to all it is given."""
+    """The tensors that a node may write to: all its inputs, if the node is not known."""
     if node.op in ("placeholder", "get_attr", "output"):
         return []
     if is_op(node):
@@ -396,7 +397,7 @@ def storage(node: Node) -> Node:
 
 
 def write_between(first: Node, last: Node, tensors: Sequence[Node]) -> Node | None:
-    """A node behind ``first`` and before ``last`` that may write to one of the tensors."""
+    """A node between ``first`` and ``last`` that may write to one of the tensors."""
     held = {storage(node) for node in tensors}
     node = first.next
     while node is not last and node.op != "root":
@@ -412,7 +413,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def origin(*nodes: Node | None) -> str:
-    """The user's line of code that nodes come from, outside of PyTorch where there is one."""
+    """The user's line of code that nodes come from: the innermost outside PyTorch."""
     for node in nodes:
         trace = (node.meta.get("stack_trace") or "") if node is not None else ""
         lines = trace.splitlines()

@@ -1,10 +1,10 @@
-"""In which order the rows of a tensor lie, while views, permutations and pieces rearrange them.
+"""Tracks the order of a tensor's rows through views, permutations and pieces.
 
-A collective concatenates along the first dimension, always; a gather or scatter along another one
-is the same collective with the tensor cut up and put together again before or behind it. Each
-framework and version writes that in its own way. Here a tensor is a list of *labels* in the order
-of its memory, read row by row: views keep the list, permutations reorder it. What counts at the
-end is only where the labels have come to lie, so that no list of spellings is needed.
+A collective always concatenates along the first dimension. A gather or scatter along another one
+is the same collective, with the tensor cut up and joined again before or after it, and each
+framework and version writes that in its own way. Here a tensor is a list of *labels* in row-major
+order: views keep the list, permutations reorder it. Only the final order of the labels counts, so
+that no list of spellings is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Same = Callable[[Size, Size], bool]
 
 
 class Label(NamedTuple):
-    """A factor of a dimension: where it was in the original order, and its size."""
+    """A factor of a dimension: its place in the original order, and its size."""
 
     key: tuple[int, ...]
     size: Size
@@ -30,16 +30,16 @@ Order = tuple[Label, ...]
 
 
 class Unclear(Exception):
-    """The order of the rows cannot be followed; the text says where it was lost."""
+    """The order of the rows cannot be tracked; the text says where it was lost."""
 
 
 def original(sizes: Sequence[Size], same: Same) -> Order:
-    """The labels of a tensor as it is; dimensions of one element have none."""
+    """The labels of a tensor in its own order; dimensions of one element have none."""
     return tuple(Label((i,), size) for i, size in enumerate(sizes) if not same(size, 1))
 
 
 def dimensions(order: Order, shape: Sequence[Size], same: Same) -> list[Order]:
-    """The labels of each dimension of a shape. A label is cut where a dimension ends in it."""
+    """The labels of each dimension of a shape. A label is split if a dimension ends inside it."""
     rest, found = order, []
     for size in shape:
         mine, rest = split(rest, size, same)
@@ -48,7 +48,7 @@ def dimensions(order: Order, shape: Sequence[Size], same: Same) -> list[Order]:
 
 
 def split(order: Order, size: Size, same: Same) -> tuple[Order, Order]:
-    """The first labels, as many as span ``size`` elements, and the others."""
+    """The first labels that span ``size`` elements, and the others."""
     rest, mine = list(order), list[Label]()
     while not same(total(mine), size):
         if not rest:
@@ -66,7 +66,7 @@ def split(order: Order, size: Size, same: Same) -> tuple[Order, Order]:
 
 
 def permuted(order: Order, shape: Sequence[Size], perm: Sequence[int], same: Same) -> Order:
-    """After ``permute(perm)`` of a tensor of this shape."""
+    """The order after ``permute(perm)`` of a tensor of this shape."""
     dims = dimensions(order, shape, same)
     return joined(dims[i] for i in perm)
 
@@ -74,7 +74,7 @@ def permuted(order: Order, shape: Sequence[Size], perm: Sequence[int], same: Sam
 def regrouped(
     order: Order, shape: Sequence[Size], source: int, target: int, pieces: int, same: Same
 ) -> Order:
-    """After cutting a dimension into equal pieces and joining these along another one."""
+    """The order after cutting a dimension into equal pieces and joining them along another."""
     dims = dimensions(order, shape, same)
     front, dims[source] = split(dims[source], pieces, same)
     dims[target] = front + dims[target]
@@ -87,12 +87,12 @@ def of_ranks(label: Label) -> bool:
 
 
 def canonical(order: Order) -> Order:
-    """The labels as they were originally."""
+    """The labels in their original order."""
     return tuple(sorted(order))
 
 
 def rows_of(order: Order, shape: Sequence[Size], same: Same) -> Order | None:
-    """The labels of the rows, if the columns of a matrix are whole and in their first order."""
+    """The labels of a matrix's rows; None if its columns are not whole and in original order."""
     dims = dimensions(order, shape, same)
     columns, rows = dims[-1], joined(dims[:-1])
     return rows if columns == canonical(joined(dims))[len(rows) :] else None
@@ -109,7 +109,7 @@ def joined(dims: Any) -> Order:
 
 
 def _quotient(size: Size, by: Size) -> int | None:
-    """size / by where both are known and it is whole."""
+    """size / by if both are known and it is a whole number."""
     if isinstance(size, int) and isinstance(by, int) and by and size % by == 0:
         return size // by
     return None

@@ -1,4 +1,4 @@
-"""Finds what can be replaced in a graph, and says of the rest why not. Changes nothing."""
+"""Finds the collectives of a graph that can be replaced, and why others cannot. Changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ficco.passes.graph import (
 from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_of, total
 from ficco.problem import ITEMSIZE
 
-#: The operator for a collective before a product, and behind one.
+#: The operators for a collective before a product, and after one.
 BEFORE = {
     "all_gather_into_tensor": "all_gather_matmul",
     "all_to_all_single": "all_to_all_matmul",
@@ -49,7 +49,7 @@ BEHIND = {
 
 
 class Leave(Exception):
-    """A collective stays as it is; the text says why, ``product`` with which product."""
+    """A collective is not replaced. The text says why; ``product`` is the product it is about."""
 
     def __init__(self, reason: str, product: Node | None = None) -> None:
         super().__init__(reason)
@@ -58,13 +58,13 @@ class Leave(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, as its node says."""
+    """A collective and what its node states."""
 
     node: Node
     name: str
     group: str
     world: int
-    results: tuple[Node, ...]  #: the node itself and what waits for it
+    results: tuple[Node, ...]  #: the node itself and its wait_tensor nodes
 
     @property
     def tensor(self) -> Node:
@@ -75,10 +75,13 @@ class Call:
 class Before:
     """A collective whose result is multiplied.
 
-    ``rows`` is the order in which the product holds the gathered rows. The operator runs before
-    ``place``; ``hoisted`` are nodes that b needs and that move there with it; ``chain`` are views
-    of what was gathered, which move behind it. ``converts`` is the step that converts what was
-    gathered, and converts the shard instead.
+    Attributes:
+        rows: the order in which the product has the gathered rows.
+        place: the node before which the operator goes.
+        hoisted: nodes that b needs and that move before ``place``, too.
+        chain: views of the gathered tensor, which move after the operator.
+        others: other users of the gathered tensor.
+        converts: the step that converts the gathered tensor; it converts the shard instead.
     """
 
     operator: str
@@ -94,10 +97,13 @@ class Before:
 
 @dataclass(frozen=True)
 class Behind:
-    """A product whose result goes into a collective, or a sum of several.
+    """A product, or a sum of several, whose result goes into a collective.
 
-    ``rows`` is the order in which the products hold the rows of the collective's operand.
-    ``copies`` give another tensor the place of a product, which nobody else reads.
+    Attributes:
+        rows: the order in which the products have the rows of the collective's operand.
+        chain: the nodes between the products and the collective.
+        copies: nodes that only overwrite a product with another tensor.
+        average: whether the sum is divided by the number of ranks.
     """
 
     operator: str
@@ -110,7 +116,7 @@ class Behind:
 
 
 def call_of(node: Node, group: str | None) -> Call:
-    """The collective that a node is, if it is one that can be looked into."""
+    """The collective of a node; :class:`Leave` if it cannot be replaced whatever its product."""
     name = collective(node)
     assert name is not None
     if name in OTHER_FORMS:
@@ -157,11 +163,11 @@ def world_of(node: Node) -> int:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A user of what was gathered, at the end of a chain of views."""
+    """A user of the gathered tensor, at the end of a chain of views."""
 
     user: Node
     tensor: Node
-    order: Order | None  #: None where the rows could not be followed
+    order: Order | None  #: None if the rows could not be tracked
     steps: tuple[Step, ...]
 
 
@@ -220,7 +226,7 @@ def before(call: Call) -> Before:
 
 
 def _gathered(call: Call) -> Order:
-    """The labels of what was gathered, rank by rank."""
+    """The labels of the gathered tensor, rank by rank."""
     result, tensor = tensor_of(call.node), tensor_of(call.tensor)
     shape = list(tensor.shape)
     if call.name == "all_to_all_single":
@@ -260,7 +266,7 @@ def _leaves(node: Node, order: Order | None, steps: tuple[Step, ...]) -> Iterato
 
 
 def _candidate(call: Call, leaf: Leaf) -> tuple[Product, Order, Step | None]:
-    """The product at a leaf, the order of its rows and the conversion on the way to it."""
+    """The product at a leaf, the order of its rows, and the conversion on the way to it."""
     found = product(leaf.user)
     if isinstance(found, str):
         raise Leave(found)
@@ -285,18 +291,18 @@ def _candidate(call: Call, leaf: Leaf) -> tuple[Product, Order, Step | None]:
 
 
 def _all_ranks(call: Call, rows: Order) -> bool:
-    """Whether the ranks are told apart by rows alone, and not by columns."""
+    """Whether all ranks are among the rows, and none among the columns."""
     return same(total([label for label in rows if of_ranks(label)]), call.world)
 
 
 def _only_way(step: Step) -> bool:
-    """Whether nothing but a step uses what it begins with."""
+    """Whether nothing but the step uses its source."""
     users = [user for user in step.source.users if user not in step.nodes]
     return all(map(is_size, users)) and not inner_users(step)
 
 
 def _check_dtype(found: Product) -> None:
-    """Leave a product in a dtype that the operators do not serve."""
+    """:class:`Leave` if the operators do not support the product's dtype."""
     operand = tensor_of(found.a)
     dtype = str(operand.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE or (dtype == "float64" and operand.device.type != "cpu"):
@@ -311,7 +317,7 @@ def _width(found: Product) -> int:
 def _hoisted(
     call: Call, chosen: Product, place: Node, position: dict[Node, int]
 ) -> tuple[Node, ...]:
-    """What has to move in front of ``place`` so that b is there; Leave if it cannot."""
+    """The nodes that have to move before ``place`` so that b is there; Leave if they cannot."""
     needed: set[Node] = set()
     rest = [chosen.b]
     while rest:
@@ -342,11 +348,11 @@ def _span(first: Node, last: Node) -> Iterator[Node]:
         node = node.next
 
 
-# A collective behind a product.
+# A collective after a product.
 
 
 def behind(call: Call) -> Behind:
-    """The product, or the sum of products, that a collective is fed by."""
+    """The product, or the sum of products, that feeds a collective."""
     name = BEHIND[call.name]
     found: list[tuple[Product, Order]] = []
     chain: list[Node] = []
@@ -373,7 +379,8 @@ def _summands(
     chain: list[Node],
     copies: list[Node],
 ) -> None:
-    """Collect the products whose sum a node is, and what lies between, which nobody else uses."""
+    """Collect the products whose sum a node is, and the nodes between, which nothing else may
+    use."""
     made = product(source_of(node))
     terms = _terms(source_of(node))
     if isinstance(made, str) and not terms:
@@ -414,7 +421,7 @@ def _summands(
 
 
 def _terms(node: Node) -> list[Node]:
-    """The two tensors of one shape and dtype that a node adds, if it does."""
+    """The two terms that a node adds, if both are (sums of) products of its shape and dtype."""
     if node.target != aten.add.Tensor or arguments(node)["alpha"] != 1:
         return []
     terms, total = list(node.args[:2]), value(node)
@@ -446,7 +453,7 @@ def _why_no_product(node: Node, text: str) -> str:
 
 
 def _scattered(call: Call) -> Order:
-    """The labels of the operand of a collective."""
+    """The labels of a collective's operand."""
     shape = list(tensor_of(call.tensor).shape)
     if call.name == "all_reduce":
         return original(shape, same)
@@ -466,7 +473,7 @@ def _used_alone(node: Node, consumers: set[Node], whom: Node | None) -> None:
 
 
 def _overwrites(user: Node, tensor: Node) -> bool:
-    """Whether a user does nothing but to give another tensor the product's place."""
+    """Whether a user does nothing but overwrite the product with another tensor."""
     if not is_op(user) or user.target != aten.copy.default or user.args[0] is not tensor:
         return False
     before, after = value(user.args[1]), tensor_of(user)

@@ -1,4 +1,4 @@
-"""What a pass did to the collectives of a graph, and why."""
+"""Reports of what a pass did to the collectives of a graph, and why."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Entry:
     """One collective of a graph.
 
     Attributes:
-        collective: what it is, for example ``"all-gather"``.
+        collective: its kind, for example ``"all-gather"``.
         node: its name in the graph.
         product: name of the product that it feeds or is fed by, "" if there is none.
         where: the user's line of code, "" if the graph does not say.
         group: name of the process group.
         world: ranks of the group, 0 if that is not known.
-        shapes: operands and result, in words.
-        replaced: whether ficco's operator stands in its place now.
-        operator: that operator, "" where nothing was replaced.
+        shapes: of operands and result, in words.
+        replaced: whether ficco's operator has replaced it.
+        operator: that operator, "" if nothing was replaced.
         reason: what was done, or why nothing was.
     """
 
@@ -43,9 +43,9 @@ class Entry:
 
 @dataclass
 class Report:
-    """One :class:`Entry` for each collective of the graphs that a pass has seen, in their order.
+    """One :class:`Entry` for each collective of the graphs that a pass has seen, in order.
 
-    Prints as a table. A report is true when something was replaced.
+    Prints as a table. A report is true if something was replaced.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -53,16 +53,16 @@ class Report:
 
     @property
     def replaced(self) -> list[Entry]:
-        """Collectives in whose place an operator of ficco stands."""
+        """Collectives that an operator of ficco has replaced."""
         return [entry for entry in self.entries if entry.replaced]
 
     @property
     def left(self) -> list[Entry]:
-        """Collectives that are as they were."""
+        """Collectives that were not replaced."""
         return [entry for entry in self.entries if not entry.replaced]
 
     def add(self, other: Report) -> None:
-        """Append what another graph's report says."""
+        """Append another graph's report."""
         self.entries += other.entries
         self.graphs += other.graphs
 

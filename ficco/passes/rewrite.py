@@ -54,9 +54,9 @@ def replace(
 ) -> Report:
     """Replace collectives that feed a product, or are fed by one, by ficco's operators.
 
-    The graph is changed in place. It is one of ATen operations with fake tensors, as torch.compile
-    makes them behind autograd, or as ``make_fx`` does. Never raises because of what is in it: what
-    cannot be replaced stays, and the report says why.
+    Changes the graph in place. It must consist of ATen operations and have fake tensors, as graphs
+    of torch.compile after autograd or of ``make_fx`` do. The content of a graph never raises an
+    error: a collective that cannot be replaced stays, and the report says why.
 
     Args:
         graph: a graph or its module, which is recompiled.
@@ -64,7 +64,7 @@ def replace(
         schedule: the schedule of every operator.
 
     Raises:
-        ValueError: the graph, the group or the schedule is none.
+        ValueError: the graph, the group or the schedule is not valid.
     """
     name = named(group, schedule)
     if not isinstance(graph, Graph | GraphModule):
@@ -75,7 +75,7 @@ def replace(
     if isinstance(graph, Graph):
         return _replace(graph, name, schedule)
     report = Report()
-    for module in graph.modules():  # regions that are compiled by themselves are modules inside
+    for module in graph.modules():  # regions that are compiled separately are modules inside
         if isinstance(module, GraphModule):
             found = _replace(module.graph, name, schedule)
             if found:
@@ -85,7 +85,7 @@ def replace(
 
 
 def named(group: Any, schedule: Any) -> str | None:
-    """The name of a group, None for all; ``ValueError`` if it or the schedule is none."""
+    """The name of a group, None for all; ``ValueError`` if it or the schedule is not valid."""
     if not isinstance(schedule, str):
         raise ValueError(f"schedule: required 'auto' or a name, got {schedule!r}")
     if schedule != "auto":
@@ -105,7 +105,7 @@ def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
 
 
 def _drop_waits(graph: Graph) -> None:
-    """Nobody waits for what an operator has returned: it is there when the call is enqueued."""
+    """Remove waits for results of operators, which need none: calls run on the current stream."""
     for node in list(graph.nodes):
         if is_wait(node) and _is_there(source_of(node.args[0])):  # type: ignore[arg-type]
             node.replace_all_uses_with(node.args[0])
@@ -113,7 +113,7 @@ def _drop_waits(graph: Graph) -> None:
 
 
 def _is_there(node: Node) -> bool:
-    """Whether a tensor is none that a collective may still be writing."""
+    """Whether a tensor is ready: no collective may still be writing it."""
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return is_wait(node) or getattr(node.target, "namespace", "") in ("aten", "prims", "ficco")
@@ -149,7 +149,7 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
                 refused.append(error)
     except Leave as error:
         refused.append(error)
-    except Exception as error:  # a graph of a kind that nobody has seen
+    except Exception as error:  # an unforeseen kind of graph
         refused.append(Leave(f"not understood: {type(error).__name__}: {error}"))
     near = [one for one in refused if one.product] or refused
     whom = near[0].product
@@ -202,11 +202,11 @@ def _dtype(node: Node) -> str:
     return str(tensor_of(node).dtype).removeprefix("torch.")
 
 
-# Nothing that exists is touched before all new nodes stand, so that an error leaves no trace.
+# Existing nodes are changed only once all new ones are made, so that an error leaves no trace.
 
 
 class Writer:
-    """Makes nodes in front of a node; what it made can be taken back."""
+    """Makes nodes before a given node, and can undo what it made."""
 
     def __init__(self, like: Node) -> None:
         self.graph = like.graph
@@ -224,7 +224,7 @@ class Writer:
         return node
 
     def shaped(self, at: Node, node: Node, shape: Sequence[Any]) -> Node:
-        """A tensor in another shape; the same node where it has that already."""
+        """A tensor in another shape; the same node if it has that already."""
         now = tensor_of(node).shape
         if len(now) == len(shape) and all(map(same, now, shape)):
             return node
@@ -251,7 +251,7 @@ class Writer:
         return done
 
     def _symbol(self, at: Node, symbol: Any) -> Node:
-        """A dynamic size that an input of the graph is or has."""
+        """The node of a dynamic size that is an input of the graph, or a dimension of one."""
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in inputs:
             if _expr(node.meta.get("val")) == symbol:
@@ -264,14 +264,14 @@ class Writer:
         raise Leave(f"the dynamic size {symbol} is of no input of the graph")
 
     def sized(self, nodes: Sequence[Node]) -> list[tuple[Node, Any]]:
-        """Who asks for sizes of nodes that may go, and the sizes computed from the inputs."""
+        """The nodes that read sizes of nodes that may go, each with its size from the inputs."""
         asking = [user for node in nodes for user in node.users if is_size(user)]
         return [(user, self.size(user, user.meta["val"])) for user in asking]
 
     def moved(
         self, at: Node, node: Node, now: Order, then: Order, columns: Any, shape: Sequence[Any]
     ) -> Node:
-        """A tensor of a shape with the rows of another one in another order."""
+        """A tensor with its rows reordered from ``now`` to ``then``, in a shape."""
         if now != then:
             node = self.shaped(at, node, [*(label.size for label in now), columns])
             perm = [now.index(label) for label in then]
@@ -279,9 +279,9 @@ class Writer:
         return self.shaped(at, node, shape)
 
     def lying(self, at: Node, node: Node) -> Node:
-        """A tensor that lies in memory as ``at`` does, since its users may view it.
+        """A tensor with the strides of ``at``, since users of that may view it.
 
-        It is a copy where it does not by itself; products and collectives are contiguous.
+        It is copied if it has others; products and collectives are contiguous.
         """
         now, then = tensor_of(node), tensor_of(at)
         strides = zip(then.shape, now.stride(), then.stride(), strict=True)
@@ -299,13 +299,13 @@ def _expr(size: Any) -> Any:
 
 
 def _faked(node: Node) -> Any:
-    """What a node gives for the fake values of its operands."""
+    """The result of a node for the fake values of its operands."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _apply(found: Before | Behind, schedule: str) -> str:
-    """Change the graph; what was done, in words. On an error it is as it was."""
+    """Change the graph; returns what was done, in words. On an error the graph is unchanged."""
     write = Writer(_products(found)[0].node)
     try:
         finish = (_before if isinstance(found, Before) else _behind)(found, schedule, write)
@@ -425,7 +425,7 @@ def _call(
     schedule: str,
     gathered: bool,
 ) -> tuple[Node, Node | None]:
-    """The node of an operator's product and, if asked for, of the gathered A."""
+    """The nodes of an operator's product and, if asked for, of the gathered A."""
     registered = OPS[name]
     if not gathered:
         return write(at, registered.product, a, b, call.group, schedule), None
@@ -439,7 +439,7 @@ def _matrix(write: Writer, at: Node, chosen: Product) -> Node:
 
 
 def _rows(call: Call, ordered: Order) -> Any:
-    """Rows of the operand that travels: a shard of the gathered ones, or all that are sent."""
+    """Rows of the operand that travels: those of a shard, or all in an all-to-all."""
     exchanged = call.name == "all_to_all_single"
     return total([label for label in ordered if exchanged or not of_ranks(label)])
 
@@ -456,7 +456,7 @@ def _resize(sizes: Sequence[tuple[Node, Any]]) -> None:
 
 
 def _erase(nodes: Sequence[Node]) -> None:
-    """Erase those of the nodes that nothing uses, users first."""
+    """Erase those of the nodes that nothing uses, in order from users to inputs."""
     rest = list(nodes)
     while free := [node for node in rest if not node.users]:
         for node in free:

@@ -1,4 +1,4 @@
-"""Plans: the data, the proof and the picture."""
+"""Plans: their data model, their proof and their rendering."""
 
 from ficco.plan.check import PlanError, check
 from ficco.plan.launches import together

@@ -2,36 +2,36 @@
 
 The ranks' steps are executed symbolically, each rank's whole plan as one queue in enqueue order
 (streams may share a hardware queue). If that completes, no interleaving of the lanes deadlocks
-either, since lanes only take order away. The execution is also a topological order of what happens
-before what, and the rules are checked along it. Where a rule takes two steps to be in order, that
-is a claim, and is proved for every interleaving: by what a lane has waited for, by way of a third
-lane, or, for what these two leave, by vector clocks over the lanes. The rules:
+either, since lanes only relax the order. The execution is also a topological order of the steps,
+along which the rules are checked. If a rule requires that two steps are in order, that is a claim,
+which is proved for every interleaving: from the waits of a lane, through a third lane or, where
+these two do not suffice, by vector clocks over the lanes. The rules:
 
-1. every signal has one poster, one waiter, one word, and is cleared by its waiter, after the wait
-   and before the word can be posted again;
-2. whatever is read was written before, by the step that should have, and is not overwritten while
-   it may still be read; a rank reaches no memory of a peer that is not symmetric;
-3. every element of the product is written once, by products whose rows of A and of b belong
-   together and that cover all that is summed over once, be it k or, where A is transposed, its
-   rows, in any order; partial sums add up in a dtype that does not round them.
-   Where products of ranks are summed, all who touch a sum say whose products are in it, no product
-   is in it twice, and in the end all are;
-4. calls compose: a rank touches the shared memory of a peer only after that peer has handed over
-   its slot, and all who touch it do so before the peer hands the slot on. The call before and the
-   call behind, whatever they are, obey the same rule, so that no pair of calls needs a proof of
-   its own. What the peer's caller gave it is read only after the peer has begun this call.
+1. Every signal has one poster, one waiter and one word. Its waiter clears it, after the wait and
+   before the word can be posted again.
+2. Whatever is read was written before, by the right step, and is not overwritten while it may
+   still be read. A rank accesses no memory of a peer that is not symmetric.
+3. Every element of the product is written once, by products whose rows of A and of b belong
+   together. They cover the dimension that is summed over once: k or, if A is transposed, its rows,
+   in any order. Partial sums are kept in a dtype that does not round them.
+   If products of ranks are summed, all steps that touch a sum state whose products are in it. No
+   product is in it twice, and in the end all are.
+4. Calls compose: a rank touches the shared memory of a peer only after that peer has handed over
+   its slot, and all who touch it do so before the peer hands the slot on. The previous and the next
+   call, whatever they are, obey the same rule, so that no pair of calls needs a proof of its own.
+   A peer's input is read only after that peer has begun this call.
 
-The proof takes two things for granted of whoever runs a plan: its steps start after all steps of
-the rank's previous call on the same slot, and what the caller enqueues behind the call starts
+The proof assumes two things about whoever runs a plan: its steps start after all steps of the
+rank's previous call on the same slot, and work that the caller enqueues after the call starts
 after all its steps.
 
-Rows are known by two numbers. Where they leave (``a``, ``publish``, ``partial``) it is that of the
-buffer; where they land (all others) it is that of the row among those which the rank gets, as in
-:meth:`Problem.lands`. A step that takes rows from the ones to the others takes them from one block,
-and goes from the one number to the other. Blocks that are summed have one number everywhere, that
-of the row of the product.
+Rows have two numberings. Where they leave (``a``, ``publish``, ``partial``) the number is that of
+the buffer. Where they land (all other buffers) it is that of the row among those that the rank
+gets, as in :meth:`Problem.lands`. A step that moves rows from the former to the latter takes them
+from one block, and converts the numbers. Blocks that are summed have the same number everywhere,
+that of the row of the product.
 
-Steps are numbered through, rank by rank. Regions, accesses and uses of signals are columns of
+Steps are numbered consecutively, rank by rank. Regions, accesses and uses of signals are columns of
 numbers, one array for each field: 64 ranks with 64 pieces make a million of them.
 """
 
@@ -79,7 +79,7 @@ A, PUBLISH, PARTIAL, STAGING, SUM, OUT, GATHERED = range(len(BUFFERS))
 LEAVING = (A, PUBLISH, PARTIAL)  # hold rows in the order of Problem.leaves
 SHARED = tuple(map(BUFFERS.index, sorted(SHARED_BUFFERS)))
 
-#: From which buffer to which a step may move: A on its way to the product, or the product.
+#: The buffers between which a step may move data: A on its way to the product, or the product.
 GATHER_FLOWS = (
     (A, PUBLISH),
     (A, STAGING),
@@ -99,7 +99,7 @@ SCATTER_FLOWS = (
     (STAGING, OUT),
 )
 
-#: What a step holds: whether a transfer, whether products, whether a reduction.
+#: By operation, whether a step holds a transfer, products, a reduction.
 HOLDS = {
     "copy": (True, False, False),
     "place": (True, False, False),
@@ -111,7 +111,7 @@ HOLDS = {
 
 
 class PlanError(AssertionError):
-    """A Plan breaks a rule. That is an error of ficco, never of its caller."""
+    """A Plan breaks a rule. That is a bug of ficco, never an error of its caller."""
 
 
 def check(plans: Sequence[Plan]) -> None:
@@ -125,20 +125,20 @@ class _Uses(NamedTuple):
 
     signals: list[Signal]
     step: Ints
-    which: Ints  # of all signals, each once
-    word: Ints  # the words of all ranks numbered through, those that are used
+    which: Ints  # index among all distinct signals
+    word: Ints  # index among the used words of all ranks
 
     def who(self, index: int) -> str:
         return f"signal {self.signals[index].name}"
 
 
 class _Claim(NamedTuple):
-    """Steps of which the first is over before the second starts, in every interleaving."""
+    """Pairs of steps of which the first ends before the second starts, in every interleaving."""
 
     first: Ints
     second: Ints
     who: Who
-    why: str  # where that is not so
+    why: str  # the error if that is not so
 
 
 class _Proof:
@@ -164,7 +164,7 @@ class _Proof:
             lane_of += map(number.__getitem__, lanes)
         self.lane = np.array(lane_of, np.int64)
         self.claims: list[_Claim] = []
-        self.numbers = {0: 0}  # of the sets of ranks whose products are summed somewhere
+        self.numbers = {0: 0}  # by set of ranks whose products are summed somewhere, its number
 
     def run(self) -> None:
         self._whole()
@@ -179,16 +179,16 @@ class _Proof:
         self._settle()
 
     def demand(self, holds: Bools, who: Who, why: str) -> None:
-        """A rule: all of these hold."""
+        """A rule: all of these hold; else an error about the first that does not."""
         if not holds.all():
             raise PlanError(f"{who(int(holds.argmin()))} {why}")
 
     def claim(self, first: Ints, second: Ints, who: Who, why: str) -> None:
-        """A rule that takes steps to be in order, or to be the same."""
+        """A rule: these pairs of steps are in order, or the same step. Proved at the end."""
         self.claims.append(_Claim(first, second, who, why))
 
     def _held(self, column: Sequence[Sequence[Any]]) -> tuple[list[Any], Ints]:
-        """What steps hold in one of their fields, and which step each of it belongs to."""
+        """The items of all steps in one of their fields, and the step of each."""
         step = np.repeat(np.arange(len(column)), ints(map(len, column)))
         return list(chain.from_iterable(column)), step
 
@@ -244,13 +244,13 @@ class _Proof:
         else:
             self.leaves, self.lands = table(problem.leaves), table(problem.lands)
             self.block = table(problem.block)
-        #: By buffer and rank, the first of the rows that land there; of staging, each step says.
+        #: By buffer and rank, the first of the rows that land there; for staging each step says.
         self.begins = np.zeros((len(BUFFERS), self.world), np.int64)
         if problem.kind.sums and not problem.kind.returns:
             self.begins[OUT] = problem.offsets[:-1]
 
     def _shapes(self) -> None:
-        """A step holds what its operation says, and that alone."""
+        """A step holds what its operation requires, and nothing else."""
         of = self.of
 
         def shapes() -> Iterable[tuple[Any, ...]]:
@@ -287,8 +287,8 @@ class _Proof:
         columns = self.of.posts, self.of.waits, self.of.clears
         signals, steps = zip(*map(self._held, columns), strict=True)
         every = list(chain.from_iterable(signals))
-        # Who posts, waits for and clears a signal holds one tuple of it, as a rule, and a million
-        # of them are read once each, in the order in which they lie in memory.
+        # The steps that post, wait for and clear a signal usually hold the same tuple. Each of a
+        # million tuples is read once, in the order of their addresses.
         _, first, which = np.unique(ints(map(id, every)), return_index=True, return_inverse=True)
         self.signal = unzipped([every[index] for index in first.tolist()], Signal)
         word, waiter = ints(self.signal.word)[which], ints(self.signal.waiter)[which]
@@ -298,7 +298,7 @@ class _Proof:
         used = np.zeros(self.world * self.words, np.bool_)
         used[word] = True
         word = (np.cumsum(used) - 1)[word]
-        #: Of each word that is used, by its number: whose it is, and which of that rank's it is.
+        #: By number of each used word: its rank, and its index among that rank's words.
         self.word_of, self.word_at = np.divmod(np.flatnonzero(used), max(self.words, 1))
         ends = np.cumsum([len(found) for found in signals])
         of_uses = (np.split(column, ends[:-1]) for column in (which, word))
@@ -306,7 +306,7 @@ class _Proof:
         return posts, waits, clears
 
     def _step_by_word(self, uses: _Uses) -> Ints:
-        """The step that uses each word, -1 where none does."""
+        """The step that uses each word, -1 if none does."""
         if len(uses.word) and (times := np.bincount(uses.word)).max() > 1:
             first, second = np.flatnonzero(uses.word == times.argmax())[:2]
             names = " and ".join(self.name(int(uses.step[use])) for use in (first, second))
@@ -381,7 +381,7 @@ class _Proof:
     def _accesses(self) -> None:
         """All reads, and behind them all writes."""
         found = (self._transfers(), self._products(), self._reductions(), self._collectives())
-        # What a product adds to is not read by itself: its write says that it adds.
+        # The sum that a product adds to is not listed as a read: the write says that it adds.
         reads, writes = zip(*found, strict=True)
         self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
         self.reads = sum(len(part.step) for part in reads)
@@ -408,14 +408,15 @@ class _Proof:
         return found
 
     def _terms(self, terms: Iterable[int]) -> Ints:
-        """Sets of ranks, numbered: 64 bits hold no more than 63 ranks."""
+        """Numbers for sets of ranks, since the bits of an int64 hold no more than 63 ranks."""
         masks = list(terms)
         for mask in dict.fromkeys(masks):
             self.numbers.setdefault(mask, len(self.numbers))
         return ints(map(self.numbers.__getitem__, masks))
 
     def _of_block(self, regions: Regions, src: Ints, dst: Ints, needs: Bools, who: Who) -> Ints:
-        """Rows that leave: how far from there they land. They lie in the block of two ranks."""
+        """For rows that leave, the distance from there to where they land; checks that they are in
+        the block of the two ranks."""
         first = self.leaves[src, dst]
         inside = (first <= regions.row) & (regions.row_stop <= first + self.block[src, dst])
         self.demand(inside | ~needs, who, "takes rows of another block")
@@ -447,8 +448,8 @@ class _Proof:
         self.demand(flow, who, "moves between the wrong buffers")
         sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
         self.demand(sizes, who, "moves between regions of different sizes")
-        # What lies in staging is what its target, or the signal behind the copy, takes it for.
-        # The read finds out whether that is so.
+        # The contents of staging are assumed to be what the target, or the signal after the copy,
+        # takes them for. The rules for reads check that.
         lands = np.isin(src.buffer, LEAVING) & ~np.isin(dst.buffer, LEAVING)
         way = self._of_block(src, src.rank, dst.rank, lands, who)
         down, across = src.row - dst.row, src.col - dst.col
@@ -470,11 +471,11 @@ class _Proof:
         )
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
-        """What is posted behind a copy gates the rows copied."""
+        """A signal posted after a copy gates the rows that were copied."""
         at = np.full(len(self.steps), -1)
         at[copy] = np.arange(len(copy))
         at = at[self.posts.step]
-        row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts behind no copy
+        row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts not after a copy
         bounds = self.signal.first, self.signal.last
         first, last = (ints(column)[self.posts.which] for column in bounds)
         gated = (first <= row[at]) & (row_stop[at] <= last)
@@ -521,7 +522,7 @@ class _Proof:
         who, mine, kept = self.by_step(step), a.buffer == A, ~np.isin(out.buffer, LEAVING)
         way = self._of_block(a, a.rank, out.rank, mine & kept, who)
         begins = self.begins[out.buffer, out.rank]
-        # Of A as it is gathered: the row and the column at which the product takes its piece.
+        # The row and the column of the gathered A at which the product's piece begins.
         row, col = (k_first, out.row) if inner else (out.row + begins, k_first)
         across = col - a.col
         there = np.where(mine, begins + a.row + way - row, begins)
@@ -537,7 +538,7 @@ class _Proof:
         )
 
     def _addends(self, products: list[Product], step: Ints) -> Accesses:
-        """What products add themselves to without being in the same place."""
+        """Reads of the sums that products add themselves to and that are in another place."""
         made = unzipped(products, Product)
         who = self.by_step(step)
         addend, out = self._regions(made.addend, step), self._regions(made.out, step)
@@ -552,7 +553,8 @@ class _Proof:
         return Accesses(step, *addend, down, zero, none, none, zero, terms, none)
 
     def _joined(self, made: Any, adds: Ints, me: Ints, who: Who) -> tuple[Ints, ...]:
-        """Which products add a part of k, which sums others add to, and what all leave."""
+        """Which products add a part of k, which sums the others add to, and whose products all
+        leave."""
         added = bools(map(bool, made.addend))
         if not self.problem.kind.scatters:
             plain = ~(bools(map(bool, made.terms)) | added)
@@ -603,7 +605,7 @@ class _Proof:
         return reads, Accesses(step, *out, begins, zero, none, none, zero, left, none)
 
     def _summed(self, reduction: Reduction, step: int) -> int:
-        """What a reduction leaves: a sum in the order of the ranks, each of them in it once."""
+        """The ranks whose products a reduction sums: in the order of ranks, each of them once."""
         union = 0
         for mask in reduction.terms:
             if mask & union:
@@ -614,7 +616,7 @@ class _Proof:
         return union
 
     def _collectives(self) -> tuple[Accesses, Accesses]:
-        """What a collective does on each rank: it moves all that there is to where it belongs."""
+        """Accesses of collectives: on each rank one moves everything to where it belongs."""
         reads: list[tuple[int, ...]] = []
         writes: list[tuple[int, ...]] = []
         kind, everyone = self.problem.kind, (1 << self.world) - 1
@@ -641,7 +643,7 @@ class _Proof:
             writes.append((number, target, *dst[1:], *rest, all_terms, joins))
         return Accesses.of(reads), Accesses.of(writes)
 
-    # 4. Composition with the calls before and behind.
+    # 4. Composition with the previous and the next call.
 
     def _compose(self) -> None:
         access, me = self.access, self.rank[self.access.step]
@@ -655,7 +657,7 @@ class _Proof:
         if not self.words:
             self.demand(home < 0, self.by_step(first), "shares memory without a signal")
             return
-        # Who posts and who waits for the words that hand slots over, by waiter and poster.
+        # The steps that post and wait for the words that hand slots over, by waiter and poster.
         posts, waits = np.full((2, self.world, self.world), -1)
         at = self.word_of[self.released], self.word_at[self.released]
         posts[at], waits[at] = self.poster[self.released], self.waiter[self.released]
@@ -669,7 +671,7 @@ class _Proof:
         home, first = home[peer], first[peer]
         why = "uses the slot of a peer that has not handed it over"
         self.claim(waits[self.rank[first], home], first, self.by_step(first), why)
-        # What the caller of a peer gave it is there once that peer has begun this call.
+        # A peer's input is valid once that peer has begun this call.
         inputs = (access.buffer == A) & (access.rank != me)
         home, first, _ = self._touches(access.step[inputs], access.rank[inputs])
         begun, who = self._heard()[self.rank[first], home], self.by_step(first)
@@ -678,7 +680,7 @@ class _Proof:
         self.claim(begun, first, who, why)
 
     def _touches(self, step: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
-        """Of steps that touch what is of a rank: that rank, and the first and last on each lane."""
+        """By lane and rank whose memory its steps touch: the rank, and the first and last step."""
         pair = self.lane[step] * self.world + home
         first = np.full(len(self.lanes) * self.world, len(self.steps))
         last = np.full(len(self.lanes) * self.world, -1)
@@ -688,7 +690,7 @@ class _Proof:
         return used % self.world, first[used], last[used]
 
     def _heard(self) -> Ints:
-        """By rank and peer, the step that first waits for what the peer posts in this call."""
+        """By rank and peer, the step that first waits for a signal of the peer in this call."""
         data = ~self.released[self.waits.word]
         step, word = self.waits.step[data], self.waits.word[data]
         late_first = np.argsort(-self.order.when[step], kind="stable")
@@ -700,14 +702,14 @@ class _Proof:
     # 3. Memory.
 
     def _memory(self) -> None:
-        """The rules for every rectangle that no access divides, along the execution."""
+        """The rules for every rectangle that no access divides, in the order of execution."""
         access = self.access
         summed = ints(map(self.problem.b_rows, range(self.world)))  # by rank
         each, before, behind, cell = self._cells()
         write = each >= self.reads
         k_first, k_last = self._parts(each, cell)
 
-        # What a read finds.
+        # Each read, and the write before it.
         old, new = each[before[~write]], each[~write]
         who = self.by_access(new)
         late = (before[~write] < 0) & (behind[~write] >= 0)
@@ -720,7 +722,7 @@ class _Proof:
         self.demand(done, who, "rounds before the last term")
         self.claim(access.step[old], access.step[new], who, "may read before it is written")
 
-        # What a write finds.
+        # Each write, and the write before it.
         old, new = each[before[write]], each[write]
         who, again = self.by_access(new), before[write] >= 0
         adds, joins = access.adds[new] > 0, access.joins[new]
@@ -737,26 +739,27 @@ class _Proof:
         self.demand((first < 0) | (first == begin), who, "leaves out part of k")
         done = (first < 0) | (behind[write] >= 0) | (last == summed[access.rank[new]])
         self.demand(done, who, "does not cover all of k")
-        # Rows of an all-to-all have a place for each rank, so that no more is to be shown for them.
+        # Rows of an all-to-all have a place for each rank, so that this need not be shown for them.
         whole = self.numbers.get((1 << self.world) - 1, -1) if self.problem.kind.sums else -1
         final = (behind[write] < 0) & (access.buffer[new] == OUT) & self.problem.kind.sums
         self.demand(~final | (access.terms[new] == whole), who, "leaves out the product of a rank")
-        # Where something is read in between, the rules for that read tell of both writes.
+        # If there is a read in between, the rules for that read cover both writes.
         bare = again & (before[write] == np.flatnonzero(write) - 1)
         old, new = old[bare], new[bare]
         why = "may be overwritten by an unordered step"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
 
-        # What a read leaves to the write behind it.
+        # Each read, and the write after it.
         left = ~write & (behind >= 0)
         old, new = each[left], each[behind[left]]
         why = "overwrites what may still be read"
         self.claim(access.step[old], access.step[new], self.by_access(new), why)
 
     def _parts(self, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
-        """Which part of the sum each access adds to a rectangle, as its first and last row of b.
+        """The part of the sum that each access adds to a rectangle, as its first and last row of b.
 
-        Rows of A come in any order. Where none comes twice, they are numbered as they come.
+        Rows of a transposed A come in any order. If none comes twice, they are numbered in the
+        order in which they come.
         """
         k_first, k_last = self.access.k_first[each], self.access.k_last[each]
         if not self.problem.kind.inner:
@@ -777,16 +780,16 @@ class _Proof:
         return k_first, k_last
 
     def _same_piece(self, one: Ints, two: Ints) -> Bools:
-        """Whether accesses to the same place take what is there for the same."""
+        """Whether accesses to the same place agree on what is there."""
         rows, cols = self.access.row_shift, self.access.col_shift
         same: Bools = (rows[one] == rows[two]) & (cols[one] == cols[two])
         return same
 
     def _cells(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Each access once for every rectangle it holds, by rectangle and in order of execution.
+        """Each access once for every rectangle in it, by rectangle and in order of execution.
 
-        Also returns the indices of the write before it and of the write behind it in the same
-        rectangle, -1 where there is none, and the number of the rectangle.
+        Also returns the indices of the write before it and of the write after it in the same
+        rectangle, -1 if there is none, and the number of the rectangle.
         """
         # The caller's shards are left out: they are never written.
         kept = np.flatnonzero(self.access.buffer != A)
@@ -843,4 +846,4 @@ class _Proof:
         stop = np.cumsum([len(claim.first) for claim in self.claims])
         for claim, part in zip(self.claims, np.split(holds, stop[:-1]), strict=True):
             self.demand(part, claim.who, claim.why)
-        self.claims.clear()  # what they say of `who` is a cycle, which nobody collects meanwhile
+        self.claims.clear()  # their `who` refers back here: a cycle, while collection is paused

@@ -1,4 +1,4 @@
-"""The garbage collector, out of the way while many tuples are made or read."""
+"""Pauses the garbage collector while many tuples are made or read."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: So many new objects count as old at once. With fewer, nothing that a caller has is touched.
+#: If more objects than this are new, all move to the oldest generation; else none is touched.
 MANY = 1 << 17
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collection meanwhile.
+    """No garbage collection within the block.
 
-    The plans of many ranks are millions of tuples with no cycle among them: the collector would
-    find nothing, and walk them all again and again; behind, too, for as long as a fifth of what it
-    took to make them.
+    The plans of many ranks are millions of tuples without cycles: the collector would walk them
+    again and again, and find nothing. It would do so after the block, too, for up to a fifth of the
+    time that making them took.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -25,6 +25,6 @@ def paused() -> Iterator[None]:
     finally:
         if enabled and gc.get_count()[0] > MANY and not gc.get_freeze_count():
             gc.freeze()
-            gc.unfreeze()  # from the youngest generation to the oldest, unread
+            gc.unfreeze()  # moves all objects to the oldest generation without reading them
         if enabled:
             gc.enable()

@@ -13,7 +13,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Regions(NamedTuple):
-    """As :class:`ficco.plan.model.Region`; buffers are numbered."""
+    """As :class:`ficco.plan.model.Region`, with buffers as numbers."""
 
     buffer: Ints
     rank: Ints
@@ -38,15 +38,15 @@ class Regions(NamedTuple):
 
 
 class Accesses(NamedTuple):
-    """What steps read and write.
+    """Reads and writes of steps.
 
     Attributes:
-        row_shift, col_shift: the place of what is there among what leaves or lands, less its place
-            in the buffer.
-        k_first, k_last: rows of b that a product adds up; -1 where none writes.
-        adds: 1 where a product adds the next part of the sum to what is there.
-        terms: whose products are summed in what is read or left there, numbered.
-        joins: the same of what a write of another sum adds itself to; -1 where it does not.
+        row_shift, col_shift: what to add to rows and columns of the buffer to get those among what
+            leaves or lands.
+        k_first, k_last: rows of b that a product sums over; -1 if no product writes.
+        adds: 1 if a product adds the next part of the sum to the contents.
+        terms: number of the set of ranks whose products are summed in what is read or left there.
+        joins: the same for the sum of other ranks that a write adds itself to; -1 if to none.
     """
 
     step: Ints
@@ -71,10 +71,10 @@ class Accesses(NamedTuple):
 
 
 def cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut lines of equal ``home`` at all their ends.
+    """Cut the intervals of each ``home`` at all their ends.
 
-    Returns the cuts of all homes one behind the other, and for each line the index of its first
-    part there and the number of its parts.
+    Returns the cuts of all homes in one array, and for each interval the index of its first part
+    there and the number of its parts.
     """
     ends = np.concatenate([start, stop]) + np.tile(home * (stop.max(initial=0) + 1), 2)
     order = np.argsort(ends)
@@ -91,7 +91,7 @@ def among(buffer: Ints, *wanted: int) -> Bools:
 
 
 def filled(value: int, count: int) -> Ints:
-    """A column of one number, without memory of its own."""
+    """A column of one repeated number, without memory of its own."""
     return np.broadcast_to(np.int64(value), count)
 
 
@@ -106,7 +106,7 @@ def bools(values: Iterable[object]) -> Bools:
 def unzipped(rows: Sequence[Any], kind: type[Any]) -> Any:
     """The fields of rows of a kind as columns, under the same names.
 
-    It reads few rows at a time, which are then still in a cache for their other fields.
+    It reads few rows at a time, so that they are still in a cache when their other fields are read.
     """
     columns: list[list[Any]] = [[] for _ in kind._fields]
     for start in range(0, len(rows), 4096):

@@ -1,24 +1,24 @@
-"""Which copies of a Plan one launch of the copy kernel carries out."""
+"""Groups the copies of a Plan that one launch of the copy kernel carries out."""
 
 from __future__ import annotations
 
 from ficco.plan.model import Plan, Step
 
-#: Most bytes that go together on a copy lane. More would keep those who wait for the first copy
-#: waiting for longer than launches of their own take: 6.5 us each (``kernel_copies`` in
-#: configs/h200-4.yaml). In front of a product, on its own lane, whoever waits does so for all.
+#: Most bytes of one launch on a copy lane. With more, waiting for the first copy would take longer
+#: than separate launches do: 6.5 us each (``kernel_copies`` in configs/h200-4.yaml). On a compute
+#: lane there is no limit: the product there waits for all copies anyway.
 TOGETHER_BYTES = 4 << 20
-#: Most copies of a launch.
+#: Most copies of one launch.
 MOST = 16
 
 
 def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The steps of a Plan by what is enqueued at once, in the order of the first of each.
+    """The runs of steps of a Plan that are enqueued at once, ordered by the first step of each.
 
-    Copies by the kernel that follow each other on a lane go together if they are of one shape, each
-    to or from another peer, and none waits for more than the first; what they post is then posted
-    behind the last. A place of the same shape that follows them joins them. On copy lanes only
-    small ones do. Every other step stands alone.
+    Kernel copies that follow each other on a lane go together if they have one shape, each has
+    another peer, and none waits for more than the first; their signals are posted after the last.
+    A place of the same shape that follows them joins them. On copy lanes this holds for small
+    copies only. Every other step is a run of its own.
     """
     runs: list[list[int]] = []
     latest: dict[str, list[int]] = {}

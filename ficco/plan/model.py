@@ -1,10 +1,10 @@
 """Plans as data.
 
 A Plan is what one rank does for one Problem under one Schedule: Steps in the order in which they
-are enqueued, each on a lane. Lanes of the same rank run beside each other; steps of one lane run
-one after the other, but for copies that one launch may carry out (:func:`ficco.plan.together`).
+are enqueued, each on a lane. Lanes of the same rank run concurrently. Steps of one lane run one
+after the other, except for copies that one launch may carry out (:func:`ficco.plan.together`).
 Engines execute Plans, :func:`ficco.plan.check` proves them, :func:`ficco.plan.render` draws them.
-Nothing here knows a device.
+Nothing here depends on a device.
 
 Buffers that a Region can name, with their shapes on rank r:
 
@@ -12,11 +12,11 @@ Buffers that a Region can name, with their shapes on rank r:
 buffer      shape                  what it is
 ==========  =====================  ==============================================================
 a           [left_rows, k]         the caller's operand; peers may read it if it is symmetric
-publish     [left_rows, k]         symmetric copy of it for peers to read (pull); for operators
-                                   that scatter [product_rows, n], the product, for the same
+publish     [left_rows, k]         symmetric copy of it for peers to read (pull); for scattering
+                                   operators [product_rows, n], the product, for the same purpose
 staging     plan.staging           symmetric memory where pieces of peers land
-sum         [out_rows, n]          float32 sums of pieces that add up, where the dtype is narrower
-partial     [product_rows, n]      the product before it travels (scatter)
+sum         [out_rows, n]          float32 sums of pieces, if the dtype is narrower
+partial     [product_rows, n]      the product before it travels (scattering operators)
 out         [out_rows, n]          the result
 gathered    [product_rows, k]      the gathered A, if asked for or made by a collective
 ==========  =====================  ==============================================================
@@ -35,8 +35,8 @@ from ficco.problem import Problem
 #: Buffers that peers can reach, and that calls on one workspace slot therefore share.
 SHARED_BUFFERS = frozenset({"staging", "publish"})
 
-#: Makes a tuple of a kind from all its fields, ``new(Region, (...))``, in half the time that a call
-#: of the kind takes. It checks nothing: for the few kinds of which there are millions.
+#: Makes a named tuple from all its fields, ``new(Region, (...))``, in half the time that a call of
+#: the class takes. It checks nothing. Only for the few classes with millions of instances.
 new = tuple.__new__
 
 
@@ -64,14 +64,16 @@ class Region(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """One word with one poster and one waiter, at home on the waiter.
+    """One word with one poster and one waiter, in the memory of the waiter.
 
     A word rests at 0, is posted once, waited for once and cleared before the call ends. The words
-    by which a rank hands its workspace slot to its peers (kind ``"released"``) rest at 1 instead:
-    they are waited for first and posted last, so that they order one call behind the one before.
+    with which a rank hands its workspace slot to its peers (kind ``"released"``) rest at 1 instead:
+    they are waited for first and posted last, which orders a call after the previous one.
 
-    ``slot`` tells apart signals of a kind between the same ranks. ``first`` and ``last`` bound the
-    rows that the signal gates, among those that its waiter receives (:meth:`Problem.lands`).
+    Attributes:
+        slot: distinguishes signals of a kind between the same ranks.
+        first, last: bounds of the rows that the signal gates, among those that its waiter receives
+            (:meth:`Problem.lands`).
     """
 
     kind: str
@@ -95,7 +97,7 @@ class Signal(NamedTuple):
 class Transfer(NamedTuple):
     """One copy of a region to a region of the same size, here or at a peer.
 
-    ``terms`` says whose products are summed in it: bit r stands for rank r (scatter).
+    ``terms``, for scattering operators: the ranks whose products are summed in it, rank r as bit r.
     """
 
     src: Region
@@ -108,10 +110,14 @@ class Product(NamedTuple):
 
     Product ``i`` of the batch reads ``a`` moved down by ``i * a_stride`` rows and writes ``out``
     moved down by ``i * out_stride`` rows; all share the same rows of b. The columns of ``out`` are
-    those of b. ``terms``: whose products lie there that it adds to, see :class:`Transfer`. With an
-    ``addend`` these lie there instead: ``out = addend + a @ b``, and ``accumulate`` is not set.
-    ``transposed``: it is ``a.T`` that is multiplied, so that ``k_first`` and ``k_last`` count rows
-    of A among those gathered; never a batch.
+    those of b.
+
+    Attributes:
+        terms: the ranks whose products are in the sum that it adds to, see :class:`Transfer`.
+        addend: the region of that sum if it is not in ``out``: ``out = addend + a @ b``, and
+            ``accumulate`` is not set.
+        transposed: ``a.T`` is multiplied, so that ``k_first`` and ``k_last`` count rows of A among
+            those gathered; never a batch.
     """
 
     a: Region
@@ -130,7 +136,8 @@ class Product(NamedTuple):
 class Reduction(NamedTuple):
     """``out = sum of parts``, added in float32 in their order and rounded once.
 
-    ``terms`` has whose products lie in each part. Parts in ``publish`` may be those of peers.
+    ``terms``: for each part, the ranks whose products are in it. Parts in ``publish`` may be those
+    of peers.
     """
 
     parts: tuple[Region, ...]
@@ -143,17 +150,17 @@ class Step(NamedTuple):
 
     Attributes:
         op: ``"copy"`` between ranks, ``"place"`` within a rank, ``"matmul"``, ``"reduce"``,
-            ``"sync"``, or ``"collective"``, that of the library which does the whole exchange.
+            ``"sync"``, or ``"collective"``, the library's, which does the whole exchange.
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
-        label: what the step does, for people.
+        label: what the step does, for human readers.
         waits: signals waited for before the operation.
         posts: signals posted once the operation is complete.
-        clears: words put back to 0 after the waits.
+        clears: words reset to 0 after the waits.
         after: indices of earlier steps of this rank, on other lanes, that must be complete first.
         transfer: what a copy or place moves; a place may change the dtype.
         products: what a matmul computes.
         reduction: what a reduce adds up.
-        mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may go with copies.
+        mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
     """
 
     op: str
@@ -174,15 +181,16 @@ class Plan:
     """What one rank does.
 
     Attributes:
-        problem, schedule, rank: what it is the plan of.
+        problem, schedule, rank: what it is a plan for.
         steps: in enqueue order.
         staging: rows and columns of the staging buffer on this rank.
-        room: bytes of staging and of publish on the rank that needs most; symmetric memory is the
-            same everywhere.
-        publish: whether what peers read lies in symmetric memory of its own.
+        room: bytes of staging and of publish on the rank that needs most; symmetric memory has the
+            same size on all ranks.
+        publish: whether there is a ``publish`` buffer.
         sums: whether the float32 ``sum`` buffer is used.
-        words: number of signal words that any rank of the group uses.
-        stages: steps that fit in staging at once, 0 where every step has its own place.
+        words: number of signal words that each rank keeps.
+        stages: steps that fit in staging at once if it is a ring; 0 if every step has its own
+            place.
     """
 
     problem: Problem
@@ -209,12 +217,12 @@ class Plan:
 
     @cached_property
     def partial(self) -> bool:
-        """Whether the product lies in memory of its own before it travels."""
+        """Whether the product is in a buffer of its own before it travels."""
         regions = (product.out for step in self.steps for product in step.products)
         return any(region.buffer == "partial" for region in regions)
 
     def shape(self, buffer: str, rank: int | None = None) -> tuple[int, int]:
-        """Rows and columns of a buffer of this rank; of a peer, for ``a`` and ``publish``."""
+        """Rows and columns of a buffer of this rank; for ``a`` and ``publish`` also of a peer."""
         problem, rank = self.problem, self.rank if rank is None else rank
         if buffer == "staging":
             return self.staging
@@ -231,7 +239,7 @@ class Plan:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory beside the operands and the results: staging, what peers read, partial sums."""
+        """Bytes apart from operands and results: staging, publish, sums, partial, gathered."""
         problem = self.problem
         product = problem.product_rows(self.rank) * problem.n
         sums = problem.out_rows(self.rank) * problem.n * 4 if self.sums else 0

@@ -1,4 +1,4 @@
-"""What runs before what: in one order that all ranks can keep to, and in every interleaving."""
+"""The order of steps: one that all ranks can follow, and relations true in every interleaving."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ficco.plan.columns import Bools, Ints
 
 
 class Order:
-    """Steps of all ranks, numbered through, rank by rank, and what they wait for.
+    """Steps of all ranks, numbered consecutively rank by rank, and what they wait for.
 
     Attributes:
-        source, target: pairs of a step and one that waits for it, by the latter.
+        source, target: pairs of a step and one that waits for it, sorted by the latter.
         ran, stuck: the steps in an order in which they can run with each rank's plan as one queue,
-            and those that cannot.
+            and the first step that cannot run of each queue that is stuck.
         when: the place of each step among those that ran.
     """
 
     def __init__(self, rank: Ints, lane: Ints, source: Ints, target: Ints) -> None:
-        """``rank`` and ``lane`` of every step: lanes are numbered through, rank by rank, too."""
+        """``rank`` and ``lane`` of every step. Lanes are numbered rank by rank, too."""
         self.rank, self.lane = rank, lane
         self.lanes = int(lane.max(initial=-1)) + 1
         rank_of_lane = np.zeros(self.lanes, np.int64)
         rank_of_lane[lane] = rank
         ranks = np.arange(rank.max(initial=-1) + 2)
-        self.lanes_of_rank = np.searchsorted(rank_of_lane, ranks)  # the first, and behind the last
+        self.lanes_of_rank = np.searchsorted(rank_of_lane, ranks)  # first lanes, and the end
         by_target = np.argsort(target, kind="stable")
         self.source, self.target = source[by_target], target[by_target]
         self.ran, self.stuck = self.run(rank)
@@ -35,9 +35,9 @@ class Order:
         self.when[self.ran] = np.arange(len(self.ran))
 
     def run(self, queue: Ints) -> tuple[list[int], list[int]]:
-        """Run queues of steps as far as they go: the steps that ran, and those that are stuck."""
+        """Run queues as far as they go: the steps that ran, and the stuck one of each queue."""
         steps = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
-        # What lies in front in the same queue is over.
+        # Waits for earlier steps of the same queue always hold.
         apart = (queue[self.source] != queue[self.target]) | (self.source >= self.target)
         source, target = self.source[apart], self.target[apart]
         by_queue = np.argsort(queue[target], kind="stable")
@@ -45,7 +45,7 @@ class Order:
         waits = np.searchsorted(queue[target], np.arange(len(steps) + 1)).tolist()
         ends, end = waits[1:], len(queue)
         sources, origins, targets = source.tolist(), queue[source].tolist(), target.tolist()
-        reached = [0] * len(steps)  # by queue, the step in front of which it stands
+        reached = [0] * len(steps)  # by queue, the step that it has reached and not run
         order: list[int] = []
         moved = True
         while moved:
@@ -64,7 +64,7 @@ class Order:
         return order, [ran[bisect_left(ran, stop)] for ran, stop in stuck if stop < end]
 
     def holds(self, first: Ints, second: Ints) -> Bools:
-        """Whether steps are over before others start, or are the same, in every interleaving."""
+        """Whether steps end before others start, or are the same, in every interleaving."""
         self._history()
         found: Bools = self._heard_of(second, self.lane[first]) >= first
         for tell in (self._by_two, self._by_clocks):
@@ -74,16 +74,16 @@ class Order:
         return found
 
     def _history(self) -> None:
-        """What lanes have waited for: by pair of lanes and by step, the latest step until then."""
+        """What lanes have waited for: by pair of lanes and step, the latest step so far."""
         pair = (self.lane[self.target] * self.lanes + self.lane[self.source]) * len(self.lane)
         order = np.argsort(pair + self.target)
         self.waits_of_pairs = np.append(-1, (pair + self.target)[order])
         self.heard_by_pairs = np.maximum.accumulate(np.append(-1, (pair + self.source)[order]))
 
     def _heard_of(self, step: Ints, lane: Ints) -> Ints:
-        """The latest step of a lane that a step, or one before it on its own lane, waits for.
+        """The latest step of a lane that a step, or an earlier one on its own lane, waits for.
 
-        On its own lane that is the step itself; it is -1 where there is none.
+        On its own lane that is the step itself; it is -1 if there is none.
         """
         own = self.lane[step]
         pair = (own * self.lanes + lane) * len(self.lane)
@@ -92,7 +92,7 @@ class Order:
         return np.where(step < 0, -1, np.maximum(heard, -1))
 
     def _by_two(self, first: Ints, second: Ints) -> Bools:
-        """Whether a step has heard of another by way of a third lane of the rank of either."""
+        """Whether a step has waited for another indirectly, through a lane of either one's rank."""
         holds = np.zeros(len(first), np.bool_)
         of_rank = self.lanes_of_rank
         for rank in (self.rank[first], self.rank[second]):
@@ -103,10 +103,11 @@ class Order:
         return holds
 
     def _by_clocks(self, first: Ints, second: Ints) -> Bools:
-        """Whether steps are over before others on other lanes start, in every interleaving.
+        """Whether steps end before others on other lanes start, in every interleaving.
 
-        The clock of a lane holds for every lane the latest step that is over, as its number plus 1,
-        or 0. It changes only where a step waits for one of another lane, whose clock was kept.
+        The clock of a lane holds for every lane the latest step known to be over, as its number
+        plus 1, or 0. It changes only where a step waits for one of another lane, whose clock was
+        kept.
         """
         by_second = np.argsort(second, kind="stable")
         first, second = first[by_second], second[by_second]
@@ -117,7 +118,7 @@ class Order:
         answers = np.zeros(len(first), np.bool_)
 
         source, reader = self._telling(asked)
-        joins: dict[int, list[int]] = {}  # by step, those whose clocks it takes in
+        joins: dict[int, list[int]] = {}  # by step, those whose clocks it merges
         for one, two in zip(source.tolist(), reader.tolist(), strict=True):
             joins.setdefault(two, []).append(one)
         told = np.unique(np.concatenate([source, reader, asked]))
@@ -145,10 +146,11 @@ class Order:
         return holds
 
     def _telling(self, asked: Ints) -> tuple[Ints, Ints]:
-        """The waits between lanes that a clock can tell: what is waited for, and who tells first.
+        """The waits between lanes that clocks need: steps waited for, and the first clock read
+        after each wait.
 
-        Clocks are read where others wait for a step, or ask. Of what a lane has waited for up to
-        there, the latest step of each other lane tells of those before it.
+        Clocks are read at steps that others wait for or that questions are about. Of the waits of a
+        lane up to such a step, only the latest for each other lane counts: it implies the earlier.
         """
         steps, lanes = len(self.lane), self.lanes
         read = np.unique(np.concatenate([self.source, asked]))

@@ -1,4 +1,4 @@
-"""A Plan as text."""
+"""Renders a Plan as text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ficco.plan.model import Plan
 def render(plan: Plan, width: int = 100) -> str:
     """One rank's Plan as a timeline, a line per lane, at most ``width`` columns wide.
 
-    Every step takes one tick. A step that waits for data of a peer begins when this rank has sent
-    as many pieces as it awaits by then: on paper all ranks go at one pace.
+    Every step takes one tick. All ranks are assumed to run at the same pace: a step that waits for
+    data of a peer begins when this rank has sent as many pieces as it has awaited by then.
     """
     problem = plan.problem
     begin = _ticks(plan)
@@ -57,7 +57,7 @@ def _ticks(plan: Plan) -> list[int]:
 
 
 def _fit(ticks: list[int], widths: dict[int, int], room: int) -> tuple[list[int], int | None]:
-    """The ticks that fit, and the one in front of which others are left out."""
+    """The ticks that fit, and the one before which others are left out, or None."""
     if sum(widths[t] + 3 for t in ticks) <= room:
         return ticks, None
     room -= len(" | ..")
