@@ -12,8 +12,8 @@ these two do not suffice, by vector clocks over the lanes. The rules:
 2. Whatever is read was written before, by the right step, and is not overwritten while it may
    still be read. A rank accesses no memory of a peer that is not symmetric.
 3. Every element of the product is written once, by products whose rows of A and of b belong
-   together. They cover the dimension that is summed over once: k or, if A is transposed, its rows,
-   in any order. Partial sums are kept in a dtype that does not round them.
+   together. Together they cover exactly once the dimension that is summed over: k or, if A is
+   transposed, its rows, in any order. Partial sums are kept in a dtype that does not round them.
    If products of ranks are summed, all steps that touch a sum state whose products are in it. No
    product is in it twice, and in the end all are.
 4. Calls compose: a rank touches the shared memory of a peer only after that peer has handed over

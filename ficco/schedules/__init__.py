@@ -1,8 +1,8 @@
 """The space of schedules and the Plans it leads to.
 
-The named schedules where A is gathered, as rank 0 of 4 goes through them. A step takes one tick.
-``2.1`` is piece 1 of rank 2's shard, ``0.1>3`` the copy of piece 1 of rank 0 to rank 3, ``own`` the
-rank's own shard.
+These are the named schedules for gathering operators, as rank 0 of 4 executes them. A step takes
+one tick. ``2.1`` is piece 1 of rank 2's shard, ``0.1>3`` the copy of piece 1 of rank 0 to rank 3,
+``own`` the rank's own shard.
 
 >>> from ficco.plan import render
 >>> from ficco.problem import Problem
@@ -12,7 +12,7 @@ rank's own shard.
 ...     for line in lines[2:]:
 ...         print(line)
 
-All shards first, then one product. Nothing overlaps; what everything has to beat.
+All shards first, then one product. Nothing overlaps: the baseline.
 
 >>> show("serial")
 compute0 | a>staging |       |       |       | 0.0 1.0 2.0 3.0
@@ -26,15 +26,15 @@ compute0 | own     |       | 1.0   | 2.0   | 3.0
 copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3
 sync     |         |       |       |       |     | retire
 
-Peers in hypercube order, so that 1, then 2, then 4 shards are contiguous rows: log2(W) + 1
-products. Best where products take longer than copies.
+Peers in hypercube order: 1, then 2, then 4 shards are contiguous rows, so that log2(W) + 1
+products suffice. Best if products take longer than copies.
 
 >>> show("growing")
 compute0 | own     |       | 1.0   |       | 2.0 3.0
 copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3
 sync     |         |       |       |       |         | retire
 
-The same the other way round: the product behind the last copy is the smallest.
+The reverse: the product after the last copy is the smallest.
 
 >>> show("shrinking")
 compute0 | own     |       |       | 2.0 3.0 | 1.0
@@ -49,14 +49,14 @@ compute0 | a>staging |       |       |       | .. | a>staging |       | 0.3 1.3 
 copy0    | acquire   | 0.0>1 | 0.0>2 | 0.0>3 | .. | 0.3>2     | 0.3>3
 sync     |           |       |       |       | .. |           |       |                 | retire
 
-The same with pieces of columns; products add up in ``sum`` (FiCCO's choice for m <= k).
+The same with pieces of columns, whose products add up in ``sum`` (FiCCO's choice for m <= k).
 
 >>> show("uniform-fused-2d")
 compute0 | a>staging |       |       |       | .. |       | 0.3 1.3 2.3 3.3 | sum>out
 copy0    | acquire   | 0.0>1 | 0.0>2 | 0.0>3 | .. | 0.3>3
 sync     |           |       |       |       | .. |       |                 |         | retire
 
-A product for every piece, the rank's own pieces in turn with those of its peers.
+A product for every piece; the rank's own pieces take turns with those of its peers.
 
 >>> show("uniform-unfused-1d")
 compute0 | 0.0     |       | 1.0   | 2.0   | 3.0   | 0.1   | .. | 0.3 | 1.3 | 2.3 | 3.3
@@ -100,16 +100,16 @@ compute0 | own     |       | 1.0   | 2.0   | 3.0   | .. | 2.3 | sum>out | 3.3 | 
 copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | ..
 sync     |         |       |       |       |       | .. |     |         |     |         | retire
 
-The same names where A is transposed: every product adds to the whole result, and what lies together
-is one; pieces of columns make rows of the result.
+The same names if A is transposed: every product adds to the whole result, and contiguous rows are
+one product. Pieces of columns make rows of the result.
 
 >>> show("growing", "all_gather_transposed_matmul")
 compute0 | own     |       | 1.0   |       | 2.0 3.0 | sum>out
 copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3
 sync     |         |       |       |       |         |         | retire
 
-The same names where the product travels. ``2.1`` is piece 1 of the product's block for rank 2,
-``2.1>2`` its copy to rank 2, ``sum 0`` the sum of what all ranks made of the first own piece.
+The same names for scattering operators. ``2.1`` is piece 1 of the product's block for rank 2,
+``2.1>2`` its copy to rank 2, ``sum 0`` the sum of all ranks' products for the first own piece.
 
 One product, then all its blocks, then the sum.
 
@@ -119,7 +119,7 @@ copy0    | acquire         | 1.0>1 | 2.0>2 | 3.0>3
 reduce0  |                 |       |       |       | sum 0
 sync     |                 |       |       |       |       | retire
 
-The blocks of the peers first; the own one is multiplied while they travel.
+The blocks of the peers first; the own block is multiplied while they travel.
 
 >>> show("shard-overlap", "matmul_reduce_scatter")
 compute0 | 1.0     | 2.0   | 3.0   | 0.0
@@ -133,7 +133,7 @@ copy0    | acquire     | 1.0>1       | 2.0>2 | 3.0>3 | 1.1>1 | 2.1>2 | 3.1>3
 reduce0  |             |             |       |       |       |       |       | sum 0
 sync     |             |             |       |       |       |       |       |       | retire
 
-With ``beta``, the own product adds itself to the sum of all others.
+With ``beta``, the GEMM of the own product adds to the sum of all others.
 
 >>> show("shard-overlap:beta", "matmul_reduce_scatter")
 compute0 | 1.0     | 2.0   | 3.0   |       |       | 0.0
@@ -141,7 +141,7 @@ copy0    | acquire | 1.0>1 | 2.0>2 | 3.0>3
 reduce0  |         |       |       |       | sum 0
 sync     |         |       |       |       |       |     | retire
 
-For operators that sum alone: each block goes round, and every rank adds its product to it.
+For operators that sum only: each block goes round the ranks, and every rank adds its product to it.
 
 >>> show("ring", "matmul_reduce_scatter")
 compute0 | 3.0     | 3.1   | 2.0   | 2.1   | 1.0   | 1.1   | 0.0   | 0.1
@@ -156,8 +156,8 @@ copy0    | acquire | 1.0>1 | 2.0>2 | 3.0>3 | .. | sum 0>3
 reduce0  |         |       |       |       | .. | staging>out | staging>out
 sync     |         |       |       |       | .. |             |             | retire
 
-Nothing is copied: each rank reads what its peers made and sums it itself, all of it in an
-all-reduce.
+Nothing is copied: each rank reads its peers' products in place and sums them itself. In an
+all-reduce each rank makes the whole sum.
 
 >>> show("one-shot", "matmul_all_reduce")
 compute0 | piece 0 | acquire, tell 0 | sum 0

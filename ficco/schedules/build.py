@@ -1,4 +1,4 @@
-"""From a Problem and a Schedule to Plans."""
+"""Builds Plans from a Problem and a Schedule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ficco.schedules.space import Schedule
 def plan(problem: Problem, schedule: Schedule, rank: int, staging_bytes: int | None = None) -> Plan:
     """The Plan of one rank.
 
-    ``staging_bytes`` caps staging of what gathers: where the pieces do not fit at once, they use it
-    as a ring.
+    ``staging_bytes`` caps the staging of gathering operators: if the pieces do not all fit, they
+    use it as a ring.
 
     Raises:
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
@@ -47,9 +47,9 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
 
 
 def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule, Schedule]:
-    """Every schedule, with the first of them that leads to the same Plans.
+    """For every schedule, the first of them that leads to the same Plans.
 
-    With one peer, growing, shrinking and shard-overlap are three names of the same steps.
+    With one peer, for example, growing, shrinking and shard-overlap are the same steps.
 
     Raises:
         ValueError: as :func:`plan`.
@@ -58,7 +58,7 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
     found: dict[Schedule, Schedule] = {}
     for schedule in schedules:
         there = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
-        for other in there:  # hardly ever one: the plans of rank 0 tell most schedules apart
+        for other in there:  # usually none: most schedules differ in the plan of rank 0 already
             if _all_nameless(problem, schedule) == _all_nameless(problem, other):
                 found[schedule] = other
                 break
@@ -95,7 +95,7 @@ def _plans(
 
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
-    """The library's collective and one product: what everything else has to beat."""
+    """The library's collective and one product: the baseline."""
 
     def whole(buffer: str, rows: int, cols: int) -> Region:
         return Region(buffer, rank, 0, rows, 0, cols)

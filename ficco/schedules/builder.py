@@ -1,4 +1,4 @@
-"""What all that builds Plans has in common."""
+"""The base of all builders of Plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ficco.schedules.space import Schedule
 
 
 def released(poster: int, waiter: int) -> Signal:
-    """Says that the poster's slot is free. Its word is the first that a rank keeps for a peer."""
+    """The signal that the poster's slot is free; its word is the waiter's first for that peer."""
     return Signal("released", poster, waiter, 0, poster)
 
 
@@ -21,16 +21,16 @@ class Builder:
         self.steps: list[Step] = []
 
     def add(self, step: Step) -> int:
-        """Append a step; its index."""
+        """Append a step; returns its index."""
         self.steps.append(step)
         return len(self.steps) - 1
 
     def taken(self, peers: list[int]) -> tuple[Signal, ...]:
-        """What is waited for, and cleared, to take over the slots of peers."""
+        """The signals to wait for, and clear, before using the slots of peers."""
         return tuple(released(peer, self.me) for peer in peers)
 
     def retire(self, waits: tuple[Signal, ...], after: tuple[int, ...] = ()) -> None:
-        """Clear the words that this rank waited for, here as well, and hand its slot to the
+        """Wait for ``waits``, clear all words that this rank waited for, and hand its slot to the
         peers."""
         waited = [s for step in self.steps for s in step.waits if not s.released]
         posts = tuple(released(self.me, peer) for peer in self.peers)

@@ -1,4 +1,4 @@
-"""From a Problem and a Schedule to the Plan of a rank, for operators that consume what arrives."""
+"""Builds the Plan of a rank for gathering operators, which multiply what arrives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ficco.schedules.groups import Arrivals, Unit, names
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
-#: Groups whose copies are enqueued before the first product that waits for one: the copy engine
-#: never runs dry, and a GPU that waits for its host has its first products early.
+#: Groups whose copies are enqueued before the first product that waits for one. Copy engines then
+#: always have work, and a GPU that waits for its host gets its first products early.
 LOOKAHEAD = 2
 
-#: The signals that hand a stage of a ring on, and the steps that they come behind; empty where no
-#: later group uses the stage.
+#: The signals that hand a stage of a ring on, and the steps that they come after; empty if no later
+#: group uses the stage.
 Room = tuple[tuple[Signal, ...], tuple[int, ...]]
 NO_ROOM: Room = ((), ())
 
@@ -31,12 +31,12 @@ class StagingTooSmall(ValueError):
 
 
 class _Staging:
-    """Where the units of one receiver lie when it multiplies them.
+    """The places of one receiver's units when it multiplies them.
 
-    Those of its peers land in staging, and its own are brought there where they share a step with
-    theirs. Every row of the gathered A has its place there, less the rank's own shard where that
-    is multiplied on its own. As a ring, group g lies in stage g modulo the number of stages, its
-    units side by side.
+    Units of its peers land in staging. Its own units are copied there if they share a step with
+    those. Every row of the gathered A has its place in staging, except the rank's own shard if that
+    is multiplied alone. In a ring, landing groups use the stages in turn, and the units of a group
+    are side by side.
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
@@ -48,20 +48,20 @@ class _Staging:
         self.rows = whole - self.own_rows_absent if whole > own else 0
         self.cols = problem.k
         self.stages = 0
-        #: By group, the one that used its stage of the ring before it, and the one that does next.
+        #: By group, the previous and the next group in its stage of the ring.
         self.ahead_of: dict[int, int] = {}
         self.heir_of: dict[int, int] = {}
-        self._stage: dict[int, int] = {}  # the first row of each group that lands
-        self._row: dict[int, list[int]] = {}  # of each unit of a rank, within its stage
+        self._stage: dict[int, int] = {}  # by landing group, its first row
+        self._row: dict[int, list[int]] = {}  # by rank, the row of each unit within its stage
         self._regions: dict[int, list[Region]] = {}
 
     def make_ring(self) -> None:
-        """Lay the pieces of each group side by side; :meth:`set_stages` says for how many."""
+        """Lay the units of each group side by side; :meth:`set_stages` sets how many groups fit."""
         filled = [0] * self.arrivals.groups
         widest = [0] * self.arrivals.groups
         for peer in self.arrivals.set_of:
             self._row[peer] = rows = []
-            height = self.arrivals.block(peer) if self.by_columns else 0  # else each has its own
+            height = self.arrivals.block(peer) if self.by_columns else 0  # else the unit's own
             for _, _, start, stop, group in self.arrivals.units(peer):
                 rows.append(filled[group])
                 filled[group] += height or stop - start
@@ -80,12 +80,12 @@ class _Staging:
 
     @cached_property
     def _landing_groups(self) -> list[int]:
-        """Groups of which a unit lands here: those of the rank itself stay where they are."""
+        """Groups with units of peers. A group of own units only stays where it is."""
         peers = [peer for peer in self.arrivals.set_of if peer != self.arrivals.rank]
         return sorted({unit.group for peer in peers for unit in self.arrivals.units(peer)})
 
     def regions(self, peer: int) -> list[Region]:
-        """Where the units of a peer lie, in order of arrival."""
+        """The regions of a peer's units when they are multiplied, in order of arrival."""
         if peer not in self._regions:
             self._regions[peer] = self._place(peer)
         return self._regions[peer]
@@ -115,7 +115,8 @@ class _Staging:
 
 
 class GatherWorld:
-    """What all ranks derive alike: who sends what when, where it lands, which words say so."""
+    """Facts that all ranks derive alike: who sends what when, where it lands, and by which words
+    that is signalled."""
 
     def __init__(self, problem: Problem, schedule: Schedule, cap: int | None) -> None:
         self.problem, self.schedule = problem, schedule
@@ -127,7 +128,7 @@ class GatherWorld:
         needed = max(staging.rows for staging in self.landing) * problem.k * problem.itemsize
         if cap is not None and needed > cap:
             self._make_rings(cap)
-        #: One row pitch on all ranks, so that a sender need not ask for the receiver's.
+        #: One row pitch on all ranks, so that a sender knows the receiver's.
         self.pitch = max(staging.cols for staging in self.landing)
         self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
 
@@ -188,7 +189,7 @@ class Gather(Builder):
         self.mine = world.arrivals[rank]
         self.staging = world.landing[rank]
         self.groups = self.mine.by_group
-        #: Where the units of each rank lie, and by group what says so of those that peers push.
+        #: By rank, the regions of its units; by group, the signals for the units that peers push.
         self.regions = {peer: self.staging.regions(peer) for peer in self.mine.set_of}
         pushers = [] if self.schedule.pull else [peer for peer in self.mine.set_of if peer != rank]
         ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
@@ -208,30 +209,30 @@ class Gather(Builder):
             self.lane_of = dict.fromkeys(in_turn, "compute0")
 
     def _in_line(self) -> bool:
-        """Whether copies go in front of the product on its own lane: they are launched there, it
-        waits for all of them, and nothing else is to be done meanwhile."""
+        """Whether copies go on the product's own lane, before it: they are kernel launches, the
+        product waits for all of them, and there is no other work meanwhile."""
         schedule = self.schedule
         launched = schedule.mover == "kernel" and not schedule.pull and schedule.copy == 1
         return launched and schedule.uniform and max(a.groups for a in self.world.arrivals) <= 1
 
     @cached_property
     def room(self) -> list[list[Signal]]:
-        """By group, what tells peers that there is room for their units in a ring."""
+        """By group, the signals to peers that there is room for their units in a ring."""
         peers = [peer for peer in self.mine.set_of if peer != self.me]
         return self.mine.in_groups({p: self.world.of_units("room", self.me, p) for p in peers})
 
     @cached_property
     def names(self) -> list[list[str]]:
-        """By group, what its units are called."""
+        """By group, the names of its units."""
         return self.mine.in_groups({p: names(p, self.mine.count(p)) for p in self.mine.set_of})
 
     @cached_property
     def shard(self) -> list[Region]:
-        """Where the own units lie in the operand."""
+        """The regions of the rank's own units in the operand."""
         return self.mine.in_shard("a", self.me)
 
     def _turn(self, peer: int) -> tuple[int, int, int]:
-        """Sorts peers by when this rank first copies from (pull) or to them."""
+        """Sort key of peers: when this rank first copies from them (pull) or to them."""
         if self.schedule.pull:
             return self.mine.set_of[peer], self.mine.place_in_set[peer], 0
         target = self.world.arrivals[peer]
@@ -273,7 +274,7 @@ class Gather(Builder):
             stages=self.staging.stages,
         )
 
-    # Copies: both directions give the copies of each group.
+    # Copies: both directions return the copies of each group.
 
     def _pushes(self) -> list[list[Step]]:
         me, mover, world = self.me, self.schedule.mover, self.world
@@ -324,13 +325,13 @@ class Gather(Builder):
         if not self.schedule.pull:
             self.steps += steps
             return
-        # A pull into a ring also waits until this rank has used up what lay there.
+        # A pull into a ring also waits until this rank has used the previous contents.
         before = self.staging.ahead_of.get(group)
         after = () if before is None else (self.last_use[before],)
         self.pulled[group] = {step.lane: self.add(step._replace(after=after)) for step in steps}
 
     def _sources(self, peer: int, arrivals: Arrivals) -> list[Region]:
-        """Where the units of a peer are copied from; several ranks may get the same."""
+        """The regions that the units of a peer are copied from, which ranks can share."""
         first, rows = self.problem.leaves(peer, arrivals.rank), arrivals.block(peer)
         key = peer, first, rows, len(arrivals.units(peer))
         if key not in self.sources:
@@ -338,7 +339,8 @@ class Gather(Builder):
         return self.sources[key]
 
     def _rooms(self, target: int) -> list[tuple[Signal, ...]]:
-        """What each push into a ring waits for: the target has used up what lay there."""
+        """The signals that each push into a ring waits for: the target has used the previous
+        contents."""
         landing = self.world.landing[target]
         units = landing.arrivals.units(self.me)
         if not landing.stages:
@@ -372,7 +374,7 @@ class Gather(Builder):
     def _open_push(self) -> None:
         for lane, peers in self._lanes():
             mine = self.taken(peers)
-            # A peer that gets no data still has to know that this rank's call has begun.
+            # A peer that gets no data must still learn that this rank's call has begun.
             bare = tuple(
                 self.world.word("ready", self.me, peer)
                 for peer in peers
@@ -401,12 +403,12 @@ class Gather(Builder):
             posts = tuple(self._done(self.me, peer) for peer in empty)
             if empty:
                 self.add(Step("sync", lane, "nothing to pull", waits=waits, posts=posts))
-        for lane, peers in self._lanes():  # a loop of its own: no wait in front of a peer's post
+        for lane, peers in self._lanes():  # a separate loop: no wait comes before a post to a peer
             waits = tuple(self._done(peer, self.me) for peer in peers)
             self.add(Step("sync", lane, "peers have read", waits=waits))
 
     def _silent(self) -> tuple[Signal, ...]:
-        """What says of peers without data for this rank that their calls have begun."""
+        """The signals that the calls of peers without data for this rank have begun."""
         return tuple(
             self.world.word("ready", peer, self.me)
             for peer in self.peers
@@ -416,7 +418,7 @@ class Gather(Builder):
     # Products.
 
     def _own_is_alone(self) -> bool:
-        """Whether the rank's own rows have a product of their own, in front of all others."""
+        """Whether the rank's own rows have a product of their own, before all others."""
         return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
 
     def _multiply_own(self) -> None:
@@ -452,7 +454,7 @@ class Gather(Builder):
         return self.compute_lanes[turn % self.schedule.compute]
 
     def _consume(self, group: int) -> None:
-        """Multiply what has arrived of one group, and give its room back."""
+        """Multiply the units of one group once they have arrived, and release their stage."""
         units = self.groups[group]
         if not units:
             return
@@ -481,7 +483,7 @@ class Gather(Builder):
             self.last_use[group] = last_use
 
     def _keep(self, lane: str, units: list[Unit], room: Room) -> int:
-        """Bring what has arrived to its place in the gathered A; the last step gives room."""
+        """Copy arrived units to their place in the gathered A; the last step releases the stage."""
         for unit in units:
             first = self.problem.lands(unit.peer, self.me)
             gathered = self.mine.region("gathered", self.me, first, unit)
@@ -492,7 +494,7 @@ class Gather(Builder):
 
     @cached_property
     def beside(self) -> dict[int, list[Unit]]:
-        """By group, the rank's own units where peers have others in it."""
+        """The rank's own units by group, for groups that hold units of peers, too."""
         own = self.mine.units(self.me) if self.me in self.mine.set_of else []
         found: dict[int, list[Unit]] = {}
         for unit in own:
@@ -500,7 +502,7 @@ class Gather(Builder):
         return {group: us for group, us in found.items() if len(us) < len(self.groups[group])}
 
     def _place_own(self, group: int, lane: str) -> None:
-        """Bring the rank's own units beside those of its peers."""
+        """Copy the rank's own units next to those of its peers."""
         before = self.staging.ahead_of.get(group)
         used = () if before is None else (self.last_use[before],)
         after = tuple(i for i in used if self.steps[i].lane != lane)
@@ -528,7 +530,7 @@ class Gather(Builder):
         return found
 
     def _summed(self, group: int) -> Iterable[tuple[int, int]]:
-        """Rows of the sums whose last term a group adds, rising."""
+        """Ranges of rows of the sums whose last term a group adds, in rising order."""
         done = [unit.peer for unit in self.groups[group] if unit.stop == self.problem.k]
         return [self._block(peer, self.me) for peer in sorted(done)]
 
@@ -545,7 +547,7 @@ class Gather(Builder):
             self._place(lane, src, src._replace(buffer="out"))
 
     def _room_behind(self, group: int) -> Room:
-        """What tells the peers that write to the same stage next that it is free."""
+        """The signals to the peers that write to the same stage next that it is free."""
         heir = self.staging.heir_of.get(group)
         if heir is None or self.schedule.pull:
             return NO_ROOM

@@ -1,7 +1,7 @@
-"""In which order and groups pieces arrive at a rank, or leave it.
+"""The order and the groups in which pieces arrive at a rank, or leave it.
 
-Both sides of a transfer derive it from the same facts: one to know what to multiply when, the other
-to know when a piece comes and where it lies.
+Both sides of a transfer derive them from the same facts: one knows from them what to multiply and
+when, the other when a piece comes and where it is.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ficco.plan.model import Region, new
 from ficco.problem import Problem
 from ficco.schedules.space import Schedule
 
-#: Boundaries between pieces fall on multiples of this where the pieces are long enough: 16 bytes
-#: of the narrowest dtype, which library GEMMs want of their operands.
+#: Boundaries between pieces are multiples of this if the pieces are long enough: 16 bytes of the
+#: narrowest dtype, the alignment that library GEMMs want.
 GRANULE = 8
 
 T = TypeVar("T")
@@ -26,15 +26,15 @@ T = TypeVar("T")
 class Unit(NamedTuple):
     """One piece of one shard or block: ``[start, stop)`` of its rows (1D) or its columns (2D)."""
 
-    peer: int  # whose shard, or for whom the block is
-    ordinal: int  # counts the pieces of this shard or block in their order
+    peer: int  # the rank whose shard it is, or whom the block is for
+    ordinal: int  # index of the piece in this shard or block
     start: int
     stop: int
-    group: int  # of those that a rank multiplies together
+    group: int  # units of one group are multiplied together
 
 
 def cut(length: int, pieces: int | tuple[int, ...]) -> list[tuple[int, int]]:
-    """``[0, length)`` in pieces of equal or given relative sizes, none of them empty.
+    """Cut ``[0, length)`` into pieces of equal or given relative sizes, none of them empty.
 
     >>> cut(100, 4)
     [(0, 24), (24, 48), (48, 72), (72, 100)]
@@ -51,7 +51,7 @@ def cut(length: int, pieces: int | tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def siblings(rank: int, world: int) -> list[range]:
-    """Neighbouring ranges of ranks, nearest first, that grow rank to the whole world.
+    """Neighbouring ranges of ranks, nearest first, that together extend a rank to the whole world.
 
     >>> siblings(5, 8)
     [range(4, 5), range(6, 8), range(0, 4)]
@@ -69,10 +69,10 @@ def siblings(rank: int, world: int) -> list[range]:
 
 
 def peers_in_order(rank: int, world: int) -> list[int]:
-    """Peers in an order in which every rank receives from another peer at any time.
+    """Peers in an order in which, at any time, all ranks receive from different peers.
 
-    A hypercube (``rank ^ i``) where the world is a power of two, else a rotation. The order in
-    which a rank sends is that of the other direction.
+    A hypercube (``rank ^ i``) if the world is a power of two, else a rotation.
+    :func:`targets_in_order` is the order in which a rank sends.
 
     >>> peers_in_order(1, 4), peers_in_order(1, 3)
     ([0, 3, 2], [0, 2])
@@ -83,7 +83,7 @@ def peers_in_order(rank: int, world: int) -> list[int]:
 
 
 def targets_in_order(rank: int, world: int) -> list[int]:
-    """Peers in the order in which a rank sends to them where all go by :func:`peers_in_order`.
+    """Peers in the order in which a rank sends to them if all follow :func:`peers_in_order`.
 
     >>> targets_in_order(1, 4), targets_in_order(1, 3)
     ([0, 3, 2], [2, 0])
@@ -94,7 +94,7 @@ def targets_in_order(rank: int, world: int) -> list[int]:
 
 
 def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:
-    """Which of the peers share a group, in a given order."""
+    """The sets of peers that share groups, from peers in a given order."""
     if schedule.grouping == "fused":
         return [order]
     if schedule.grouping == "unfused":
@@ -106,20 +106,20 @@ def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]
 
 @lru_cache(maxsize=4096)
 def names(peer: int, count: int) -> tuple[str, ...]:
-    """What the units of a shard or block are called, in order, wherever they are told of."""
+    """The names of the units of a shard or block, in order, as labels of steps use them."""
     return tuple([f"{peer}.{ordinal}" for ordinal in range(count)])
 
 
 class Groups(ABC):
-    """The pieces of all shards or blocks, in the groups that one rank multiplies, in order.
+    """The pieces of all shards or blocks, in the order and the groups that one rank multiplies.
 
     Attributes:
-        sets: ranks whose pieces share groups.
-        set_of, place_in_set: where a rank is in them.
-        rounds: pieces of the shard or block with most of them.
-        groups: how many there are.
-        tail: in how many the last group is cut, which short pieces do not allow for as many as
-            asked.
+        sets: sets of ranks whose pieces share groups.
+        set_of, place_in_set: by rank, its set and its place there.
+        rounds: most pieces of any shard or block.
+        groups: number of groups.
+        tail: number of groups that the last one is cut into; fewer than asked for if its pieces are
+            short.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Groups(ABC):
         rows = self.block(peer)
         if rows not in self._cuts:
             length = rows if self.schedule.dims == 1 else self.columns
-            whole = [(0, length)]  # without columns, the product is still due: zeros
+            whole = [(0, length)]  # without columns there is still a product: zeros
             pieces = cut(length, self.schedule.pieces or self.problem.world) or whole
             self._cuts[rows] = pieces if rows else []
         return self._cuts[rows]
@@ -176,11 +176,11 @@ class Groups(ABC):
         return len(self.cuts(peer) if self.tail == 1 else self.units(peer))
 
     def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
-        """Where a unit lies in a buffer where its block begins at a row."""
+        """The region of a unit in a buffer in which its block begins at a row."""
         return self.regions(buffer, rank, row, [unit])[0]
 
     def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
-        """Where units of one block lie in a buffer where it begins at a row."""
+        """The regions of units of one block in a buffer in which the block begins at a row."""
         if self.schedule.dims == 2:
             stop = row + self.block(units[0].peer) if units else row
             return [
@@ -199,7 +199,7 @@ class Groups(ABC):
         return self.in_groups({peer: self.units(peer) for peer in self.set_of})
 
     def in_groups(self, of_units: Mapping[int, Sequence[T]]) -> list[list[T]]:
-        """By group, what belongs to the units of some ranks, in the order of these ranks."""
+        """By group, items that belong to the units of some ranks, in the order of these ranks."""
         found: list[list[T]] = [[] for _ in range(self.groups)]
         for peer, column in of_units.items():
             for unit, one in zip(self.units(peer), column, strict=True):
@@ -208,7 +208,7 @@ class Groups(ABC):
 
 
 def finer(unit: Unit, pieces: int) -> list[Unit]:
-    """A unit cut once more, in groups of their own."""
+    """A unit cut once more, each part in a group of its own."""
     peer, ordinal, start, stop, group = unit
     cuts = cut(stop - start, pieces) or [(0, 0)]
     return [
@@ -246,7 +246,7 @@ class Arrivals(Groups):
         return self._rows[peer]
 
     def in_shard(self, buffer: str, peer: int) -> list[Region]:
-        """Where units lie in their rank's operand, or in the published copy of that, in order."""
+        """The regions of units in their rank's operand, or in its published copy, in order."""
         return self.regions(buffer, peer, self.problem.leaves(peer, self.rank), self.units(peer))
 
 
@@ -255,7 +255,7 @@ class Departures(Groups):
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         world = problem.world
-        if schedule.grouping == "ring":  # what comes from the left goes on to the right
+        if schedule.grouping == "ring":  # blocks from the left go on to the right
             sets = [[(rank - 1 - i) % world] for i in range(world - 1)]
         else:
             sets = peer_sets(schedule, rank, targets_in_order(rank, world))
@@ -273,7 +273,7 @@ class Departures(Groups):
 
     @cached_property
     def own(self) -> list[Unit]:
-        """The units that stay with the rank. Alone, they are one cut as the tail says."""
+        """The units that stay with the rank: if multiplied alone, one unit cut as ``tail`` says."""
         if self.schedule.uniform:
             return self.units(self.rank)
         rows = self.block(self.rank)

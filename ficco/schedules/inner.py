@@ -1,8 +1,8 @@
 """Plans of products that sum over the rows that travel, as the gradient of a weight does.
 
-Rows of A that arrive meet the same rows of the local B, and each product adds to the whole result:
-pieces of rows are here what pieces of columns are to a product of A itself, without their strided
-copies. Pieces of columns make rows of the result.
+Rows of A that arrive are multiplied by the same rows of the local B, and each product adds to the
+whole result. Pieces of rows thus act as pieces of columns do in a product of A itself, but need no
+strided copies. Pieces of columns make rows of the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ficco.schedules.gather import Gather, GatherWorld
 from ficco.schedules.groups import Unit
 from ficco.schedules.runs import joined
 
-#: Rows of the result, apart from each other, rising.
+#: Disjoint ranges of rows of the result, in rising order.
 Spans = list[tuple[int, int]]
 
 
@@ -31,13 +31,13 @@ class InnerGather(Gather):
         self.sum = "sum" if self.problem.rounds else "out"
         self.made = self._adding([whole] if self._own_is_alone() else [])
         self.adds = any(product.accumulate for product in chain.from_iterable(self.made))
-        if not self.adds and self.problem.rounds:  # what is made at once is rounded at once
+        if not self.adds and self.problem.rounds:  # each sum is one product, which rounds itself
             self.sum = "out"
             self.made = [[_into_out(product) for product in products] for products in self.made]
         self.last = self._last()
 
     def _adding(self, begun: Spans) -> list[list[Product]]:
-        """The products of each group, which add to what has begun before them."""
+        """The products of each group, which add to the rows that earlier ones have begun."""
         found = []
         for alone in self.products:
             products = joined(alone)
@@ -50,7 +50,7 @@ class InnerGather(Gather):
         return found
 
     def _last(self) -> list[Spans]:
-        """By group, the rows of the result to which no later group adds."""
+        """By group, the rows of the result to which it is the last to add."""
         over: Spans = []
         found: list[Spans] = []
         for products in reversed(self.made):
@@ -71,7 +71,7 @@ class InnerGather(Gather):
         return [Product(a, *rows, out, transposed=True) for a, rows, out in pieces]
 
     def _own_is_alone(self) -> bool:
-        """Also where nobody has a row for this rank: the result is zeros."""
+        """Also if no rank has a row for this one: the product makes a result of zeros."""
         return super()._own_is_alone() or not self.problem.product_rows(self.me)
 
     def _own_product(self, src: Region) -> Product:

@@ -1,11 +1,12 @@
-"""Plans in which each rank adds up itself what all ranks made, where it lies at its peers.
+"""Plans in which each rank reads its peers' products in place and sums them itself.
 
-Nothing is copied before it is summed, and a sum that all ranks want is made by each of them: one
-exchange in place of two. A sum that one rank wants takes as many bytes as in other ways, one that
-all want W / 2 times as many. That no peer still reads is waited for at the end: within the call
-where one launch does it all, or a graph captures it, else behind the call. For small products.
+Nothing is copied before it is summed, and in an all-reduce every rank makes the whole sum: one
+exchange instead of two. A reduce-scatter moves as many bytes as with other schedules, an all-reduce
+W / 2 times as many. This is for small products.
 
-A rank that sums nothing is told once, of piece 0, that the call has begun.
+At the end a rank waits until no peer still reads: within the call if one launch does it all or a
+graph captures it, else after the call. A rank that sums nothing is signalled once, for piece 0,
+that the call has begun.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Rows = tuple[int, int]
 
 
 class OneShotWorld:
-    """What all ranks derive alike: which rows are summed when, and which words say that they are
-    there."""
+    """Facts that all ranks derive alike: which rows are summed when, and which signal words say
+    that they are ready."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
@@ -51,14 +52,13 @@ class OneShotWorld:
         ranks = self.summed[:1] if self.problem.kind.returns else self.summed
         return [pieces[piece] for pieces in ranks if piece < len(pieces)]
 
-    # Signal words: per peer one that rests at 1, one for each piece, and one that says that a rank
-    # has read.
+    # Signal words: per peer one that rests at 1, one for each piece, and one for having read.
 
     def words(self) -> int:
         return self.world * (2 + max(self.rounds, 1))
 
     def valid(self, poster: int, waiter: int) -> list[Signal]:
-        """One for each piece, at least one."""
+        """The signals that pieces are ready: one for each, at least one."""
         if (poster, waiter) not in self._valid:
             slots, pieces = max(self.rounds, 1), self.summed[waiter] or [(0, 0)]
             first = self.world + poster * slots
@@ -82,14 +82,14 @@ class OneShot(Builder):
         self.world = world
         self.products: list[int] = []  # the step of each piece
         self.acquired = 0  # the step that takes over the slots of the peers
-        #: Whether sums run beside products; else no other lane has to be told.
+        #: Whether sums run on a lane beside products; else steps on one lane need no ``after``.
         self.beside = world.rounds > 1
 
     def build(self) -> Plan:
         world, peers = self.world, self.peers
         for piece in range(world.rounds):
             self._multiply(piece)
-            if peers and piece:  # not before the next product, for a GPU that waits for its host
+            if peers and piece:  # after the next product, so that a GPU waits less for its host
                 self._sum(piece - 1)
         if peers:
             if not world.rounds:
@@ -112,7 +112,7 @@ class OneShot(Builder):
         return f"compute{piece % self.schedule.compute}"
 
     def _multiply(self, piece: int) -> None:
-        """Make one piece of what each rank sums, and say so."""
+        """Multiply one piece of what each rank sums, and signal that."""
         me, n, k = self.me, self.problem.n, self.problem.k
         buffer = "publish" if self.peers else "out"
         products = [
@@ -125,7 +125,7 @@ class OneShot(Builder):
             self._tell(piece)
 
     def _tell(self, piece: int) -> None:
-        """Tell those who sum a piece that this rank's part of it is there."""
+        """Signal the ranks that sum a piece that this rank's part of it is ready."""
         valid = [self.world.valid(self.me, peer) for peer in self.peers]
         posts = tuple(pieces[piece] for pieces in valid if piece < len(pieces))
         lane = self._lane(piece)
@@ -161,7 +161,7 @@ class OneShot(Builder):
             self.add(step)
 
     def _close(self) -> None:
-        """Tell the peers that this rank has read, and hand the slot on once they have."""
+        """Signal the peers that this rank has read, and hand the slot on once they have."""
         world, me, peers = self.world, self.me, self.peers
         waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)

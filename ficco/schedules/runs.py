@@ -1,4 +1,4 @@
-"""As few products as there can be: contiguous rows merge, equal distances form a batch."""
+"""Merges products into as few calls as possible: contiguous rows, and batches of equal strides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ficco.plan.model import Product
 
 
 def merged(products: Sequence[Product]) -> tuple[Product, ...]:
-    """The same products, each of one run of rows, in as few calls of a library as possible."""
+    """The same products in as few calls of a library as possible."""
     if len(products) < 2:
         return tuple(products)
     runs: list[_Run] = []
@@ -25,7 +25,7 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
 
 
 def joined(products: Iterable[Product]) -> list[Product]:
-    """The same transposed products, those of rows that lie together and of b as one."""
+    """The same transposed products; those of contiguous rows of A and of b become one."""
     found: list[Product] = []
     for product in products:
         last = found[-1] if found else None
@@ -39,14 +39,14 @@ def joined(products: Iterable[Product]) -> list[Product]:
 
 
 def _kind(product: Product) -> tuple[object, ...]:
-    """What products of one call have in common."""
+    """The fields in which products of one call must agree."""
     a, k_first, k_last, out, accumulate, _, _, _, terms, addend, _ = product
     return k_first, k_last, a[4:], out[4:], a.buffer, out.buffer, accumulate, terms, addend
 
 
 @dataclass(slots=True)
 class _Run:
-    """Rows that lie together in A and in the product, once or again and again."""
+    """Contiguous rows of A and of the product, once or as a batch with strides."""
 
     first: Product
     kind: tuple[object, ...]
@@ -58,7 +58,7 @@ class _Run:
     out_stride: int = 0
 
     def goes_on(self, product: Product, kind: tuple[object, ...]) -> bool:
-        """Take in rows that lie directly behind these."""
+        """Take in a product if its rows follow directly; returns whether they do."""
         behind = product.a.row - self.a, product.out.row - self.out
         if behind != (self.rows, self.rows) or kind != self.kind:
             return False
@@ -66,7 +66,7 @@ class _Run:
         return True
 
     def repeats(self, other: _Run) -> bool:
-        """Take in a run of the same size at the same distance as those before."""
+        """Take in a run if it has the same size and distance as those before; returns whether."""
         if other.rows != self.rows or other.kind != self.kind:
             return False
         a_stride = other.a - self.a - (self.batch - 1) * self.a_stride

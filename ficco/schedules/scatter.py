@@ -1,8 +1,8 @@
-"""Plans of operators whose product travels: send as pieces are made, sum or place what arrives.
+"""Builds Plans for scattering operators: send pieces as they are made, sum or place what arrives.
 
 A rank multiplies the blocks of its peers first and its own last, so that the last copies travel
-while it multiplies what it keeps. What arrives is summed in float32 in the order of the ranks, or
-brought to its place, on a lane of its own. An all-reduce sends the sums on as they are made.
+while it multiplies what it keeps. Arriving units are summed in float32 in the order of the ranks,
+or copied to their place, on a lane of their own. An all-reduce sends the sums on as they are made.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from ficco.schedules.space import Schedule
 
 REDUCE_LANE = "reduce0"
 
-#: The lane and the label of a copy to a peer, what it posts and what it moves.
+#: A copy to a peer: its lane, label, signals to post, and transfer.
 Push = tuple[str, str, tuple[Signal, ...], Transfer]
 
 
 class ScatterWorld:
-    """What all ranks derive alike: who sends what when, where it lands, which words say so."""
+    """Facts that all ranks derive alike: who sends what when, where it lands, and by which words
+    that is signalled."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
         self.world = problem.world
         self.ring = schedule.grouping == "ring" and self.world > 1
         self.departures = [Departures(problem, schedule, rank) for rank in range(self.world)]
-        #: Words per pair of ranks: for what arrives, for sums that return, for what was fetched.
+        #: Words per pair of ranks: for arriving units, for returning sums, for having fetched.
         if not self.ring:
             ranks = range(self.world)
             arriving = [
                 self.departures[src].count(dst) for src in ranks for dst in ranks if src != dst
             ]
-        else:  # where blocks have fewer pieces than others, some words are left out
+        else:  # if some blocks have fewer pieces than others, some words stay unused
             arriving = [departures.groups for departures in self.departures]
         self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
@@ -47,7 +48,7 @@ class ScatterWorld:
         self._of_units: dict[tuple[str, int, int, int], list[Signal]] = {}
 
     def received(self, rank: int) -> dict[int, list[Unit]]:
-        """What comes to a rank, by the rank that it comes from, in order."""
+        """The units that a rank receives, by sender, in order."""
         if rank not in self._received:
             self._received[rank] = self._senders(rank)
         return self._received[rank]
@@ -66,12 +67,12 @@ class ScatterWorld:
         return self.departures[src].units(dst) if src != dst else []
 
     def _places(self, rank: int) -> list[int]:
-        """Where the blocks of all ranks begin in a rank's staging."""
+        """The rows at which the blocks from all ranks begin in a rank's staging."""
         peers = range(self.world)
         return [0, *accumulate(self.problem.block(p, rank) * (p != rank) for p in peers)]
 
     def rows(self, rank: int) -> int:
-        """Rows of staging before those of returning sums."""
+        """Rows of staging without those for returning sums."""
         if self.ring:
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
         return self._first[rank][self.world]
@@ -82,14 +83,14 @@ class ScatterWorld:
         return self.rows(rank) + returned
 
     def _landing_row(self, src: int, dst: int, owner: int) -> int:
-        """Where the block of a rank that comes from a peer begins in staging."""
+        """The row at which a rank's block from a peer begins in staging."""
         if not self.ring:
             return self._first[dst][src]
         problem = self.problem  # every block but the sender's own
         return problem.offsets[owner] - (problem.rows[src] if owner > src else 0)
 
     def landing(self, src: int, dst: int, unit: Unit) -> Region:
-        """Where rows or columns from a peer land that one of the receiver's own units holds."""
+        """The staging region of the rows or columns from a peer that a unit of the receiver has."""
         sent = self.departures[src].of(unit.peer)[unit.ordinal : unit.ordinal + 1]
         if sent and (sent[0].start, sent[0].stop) == (unit.start, unit.stop):
             return self.landings(src, dst, unit.peer)[unit.ordinal]
@@ -97,7 +98,7 @@ class ScatterWorld:
         return self.departures[src].region("staging", dst, row, unit)
 
     def landings(self, src: int, dst: int, owner: int) -> list[Region]:
-        """Where the units of a rank's block that come from a peer land, in order."""
+        """The staging regions of the units of a rank's block from a peer, in order."""
         if (src, dst, owner) not in self._landings:
             row, departures = self._landing_row(src, dst, owner), self.departures[src]
             there = departures.regions("staging", dst, row, departures.of(owner))
@@ -105,7 +106,7 @@ class ScatterWorld:
         return self._landings[src, dst, owner]
 
     def returning(self, src: int, dst: int, unit: Unit) -> Region:
-        """Where the sum of a unit of a peer lands."""
+        """The staging region of the returning sum of a peer's unit."""
         problem = self.problem
         row = self.rows(dst) + problem.offsets[src] - (problem.rows[dst] if src > dst else 0)
         return self.departures[src].region("staging", dst, row, unit)
@@ -137,7 +138,7 @@ class ScatterWorld:
         return self._of_units[kind, poster, waiter, owner]
 
     def word(self, kind: str, poster: int, waiter: int, rows: tuple[int, int] = (0, 0)) -> Signal:
-        """The first signal of a kind between two ranks; ``rows`` are what it gates, if anything."""
+        """The first signal of a kind between two ranks; ``rows``: those that it gates, if any."""
         blocks = {"ready": 0, "valid": 0, "summed": 1, "done": 2}
         block = blocks[kind]
         base = self.world * (1 + sum(self.slots[:block]))
@@ -152,18 +153,18 @@ class Scatter(Builder):
         self.world = world
         self.mine = world.departures[rank]
         self.sums = self.problem.kind.sums
-        self.alone = not self.schedule.uniform  # the own product
-        self.single = world.ring or len(self.peers) == 1  # one peer sends all that the own adds to
+        self.alone = not self.schedule.uniform  # whether the own product is made alone
+        self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
         self.made = "publish" if self.schedule.pull and self.peers else "partial"
         self.arrived = "valid" if self.schedule.pull else "ready"
         self.acquired: tuple[int, ...] = ()
         self.made_by: dict[Unit, int] = {}  # unit -> its product
-        self.products: dict[int, list[Product]] = {}  # of each unit of a rank's block
-        self.pushes: dict[int, list[Push]] = {}  # of each unit of a rank's block
-        self.posting: set[str] = set()  # compute lanes that have told of a product
+        self.products: dict[int, list[Product]] = {}  # by owner, of each unit of its block
+        self.pushes: dict[int, list[Push]] = {}  # by owner, of each unit of its block
+        self.posting: set[str] = set()  # compute lanes that have signalled a product
         self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
-        self.heard: dict[int, int] = {}  # word that was waited for -> by which step
-        self.meeting: dict[tuple[Unit, int], list[int]] = {}  # own unit, how many were sent
+        self.heard: dict[int, int] = {}  # word that was waited for -> the step that waited
+        self.meeting: dict[tuple[Unit, int], list[int]] = {}  # by own unit and number of units sent
         groups = self.mine.groups + (len(self.mine.own) if self.alone else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
@@ -215,7 +216,7 @@ class Scatter(Builder):
         found = []
         for lane, peers in self._lanes().items():
             mine = self.taken(peers)
-            # A peer that gets nothing from this rank still has to know that its call has begun.
+            # A peer that gets no data must still learn that this rank's call has begun.
             bare = tuple(
                 self.world.word(self.arrived, self.me, peer)
                 for peer in peers
@@ -250,7 +251,7 @@ class Scatter(Builder):
     # Products and copies.
 
     def _multiply(self, group: int, units: list[Unit]) -> None:
-        """Make what a group holds, and send it."""
+        """Multiply the units of a group, and send them."""
         lane = self.compute_lanes[group % len(self.compute_lanes)]
         index = self._product(lane, units)
         after = (index,)
@@ -291,7 +292,7 @@ class Scatter(Builder):
         )
 
     def _alone(self, unit: Unit) -> Product:
-        """The product of a unit, in a call of its own."""
+        """The product of a unit, not merged with others."""
         return self._of_block(unit.peer)[unit.ordinal]
 
     def _of_block(self, owner: int) -> list[Product]:
@@ -305,8 +306,8 @@ class Scatter(Builder):
         return self.products[owner]
 
     def _target(self, owner: int) -> tuple[list[Region], int]:
-        """Where the products of a rank's block go, and the ranks, by bits, whose products are in
-        the sums there that they add themselves to."""
+        """The regions that the products of a rank's block go to, and, as bits, the ranks whose
+        products are in the sums that these products add to."""
         problem, me, units = self.problem, self.me, self.mine.of(owner)
         if owner == me and self.peers and self.schedule.beta:
             return self.results, _all(problem.world) ^ 1 << me
@@ -319,14 +320,14 @@ class Scatter(Builder):
 
     @cached_property
     def results(self) -> list[Region]:
-        """Where what this rank keeps belongs, by its own units."""
+        """The regions of the result that this rank's own units go to."""
         row = self.problem.lands(self.me, self.me)
         if self.sums and not self.problem.kind.returns:
             row = 0
         return self.mine.regions("out", self.me, row, self.mine.own)
 
     def _ring_terms(self, sender: int, owner: int) -> int:
-        """Whose products a rank's block holds that a rank sends on: those it came through."""
+        """The ranks whose products are in a block that ``sender`` sends on: those it has passed."""
         world, steps = self.problem.world, self.world.departures[sender].set_of[owner]
         return sum(1 << (sender - i) % world for i in range(steps + 1))
 
@@ -338,7 +339,7 @@ class Scatter(Builder):
         self.add(Step("copy", lane, label, posts=posts, after=after, transfer=move, mover=mover))
 
     def _pushes(self, owner: int) -> list[Push]:
-        """How the units of a rank's block are sent, in order."""
+        """The copies that send the units of a rank's block, in order."""
         world, me, made = self.world, self.me, self._of_block(owner)
         target = (me + 1) % self.problem.world if world.ring else owner
         lane, terms = self.lane_of[target], made[0].terms | 1 << me
@@ -351,7 +352,7 @@ class Scatter(Builder):
         ]
 
     def _fetches(self) -> list[list[tuple[int, Step]]]:
-        """The copies of what the peers make in each group of theirs, and the peers."""
+        """By group of the peers, the copies of the units that they make, each with its peer."""
         me, world = self.me, self.world
         groups = max(departures.groups for departures in world.departures)
         found: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
@@ -379,8 +380,8 @@ class Scatter(Builder):
     def _arrival(
         self, peer: int, unit: Unit, lane: str = REDUCE_LANE
     ) -> tuple[tuple[Signal, ...], tuple[int, ...]]:
-        """What the next step, which reads a peer's unit, waits for: a signal, or a step of this
-        rank that fetched it or has waited for that signal on another lane."""
+        """What the next step waits for before it reads a peer's unit: a signal, or a step of this
+        rank that fetched the unit or waited for that signal on another lane."""
         if self.schedule.pull:
             return (), (self.fetched[peer][unit.ordinal],)
         signal = self.world.of_units("ready", peer, self.me, unit.peer)[unit.ordinal]
@@ -390,7 +391,7 @@ class Scatter(Builder):
         return (), () if self.steps[first].lane == lane else (first,)
 
     def _sum(self) -> None:
-        """Sum each part of the own block once all ranks' products of it are there."""
+        """Sum each part of the own block once all ranks' products of it have arrived."""
         for turn, unit in enumerate(self.mine.own):
             lane = self._own_lane(turn)
             if self.schedule.beta and self.peers:
@@ -405,7 +406,7 @@ class Scatter(Builder):
                 self._send_back(unit, summed)
 
     def _addend(self, unit: Unit, lane: str) -> tuple[Region, tuple[Signal, ...], tuple[int, ...]]:
-        """Where the sum of all others lies that comes from one peer, and what says so."""
+        """The region of the sum of all others, which comes from one peer, and what to wait for."""
         ((peer, sent),) = self.world.received(self.me).items()
         waits: list[Signal] = []
         after: list[int] = []
@@ -416,9 +417,9 @@ class Scatter(Builder):
         return self.world.landing(peer, self.me, unit), tuple(waits), tuple(dict.fromkeys(after))
 
     def _meeting(self, own: Unit, sent: list[Unit]) -> list[Unit]:
-        """Those of a peer's units for this rank that share rows or columns with one of its own.
+        """The units of a peer for this rank that share rows or columns with one of its own.
 
-        All peers cut their blocks alike, but for a tail.
+        All peers cut their blocks alike, except for a tail.
         """
         key = own, len(sent)
         if key not in self.meeting:
@@ -426,7 +427,7 @@ class Scatter(Builder):
         return [sent[i] for i in self.meeting[key]]
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
-        """Sum the products of all ranks, or of all others."""
+        """Sum the products of all ranks; if ``own`` is None, of all others."""
         waits: list[Signal] = []
         after = [] if own is None else [own]
         parts, terms = [], []
@@ -455,7 +456,7 @@ class Scatter(Builder):
         )
 
     def _gather_blocks(self) -> None:
-        """Bring the blocks of an all-to-all to their places, in their order of arrival."""
+        """Copy the blocks of an all-to-all to their places, in order of arrival."""
         for turn, unit in enumerate(self.mine.own):
             if self.alone:
                 self._product(self._own_lane(turn), [unit])
@@ -475,13 +476,13 @@ class Scatter(Builder):
             self._place(source, out, 1 << peer, waits, after)
 
     def _arriving(self, peer: int) -> tuple[list[Unit], list[Region], list[Region]]:
-        """What a peer sends, where it lands and where it belongs."""
+        """The units that a peer sends, where they land, and where they belong."""
         units, row = self.world.sent(peer, self.me), self.problem.lands(peer, self.me)
         out = self.world.departures[peer].regions("out", self.me, row, units)
         return units, self.world.landings(peer, self.me, self.me), out
 
     def _own_lane(self, turn: int) -> str:
-        """The lane of a part of the own product, where that is multiplied alone."""
+        """The lane of a part of the own product if that is multiplied alone."""
         return self.compute_lanes[(self.mine.groups + turn) % len(self.compute_lanes)]
 
     def _place(
@@ -515,7 +516,7 @@ class Scatter(Builder):
             )
 
     def _return(self) -> None:
-        """Bring the sums of the peers to their places, in their order of arrival."""
+        """Copy the sums of the peers to their places, in order of arrival."""
         coming = [
             (unit.ordinal, peer, unit)
             for peer in self.lane_of

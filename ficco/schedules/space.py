@@ -1,8 +1,8 @@
 """The space of schedules: its axes, the named points, and the names.
 
-A name is a base and knobs behind a colon, ``hetero-fused-1d:pieces=4,pull,compute=2``. It is the
-same string in the API, in files, on the command line and in reports, and parsing what was printed
-gives the same schedule.
+A name is a base, and knobs after a colon: ``hetero-fused-1d:pieces=4,pull,compute=2``. It is the
+same string in the API, in files, on the command line and in reports. Parsing a printed name gives
+the same schedule.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-#: Which pieces share a step.
+#: How pieces share steps.
 GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot")
 
-#: What arrives before what; the first is the default.
+#: The order in which pieces travel; the first is the default.
 ORDERS = ("piece", "peer")
 
-#: Who moves the bytes; the first is the default.
+#: What moves the bytes; the first is the default.
 MOVERS = ("dma", "kernel", "collective")
 
 
@@ -30,36 +30,43 @@ NO_SIZE = "pieces: required a positive number or positive relative sizes such as
 class Schedule:
     """A point of the space of schedules (FiCCO, section V-A, and its extensions).
 
-    It has the same axes in both directions. *Gather*: pieces of A are multiplied as they arrive.
+    The axes are the same in both directions. *Gather*: pieces of A are multiplied as they arrive.
     *Scatter*: pieces of the product are sent as they are made.
 
     Attributes:
-        uniform: the rank's own pieces ride along in every step; otherwise (hetero) what stays with
-            the rank is multiplied alone: first while the first pieces travel (gather), or last
-            while the last ones do (scatter).
-        grouping: which pieces share a step: ``"fused"``, one of every peer; ``"unfused"``, one;
-            ``"growing"`` and ``"shrinking"``, those of 1, 2, 4, ... neighbouring peers (or the
-            reverse), whose rows are contiguous, so that log2(W) + 1 products do; ``"ring"``, for
-            operators that sum: a block goes from rank to rank, and each adds its product to it; or
-            ``"one-shot"``, for the same: what a rank needs it sums where the peers made it, and a
-            sum that all ranks want each of them makes itself.
-        dims: 1 cuts what travels by rows, 2 by columns. Columns of A accumulate; those of a product
-            are columns of b.
-        pieces: pieces per shard or block, or their relative sizes; 0 means one per rank, the
-            paper's choice. Clamped to the rows or columns there are.
-        tail: pieces that the last group is cut into once more, so that what is left behind the
-            last copy is short: a product (gather), or a sum (scatter).
-        order: ``"piece"``, a piece of every peer before the next piece of any (all links of a
-            mesh are busy), or ``"peer"``, peer after peer (what a switch wants).
+        uniform: the rank's own pieces are part of every step. Otherwise (hetero) the rank's own
+            part is multiplied alone: first, while the first pieces travel (gather), or last, while
+            the last ones travel (scatter).
+        grouping: which pieces share a step.
+
+            - ``"fused"``: one of every peer.
+            - ``"unfused"``: one.
+            - ``"growing"``: those of 1, 2, 4, ... neighbouring peers, whose rows are contiguous, so
+              that log2(W) + 1 products suffice. ``"shrinking"``: the reverse.
+            - ``"ring"``, for operators that sum: a block goes from rank to rank, and each rank adds
+              its product to it.
+            - ``"one-shot"``, for operators that sum: each rank reads its peers' products in place
+              and sums what it needs. In an all-reduce every rank makes the whole sum.
+        dims: 1 cuts by rows what travels, 2 by columns. Products of columns of A accumulate;
+            columns of a product are columns of b.
+        pieces: pieces per shard or block, or their relative sizes. 0 means one per rank, the
+            paper's choice. At most as many as there are rows or columns.
+        tail: pieces that the last group is cut into once more, which shortens the work after the
+            last copy: a product (gather), or a sum (scatter).
+        order: ``"piece"``: a piece of every peer before the next piece of any, which keeps all
+            links of a mesh busy. ``"peer"``: peer after peer, which suits a switch.
         pull: receivers fetch; otherwise senders push.
-        mover: ``"dma"``, copy engines; ``"kernel"``, a copy kernel on a few SMs or CUs per peer,
-            and in a one-shot the kernel that sums, on all of them; or
-            ``"collective"``, the operator's collective by the group's library, for serial alone.
+        mover: ``"dma"``: copy engines. ``"kernel"``: a copy kernel on a few SMs or CUs per peer; in
+            a one-shot the kernel that sums, on all of them. ``"collective"``: the operator's
+            collective by the group's library, for serial only.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.
-        beta: for operators that sum: what the peers sent is summed and rounded first, and the own
-            product adds itself to that (a GEMM with beta = 1), so that nothing is left behind it.
-            A ring has no other way.
+        beta: for operators that sum. The products of the peers are summed and rounded first, and
+            the GEMM of the own product adds to that sum (beta = 1), so that no work is left after
+            it. A ring always has it.
+
+    Raises:
+        ValueError: a value is not allowed, or values do not fit together.
     """
 
     uniform: bool
@@ -122,7 +129,11 @@ class Schedule:
 
     @classmethod
     def parse(cls, name: str) -> Schedule:
-        """The schedule of a name; ``ValueError`` says which names and knobs there are."""
+        """The schedule of a name.
+
+        Raises:
+            ValueError: it is not one; the text lists the names and knobs.
+        """
         return _parse(name)
 
     def __str__(self) -> str:
@@ -133,8 +144,8 @@ class Schedule:
             return schedule.uniform, schedule.grouping, schedule.dims
 
         bases = [name for name, base in NAMED.items() if fixed(base) == fixed(self)]
-        # pieces=0 and tail=1 can be printed, but not undone by leaving a knob out.
-        # Of names with as many knobs, what overlaps is not called serial.
+        # A knob that is left out has the base's value. Take the base that needs the fewest knobs
+        # and, of equals, not serial, since other schedules overlap.
         name = min(bases, key=lambda base: (len(knobs(NAMED[base])), base == "serial"))
         rest = knobs(NAMED[name])
         return f"{name}:{','.join(rest)}" if rest else name
@@ -142,7 +153,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Knob:
-    """One axis as it is written behind the colon of a name."""
+    """One axis as it is written after the colon of a name."""
 
     axis: str
     parse: Callable[[str], Any]
@@ -185,10 +196,10 @@ KNOBS = (
     Knob("beta", lambda text: {"1": True, "0": False}[text], "{:d}".format, {"beta": True}),
 )
 
-#: The named points. The paper studies four of the eight FiCCO schedules (section V-B);
-#: ``shard-overlap`` is PyTorch's Async TP; ``growing`` and ``shrinking`` are hypercube orders;
-#: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end;
-#: ``one-shot`` is how PyTorch's ``one_shot_all_reduce`` and those of inference engines sum.
+#: The named points. The paper studies four of the eight FiCCO schedules (section V-B).
+#: ``shard-overlap`` is PyTorch's Async TP. ``growing`` and ``shrinking`` are hypercube orders.
+#: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end.
+#: ``one-shot`` sums as PyTorch's ``one_shot_all_reduce`` and those of inference engines do.
 NAMED: dict[str, Schedule] = {
     "serial": Schedule(True, "fused", 1, pieces=1),
     "shard-overlap": Schedule(False, "unfused", 1, pieces=1, order="peer"),
