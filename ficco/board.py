@@ -165,10 +165,10 @@ class Board:
         self._cell = 0
 
     def describe(self, text: str, same_as: str = "") -> int:
-        """The digest of a text that says what a call computes, and under which others find it.
+        """Publish a text that says what a call computes; returns the digest to look it up by.
 
         Texts older than the latest 128 are overwritten; describing one again rewrites it. Texts
-        with the same ``same_as`` share the digest of that, and others find the latest of them.
+        with the same ``same_as`` share its digest, by which the latest of them is found.
         """
         found = digest(same_as or text) or 1  # an entry of 0 is none
         with self._writing:

@@ -65,7 +65,7 @@ def under_torchrun() -> bool:
 
 
 def default_device() -> str:
-    """``"cuda"`` where torch sees GPUs of any vendor, else ``"cpu"``."""
+    """``"cuda"`` if torch sees GPUs of any vendor, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

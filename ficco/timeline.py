@@ -104,7 +104,7 @@ def dumps(timelines: Sequence[Timeline]) -> str:
 
 
 def loads(text: str, source: str) -> list[Timeline]:
-    """Timelines from JSON; ``source`` is the file, for messages.
+    """Timelines from JSON; ``source`` is the file that errors name.
 
     Raises:
         ConfigError: the text is not what :func:`dumps` writes.

@@ -157,7 +157,7 @@ class Workspace:
         self.board.post(self.calls, self.board.describe(text, same_as=how))
 
     def raise_error(self) -> None:
-        """Raise what made the group unusable, if anything did."""
+        """Raise the error that made the group unusable, if there is one."""
         if self.closed:
             raise FiccoError("the workspace of this group is closed; make a new group")
         if self.error is not None:
@@ -374,11 +374,7 @@ def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
 
 
 def close(group: ProcessGroup | None = None) -> None:
-    """Free what ficco holds for a group, or for all groups.
-
-    Waits for this rank's calls first, unless they failed. Graphs that captured calls of the group
-    must not be replayed any more. A later call makes a new workspace, which is collective.
-    """
+    """As :func:`ficco.close`."""
     for key in [key for key in _failed if group is None or key[0] is group]:
         del _failed[key]
     wanted = [key for key in _workspaces if group is None or key[0] is group]

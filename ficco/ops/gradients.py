@@ -23,14 +23,15 @@ What overlaps with what:
 - If dB alone is wanted and needs gathered or exchanged rows (of A or dY), it is an
   ``all_gather_transposed_matmul`` or ``all_to_all_transposed_matmul``, which adds up products as
   the rows arrive.
-- If dA is wanted too, the middle three gather dY once, under the product for dA, and keep it for
-  dB, which is one product of the library.
-- If dA is wanted too, the upper two need A from the peers once more. By default they gather it
+- If dA and dB are wanted, the middle three gather or exchange dY once, under the product for dA,
+  and keep it for dB, which is one product of the library.
+- If dA and dB are wanted, the upper two need A from the peers once more. By default they gather it
   again, as Megatron-LM does under sequence parallelism. On a GPU those copies are enqueued first,
   on a stream of their own, and run beside the product for dA and its copies; dB follows, as one
-  product of the library. With ``options(save_gathered=True)`` the forward keeps the gathered A:
-  m k elements from forward to backward instead of the m k / W of the shard, and no copies of A in
-  the backward.
+  product of the library.
+- With ``options(save_gathered=True)`` the forward of the upper two keeps the gathered A: m k
+  elements from forward to backward instead of the m k / W of the shard, and no copies of A in the
+  backward.
 - ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, before the gathering
   product starts. ``options(all_reduce_gradients="equal")`` needs no communication.
 

@@ -1,4 +1,4 @@
-"""A matrix product of a shard of k, and the reduce-scatter of it."""
+"""A matrix product over a shard of k, and the reduce-scatter of it."""
 
 from __future__ import annotations
 

@@ -379,7 +379,7 @@ class _Proof:
     # What steps read and write.
 
     def _accesses(self) -> None:
-        """All reads, and behind them all writes."""
+        """All reads, followed by all writes."""
         found = (self._transfers(), self._products(), self._reductions(), self._collectives())
         # The sum that a product adds to is not listed as a read: the write says that it adds.
         reads, writes = zip(*found, strict=True)

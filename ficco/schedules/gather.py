@@ -23,7 +23,7 @@ NO_ROOM: Room = ((), ())
 
 
 class StagingTooSmall(ValueError):
-    """No step fits under a cap on staging; the largest takes ``needed`` bytes."""
+    """The largest step, which takes ``needed`` bytes, does not fit under a cap on staging."""
 
     def __init__(self, text: str, needed: int) -> None:
         super().__init__(text)

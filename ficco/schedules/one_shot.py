@@ -143,7 +143,7 @@ class OneShot(Builder):
             self.acquired = found
 
     def _sum(self, piece: int) -> None:
-        """Add up what all ranks made of a piece of this rank's, if it has so many."""
+        """Sum all ranks' products for a piece of this rank's, if it has that many pieces."""
         rows = self.world.summed[self.me][piece : piece + 1] if piece >= 0 else []
         for first, last in rows:
             n, ranks = self.problem.n, range(self.world.world)
