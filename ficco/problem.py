@@ -209,11 +209,6 @@ class Problem:
         """Floating-point operations of one rank's product."""
         return 2 * self.m * self.n * self.k
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of a gathered A, which a serial all-gather allocates."""
-        return self.m * self.k * self.itemsize
-
     def __str__(self) -> str:
         rows = f"{self.rows[0]} x {self.world} ranks"
         if not self.equal:

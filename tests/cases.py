@@ -15,6 +15,7 @@ import torch
 from ranks import Rank
 
 import ficco
+from ficco.problem import Problem
 
 #: Terms in the sum of one element, at most. With |a| <= 3 and |b| = 1 no sum leaves [-192, 192],
 #: and bfloat16 holds every integer up to 256.
@@ -67,6 +68,11 @@ class Case:
 def equal(world: int, rows: int, k: int, n: int, **rest: Any) -> Case:
     """A case with equal shards."""
     return Case((rows,) * world, k, n, **rest)
+
+
+def gathered_bytes(problem: Problem) -> int:
+    """Bytes of a gathered A: what a serial all-gather allocates."""
+    return problem.m * problem.k * problem.itemsize
 
 
 def _hash(rows: torch.Tensor, cols: torch.Tensor, seed: int) -> torch.Tensor:

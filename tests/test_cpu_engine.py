@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import gathered_bytes
 from ranks import Died, Rank, caught, ranks, run
 
 from ficco.dma import cpu
@@ -171,7 +172,7 @@ def with_ring(at: Rank) -> None:
             for name in NAMES:
                 for share in (4, 2):
                     try:
-                        one = plan(of, Schedule.parse(name), at.rank, of.gathered_bytes // share)
+                        one = plan(of, Schedule.parse(name), at.rank, gathered_bytes(of) // share)
                     except ValueError:
                         continue
                     plans.append(one)

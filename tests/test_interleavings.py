@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cases import gathered_bytes
 
 from ficco.plan import Plan, PlanError, Product, Reduction, Region, Step, check
 from ficco.problem import OPERATORS, Problem
@@ -218,7 +219,7 @@ def some_plans(dice: random.Random, world: int, operator: str = "") -> list[Plan
     while True:
         name = dice.choice(list(NAMED)) + dice.choice(KNOBS + BETAS * kind.sums)
         try:
-            cap = dice.choice((None, problem.gathered_bytes // 2))
+            cap = dice.choice((None, gathered_bytes(problem) // 2))
             return plans(problem, Schedule.parse(name), cap)
         except ValueError:  # not enough for one step, or knobs that do not go together
             continue

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import gathered_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import slower
@@ -99,7 +100,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @given(problem=problems(), data=st.data(), share=st.sampled_from([None, 1.0, 0.5, 0.25]))
 def test_plans_pass_the_proof(problem: Problem, data: st.DataObject, share: float | None) -> None:
     capped = share is not None and not problem.kind.scatters
-    cap = int((share or 0) * problem.gathered_bytes) if capped else None
+    cap = int((share or 0) * gathered_bytes(problem)) if capped else None
     try:
         found = made(data.draw(st.sampled_from(served(problem))), problem, cap)
     except ValueError as error:
@@ -1311,7 +1312,7 @@ def test_collectives_move_the_whole(operator: str) -> None:
 
 
 def test_early_reuse_of_a_stage_is_caught() -> None:
-    found = made("hetero-fused-1d", cap=PROBLEM.gathered_bytes // 3)
+    found = made("hetero-fused-1d", cap=gathered_bytes(PROBLEM) // 3)
     assert 0 < found[0].stages < 4
     check(found)
 
@@ -1578,9 +1579,9 @@ def test_plans_of_different_schedules_do_not_mix() -> None:
 
 def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
     problem = Problem("all_gather_matmul", (512,) * 4, 64, 256, "bfloat16")
-    found = made("hetero-fused-1d:pieces=4", problem, problem.gathered_bytes * 3 // 8)
+    found = made("hetero-fused-1d:pieces=4", problem, gathered_bytes(problem) * 3 // 8)
     assert found[0].stages == 2
-    assert found[0].extra_bytes < problem.gathered_bytes / 2
+    assert found[0].extra_bytes < gathered_bytes(problem) / 2
 
 
 @pytest.mark.parametrize(
