@@ -502,10 +502,11 @@ RECTANGLES = [
 
 
 def rectangle(
-    move: Callable[..., None],
+    kernels: Kernels,
     shape: tuple[int, ...],
     device: str = "cpu",
     stream: Any = None,
+    blocks: int = launch.PEER_BLOCKS,
 ) -> None:
     """Copy within random bytes, and compare all of them with what should be there."""
     to, dst_pitch, at, src_pitch, width, height = shape
@@ -515,21 +516,21 @@ def rectangle(
     for row in range(height):
         first, begin = to + row * dst_pitch, at + row * src_pitch
         wanted[first : first + width] = src[begin : begin + width]
-    begin, end = src.data_ptr() + at, dst.data_ptr() + to
-    move(end, dst_pitch, begin, src_pitch, width, height, stream)
+    ends = ((dst.data_ptr() + to, src.data_ptr() + at),)
+    kernels.copies(ends, dst_pitch, src_pitch, width, height, stream, blocks)
     assert torch.equal(dst, wanted), shape
 
 
 @pytest.mark.parametrize("shape", RECTANGLES)
 def test_copies_are_exact(on_host: Kernels, shape: tuple[int, ...]) -> None:
-    rectangle(on_host.copy, shape)
+    rectangle(on_host, shape)
 
 
 def test_copy_takes_the_blocks_that_it_is_given(on_host: Kernels) -> None:
     launches = on_host.binding.launches
     for blocks, taken in ((1, 1), (3, 3), (64, 10)):
         launches.clear()
-        rectangle(lambda *args, n=blocks: on_host.copy(*args, n), (0, 80, 0, 80, 80, 1000))
+        rectangle(on_host, (0, 80, 0, 80, 80, 1000), blocks=blocks)
         assert launches == [("ficco_copy_aligned", taken)]
 
 
@@ -682,7 +683,7 @@ def test_copies_stay_within_the_pages_that_hold_their_rows(on_host: Kernels) -> 
         for to_gap, at_gap in itertools.product((0, 1, 8, 15), repeat=2):
             # From the first byte on, and up to the last.
             for first, begin in ((to_gap, at_gap), (page - width - to_gap, page - width - at_gap)):
-                on_host.copy(to + first, width, at + begin, width, width, 1, None)
+                on_host.copies(((to + first, at + begin),), width, width, width, 1, None)
                 found = ctypes.string_at(to + first, width)
                 assert found == held[page + begin : page + begin + width], (width, first, begin)
     for start in starts:
@@ -696,7 +697,7 @@ def test_a_copy_too_large_for_one_launch(
     monkeypatch.setattr(launch, "MAX_UNITS", limit)
     on_host._copies.cache_clear()
     for shape in RECTANGLES[:14]:
-        rectangle(on_host.copy, shape)
+        rectangle(on_host, shape)
     on_host._copies.cache_clear()
 
 
@@ -1077,20 +1078,9 @@ def test_wait_has_a_deadline(on_host: Kernels) -> None:
 # PyTorch in place of them.
 
 
-@pytest.mark.parametrize("shape", RECTANGLES)
-def test_fallback_copies(shape: tuple[int, ...]) -> None:
-    rectangle(TorchKernels(on_gpu=False).copy, shape)
-
-
 def test_fallback_placement_and_reduction() -> None:
     check_place(TorchKernels())
     check_reduce(TorchKernels().reduce)
-
-
-def test_fallback_has_no_signals() -> None:
-    for call in (lambda k: k.post([], None), lambda k: k.wait([], 1.0, 0, None)):
-        with pytest.raises(NotImplementedError, match="stream writes"):
-            call(TorchKernels())
 
 
 # The cache.

@@ -58,7 +58,7 @@ def loaded(at: Rank) -> tuple[Kernels, int]:
 def _copies(at: Rank) -> None:
     mine, stream = loaded(at)
     for shape in RECTANGLES:
-        rectangle(mine.copy, shape, "cuda", stream)
+        rectangle(mine, shape, "cuda", stream)
     rng = random.Random(5)
     for _ in range(150):
         width = rng.choice([1, 2, 15, 16, 17, 100, 1000, 4096, 100_000])
@@ -66,23 +66,21 @@ def _copies(at: Rank) -> None:
         to, begin = rng.randrange(32), rng.randrange(32)
         shape = (to, pitches[0], begin, pitches[1], width, rng.choice([1, 2, 33, 200]))
         blocks = rng.choice([1, 8, 32, 500])
-        rectangle(lambda *args, n=blocks: mine.copy(*args, n), shape, "cuda", stream)
+        rectangle(mine, shape, "cuda", stream, blocks)
 
 
 def test_copies_are_exact() -> None:
     run(1, _copies, device="cuda")
 
 
-def _fallback_copies(at: Rank) -> None:
+def _fallbacks(at: Rank) -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    for shape in RECTANGLES:
-        rectangle(TorchKernels().copy, shape, "cuda", stream)
     check_place(TorchKernels(), "cuda", stream)
     check_reduce(TorchKernels().reduce, "cuda", stream)
 
 
 def test_fallbacks() -> None:
-    run(1, _fallback_copies, device="cuda")
+    run(1, _fallbacks, device="cuda")
 
 
 def _place(at: Rank) -> None:
@@ -327,8 +325,8 @@ def _microseconds(at: Rank, repeat: int = 20) -> dict[tuple[str, int], float]:
                 "dma": lambda size=size: cu.copy(end, begin, size, stream)
             }
             for blocks in (4, 8, 16, 32):
-                movers[f"kernel {blocks}"] = lambda size=size, blocks=blocks: mine.copy(
-                    end, size, begin, size, size, 1, handle, blocks
+                movers[f"kernel {blocks}"] = lambda size=size, blocks=blocks: mine.copies(
+                    ((end, begin),), size, size, size, 1, handle, blocks
                 )
             for name, move in movers.items():
                 torch.cuda.synchronize()

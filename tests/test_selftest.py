@@ -273,16 +273,16 @@ def test_a_refusal_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's operations in their place: what there is of them is checked all the same."""
-    right = results(monkeypatch, partial(_has, TorchKernels(False)), ["kernels"])["kernels"]
+    right = results(monkeypatch, partial(_has, TorchKernels()), ["kernels"])["kernels"]
     assert right.verdict == "ok" and "by PyTorch's operations" in right.seen
     assert "posts and waits are not there" in right.seen
-    wrong = results(monkeypatch, partial(_has, _ForgetsAPart(False)), ["kernels"])["kernels"]
+    wrong = results(monkeypatch, partial(_has, _ForgetsAPart()), ["kernels"])["kernels"]
     assert wrong.verdict == "failed"
     assert "sum of 16 x 7" in wrong.seen and "8 x" not in wrong.seen
-    wide = _checked(_SumsWholeRows(False), monkeypatch)
+    wide = _checked(_SumsWholeRows(), monkeypatch)
     for dtype in ("bfloat16", "float16"):
         assert f"sum of 4 x 33 x 100 torch.{dtype} at 8 of 160 is wrong" in wide
-    cut = _checked(_CutsSmallHalves(False), monkeypatch)
+    cut = _checked(_CutsSmallHalves(), monkeypatch)
     for part in ("float16", "float32"):
         assert f"sum of 2 x 4096 torch.{part} in torch.float16 is wrong" in cut
     assert "sum of 4 x 33 x 100 torch.float16 at 8 of 160 is wrong" in cut

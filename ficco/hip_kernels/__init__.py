@@ -2,7 +2,7 @@
 
 They are compiled on first use for the card at hand (:mod:`ficco.hip_kernels.build`) and launched
 through the vendor's driver on any stream (:mod:`ficco.hip_kernels.launch`). Where that cannot be
-done, :class:`TorchKernels` does the same with PyTorch. Importing this package touches no device
+done, :class:`TorchKernels` places and sums with PyTorch. Importing this package touches no device
 and no compiler.
 """
 

@@ -310,21 +310,6 @@ class Kernels:
         """Blocks of a launch that may spin: other launches must find room beside them."""
         return min(SPINNING_BLOCKS, self.binding.processors // 2)
 
-    def copy(
-        self,
-        dst: int,
-        dst_pitch: int,
-        src: int,
-        src_pitch: int,
-        width: int,
-        height: int,
-        stream: Any,
-        blocks: int = PEER_BLOCKS,
-    ) -> None:
-        """Copy ``height`` rows of ``width`` bytes between ranks with ``blocks`` blocks. What the
-        stream writes behind it tells a peer that they are there."""
-        self.copies(((dst, src),), dst_pitch, src_pitch, width, height, stream, blocks)
-
     def copies(
         self,
         ends: tuple[tuple[int, int], ...],
@@ -336,10 +321,11 @@ class Kernels:
         blocks: int = PEER_BLOCKS,
         signals: Signals | None = None,
     ) -> None:
-        """:meth:`copy` for several pairs of destination and source at the same time, each with
-        ``blocks`` blocks: where their addresses are alike, by one launch. With ``signals`` there
-        must be something to copy, and the stream must wait for nothing that is launched behind it
-        on this device."""
+        """Copy ``height`` rows of ``width`` bytes between ranks for each pair of destination and
+        source, all at the same time with ``blocks`` blocks each: where their addresses are alike,
+        by one launch. What the stream writes behind it tells a peer that they are there. With
+        ``signals`` there must be something to copy, and the stream must wait for nothing that is
+        launched behind it on this device."""
         for prepared in self._copies(
             ends, dst_pitch, src_pitch, width, height, blocks, True, signals
         ):
