@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -246,78 +246,83 @@ def clang() -> Compiler:
     return Compiler("clang", _version_of(program), run)
 
 
-# Run-time compilers.
+# Run-time compilers. Those of both vendors have the same calls, by other names.
 
 
-def _must(call: str, result: Any) -> Any:
-    """The value of a run-time compiler's call, or :class:`BackendError`."""
-    if int(result[0]):
-        raise BackendError(call, getattr(result[0], "name", str(result[0])), "no explanation")
-    return result[1] if len(result) == 2 else None
+def _run_time_compiler(
+    name: str, binding: Callable[[], Any], options: Sequence[str], code: str, by_reference: bool
+) -> Compiler:
+    """A vendor's compiler.
+
+    Args:
+        name: its own, with which its calls begin.
+        binding: imports the module of its calls.
+        options: of a compilation, with ``{}`` for the architecture.
+        code: what its calls call the code.
+        by_reference: whether a program is destroyed through a reference to its handle.
+    """
+    try:
+        api = binding()
+        error, major, minor = getattr(api, f"{name}Version")()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise Missing(f"{name}: {_line(error)}") from error
+    if int(error):
+        raise Missing(f"{name}: {error}")
+
+    def call(what: str, *arguments: Any) -> Any:
+        return getattr(api, name + what)(*arguments)
+
+    def must(what: str, *arguments: Any) -> Any:
+        """The value of a call, or :class:`BackendError`."""
+        failed, *value = call(what, *arguments)
+        if int(failed):
+            error_code = getattr(failed, "name", str(failed))
+            raise BackendError(name + what, error_code, "no explanation")
+        return value[0] if value else None
+
+    def run(text: str, arch: str) -> bytes:
+        program = must("CreateProgram", text.encode(), b"kernels.cpp", 0, None, None)
+        try:
+            given = [option.format(arch).encode() for option in options]
+            failed = call("CompileProgram", program, len(given), given)[0]
+            if int(failed):
+                log = bytearray(must("GetProgramLogSize", program))
+                call("GetProgramLog", program, log)
+                explanation = log.decode(errors="replace").strip("\0\n ")
+                raise BackendError(f"{name}CompileProgram", failed.name, explanation[-2000:])
+            image = bytearray(must(f"Get{code}Size", program))
+            must(f"Get{code}", program, image)
+            return bytes(image)
+        finally:
+            call("DestroyProgram", program.createRef() if by_reference else program)
+
+    return Compiler(name, f"{major}.{minor}", run)
 
 
 @lru_cache
 def nvrtc() -> Compiler:
     """CUDA's run-time compiler; PyTorch's wheels for CUDA bring it."""
-    try:
-        from cuda.bindings import nvrtc as api
 
-        error, major, minor = api.nvrtcVersion()
-    except (ImportError, RuntimeError, OSError) as error:
-        raise Missing(f"nvrtc: {_line(error)}") from error
-    if int(error):
-        raise Missing(f"nvrtc: {error}")
+    def binding() -> Any:
+        from cuda.bindings import nvrtc
 
-    def run(text: str, arch: str) -> bytes:
-        created = api.nvrtcCreateProgram(text.encode(), b"kernels.cpp", 0, [], [])
-        program = _must("nvrtcCreateProgram", created)
-        try:
-            options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
-            failed = api.nvrtcCompileProgram(program, len(options), options)[0]
-            if int(failed):
-                log = bytearray(_must("nvrtcGetLogSize", api.nvrtcGetProgramLogSize(program)))
-                api.nvrtcGetProgramLog(program, log)
-                explanation = log.decode(errors="replace").strip("\0\n ")
-                raise BackendError("nvrtcCompileProgram", failed.name, explanation[-2000:])
-            image = bytearray(_must("nvrtcGetCUBINSize", api.nvrtcGetCUBINSize(program)))
-            _must("nvrtcGetCUBIN", api.nvrtcGetCUBIN(program, image))
-            return bytes(image)
-        finally:
-            api.nvrtcDestroyProgram(program)
+        return nvrtc
 
-    return Compiler("nvrtc", f"{major}.{minor}", run)
+    options = ("--gpu-architecture={}", "--std=c++17")
+    return _run_time_compiler("nvrtc", binding, options, "CUBIN", by_reference=False)
 
 
 @lru_cache
 def hiprtc() -> Compiler:
     """ROCm's run-time compiler, for machines without ROCm's clang."""
-    try:
-        from hip import hiprtc as api
 
-        error, major, minor = api.hiprtcVersion()
-    except (ImportError, RuntimeError, OSError) as error:
-        raise Missing(f"hiprtc: {_line(error)}") from error
-    if int(error):
-        raise Missing(f"hiprtc: {error}")
+    def binding() -> Any:
+        from hip import hiprtc
 
-    def run(text: str, arch: str) -> bytes:
-        created = api.hiprtcCreateProgram(text.encode(), b"kernels.cpp", 0, None, None)
-        program = _must("hiprtcCreateProgram", created)
-        try:
-            options = [f"--offload-arch={arch}".encode(), b"-std=c++17", b"-O3"]
-            failed = api.hiprtcCompileProgram(program, len(options), options)[0]
-            if int(failed):
-                log = bytearray(_must("hiprtcGetLogSize", api.hiprtcGetProgramLogSize(program)))
-                api.hiprtcGetProgramLog(program, log)
-                explanation = log.decode(errors="replace").strip("\0\n ")
-                raise BackendError("hiprtcCompileProgram", failed.name, explanation[-2000:])
-            image = bytearray(_must("hiprtcGetCodeSize", api.hiprtcGetCodeSize(program)))
-            _must("hiprtcGetCode", api.hiprtcGetCode(program, image))
-            return bytes(image)
-        finally:
-            api.hiprtcDestroyProgram(program.createRef())
+        return hiprtc
 
-    return Compiler("hiprtc", f"{major}.{minor}", run)
+    options = ("--offload-arch={}", "-std=c++17", "-O3")
+    return _run_time_compiler("hiprtc", binding, options, "Code", by_reference=True)
 
 
 def _line(error: BaseException) -> str:
