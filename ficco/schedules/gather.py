@@ -364,24 +364,14 @@ class Gather(Builder):
 
     # Opening and closing a call.
 
-    def _lanes(self) -> Iterable[tuple[str, list[int]]]:
-        """Copy lanes, each with its peers."""
-        by_lane: dict[str, list[int]] = {}
-        for peer, lane in self.lane_of.items():
-            by_lane.setdefault(lane, []).append(peer)
-        return by_lane.items()
-
     def _open_push(self) -> None:
-        for lane, peers in self._lanes():
-            mine = self.taken(peers)
-            # A peer that gets no data must still learn that this rank's call has begun.
-            bare = tuple(
-                self.world.word("ready", self.me, peer)
-                for peer in peers
-                if not self.problem.block(self.me, peer)
-            )
-            step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=bare)
-            self.acquired.update(dict.fromkeys(peers, self.add(step)))
+        # A peer that gets no data must still learn that this rank's call has begun.
+        bare = {
+            peer: self.world.word("ready", self.me, peer)
+            for peer in self.peers
+            if not self.problem.block(self.me, peer)
+        }
+        self.acquired = self.acquire(bare)
 
     def _publish(self) -> tuple[int, ...]:
         whole = (0, self.problem.left_rows(self.me), 0, self.problem.k)
@@ -389,21 +379,16 @@ class Gather(Builder):
         return (self.add(Step("place", "compute0", "publish", transfer=move)),)
 
     def _open_pull(self, published: tuple[int, ...]) -> None:
-        for lane, peers in self._lanes():
-            mine = self.taken(peers)
-            valid = tuple(self._valid(self.me, peer) for peer in peers)
-            self.add(
-                Step("sync", lane, "acquire", waits=mine, clears=mine, posts=valid, after=published)
-            )
+        self.acquire({peer: self._valid(self.me, peer) for peer in self.peers}, published)
 
     def _close_pull(self) -> None:
-        for lane, peers in self._lanes():
+        for lane, peers in self.copy_lanes():
             empty = [peer for peer in peers if not self.mine.units(peer)]
             waits = tuple(self._valid(peer, self.me) for peer in empty)
             posts = tuple(self._done(self.me, peer) for peer in empty)
             if empty:
                 self.add(Step("sync", lane, "nothing to pull", waits=waits, posts=posts))
-        for lane, peers in self._lanes():  # a separate loop: no wait comes before a post to a peer
+        for lane, peers in self.copy_lanes():  # a separate loop: no wait comes before a post
             waits = tuple(self._done(peer, self.me) for peer in peers)
             self.add(Step("sync", lane, "peers have read", waits=waits))
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, new
 from ficco.problem import Problem
-from ficco.schedules.builder import Builder
+from ficco.schedules.builder import REDUCE_LANE, Builder
 from ficco.schedules.groups import Unit, cut, finer
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
-
-REDUCE_LANE = "reduce0"
 
 #: Rows of the product.
 Rows = tuple[int, int]

@@ -12,12 +12,10 @@ from itertools import accumulate, zip_longest
 
 from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import Builder
+from ficco.schedules.builder import REDUCE_LANE, Builder
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
-
-REDUCE_LANE = "reduce0"
 
 #: A copy to a peer: its lane, label, signals to post, and transfer.
 Push = tuple[str, str, tuple[Signal, ...], Transfer]
@@ -157,7 +155,7 @@ class Scatter(Builder):
         self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
         self.made = "publish" if self.schedule.pull and self.peers else "partial"
         self.arrived = "valid" if self.schedule.pull else "ready"
-        self.acquired: tuple[int, ...] = ()
+        self.acquired: tuple[int, ...] = ()  # the steps that take over the slots of the peers
         self.made_by: dict[Unit, int] = {}  # unit -> its product
         self.products: dict[int, list[Product]] = {}  # by owner, of each unit of its block
         self.pushes: dict[int, list[Push]] = {}  # by owner, of each unit of its block
@@ -205,30 +203,18 @@ class Scatter(Builder):
 
     # Opening and closing a call.
 
-    def _lanes(self) -> dict[str, list[int]]:
-        """Copy lanes, each with its peers."""
-        by_lane: dict[str, list[int]] = {}
-        for peer, lane in self.lane_of.items():
-            by_lane.setdefault(lane, []).append(peer)
-        return by_lane
-
     def _open(self) -> None:
-        found = []
-        for lane, peers in self._lanes().items():
-            mine = self.taken(peers)
-            # A peer that gets no data must still learn that this rank's call has begun.
-            bare = tuple(
-                self.world.word(self.arrived, self.me, peer)
-                for peer in peers
-                if not self.world.sent(self.me, peer)
-            )
-            step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=bare)
-            found.append(self.add(step))
-        self.acquired = tuple(found)
+        # A peer that gets no data must still learn that this rank's call has begun.
+        bare = {
+            peer: self.world.word(self.arrived, self.me, peer)
+            for peer in self.peers
+            if not self.world.sent(self.me, peer)
+        }
+        self.acquired = tuple(dict.fromkeys(self.acquire(bare).values()))
 
     def _close(self) -> None:
         """Wait until the peers have read, and hand the slot on."""
-        for lane, peers in self._lanes().items():
+        for lane, peers in self.copy_lanes():
             read = tuple(self._done(peer, self.me) for peer in peers if self._is_read_by(peer))
             if read:
                 self.add(Step("sync", lane, "peers have read", waits=read))
