@@ -16,7 +16,7 @@ gate                     what threads may not do to a device at the same time
 hip                      the HIP engine
 hip_api                  the runtime's calls that it makes, in both series of the binding
 hip_memory, hip_work     memory that ranks share; PyTorch's work in the order of streams
-hip_launch               launches of ficco's kernels
+hip_binding              launches of ficco's kernels
 memops                   waits and writes of words, and which of them a launch can see to
 products, blas           products of the vendor's library, and its name
 cublaslt                 ``c + a @ b`` without a copy of c

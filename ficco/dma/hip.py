@@ -40,7 +40,7 @@ from ficco.dma.engine import (
     Slot,
     Symmetric,
 )
-from ficco.dma.hip_launch import HipBinding
+from ficco.dma.hip_binding import HipBinding
 from ficco.dma.hip_memory import MEMORIES, HipMemory, Meeting, Words
 from ficco.dma.hip_work import CallbackWork, TorchWork, Work
 from ficco.dma.products import accumulation

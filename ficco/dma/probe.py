@@ -96,7 +96,7 @@ def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
     stream = torch.cuda.current_stream(device).cuda_stream
     if torch.version.hip:
         from ficco.dma import hip_api
-        from ficco.dma.hip_launch import HipBinding
+        from ficco.dma.hip_binding import HipBinding
         from ficco.dma.hip_work import TorchWork
 
         hip_api.start()
