@@ -38,7 +38,7 @@ class Builder:
             by_lane.setdefault(lane, []).append(peer)
         return by_lane.items()
 
-    def taken(self, peers: list[int]) -> tuple[Signal, ...]:
+    def released_by(self, peers: list[int]) -> tuple[Signal, ...]:
         """The signals to wait for, and clear, before using the slots of peers."""
         return tuple(released(peer, self.me) for peer in peers)
 
@@ -47,9 +47,9 @@ class Builder:
         them that this rank's call has begun; by peer, the step."""
         found: dict[int, int] = {}
         for lane, peers in self.copy_lanes():
-            mine = self.taken(peers)
+            free = self.released_by(peers)
             posts = tuple(tell[peer] for peer in peers if peer in tell)
-            step = Step("sync", lane, "acquire", waits=mine, clears=mine, posts=posts, after=after)
+            step = Step("sync", lane, "acquire", waits=free, clears=free, posts=posts, after=after)
             found.update(dict.fromkeys(peers, self.add(step)))
         return found
 

@@ -57,8 +57,8 @@ class _Staging:
 
     def make_ring(self) -> None:
         """Lay the units of each group side by side; :meth:`set_stages` sets how many groups fit."""
-        filled = [0] * self.arrivals.groups
-        widest = [0] * self.arrivals.groups
+        filled = [0] * self.arrivals.group_count
+        widest = [0] * self.arrivals.group_count
         for peer in self.arrivals.set_of:
             self._row[peer] = rows = []
             height = self.arrivals.block(peer) if self.by_columns else 0  # else the unit's own
@@ -123,7 +123,7 @@ class GatherWorld:
         self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(problem.world)]
         terms = max(arrivals.rounds - 1 + arrivals.tail for arrivals in self.arrivals)
         self.partial = schedule.dims == 2 and terms > 1
-        self.slots = max(terms, 2)  # data words per pair of ranks; pull uses two of them
+        self.words_per_pair = max(terms, 2)  # of data; pull uses two of them
         self.landing = [_Staging(arrivals) for arrivals in self.arrivals]
         needed = max(staging.rows for staging in self.landing) * problem.k * problem.itemsize
         if cap is not None and needed > cap:
@@ -154,17 +154,17 @@ class GatherWorld:
         return staging * self.problem.itemsize, published * self.problem.itemsize
 
     # Signal words. Every rank has the same layout: first one word per peer that rests at 1, then
-    # `slots` words per peer for data, then as many for room in a ring.
+    # `words_per_pair` of them per peer for data, then as many for room in a ring.
 
     def words(self) -> int:
-        return self.problem.world * (1 + 2 * self.slots)
+        return self.problem.world * (1 + 2 * self.words_per_pair)
 
     def word(
         self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
     ) -> Signal:
         world = self.problem.world
-        block = world * self.slots if kind == "room" else 0
-        word = world + block + poster * self.slots + slot
+        block = world * self.words_per_pair if kind == "room" else 0
+        word = world + block + poster * self.words_per_pair + slot
         return Signal(kind, poster, waiter, slot, word, *rows)
 
     def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
@@ -213,7 +213,8 @@ class Gather(Builder):
         product waits for all of them, and there is no other work meanwhile."""
         schedule = self.schedule
         launched = schedule.mover == "kernel" and not schedule.pull and schedule.copy == 1
-        return launched and schedule.uniform and max(a.groups for a in self.world.arrivals) <= 1
+        most = max(arrivals.group_count for arrivals in self.world.arrivals)
+        return launched and schedule.uniform and most <= 1
 
     @cached_property
     def room(self) -> list[list[Signal]]:
@@ -236,7 +237,7 @@ class Gather(Builder):
         if self.schedule.pull:
             return self.mine.set_of[peer], self.mine.place_in_set[peer], 0
         target = self.world.arrivals[peer]
-        first = next((unit.group for unit in target.units(self.me)), target.groups)
+        first = next((unit.group for unit in target.units(self.me)), target.group_count)
         return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
 
     def build(self) -> Plan:
@@ -278,7 +279,7 @@ class Gather(Builder):
 
     def _pushes(self) -> list[list[Step]]:
         me, mover, world = self.me, self.schedule.mover, self.world
-        groups = max(arrivals.groups for arrivals in world.arrivals)
+        groups = max(arrivals.group_count for arrivals in world.arrivals)
         found: list[list[Step]] = [[] for _ in range(groups)]
         for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
             lane, landing = self.lane_of[target], world.landing[target]

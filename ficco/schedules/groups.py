@@ -117,7 +117,7 @@ class Groups(ABC):
         sets: sets of ranks whose pieces share groups.
         set_of, place_in_set: by rank, its set and its place there.
         rounds: most pieces of any shard or block.
-        groups: number of groups.
+        group_count: number of groups.
         tail: number of groups that the last one is cut into; fewer than asked for if its pieces are
             short.
     """
@@ -134,7 +134,7 @@ class Groups(ABC):
         self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
         ends = [self.cuts(p)[-1] for p in self.sets[-1] if self.cuts(p)] if self.sets else []
         self.tail = max((len(cut(b - a, tail)) for a, b in ends), default=1) or 1
-        self.groups = self.regular + (self.tail - 1 if self.regular else 0)
+        self.group_count = self.regular + (self.tail - 1 if self.regular else 0)
         self._units: dict[int, list[Unit]] = {}
 
     @abstractmethod
@@ -200,7 +200,7 @@ class Groups(ABC):
 
     def in_groups(self, of_units: Mapping[int, Sequence[T]]) -> list[list[T]]:
         """By group, items that belong to the units of some ranks, in the order of these ranks."""
-        found: list[list[T]] = [[] for _ in range(self.groups)]
+        found: list[list[T]] = [[] for _ in range(self.group_count)]
         for peer, column in of_units.items():
             for unit, one in zip(self.units(peer), column, strict=True):
                 found[unit.group].append(one)
@@ -277,8 +277,10 @@ class Departures(Groups):
         if self.schedule.uniform:
             return self.units(self.rank)
         rows = self.block(self.rank)
+        if not rows:
+            return []
         length = rows if self.schedule.dims == 1 else self.columns
-        return finer(Unit(self.rank, 0, 0, length, self.groups), self.schedule.tail) if rows else []
+        return finer(Unit(self.rank, 0, 0, length, self.group_count), self.schedule.tail)
 
     def of(self, peer: int) -> list[Unit]:
         """The units for a rank, in order."""

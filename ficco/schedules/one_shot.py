@@ -127,15 +127,15 @@ class OneShot(Builder):
         valid = [self.world.valid(self.me, peer) for peer in self.peers]
         posts = tuple(pieces[piece] for pieces in valid if piece < len(pieces))
         lane = self._lane(piece)
-        mine: tuple[Signal, ...] = ()
+        free: tuple[Signal, ...] = ()
         after: tuple[int, ...] = ()
         if not piece:
-            mine = self.taken(self.peers)
+            free = self.released_by(self.peers)
         elif lane != self._lane(0):
             after = (self.acquired,)
         label = f"tell {piece}" if piece else "acquire, tell 0"
         found = self.add(
-            Step("sync", lane, label, waits=mine, clears=mine, posts=posts, after=after)
+            Step("sync", lane, label, waits=free, clears=free, posts=posts, after=after)
         )
         if not piece:
             self.acquired = found

@@ -37,10 +37,10 @@ class ScatterWorld:
                 self.departures[src].count(dst) for src in ranks for dst in ranks if src != dst
             ]
         else:  # if some blocks have fewer pieces than others, some words stay unused
-            arriving = [departures.groups for departures in self.departures]
+            arriving = [departures.group_count for departures in self.departures]
         self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
-        self.slots = max([1, *arriving]), max(returning), int(schedule.pull)
+        self.words_per_pair = max([1, *arriving]), max(returning), int(schedule.pull)
         self._received: dict[int, dict[int, list[Unit]]] = {}
         self._landings: dict[tuple[int, int, int], list[Region]] = {}
         self._of_units: dict[tuple[str, int, int, int], list[Signal]] = {}
@@ -118,7 +118,7 @@ class ScatterWorld:
     # Signal words: per peer one that rests at 1, then those of each kind.
 
     def words(self) -> int:
-        return self.world * (1 + sum(self.slots))
+        return self.world * (1 + sum(self.words_per_pair))
 
     def of_units(self, kind: str, poster: int, waiter: int, owner: int) -> list[Signal]:
         """Signals of a kind, one for each unit of a rank's block between two ranks, in order."""
@@ -139,8 +139,8 @@ class ScatterWorld:
         """The first signal of a kind between two ranks; ``rows``: those that it gates, if any."""
         blocks = {"ready": 0, "valid": 0, "summed": 1, "done": 2}
         block = blocks[kind]
-        base = self.world * (1 + sum(self.slots[:block]))
-        return Signal(kind, poster, waiter, 0, base + poster * self.slots[block], *rows)
+        base = self.world * (1 + sum(self.words_per_pair[:block]))
+        return Signal(kind, poster, waiter, 0, base + poster * self.words_per_pair[block], *rows)
 
 
 class Scatter(Builder):
@@ -163,7 +163,7 @@ class Scatter(Builder):
         self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
         self.heard: dict[int, int] = {}  # word that was waited for -> the step that waited
         self.meeting: dict[tuple[Unit, int], list[int]] = {}  # by own unit and number of units sent
-        groups = self.mine.groups + (len(self.mine.own) if self.alone else 0)
+        groups = self.mine.group_count + (len(self.mine.own) if self.alone else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
         in_turn = [peer for peer in order if peer != rank]
@@ -340,7 +340,7 @@ class Scatter(Builder):
     def _fetches(self) -> list[list[tuple[int, Step]]]:
         """By group of the peers, the copies of the units that they make, each with its peer."""
         me, world = self.me, self.world
-        groups = max(departures.groups for departures in world.departures)
+        groups = max(departures.group_count for departures in world.departures)
         found: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
         for peer, lane in self.lane_of.items():
             units, there = world.sent(peer, me), self.problem.leaves(peer, me)
@@ -469,7 +469,7 @@ class Scatter(Builder):
 
     def _own_lane(self, turn: int) -> str:
         """The lane of a part of the own product if that is multiplied alone."""
-        return self.compute_lanes[(self.mine.groups + turn) % len(self.compute_lanes)]
+        return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
 
     def _place(
         self,
