@@ -263,11 +263,11 @@ def _run_time_compiler(
     """
     try:
         api = binding()
-        error, major, minor = getattr(api, f"{name}Version")()
+        status, major, minor = getattr(api, f"{name}Version")()
     except (ImportError, RuntimeError, OSError) as error:
-        raise Missing(f"{name}: {_line(error)}") from error
-    if int(error):
-        raise Missing(f"{name}: {error}")
+        raise Missing(f"{name}: {_first_line(error)}") from error
+    if int(status):
+        raise Missing(f"{name}: {status}")
 
     def call(what: str, *arguments: Any) -> Any:
         return getattr(api, name + what)(*arguments)
@@ -276,8 +276,8 @@ def _run_time_compiler(
         """The value of a call, or :class:`BackendError`."""
         failed, *value = call(what, *arguments)
         if int(failed):
-            error_code = getattr(failed, "name", str(failed))
-            raise BackendError(name + what, error_code, "no explanation")
+            status_name = getattr(failed, "name", str(failed))
+            raise BackendError(name + what, status_name, "no explanation")
         return value[0] if value else None
 
     def run(text: str, arch: str) -> bytes:
@@ -325,7 +325,7 @@ def hiprtc() -> Compiler:
     return _run_time_compiler("hiprtc", binding, options, "Code", by_reference=True)
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of what an error says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

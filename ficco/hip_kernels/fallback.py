@@ -17,7 +17,8 @@ class TorchKernels:
 
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         check_place(dst, src)
-        address_of(dst), address_of(src)
+        for tensor in (dst, src):
+            address_of(tensor)  # refuses strides that the kernel does not serve
         with _on(stream):
             dst.copy_(src)
 

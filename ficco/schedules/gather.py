@@ -71,6 +71,7 @@ class _Staging:
             self.cols = max([widest[group] for group in self._landing_groups], default=0)
 
     def set_stages(self, most: int) -> None:
+        """Let the groups that land here take turns in so many stages, or fewer."""
         groups, rows = self._landing_groups, self.rows
         self.stages = min(most, len(groups))
         self.rows *= self.stages

@@ -239,19 +239,20 @@ class Scatter(Builder):
     def _multiply(self, group: int, units: list[Unit]) -> None:
         """Multiply the units of a group, and send them."""
         lane = self.compute_lanes[group % len(self.compute_lanes)]
-        index = self._product(lane, units)
+        index = self._matmul(lane, units)
         after = (index,)
         for unit in units:
             self.made_by[unit] = index
             if unit.peer != self.me and not self.schedule.pull:
                 self._push(unit, after)
 
-    def _product(self, lane: str, units: list[Unit], after: tuple[int, ...] = ()) -> int:
+    def _matmul(self, lane: str, units: list[Unit], after: tuple[int, ...] = ()) -> int:
+        """The step that makes some units, and says so where peers fetch them."""
         world, me = self.world, self.me
         waits: tuple[Signal, ...] = ()
         posts, found = [], []
         for unit in sorted(units):
-            product = self._alone(unit)
+            product = self._product_of(unit)
             if product.accumulate and product.out.buffer == "staging":
                 left = (me - 1) % self.problem.world
                 waits = (*waits, world.of_units("ready", left, me, unit.peer)[unit.ordinal])
@@ -277,8 +278,8 @@ class Scatter(Builder):
             )
         )
 
-    def _alone(self, unit: Unit) -> Product:
-        """The product of a unit, not merged with others."""
+    def _product_of(self, unit: Unit) -> Product:
+        """The product of a unit, in a call of its own."""
         return self._of_block(unit.peer)[unit.ordinal]
 
     def _of_block(self, owner: int) -> list[Product]:
@@ -382,9 +383,9 @@ class Scatter(Builder):
             lane = self._own_lane(turn)
             if self.schedule.beta and self.peers:
                 after = () if self.single else (self._reduce(unit),)
-                summed = self._product(lane, [unit], after)
+                summed = self._matmul(lane, [unit], after)
             else:
-                summed = self._product(lane, [unit]) if self.alone else self.made_by[unit]
+                summed = self._matmul(lane, [unit]) if self.alone else self.made_by[unit]
                 if self.peers:
                     summed = self._reduce(unit, summed)
             self.made_by[unit] = summed
@@ -425,7 +426,7 @@ class Scatter(Builder):
                     waits += signals
                     after += copies
             elif own is not None:
-                parts.append(self._alone(unit).out)
+                parts.append(self._product_of(unit).out)
             else:
                 continue
             terms.append(1 << rank)
@@ -445,9 +446,9 @@ class Scatter(Builder):
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
         for turn, unit in enumerate(self.mine.own):
             if self.alone:
-                self._product(self._own_lane(turn), [unit])
+                self._matmul(self._own_lane(turn), [unit])
             elif self.peers:
-                source, made = self._alone(unit).out, self.made_by[unit]
+                source, made = self._product_of(unit).out, self.made_by[unit]
                 self._place(source, self.results[unit.ordinal], 1 << self.me, after=(made,))
         order = peers_in_order(self.me, self.problem.world)
         if self.schedule.pull:
