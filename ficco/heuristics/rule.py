@@ -16,7 +16,6 @@ from math import sqrt
 
 from ficco.machine import Machine, Provenance, Thresholds
 from ficco.problem import Problem
-from ficco.schedules import Schedule
 
 #: What the rule takes: for m <= k, then from few operations to many.
 COLUMNS = "uniform-fused-2d"
@@ -145,8 +144,3 @@ def _sums(values: Sequence[float]) -> list[float]:
     for value in values:
         found.append(found[-1] + value)
     return found
-
-
-def taken(problem: Problem, thresholds: Thresholds) -> Schedule:
-    """The schedule that the rule takes."""
-    return Schedule.parse(rule(problem, thresholds)[0])
