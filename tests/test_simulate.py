@@ -31,7 +31,8 @@ from ficco.machine.flat import flat
 from ficco.plan import Plan, Product, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
-from ficco.simulate import APART, MODES, UNFILLED, predict, simulate
+from ficco.simulate import MODES, predict, simulate
+from ficco.simulate.events import APART, UNFILLED
 from ficco.timeline import Bar, Timeline, dumps, loads, work
 
 GIVEN = Provenance("assumed")

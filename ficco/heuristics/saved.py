@@ -19,7 +19,7 @@ from ficco.schedules import Schedule
 from ficco.warn import warn_once
 
 #: What of this package a decision depends on.
-CODE = ("problem.py", "plan", "schedules", "simulate.py", "machine", "heuristics")
+CODE = ("problem.py", "plan", "schedules", "simulate", "machine", "heuristics")
 
 
 class Saved:

@@ -1,4 +1,4 @@
-"""Plans on a Machine, as a discrete-event simulation: when every step runs, without a device.
+"""Plans on a Machine, as a discrete-event simulation.
 
 What is modelled, and how:
 
@@ -34,19 +34,15 @@ What is modelled, and how:
   (docs/results/measured-h200-4.csv, hetero-fused-1d:pieces=4 where copies take as long as GEMMs).
 - *The end* is when the caller's stream is through, which waits for all lanes but ``sync``. Slots
   are free: nothing waits for the call before.
-
-Where all ranks do the same, one stands for all (:func:`predict`). The result depends on the
-arguments alone, to the last bit, so that ranks that simulate for themselves agree.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from heapq import heappop, heappush
 from math import comb, floor
-from typing import Any, NamedTuple
+from typing import Any
 
 from ficco.machine import (
     COLLECTIVES,
@@ -59,11 +55,9 @@ from ficco.machine import (
     Topology,
 )
 from ficco.plan import Plan, Region, Signal, Step, together
-from ficco.plan.collector import paused
-from ficco.problem import OPERATORS, Problem
-from ficco.schedules import Schedule, plan, plans
-from ficco.schedules.groups import GRANULE, cut
-from ficco.timeline import SYNC_LANE, Timeline, assemble
+from ficco.problem import Problem
+from ficco.simulate.mirror import Mirror
+from ficco.timeline import SYNC_LANE
 
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
@@ -85,175 +79,7 @@ APART = 0.03
 Ran = tuple[Step, float, float]
 
 
-def simulate(
-    plans: Sequence[Plan], machine: Machine, mode: str = "queued", title: str = ""
-) -> Timeline:
-    """When the steps of all ranks run.
-
-    Args:
-        plans: of all ranks, in their order.
-        machine: what it runs on; a group of another size is simulated at the same rates.
-        mode: ``"queued"`` or ``"idle"``.
-        title: of the Timeline; the schedule's name if empty.
-
-    Raises:
-        ValueError: the machine lacks a block that the plans need, the mode is none, or the plans
-            wait for each other for ever.
-    """
-    with paused():
-        ranks = _Simulation(plans, machine, mode).run()
-    return assemble(title or plans[0].schedule, ranks)
-
-
-def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued") -> float:
-    """Seconds of a call: until the caller's stream of the slowest rank is through.
-
-    Where shards and blocks are equal and no copies collide, one rank stands for all, with every
-    signal taken from its mirror image among the rank's own. That is exact but for steps with pieces
-    of all peers and not the own one (hetero-fused), whose products fall in two at another place on
-    every rank: there the ranks with the longest products stand for all, which leaves out that the
-    others' copies meet a little less contention. On a mesh all ranks are as late as the last one.
-    Where such a product is sent over a switch, ranks that get out of step meet at each other's
-    ports, so that all are simulated.
-
-    Raises:
-        ValueError: as :func:`simulate`.
-    """
-    with paused():
-        if not _alike(problem, schedule) or _collide(problem, schedule, machine, mode):
-            found = [_Simulation(_plans(problem, schedule), machine, mode)]
-        else:
-            mirror = _Mirror(_turns(problem, schedule))
-            found = [
-                _Simulation([_plan(problem, schedule, rank)], machine, mode, mirror)
-                for rank in _slowest(problem, schedule, machine)
-            ]
-        return max(
-            (
-                stop
-                for simulation in found
-                for ran in simulation.run()
-                for step, _, stop in ran
-                if step.lane != SYNC_LANE
-            ),
-            default=0.0,
-        )
-
-
-@lru_cache(maxsize=8)
-def _plan(problem: Problem, schedule: Schedule, rank: int) -> Plan:
-    """The plan of a rank; the same call is often predicted in one mode, then in the other."""
-    return plan(problem, schedule, rank)
-
-
-@lru_cache(maxsize=4)
-def _plans(problem: Problem, schedule: Schedule) -> list[Plan]:
-    """The plans of all ranks, likewise."""
-    return plans(problem, schedule)
-
-
-def _alike(problem: Problem, schedule: Schedule) -> bool:
-    """Whether all ranks do the same, seen from each.
-
-    Ranks go through their peers as ``rank ^ i`` or as ``rank - i`` (see groups in
-    ficco.schedules). The neighbourhoods of growing groups are alike for powers of two alone.
-    """
-    neighbours = schedule.grouping in ("growing", "shrinking")
-    return problem.equal and not (neighbours and _turns(problem, schedule))
-
-
-def _turns(problem: Problem, schedule: Schedule) -> bool:
-    """Whether ranks go through their peers as ``rank - i``, and not as ``rank ^ i``."""
-    return schedule.grouping == "ring" or problem.world.bit_count() > 1
-
-
-def _collide(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> bool:
-    """Whether ranks that are not in step meet at the ports of their peers: they begin one after the
-    other, or send products that differ."""
-    skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0
-    shared = machine.topology is not None and machine.topology.kind == "switch"
-    sent = problem.kind.scatters and problem.world > 2 and _differ(schedule)
-    return shared and (skewed or sent) and schedule.mover != "collective"
-
-
-def _differ(schedule: Schedule) -> bool:
-    """Whether steps have pieces of all peers and not the own one: their products fall in two at
-    another place on every rank."""
-    return schedule.grouping == "fused" and not schedule.uniform
-
-
-def _slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]:
-    """Ranks that can be the last, of those that do the same but for the own shard's place.
-
-    They have the longest products in all, or behind the last copy.
-    """
-    world, gemm, scatters = problem.world, machine.gemm, problem.kind.scatters
-    if not _differ(schedule) or world < 3 or gemm is None:
-        return [0]
-    rows, n, k, itemsize = problem.block(0, 1), problem.n, problem.k, problem.itemsize
-    by_rows = schedule.dims == 1
-    pieces = cut(rows if by_rows else n if scatters else k, schedule.pieces or world)
-    if not (rows and pieces):
-        return [0]
-    if not scatters:
-        pieces[-1:] = [(0, b - a) for a, b in cut(pieces[-1][1] - pieces[-1][0], schedule.tail)]
-    lengths = [b - a for a, b in pieces]
-    inner = problem.kind.inner
-    wide = inner or not (by_rows or scatters)  # accumulated
-    by_rank: list[list[float]] = []
-    parts_of = _parts(problem.operator, world, schedule.dims, min(len(lengths), 2))
-    for rank, parts in enumerate(parts_of):
-        # The sums are rounded in front of and behind the own shard's.
-        split = wide and not inner
-        apart = machine.memory.latency if split and machine.memory and 0 < rank < world - 1 else 0.0
-        seconds = {
-            length: sum(
-                gemm.launch + gemm.seconds(*sizes, batch=batch, itemsize=itemsize, wide=wide)
-                for shards, batch in parts
-                for sizes in [
-                    ((k, n, shards * length) if by_rows else (length, n, shards * rows))
-                    if inner
-                    else (shards * length, n, k)
-                    if by_rows
-                    else (shards * rows, length, k)
-                    if scatters
-                    else (shards * rows, n, length)
-                ]
-            )
-            for length in dict.fromkeys(lengths)
-        }
-        by_rank.append([sum(seconds[length] for length in lengths), seconds[lengths[-1]] + apart])
-    ranks = range(world)
-    return sorted({max(ranks, key=lambda rank: by_rank[rank][i]) for i in (0, 1)})
-
-
-@lru_cache(maxsize=256)
-def _parts(
-    operator: str, world: int, dims: int, pieces: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Of each rank: the products of a fused step, as shards side by side and length of the batch.
-
-    Read from plans of a small problem, since sizes do not matter.
-    """
-    rows = GRANULE * (pieces if dims == 1 else 1)
-    cols = GRANULE * pieces
-    if OPERATORS[operator].blocks:
-        table = [(rows,) * world] * world
-        problem = Problem.of_blocks(operator, table, cols, cols, "float32")
-    else:
-        problem = Problem(operator, (rows,) * world, cols, cols, "float32")
-    schedule = Schedule(uniform=False, grouping="fused", dims=dims, pieces=pieces)
-    found = []
-    for rank in range(world):
-        steps = plan(problem, schedule, rank).steps
-        step = next(
-            step for step in steps if step.op == "matmul" and (step.waits or step.label != "own")
-        )
-        found.append(tuple((p.a.rows // GRANULE, p.batch) for p in step.products))
-    return tuple(found)
-
-
-def exchanged(problem: Problem) -> int:
+def _exchanged(problem: Problem) -> int:
     """Bytes that a rank has for another, as curves of collectives count them; where ranks or
     blocks differ, those of the rank that has most to send or to receive."""
     if not problem.kind.blocks:
@@ -376,17 +202,11 @@ class _Rank:
 _BEGIN, _END, _ENGINE, _REACH = range(4)
 
 
-class _Mirror(NamedTuple):
-    """How one rank stands for all: whether they go through their peers as ``rank - i``."""
-
-    turns: bool
-
-
-class _Simulation:
+class Simulation:
     """Plans of all ranks, or the plan of one that stands for all."""
 
     def __init__(
-        self, plans: Sequence[Plan], machine: Machine, mode: str, mirror: _Mirror | None = None
+        self, plans: Sequence[Plan], machine: Machine, mode: str, mirror: Mirror | None = None
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
@@ -605,7 +425,7 @@ class _Simulation:
     def _gather(self) -> None:
         """The collective begins once all ranks have reached it."""
         kind = self.problem.kind.collective
-        end = self.now + self.machine.exchange(kind, exchanged(self.problem))
+        end = self.now + self.machine.exchange(kind, _exchanged(self.problem))
         for lane in self.gathering:
             self._push(end, _END, lane)
         self.gathering = []

@@ -1,0 +1,89 @@
+"""When the steps of Plans run on a Machine, without a device.
+
+How that is modelled is in :mod:`.events`. Where all ranks do the same, one stands for all
+(:mod:`.mirror`). The result depends on the arguments alone, to the last bit, so that ranks that
+simulate for themselves agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ficco.machine import Machine
+from ficco.plan import Plan
+from ficco.plan.collector import paused
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plan, plans
+from ficco.simulate.events import MODES, Simulation
+from ficco.simulate.mirror import mirrored, slowest
+from ficco.timeline import SYNC_LANE, Timeline, assemble
+
+__all__ = ["MODES", "predict", "simulate"]
+
+
+def simulate(
+    plans: Sequence[Plan], machine: Machine, mode: str = "queued", title: str = ""
+) -> Timeline:
+    """When the steps of all ranks run.
+
+    Args:
+        plans: of all ranks, in their order.
+        machine: what it runs on; a group of another size is simulated at the same rates.
+        mode: ``"queued"`` or ``"idle"``.
+        title: of the Timeline; the schedule's name if empty.
+
+    Raises:
+        ValueError: the machine lacks a block that the plans need, the mode is none, or the plans
+            wait for each other for ever.
+    """
+    with paused():
+        ranks = Simulation(plans, machine, mode).run()
+    return assemble(title or plans[0].schedule, ranks)
+
+
+def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued") -> float:
+    """Seconds of a call: until the caller's stream of the slowest rank is through.
+
+    Where shards and blocks are equal and no copies collide, one rank stands for all, with every
+    signal taken from its mirror image among the rank's own. That is exact but for steps with pieces
+    of all peers and not the own one (hetero-fused), whose products fall in two at another place on
+    every rank: there the ranks with the longest products stand for all, which leaves out that the
+    others' copies meet a little less contention. On a mesh all ranks are as late as the last one.
+    Where such a product is sent over a switch, ranks that get out of step meet at each other's
+    ports, so that all are simulated.
+
+    Raises:
+        ValueError: as :func:`simulate`.
+    """
+    with paused():
+        mirror = mirrored(problem, schedule, machine, mode)
+        if mirror is None:
+            found = [Simulation(_plans(problem, schedule), machine, mode)]
+        else:
+            found = [
+                Simulation([_plan(problem, schedule, rank)], machine, mode, mirror)
+                for rank in slowest(problem, schedule, machine)
+            ]
+        return max(
+            (
+                stop
+                for simulation in found
+                for ran in simulation.run()
+                for step, _, stop in ran
+                if step.lane != SYNC_LANE
+            ),
+            default=0.0,
+        )
+
+
+@lru_cache(maxsize=8)
+def _plan(problem: Problem, schedule: Schedule, rank: int) -> Plan:
+    """The plan of a rank; the same call is often predicted in one mode, then in the other."""
+    return plan(problem, schedule, rank)
+
+
+@lru_cache(maxsize=4)
+def _plans(problem: Problem, schedule: Schedule) -> list[Plan]:
+    """The plans of all ranks, likewise."""
+    return plans(problem, schedule)

@@ -1,0 +1,125 @@
+"""Whether one rank stands for all, and which one: facts of the arguments of a prediction."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ficco.machine import Machine
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import Schedule, plan
+from ficco.schedules.groups import GRANULE, cut
+
+
+class Mirror(NamedTuple):
+    """How one rank stands for all: whether they go through their peers as ``rank - i``."""
+
+    turns: bool
+
+
+def mirrored(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> Mirror | None:
+    """How one rank stands for all; None where it does not, and all are to be simulated."""
+    if not _alike(problem, schedule) or _collide(problem, schedule, machine, mode):
+        return None
+    return Mirror(_turns(problem, schedule))
+
+
+def _alike(problem: Problem, schedule: Schedule) -> bool:
+    """Whether all ranks do the same, seen from each.
+
+    Ranks go through their peers as ``rank ^ i`` or as ``rank - i`` (see groups in
+    ficco.schedules). The neighbourhoods of growing groups are alike for powers of two alone.
+    """
+    neighbours = schedule.grouping in ("growing", "shrinking")
+    return problem.equal and not (neighbours and _turns(problem, schedule))
+
+
+def _turns(problem: Problem, schedule: Schedule) -> bool:
+    """Whether ranks go through their peers as ``rank - i``, and not as ``rank ^ i``."""
+    return schedule.grouping == "ring" or problem.world.bit_count() > 1
+
+
+def _collide(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> bool:
+    """Whether ranks that are not in step meet at the ports of their peers: they begin one after the
+    other, or send products that differ."""
+    skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0
+    shared = machine.topology is not None and machine.topology.kind == "switch"
+    sent = problem.kind.scatters and problem.world > 2 and _differ(schedule)
+    return shared and (skewed or sent) and schedule.mover != "collective"
+
+
+def _differ(schedule: Schedule) -> bool:
+    """Whether steps have pieces of all peers and not the own one: their products fall in two at
+    another place on every rank."""
+    return schedule.grouping == "fused" and not schedule.uniform
+
+
+def slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]:
+    """Ranks that can be the last, of those that do the same but for the own shard's place.
+
+    They have the longest products in all, or behind the last copy.
+    """
+    world, gemm, scatters = problem.world, machine.gemm, problem.kind.scatters
+    if not _differ(schedule) or world < 3 or gemm is None:
+        return [0]
+    rows, n, k, itemsize = problem.block(0, 1), problem.n, problem.k, problem.itemsize
+    by_rows = schedule.dims == 1
+    pieces = cut(rows if by_rows else n if scatters else k, schedule.pieces or world)
+    if not (rows and pieces):
+        return [0]
+    if not scatters:
+        pieces[-1:] = [(0, b - a) for a, b in cut(pieces[-1][1] - pieces[-1][0], schedule.tail)]
+    lengths = [b - a for a, b in pieces]
+    inner = problem.kind.inner
+    wide = inner or not (by_rows or scatters)  # accumulated
+    by_rank: list[list[float]] = []
+    parts_of = _parts(problem.operator, world, schedule.dims, min(len(lengths), 2))
+    for rank, parts in enumerate(parts_of):
+        # The sums are rounded in front of and behind the own shard's.
+        split = wide and not inner
+        apart = machine.memory.latency if split and machine.memory and 0 < rank < world - 1 else 0.0
+        seconds = {
+            length: sum(
+                gemm.launch + gemm.seconds(*sizes, batch=batch, itemsize=itemsize, wide=wide)
+                for shards, batch in parts
+                for sizes in [
+                    ((k, n, shards * length) if by_rows else (length, n, shards * rows))
+                    if inner
+                    else (shards * length, n, k)
+                    if by_rows
+                    else (shards * rows, length, k)
+                    if scatters
+                    else (shards * rows, n, length)
+                ]
+            )
+            for length in dict.fromkeys(lengths)
+        }
+        by_rank.append([sum(seconds[length] for length in lengths), seconds[lengths[-1]] + apart])
+    ranks = range(world)
+    return sorted({max(ranks, key=lambda rank: by_rank[rank][i]) for i in (0, 1)})
+
+
+@lru_cache(maxsize=256)
+def _parts(
+    operator: str, world: int, dims: int, pieces: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each rank: the products of a fused step, as shards side by side and length of the batch.
+
+    Read from plans of a small problem, since sizes do not matter.
+    """
+    rows = GRANULE * (pieces if dims == 1 else 1)
+    cols = GRANULE * pieces
+    if OPERATORS[operator].blocks:
+        table = [(rows,) * world] * world
+        problem = Problem.of_blocks(operator, table, cols, cols, "float32")
+    else:
+        problem = Problem(operator, (rows,) * world, cols, cols, "float32")
+    schedule = Schedule(uniform=False, grouping="fused", dims=dims, pieces=pieces)
+    found = []
+    for rank in range(world):
+        steps = plan(problem, schedule, rank).steps
+        step = next(
+            step for step in steps if step.op == "matmul" and (step.waits or step.label != "own")
+        )
+        found.append(tuple((p.a.rows // GRANULE, p.batch) for p in step.products))
+    return tuple(found)
