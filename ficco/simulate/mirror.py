@@ -59,44 +59,59 @@ def slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]
 
     They have the longest products in all, or behind the last copy.
     """
-    world, gemm, scatters = problem.world, machine.gemm, problem.kind.scatters
+    world, gemm, kind = problem.world, machine.gemm, problem.kind
     if not _differ(schedule) or world < 3 or gemm is None:
         return [0]
-    rows, n, k, itemsize = problem.block(0, 1), problem.n, problem.k, problem.itemsize
-    by_rows = schedule.dims == 1
-    pieces = cut(rows if by_rows else n if scatters else k, schedule.pieces or world)
-    if not (rows and pieces):
+    lengths = _lengths(problem, schedule)
+    if not (problem.block(0, 1) and lengths):
         return [0]
-    if not scatters:
-        pieces[-1:] = [(0, b - a) for a, b in cut(pieces[-1][1] - pieces[-1][0], schedule.tail)]
-    lengths = [b - a for a, b in pieces]
-    inner = problem.kind.inner
-    wide = inner or not (by_rows or scatters)  # accumulated
-    by_rank: list[list[float]] = []
+    wide = kind.inner or not (schedule.dims == 1 or kind.scatters)  # accumulated
+    split = wide and not kind.inner
+    in_all: list[float] = []
+    behind: list[float] = []
     parts_of = _parts(problem.operator, world, schedule.dims, min(len(lengths), 2))
     for rank, parts in enumerate(parts_of):
         # The sums are rounded in front of and behind the own shard's.
-        split = wide and not inner
         apart = machine.memory.latency if split and machine.memory and 0 < rank < world - 1 else 0.0
         seconds = {
             length: sum(
-                gemm.launch + gemm.seconds(*sizes, batch=batch, itemsize=itemsize, wide=wide)
+                gemm.launch
+                + gemm.seconds(
+                    *_sizes(problem, schedule.dims, shards, length),
+                    batch=batch,
+                    itemsize=problem.itemsize,
+                    wide=wide,
+                )
                 for shards, batch in parts
-                for sizes in [
-                    ((k, n, shards * length) if by_rows else (length, n, shards * rows))
-                    if inner
-                    else (shards * length, n, k)
-                    if by_rows
-                    else (shards * rows, length, k)
-                    if scatters
-                    else (shards * rows, n, length)
-                ]
             )
             for length in dict.fromkeys(lengths)
         }
-        by_rank.append([sum(seconds[length] for length in lengths), seconds[lengths[-1]] + apart])
-    ranks = range(world)
-    return sorted({max(ranks, key=lambda rank: by_rank[rank][i]) for i in (0, 1)})
+        in_all.append(sum(seconds[length] for length in lengths))
+        behind.append(seconds[lengths[-1]] + apart)
+    return sorted({found.index(max(found)) for found in (in_all, behind)})
+
+
+def _lengths(problem: Problem, schedule: Schedule) -> list[int]:
+    """Of the pieces of a shard, or of a block that travels, in the order of their steps."""
+    scatters = problem.kind.scatters
+    whole = problem.n if scatters else problem.k
+    if schedule.dims == 1:
+        whole = problem.block(0, 1)
+    pieces = cut(whole, schedule.pieces or problem.world)
+    if pieces and not scatters:
+        start, stop = pieces[-1]
+        pieces[-1:] = cut(stop - start, schedule.tail)
+    return [stop - start for start, stop in pieces]
+
+
+def _sizes(problem: Problem, dims: int, shards: int, length: int) -> tuple[int, int, int]:
+    """m, n and k of a product of one piece of so many shards, side by side."""
+    rows, n, k = shards * problem.block(0, 1), problem.n, problem.k
+    if problem.kind.inner:
+        return (k, n, shards * length) if dims == 1 else (length, n, rows)
+    if dims == 1:
+        return shards * length, n, k
+    return (rows, length, k) if problem.kind.scatters else (rows, n, length)
 
 
 @lru_cache(maxsize=256)
