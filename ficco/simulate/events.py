@@ -42,7 +42,7 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import comb, floor
-from typing import Any
+from typing import Any, NamedTuple
 
 from ficco.machine import (
     COLLECTIVES,
@@ -96,6 +96,22 @@ def _reads(step: Step) -> bool:
     """Whether a step sums what lies at peers."""
     reduction = step.reduction
     return reduction is not None and any(p.rank != reduction.out.rank for p in reduction.parts)
+
+
+class _Uses(NamedTuple):
+    """What the steps of all plans use: operations, sums that read at peers, and a kernel that moves
+    bytes."""
+
+    ops: frozenset[str]
+    reads: bool
+    kernel: bool
+
+
+def _uses(plans: Sequence[Plan]) -> _Uses:
+    steps = [step for plan in plans for step in plan.steps]
+    reads = any(_reads(step) for step in steps)
+    copied = any(step.op == "copy" and step.mover == "kernel" for step in steps)
+    return _Uses(frozenset(step.op for step in steps), reads, reads or copied)
 
 
 class _Lane:
@@ -210,7 +226,7 @@ class Simulation:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
-        self.mirror = mirror
+        self.machine, self.mode, self.mirror = machine, mode, mirror
         self.problem, self.name = plans[0].problem, plans[0].schedule
         self.ranks = [_Rank(plan, number) for number, plan in enumerate(plans)]
         self.now = 0.0
@@ -226,57 +242,59 @@ class Simulation:
         self.gathering: list[_Lane] = []
         self._seconds: dict[tuple[int, int, int, int, bool, bool], tuple[float, float]] = {}
         self._rates: dict[int, float] = {}
-        self._take(machine, mode)
+        uses = _uses(plans)
+        self._take(uses)
+        self._contend(uses)
+        #: What a copy that meets those of other ranks moves in addition, as a share of its bytes.
+        self.met = self._met()
+        for rank in self.ranks:
+            self._prepare(rank, uses)
 
-    def _take(self, machine: Machine, mode: str) -> None:
-        """The blocks of the machine that the plans need."""
-        steps = [step for rank in self.ranks for step in rank.plan.steps]
-        ops = {step.op for step in steps}
-        reads = any(_reads(step) for step in steps)
-        by_kernel = reads or any(step.op == "copy" and step.mover == "kernel" for step in steps)
-
-        def block(name: str, needed: bool) -> Any:
-            found = getattr(machine, name)
-            if needed and found is None:
-                raise ValueError(
-                    f"machine {machine.name}: required the block {name!r} to simulate {self.name} "
-                    f"({mode}), got none; measure it, or add it to the file"
-                )
-            return found
-
-        self.gemm: Gemm = block("gemm", "matmul" in ops)
-        self.memory: Memory = block("memory", bool({"place", "reduce"} & ops))
-        self.machine = machine
-        kind = self.problem.kind.collective
-        if getattr(machine, COLLECTIVES[kind]) is None:
-            block("all_gather", "collective" in ops)
-        self.topology: Topology = block("topology", reads or "copy" in ops)
-        self.copies: Copies = block("copies", reads or "copy" in ops)
-        if by_kernel and machine.kernel_copies is not None:
+    def _take(self, uses: _Uses) -> None:
+        """The blocks of the machine that the plans need, and of others what is there."""
+        ops, machine = uses.ops, self.machine
+        self.gemm: Gemm = self._block("gemm", "matmul" in ops)
+        self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
+        if getattr(machine, COLLECTIVES[self.problem.kind.collective]) is None:
+            self._block("all_gather", "collective" in ops)
+        self.topology: Topology = self._block("topology", uses.reads or "copy" in ops)
+        self.copies: Copies = self._block("copies", uses.reads or "copy" in ops)
+        if uses.kernel and machine.kernel_copies is not None:
             self.copies = machine.kernel_copies
-        contention: Contention = block("contention", {"copy", "matmul"} <= ops)
+        self.contention: Contention = self._block("contention", {"copy", "matmul"} <= ops)
+        self.host: Host = self._block("host", self.mode == "idle")
+
+    def _block(self, name: str, needed: bool) -> Any:
+        found = getattr(self.machine, name)
+        if needed and found is None:
+            raise ValueError(
+                f"machine {self.machine.name}: required the block {name!r} to simulate {self.name} "
+                f"({self.mode}), got none; measure it, or add it to the file"
+            )
+        return found
+
+    def _contend(self, uses: _Uses) -> None:
+        """By what factors products and copies take longer beside each other."""
+        contention = self.contention
         self.product_factor = self.copy_factor = 1.0
-        if contention is not None and by_kernel:
+        if contention is not None and uses.kernel:
             self.product_factor = contention.gemm_under_collective
             self.copy_factor = contention.collective_under_gemm
         elif contention is not None:
             self.product_factor = contention.gemm_under_copies
             self.copy_factor = contention.copies_under_gemm
-        #: What a copy that meets those of other ranks moves in addition, as a share of its bytes.
-        self.met = 0.0
-        peers = self.problem.world - 1
-        if self.problem.kind.scatters and self.topology is not None and peers > 1:
-            self.met = self._met(peers) if self.topology.kind == "switch" else 0.0
-        host: Host = block("host", mode == "idle")
-        for rank in self.ranks:
-            if by_kernel and machine.accelerator != "cpu":
-                rank.join()
-            lanes = sum(name.startswith("copy") for name in rank.lanes)
-            if self.copies is not None and lanes > self.copies.engines:
-                rank.engines = self.copies.engines
-            if mode == "idle":
-                late = 1.0 if self.mirror else rank.plan.rank / max(self.problem.world - 1, 1)
-                rank.enqueued = _enqueued(rank, host, late * host.skew)
+
+    def _prepare(self, rank: _Rank, uses: _Uses) -> None:
+        """What goes together on a rank, how many copies it has in flight, and when its host has
+        enqueued what."""
+        if uses.kernel and self.machine.accelerator != "cpu":
+            rank.join()
+        lanes = sum(name.startswith("copy") for name in rank.lanes)
+        if self.copies is not None and lanes > self.copies.engines:
+            rank.engines = self.copies.engines
+        if self.mode == "idle":
+            late = 1.0 if self.mirror else rank.plan.rank / max(self.problem.world - 1, 1)
+            rank.enqueued = _enqueued(rank, self.host, late * self.host.skew)
 
     def run(self) -> list[list[Ran]]:
         """The steps of every rank that is simulated, in the order of their start."""
@@ -596,9 +614,14 @@ class Simulation:
                 self._push(self.now + max(lane.left, 0.0) / pace, _END, lane)
         self.changed_copies.clear()
 
-    def _met(self, peers: int) -> float:
+    def _met(self) -> float:
         """By how much longer a copy takes, relatively, at a port that it may have to share: each
         other rank sends to one of its peers, to any as likely as to another."""
+        peers = self.problem.world - 1
+        if not self.problem.kind.scatters or peers < 2:
+            return 0.0
+        if self.topology is None or self.topology.kind != "switch":
+            return 0.0
         others, each = peers - 1, 1 / peers
         left = sum(
             comb(others, n) * each**n * (1 - each) ** (others - n) * self._share(n + 1)
