@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pace import slower
@@ -29,22 +30,29 @@ def h200() -> Machine:
     return machine
 
 
+#: A schedule that is no candidate, and predictions that lead to it.
+HIDDEN = Schedule.parse("growing:pieces=3,tail=2,compute=2")
+
+
+def away_from_hidden(_: Problem, schedule: Schedule, __: Machine, ___: str) -> float:
+    axes = ("grouping", "pieces", "tail", "compute")
+    away = sum(getattr(schedule, axis) != getattr(HIDDEN, axis) for axis in axes)
+    return 1e-3 * (1 + away + schedule.uniform)
+
+
 def test_the_search_finds_what_is_hidden_and_spends_no_more_than_its_budget() -> None:
     asked: list[str] = []
-    hidden = Schedule.parse("growing:pieces=3,tail=2,compute=2")
 
-    def seconds(_: Problem, schedule: Schedule, __: Machine, ___: str) -> float:
+    def seconds(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> float:
         asked.append(str(schedule))
-        axes = ("grouping", "pieces", "tail", "compute")
-        away = sum(getattr(schedule, axis) != getattr(hidden, axis) for axis in axes)
-        return 1e-3 * (1 + away + schedule.uniform)
+        return away_from_hidden(problem, schedule, machine, mode)
 
     named = candidates(PROBLEM, MACHINE)
     found = predictions(PROBLEM, named, MACHINE, ("queued",), seconds)
-    assert hidden not in named
+    assert HIDDEN not in named
     asked.clear()
     further = search(PROBLEM, found, MACHINE, "queued", seconds)
-    assert hidden in [one.schedule for one in further]
+    assert HIDDEN in [one.schedule for one in further]
     assert len(asked) == len(set(asked)) == len(further) <= BUDGET
     assert not {one.schedule for one in further} & set(named)
     fewer = search(PROBLEM, found, MACHINE, "queued", seconds, budget=5)
@@ -122,6 +130,31 @@ def test_explain_searches() -> None:
     named, found = (ficco.explain("all_gather_matmul", search=on, **sizes) for on in (False, True))
     assert len(found.candidates) > len(named.candidates)
     assert str(found.schedule) in [one.schedule for one in found.candidates]
+
+
+@pytest.mark.parametrize("mode", ["eager", "queued", "idle"])
+def test_what_a_search_finds_is_among_the_others(mode: str) -> None:
+    """So that of what is left under a cap, a call takes the best of all that were compared."""
+    how: Any = {"machine": MACHINE, "mode": mode, "predict": away_from_hidden}
+    named, found = (decide(PROBLEM, search=on, **how) for on in (False, True))
+    assert found.schedule == HIDDEN == found.others[0]
+    assert HIDDEN not in named.others and set(named.others) < set(found.others)
+    lost = [away_from_hidden(PROBLEM, one, MACHINE, mode) for one in found.others]
+    assert lost == sorted(lost)
+
+
+@pytest.mark.parametrize("mode", ["eager", "queued", "idle"])
+@pytest.mark.parametrize("machine", [MACHINE, replace(MACHINE, host=None)], ids=["host", "none"])
+def test_what_a_search_finds_is_predicted_as_all_candidates_are(
+    mode: str, machine: Machine
+) -> None:
+    named, found = (
+        decide(PROBLEM, machine=machine, mode=mode, search=on).candidates for on in (False, True)
+    )
+    assert len(named) < len(found) and {one.schedule for one in named} <= {
+        one.schedule for one in found
+    }
+    assert {one.idle is None for one in found} == {machine.host is None}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -100,39 +100,45 @@ class Decision:
     def candidates(self) -> tuple[Candidate, ...]:
         """What is predicted of every schedule that was compared and of the one chosen, the fastest
         first; empty where the machine's figures do not allow it."""
-        problem, machine = self.problem, self.machine
-        if problem is None or machine is None or problem.flops == 0 or problem.world == 1:
+        if (known := self._known("queued")) is None:
             return ()
-        machine = described(machine, problem.world)
-        if machine is None or lacking(machine, "queued"):
-            return ()
-        modes = ("queued",) if lacking(machine, "idle") else ("queued", "idle")
-        named = _comparable(problem, machine, self.movers)
-        found = list(predictions(problem, named, machine, modes, self._predict))
-        if self.search:
-            found += look_further(problem, found, machine, self.mode, self._predict)
-        if self.schedule not in [one.schedule for one in found]:
-            found += predictions(problem, [self.schedule], machine, modes, self._predict)
+        problem, machine = known
+        modes = MODES["queued"] if lacking(machine, "idle") else MODES["eager"]
+        mode = "queued" if lacking(machine, self.mode) else self.mode
+        compared = _compared(problem, machine, mode, self.search, self.movers, self._predict)
+        by_schedule = {one.schedule: dict(one.seconds) for one in compared}
+        by_schedule.setdefault(self.schedule, {})
+        for schedule, seconds in by_schedule.items():
+            for m in modes:
+                if m not in seconds:
+                    seconds[m] = self._predict(problem, schedule, machine, m)
         bound = ideal(problem, machine, self._predict)
         by = "idle" if self.mode == "idle" and "idle" in modes else "queued"
+        found = [Prediction(schedule, seconds) for schedule, seconds in by_schedule.items()]
         found.sort(key=lambda one: one.seconds[by])
         return tuple(self._candidate(one, machine, bound) for one in found)
 
     @property
     def others(self) -> tuple[Schedule, ...]:
-        """The schedules that the model compares, the one that loses least first; none where the
-        machine's figures do not allow it. Those of the vendor's collective are left out."""
-        problem, machine, modes = self.problem, self.machine, MODES[self.mode]
+        """The schedules that were compared, what a search found among them, the one that loses
+        least first; none where the machine's figures do not allow it. Those of the vendor's
+        collective are left out."""
+        if (known := self._known(self.mode)) is None:
+            return ()
+        compared = _compared(*known, self.mode, self.search, self.movers, self._predict)
+        found = [one for one in compared if one.schedule.mover != "collective"]
+        return tuple(one.schedule for one in by_loss(found, MODES[self.mode]))
+
+    def _known(self, mode: str) -> tuple[Problem, Machine] | None:
+        """The problem, and the machine as its ranks see it; None where the machine's figures do not
+        allow predictions in a mode, or there is nothing to predict."""
+        problem, machine = self.problem, self.machine
         if problem is None or machine is None or problem.flops == 0 or problem.world == 1:
-            return ()
+            return None
         machine = described(machine, problem.world)
-        if machine is None or lacking(machine, self.mode):
-            return ()
-        named = [
-            one for one in _comparable(problem, machine, self.movers) if one.mover != "collective"
-        ]
-        found = predictions(problem, named, machine, modes, self._predict)
-        return tuple(one.schedule for one in by_loss(found, modes))
+        if machine is None or lacking(machine, mode):
+            return None
+        return problem, machine
 
     def _candidate(self, one: Prediction, machine: Machine, bound: float) -> Candidate:
         assert self.problem is not None
@@ -260,12 +266,23 @@ def _tuned(
     return None
 
 
-def _comparable(
-    problem: Problem, machine: Machine, movers: tuple[str, ...]
-) -> tuple[Schedule, ...]:
-    """The schedules that the model compares."""
-    found = candidates(problem, machine, movers)
-    return tuple(one for one in found if predictable(one, problem, machine))
+@lru_cache(maxsize=16)
+def _compared(
+    problem: Problem,
+    machine: Machine,
+    mode: str,
+    search: bool,
+    movers: tuple[str, ...],
+    predict: Predict,
+) -> tuple[Prediction, ...]:
+    """What is predicted of the schedules that the model compares: named ones, and what a search
+    finds beyond them."""
+    named = candidates(problem, machine, movers)
+    named = tuple(one for one in named if predictable(one, problem, machine))
+    found = predictions(problem, named, machine, MODES[mode], predict)
+    if search:
+        found += look_further(problem, found, machine, mode, predict)
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -278,11 +295,7 @@ def _modelled(
     predict: Predict,
 ) -> tuple[Schedule, str]:
     """What the model takes, and why."""
-    modes = MODES[mode]
-    named = _comparable(problem, machine, movers)
-    found = predictions(problem, named, machine, modes, predict)
-    if search:
-        found += look_further(problem, found, machine, mode, predict)
+    found = _compared(problem, machine, mode, search, movers, predict)
     choice = choose(found, machine, mode)
     return choice.chosen.schedule, choice.reason
 
