@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ficco.errors import FiccoError
-from ficco.heuristics import Decision, decide, problem_of, where
+from ficco.heuristics import Decision, decide, problem_of_sizes, where
 from ficco.machine import Fingerprint, Machine
 from ficco.ops.operands import process_group
 from ficco.problem import MOST
@@ -107,7 +107,7 @@ def explain(
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     asked = where(machine, world, Fingerprint(here, world), captured=captured)
     name = str(dtype).removeprefix("torch.")
-    problem = problem_of(operator, m, n, k, name, world, rows)
+    problem = problem_of_sizes(operator, m, n, k, name, world, rows)
     return decide(problem, schedule, machine=asked.machine, mode=asked.mode, search=search)
 
 

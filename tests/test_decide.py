@@ -25,7 +25,7 @@ import ficco
 from ficco import cli, warn
 from ficco.bench.cases import scenarios
 from ficco.bench.decisions import rule_table
-from ficco.heuristics import Saved, decide, problem_of, saved, where
+from ficco.heuristics import Saved, decide, problem_of_sizes, saved, where
 from ficco.heuristics.candidates import SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
 from ficco.machine import (
@@ -147,7 +147,7 @@ def test_nothing_is_taken_that_is_predicted_to_lose_to_serial(name: str, operato
     assert machine is not None
     mode, taken = "idle" if name == "cpu" else "eager", set()
     for m, n, k in ((64, 64, 64), (1024, 4096, 1024), (8192, 4096, 2048), (16384, 8192, 8192)):
-        asked = problem_of(
+        asked = problem_of_sizes(
             operator, m, n, k, "float32" if name == "cpu" else "bfloat16", machine.ranks
         )
         decision = decide(asked, machine=machine, mode=mode)
@@ -651,9 +651,9 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
     # What travels behind a product has no kernel to wait for, but for the one that sums for two.
     for operator in ("matmul_reduce_scatter", "matmul_all_reduce"):
         for world, name in ((2, "one-shot"), (4, "serial")):
-            sums = problem_of(operator, 512, 1024, 512, "bfloat16", world)
+            sums = problem_of_sizes(operator, 512, 1024, 512, "bfloat16", world)
             assert str(decide(sums, machine=replace(fast, ranks=world)).schedule) == name
-    blocks = problem_of("matmul_all_to_all", 512, 1024, 512, "bfloat16", 4)
+    blocks = problem_of_sizes("matmul_all_to_all", 512, 1024, 512, "bfloat16", 4)
     assert decide(blocks, machine=fast).schedule.mover != "kernel"
 
 

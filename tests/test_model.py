@@ -15,7 +15,7 @@ from ficco.heuristics import (
     fit_thresholds,
     literal,
     losses,
-    problem_of,
+    problem_of_sizes,
     rule,
 )
 from ficco.heuristics.candidates import is_serial, on_mesh
@@ -216,7 +216,7 @@ def test_every_operator_has_candidates_that_it_can_take(
     machine: Machine | None, operator: str
 ) -> None:
     for world in (2, 3, 4):
-        asked = problem_of(operator, 4096, 2048, 1024, "bfloat16", world)
+        asked = problem_of_sizes(operator, 4096, 2048, 1024, "bfloat16", world)
         found = candidates(asked, machine)
         assert 10 <= len(found) <= 20
         assert set(same_plans(asked, found).values()) == set(found)  # each a plan of its own
@@ -284,8 +284,8 @@ def test_the_rule_reads_what_scatters_as_the_gather_that_it_is_the_transpose_of(
         (65536, 8192, 2048),
         (65536, 8192, 16384),
     ):
-        sent = problem_of(operator, m, n, k, "bfloat16", 4)
-        gathered = problem_of("all_gather_matmul", m, k, n, "bfloat16", 4)
+        sent = problem_of_sizes(operator, m, n, k, "bfloat16", 4)
+        gathered = problem_of_sizes("all_gather_matmul", m, k, n, "bfloat16", 4)
         name, reason = rule(sent, MARKS)
         assert name == rule(gathered, MARKS)[0]
         assert f"n={n}" in reason and "transpose" in reason
@@ -460,7 +460,7 @@ def test_the_ideal_of_the_other_operators_by_hand() -> None:
         ("all_gather_transposed_matmul", 4096, 16e-3),
         ("all_to_all_transposed_matmul", 4096, 16e-3),
     ):
-        asked = problem_of(operator, 4096, 4096, k, "bfloat16", 4)
+        asked = problem_of_sizes(operator, 4096, 4096, k, "bfloat16", 4)
         if asked.kind.blocks:  # a rank has a block of 8 MiB for every rank
             asked = Problem.of_blocks(operator, [[1024] * 4] * 4, 4096, k, "bfloat16")
         assert ideal(asked, slow, predict) == pytest.approx(expected), operator
@@ -480,9 +480,9 @@ def test_a_decision_takes_less_than_50_ms_the_first_time() -> None:
     machine = find("h200-4", None)
     best = dict.fromkeys(OPERATORS, 1.0)
     for operator in OPERATORS:
-        decide(problem_of(operator, 4096, 4096, 4096, "bfloat16", 4), machine=machine)
+        decide(problem_of_sizes(operator, 4096, 4096, 4096, "bfloat16", 4), machine=machine)
         for m in range(8704, 16897, 2048):  # the runner may be busy: one of five has to do it
-            asked = problem_of(operator, m, 4096, 4096, "bfloat16", 4)
+            asked = problem_of_sizes(operator, m, 4096, 4096, "bfloat16", 4)
             pace, started = slower(), time.process_time()
             assert decide(asked, machine=machine).source == "model"
             best[operator] = min(best[operator], (time.process_time() - started) / pace)

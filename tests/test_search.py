@@ -11,7 +11,7 @@ from pace import slower
 from test_model import MACHINE, PROBLEM, problem
 
 import ficco
-from ficco.heuristics import candidates, decide, problem_of
+from ficco.heuristics import candidates, decide, problem_of_sizes
 from ficco.heuristics.candidates import predictable
 from ficco.heuristics.model import predictions
 from ficco.heuristics.search import BUDGET, search, waves
@@ -63,7 +63,7 @@ def test_the_search_keeps_to_what_the_model_may_take() -> None:
     """Pieces that are summed at the peers beside products are not, nor are copies by kernel."""
     machine = find("h200-2", None)
     assert machine is not None
-    asked = problem_of("matmul_all_reduce", 512, 4096, 1536, "bfloat16", 2)
+    asked = problem_of_sizes("matmul_all_reduce", 512, 4096, 1536, "bfloat16", 2)
     named = [one for one in candidates(asked, machine) if predictable(one, asked, machine)]
     one_shot = Schedule.parse("one-shot")
     assert predictable(one_shot, asked, machine)
@@ -161,7 +161,7 @@ def test_what_a_search_finds_is_predicted_as_all_candidates_are(
 def test_what_a_search_finds_serves_the_operator_and_is_never_worse(operator: str) -> None:
     machine = h200()
     for sizes in SIZES:
-        asked = problem_of(operator, *sizes, "bfloat16", 4)
+        asked = problem_of_sizes(operator, *sizes, "bfloat16", 4)
         mode = {"machine": machine, "mode": "queued"}
         one = decide(asked, search=True, **mode)
         assert refusal(asked, one.schedule) == ""
@@ -173,7 +173,7 @@ def test_what_a_search_finds_serves_the_operator_and_is_never_worse(operator: st
 
 def test_columns_and_own_products_that_add_themselves_are_found() -> None:
     hidden = Schedule.parse("hetero-fused-2d:pieces=3,tail=2,beta")
-    asked = problem_of("matmul_reduce_scatter", 8192, 4096, 1024, "bfloat16", 4)
+    asked = problem_of_sizes("matmul_reduce_scatter", 8192, 4096, 1024, "bfloat16", 4)
 
     def away(schedule: Schedule) -> int:
         axes = ("uniform", "grouping", "dims", "pieces", "tail", "beta")
@@ -185,8 +185,11 @@ def test_columns_and_own_products_that_add_themselves_are_found() -> None:
     found = predictions(asked, candidates(asked, MACHINE), MACHINE, ("queued",), seconds)
     further = search(asked, found, MACHINE, "queued", seconds, budget=200)
     assert 0 in [away(one.schedule) for one in further]
-    gathers = problem_of("all_gather_matmul", 8192, 4096, 1024, "bfloat16", 4)
-    for operator in (gathers, problem_of("matmul_all_to_all", 8192, 4096, 1024, "bfloat16", 4)):
+    gathers = problem_of_sizes("all_gather_matmul", 8192, 4096, 1024, "bfloat16", 4)
+    for operator in (
+        gathers,
+        problem_of_sizes("matmul_all_to_all", 8192, 4096, 1024, "bfloat16", 4),
+    ):
         found = predictions(operator, candidates(operator, MACHINE), MACHINE, ("queued",), seconds)
         further = search(operator, found, MACHINE, "queued", seconds, budget=200)
         assert not any(one.schedule.beta for one in further)
@@ -210,7 +213,7 @@ def test_a_search_takes_less_than_200_ms() -> None:
     for m in range(8704, 16897, 2048):
         pace, times = slower(), []
         for operator in operators:
-            asked = problem_of(operator, m, 4096, 4096, "bfloat16", 4)
+            asked = problem_of_sizes(operator, m, 4096, 4096, "bfloat16", 4)
             started = time.process_time()
             decide(asked, machine=machine, search=True)
             times.append((time.process_time() - started) / pace)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ficco.bench.rows import lines
 from ficco.errors import ConfigError
-from ficco.heuristics import problem_of
+from ficco.heuristics import problem_of_sizes
 from ficco.machine import configs
 from ficco.problem import OPERATORS, Problem
 
@@ -74,7 +74,7 @@ class Case:
 
     def problem(self, world: int) -> Problem:
         """The Problem on so many ranks. Rows that do not divide go to the first ranks."""
-        return problem_of(self.operator, self.m, self.n, self.k, self.dtype, world)
+        return problem_of_sizes(self.operator, self.m, self.n, self.k, self.dtype, world)
 
     def memory(self, world: int) -> int:
         """Bytes that measuring takes at most on one rank.

@@ -65,7 +65,7 @@ def problem(arguments: Any, world: int) -> Problem:
     Raises:
         ValueError: an option is wrong, or they do not fit together.
     """
-    from ficco.heuristics import problem_of
+    from ficco.heuristics import problem_of_sizes
 
     operator, rows = arguments.operator, None
     if arguments.rows:
@@ -75,7 +75,7 @@ def problem(arguments: Any, world: int) -> Problem:
         ]
         rows = table if len(table) > 1 else table[0]
     try:
-        return problem_of(
+        return problem_of_sizes(
             operator, arguments.m, arguments.n, arguments.k, arguments.dtype, world, rows
         )
     except ValueError as error:

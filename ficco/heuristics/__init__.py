@@ -6,7 +6,7 @@ from ficco.heuristics.losses import Losses, losses
 from ficco.heuristics.rule import Observation, fit_thresholds, literal, rule
 from ficco.heuristics.saved import Saved
 from ficco.heuristics.search import search
-from ficco.heuristics.where import Where, problem_of, where
+from ficco.heuristics.where import Where, problem_of_sizes, where
 
 __all__ = [
     "Candidate",
@@ -20,7 +20,7 @@ __all__ = [
     "fit_thresholds",
     "literal",
     "losses",
-    "problem_of",
+    "problem_of_sizes",
     "rule",
     "search",
     "where",

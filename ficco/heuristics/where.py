@@ -44,7 +44,7 @@ class Where:
         return found
 
 
-def problem_of(
+def problem_of_sizes(
     operator: str,
     m: int,
     n: int,

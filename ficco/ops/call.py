@@ -17,7 +17,15 @@ from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import first_fit, fitted
-from ficco.ops.operands import flat, frozen, left_of, plain, problem_of, process_group, readable
+from ficco.ops.operands import (
+    flat,
+    frozen,
+    left_of,
+    plain,
+    problem_of_operands,
+    process_group,
+    readable,
+)
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problem import OPERATORS, Problem
@@ -240,7 +248,9 @@ def _begin(
     known = bound is not None
     if bound is None:
         group = workspace.group
-        problem = problem_of(group, operator, a, b, rows, return_gathered, source is not None)
+        problem = problem_of_operands(
+            group, operator, a, b, rows, return_gathered, source is not None
+        )
         bound = _bound(workspace, problem, schedule, mode, source, options)
         bound.rows = rows
     call = _operands(bound, a, b, out)

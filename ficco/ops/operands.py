@@ -55,7 +55,7 @@ def frozen(rows: Any) -> Any:
     if isinstance(rows, (list, tuple)):
         return tuple([row if type(row) is int else frozen(row) for row in rows])
     if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
-        return rows  # refused by problem_of: reading it would wait for the device
+        return rows  # refused by problem_of_operands: reading it would wait for the device
     if hasattr(rows, "tolist"):
         return frozen(rows.tolist())
     if isinstance(rows, Iterable) and not isinstance(rows, str):
@@ -94,7 +94,7 @@ def readable(
     """A with contiguous rows, for copies to read; and its place in symmetric memory, if it is in
     any."""
     if a.layout is not torch.strided or a.dim() < 2:
-        return a, None  # refused by problem_of
+        return a, None  # refused by problem_of_operands
     if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
         a = a.contiguous()  # copy engines cannot move strided elements
     return a, workspace.symmetric_source(a)
@@ -134,7 +134,7 @@ def check_operands(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
         )
 
 
-def problem_of(
+def problem_of_operands(
     group: ProcessGroup,
     operator: str,
     a: torch.Tensor,
