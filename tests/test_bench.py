@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from ficco.bench.inputs import Operands
 from ficco.bench.lines import lines, mean_and_worst, modes, summary
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Gate, Item, modes_of, rounds
 from ficco.bench.run import Settings, bench
+from ficco.bench.series import Stopwatch
 from ficco.bench.table import COLUMNS, Row
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
@@ -366,6 +368,40 @@ def _through_the_gate(at: ranks.Rank) -> list[int]:
 
 def test_all_ranks_go_through_the_gate_and_hear_what_rank_0_decides() -> None:
     assert ranks.run(3, _through_the_gate) == [list(range(200))] * 3
+
+
+def _fail_together(at: ranks.Rank) -> list[Any]:
+    """What each of several actions comes to, some of which fail on some ranks."""
+    watch = Stopwatch(torch.distributed.group.WORLD, at.device)
+
+    def fails(*where: int, text: str = "no room\non {}") -> Any:
+        if at.rank in where:
+            raise MemoryError(text.format(at.rank))
+        return at.rank
+
+    found = [
+        watch.together(partial(fails, *where), named=named)
+        for named in (False, True)
+        for where in ((), (2,), (1, 2), (0, 1, 2))
+    ]
+    found.append(watch.together(partial(fails, 1, text="")))
+    try:
+        watch.together(partial(fails, 0, 1, 2), fatal=(MemoryError,))
+    except MemoryError as error:
+        found.append(str(error))
+    watch.close()
+    return found
+
+
+def test_an_action_that_fails_on_one_rank_has_failed_on_all() -> None:
+    why = "MemoryError: no room"
+    for rank, found in enumerate(ranks.run(3, _fail_together)):
+        assert found == [
+            *[(rank, ""), (None, why), (None, why), (None, why)],
+            *[(rank, ""), (None, f"rank 2: {why}"), (None, f"rank 1: {why}"), (None, why)],
+            (None, "MemoryError: "),
+            f"no room\non {rank}",
+        ]
 
 
 def test_regret_of_a_file_from_before_auto_took_kernels() -> None:

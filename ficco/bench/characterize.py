@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +159,12 @@ class _Run:
 
     def _tried(self, name: str, action: Callable[[float], list[Row]], seconds: float) -> list[Row]:
         """The rows of a step, or one that says why there are none; the same on every rank."""
-        rows, why = [], ""
-        try:
-            rows = action(seconds)
-        except Exception as error:
-            first = next(iter(str(error).splitlines()), "")
-            why = f"{type(error).__name__}: {first}"
-        failed = [text for text in self.watch.gather(why) if text]
-        if failed:
+        rows: list[Row]
+        rows, why = self.watch.together(partial(action, seconds))
+        if why:
             self.watch.close()
             self.watch = Stopwatch(self.group, self.device)  # the ranks are in step again
-            rows = [Row("", name, 0, 0, 0, "", self.world, status="failed", note=failed[0])]
+            rows = [Row("", name, 0, 0, 0, "", self.world, status="failed", note=why)]
         self.watch.release()
         return rows
 

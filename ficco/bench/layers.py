@@ -422,9 +422,9 @@ def _layer(layer: Layer, watch: Stopwatch, settings: Settings, seconds: float) -
 def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dict[str, Any], str]:
     """A way that agrees with the first one, and what was seen; None if it does not, and why."""
     reference = WAYS[COLLECTIVES[0]].forward(step.layer, watch.group)
-    forward, why, error, extra = None, "", 0.0, 0
-    try:
-        made = WAYS[way].forward(step.layer, watch.group)
+
+    def action() -> tuple[Forward, float, int]:
+        made, error, extra = WAYS[way].forward(step.layer, watch.group), 0.0, 0
         for turn in range(CHECKS):
             step.fill(turn + 1)
             wanted = step.results(reference)
@@ -434,16 +434,15 @@ def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dic
                 _, extra = peak_bytes(partial(step.run, made), watch.device)
                 extra += _symmetric_bytes(way, watch.group)
         require(WAYS[way].calls, partial(step.run, made))
-        forward = made
-    except FiccoError:
-        raise  # peers may be stuck: there is no way on
-    except Exception as failure:
-        why = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
-    everyone = watch.gather((why, error, extra))
-    error, extra = max(one[1] for one in everyone), max(one[2] for one in everyone)
-    if reasons := [one[0] for one in everyone if one[0]]:
-        status = "skipped" if reasons[0].startswith("NotImplementedError") else "failed"
-        return None, {"status": status}, reasons[0]
+        return made, error, extra
+
+    # After an error of ficco's own peers may be stuck: there is no way on.
+    value, why = watch.together(action, fatal=(FiccoError,))
+    if value is None:
+        status = "skipped" if why.startswith("NotImplementedError") else "failed"
+        return None, {"status": status}, why
+    forward, *mine = value
+    error, extra = map(max, zip(*watch.gather(mine), strict=True))
     limit = TOLERANCE[step.layer.dtype]
     if error > limit:
         return None, {"status": "wrong", "error": error}, f"differs by {error:.2g} of {limit:.2g}"

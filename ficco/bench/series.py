@@ -103,6 +103,37 @@ class Stopwatch:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def together(
+        self,
+        action: Call,
+        *,
+        fatal: tuple[type[Exception], ...] = (),
+        named: bool = False,
+    ) -> tuple[Any, str]:
+        """The result of an action that all ranks carry out, or None and why one of them could not.
+
+        The reason is the same on every rank: class and first line of the error of the lowest rank
+        that has one. What the action has enqueued on a GPU is waited for, so that its errors count.
+
+        Args:
+            fatal: errors that are raised at once instead, and that the peers do not hear of.
+            named: say which rank's error it is, unless all ranks have the same.
+        """
+        value, why = None, ""
+        try:
+            value = action()
+            if self.on_gpu:
+                torch.cuda.synchronize()
+        except fatal:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        everyone = self.gather(why)
+        if not any(everyone):
+            return value, ""
+        rank, why = next((rank, text) for rank, text in enumerate(everyone) if text)
+        return None, f"rank {rank}: {why}" if named and len(set(everyone)) > 1 else why
+
     def release(self) -> None:
         """Free ficco's memory on all ranks, once no peer can reach it any more."""
         if self.on_gpu:

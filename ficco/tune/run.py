@@ -236,7 +236,9 @@ class _Run:
             site = Site(watch, self.settings.effort, machine, self._source)
             began = time.monotonic()
             with self._progress(number, todo) as site.tick:
-                measured, why = _together(watch, lambda n=name, s=site: self._measure(n, s))
+                measured, why = watch.together(
+                    lambda n=name, s=site: self._measure(n, s), named=True
+                )
             watch, closing = self._after(watch, bool(why))
             why = why or closing
             taken = time.monotonic() - began
@@ -394,19 +396,3 @@ class _Run:
                 show(behind + spent, f"{what}; about {left:.0f} s left")
 
             yield tick
-
-
-def _together(watch: Stopwatch, action: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of an action that every rank carried out, or why one of them could not."""
-    value, why = None, ""
-    try:
-        value = action()
-        if watch.on_gpu:
-            torch.cuda.synchronize()
-    except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
-        why = f"{type(error).__name__}: {first}"
-    found = watch.gather(why)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
-    same = len(set(found)) == 1
-    return (None, why if same else failed[0]) if failed else (value, "")
