@@ -436,7 +436,7 @@ def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dic
         require(WAYS[way].calls, partial(step.run, made))
         return made, error, extra
 
-    # After an error of ficco's own peers may be stuck: there is no way on.
+    # After one of ficco's own errors peers may be stuck: there is no way on.
     value, why = watch.together(action, fatal=(FiccoError,))
     if value is None:
         status = "skipped" if why.startswith("NotImplementedError") else "failed"

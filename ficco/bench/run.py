@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,9 @@ from ficco.bench.candidates import Candidate, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
-from ficco.bench.measure import CALLS_IN_GRAPH, DeviceClock, Gate, HostClock, Item, rounds
+from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
 from ficco.bench.progress import bar
+from ficco.bench.series import Stopwatch
 from ficco.bench.stats import NONE, slowest, summarise
 from ficco.bench.table import Row
 from ficco.bench.traces import trace_all
@@ -78,14 +80,13 @@ class _Bench:
         self.deadline = time.monotonic() + settings.seconds
         self.preparing = 0.0  # seconds that the longest preparation of a shape has taken
         self.group = dist.group.WORLD
-        self.rank, self.world = self.group.rank(), self.group.size()
-        self.on_gpu = settings.device == "cuda"
         self.device = torch.device("cpu")
-        if self.on_gpu:
+        if settings.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.gate = Gate(self.group)
-        self.clock = (DeviceClock if self.on_gpu else HostClock)(self.group, self.gate)
-        self.verifier = Verifier(self.group, self.gate, self.device)
+        # Without a limit: a rank that fails here ends, and brings its peers down.
+        self.watch = Stopwatch(self.group, self.device, timeout_s=math.inf)
+        self.rank, self.world = self.watch.rank, self.watch.world
+        self.verifier = Verifier(self.watch)
         self.console = Console(stderr=True, quiet=self.rank != 0)
         quiet = self.rank != 0 or settings.quiet
         self.out = Console(quiet=quiet, width=None if sys.stdout.isatty() else 140)
@@ -106,7 +107,7 @@ class _Bench:
                 table.write(settings.csv, rows)
                 for part in table.show(rows):
                     self.out.print(part, highlight=False)
-        self.gate.close()
+        self.watch.close()
         return found
 
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[Row]:
@@ -115,7 +116,7 @@ class _Bench:
         free_bytes = self.verifier.free_bytes()
         case = case.fitted(self.world, free_bytes)
         why = case.skipped(self.world, free_bytes)
-        if self.gate.decide(left < self.preparing):
+        if self.watch.gate.decide(left < self.preparing):
             why = why or f"out of time ({self.settings.seconds:.0f} s)"
         if why:
             return [self._row(case, "", Candidate("", ""), "skipped", why)]
@@ -135,8 +136,8 @@ class _Bench:
             items = list(self._items(checked))
             done = rounds(
                 items,
-                self.clock,
-                self.gate,
+                self.watch.clock,
+                self.watch.gate,
                 self.settings.rounds,
                 # The first preparation is that of the libraries, too, and no reason for few rounds.
                 max(left / cases - spent, left / cases * LEAST_SHARE),
@@ -154,7 +155,7 @@ class _Bench:
             self._timelines(operands, checked)
         items.clear()
         checked.clear()  # graphs go before the memory that they use
-        self.verifier.close()
+        self.watch.free()
         return rows
 
     def _verify(
@@ -179,7 +180,7 @@ class _Bench:
             if one.runner is not None and one.runner.proof is None and not one.alone:
                 with one.runner.context():
                     mine = accuracy.error(one.runner.run())
-                one.error = max(self.verifier.gather(mine))
+                one.error = max(self.watch.gather(mine))
 
     def _capture(self, checked: list[Checked], operands: Operands, tick: Tick) -> None:
         there = [one for one in checked if one.runner is not None]
@@ -205,7 +206,7 @@ class _Bench:
 
     def _rows(self, case: Case, checked: list[Checked], items: list[Item], done: int) -> list[Row]:
         mine = {(i.mode, i.candidate.name): (i.times_s, i.host_s) for i in items}
-        everyone = self.verifier.gather(mine)
+        everyone = self.watch.gather(mine)
         times: dict[str, dict[str, list[float]]] = {mode: {} for mode in self.settings.modes}
         host: dict[tuple[str, str], float] = {}
         for mode, name in mine:
@@ -235,7 +236,7 @@ class _Bench:
         """What ``auto`` stands for."""
         if one.candidate.schedule != "auto":
             return ""
-        kind = "idle" if not self.on_gpu else "queued" if mode == "graph" else "eager"
+        kind = "idle" if not self.watch.on_gpu else "queued" if mode == "graph" else "eager"
         made = taken(case.problem(self.world), self.group, self.device, kind)
         return f"is {made.schedule} ({made.source})"
 

@@ -65,16 +65,20 @@ class Series:
 class Stopwatch:
     """The ranks of a group, which time together.
 
+    ``timeout_s``: seconds that a rank waits for its peers, ``PEERS_S`` if it is None.
+
     Attributes:
         mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, timeout_s: float | None = None
+    ) -> None:
         self.group, self.device = group, device
         self.rank, self.world = group.rank(), group.size()
         self.on_gpu = device.type == "cuda"
         self.mode = "queued" if self.on_gpu else "idle"
-        self.gate = Gate(group, PEERS_S)
+        self.gate = Gate(group, PEERS_S if timeout_s is None else timeout_s)
         self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.gate)
 
     def time(
@@ -134,13 +138,17 @@ class Stopwatch:
         rank, why = next((rank, text) for rank, text in enumerate(everyone) if text)
         return None, f"rank {rank}: {why}" if named and len(set(everyone)) > 1 else why
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free ficco's memory on all ranks, once no peer can reach it any more."""
         if self.on_gpu:
             torch.cuda.synchronize()
         self.gate.wait()
         ficco.close(self.group)
         self.gate.wait()
+
+    def release(self) -> None:
+        """Free ficco's memory, and of a GPU's what PyTorch keeps for later."""
+        self.free()
         if self.on_gpu:
             torch.cuda.empty_cache()
 

@@ -6,21 +6,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import ficco
 from ficco.bench.calls import Runner, build, expected, unavailable
 from ficco.bench.candidates import Candidate
 from ficco.bench.inputs import Operands
-from ficco.bench.measure import Gate, capture, peak_bytes, pytorch_workspace_bytes
+from ficco.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
+from ficco.bench.series import Stopwatch
 from ficco.errors import FiccoError
 from ficco.problem import Problem
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Calls with fresh inputs that must be right before a candidate is timed; as many replays.
 CHECKS = 2
@@ -59,48 +56,28 @@ class Checked:
 class Verifier:
     """The ranks of a group, which verify together: a candidate that fails on one is out on all."""
 
-    group: ProcessGroup
-    gate: Gate
-    device: torch.device
+    watch: Stopwatch
     iteration: int = field(default=0, init=False)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def gather(self, value: Any) -> list[Any]:
-        """A value of every rank, on every rank."""
-        found: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(found, value, group=self.group)
-        return found
 
     def free_bytes(self) -> int:
         """Free memory where there is least: of a GPU, or a rank's part of the host's."""
-        if self.on_gpu:
+        if self.watch.on_gpu:
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
         else:
             lines = Path("/proc/meminfo").read_text().splitlines()
             kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
-            free = int(kib) * 1024 // self.group.size()
-        return min(self.gather(free))
-
-    def close(self) -> None:
-        """Free ficco's memory on all ranks, once no peer can reach it any more."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        self.gate.wait()
-        ficco.close(self.group)
-        self.gate.wait()
+            free = int(kib) * 1024 // self.watch.world
+        return min(self.watch.gather(free))
 
     def renew(self, operands: Operands, symmetric: bool) -> None:
         """Begin anew with ficco's memory, and with an operand in it if one is wanted."""
         operands.a_symmetric_LK = None
-        self.close()
+        self.watch.free()
         if symmetric:
             a = operands.a_LK
             operands.a_symmetric_LK = ficco.empty(
-                a.shape, dtype=a.dtype, group=self.group, device=self.device
+                a.shape, dtype=a.dtype, group=self.watch.group, device=self.watch.device
             )
 
     def eager(self, candidate: Candidate, operands: Operands) -> Checked:
@@ -111,7 +88,7 @@ class Verifier:
             self.renew(operands, candidate.symmetric)  # so that its memory is its own
 
         def action() -> tuple[Runner, bool, int]:
-            runner = build(candidate, operands, self.group)
+            runner = build(candidate, operands, self.watch.group)
             with runner.context():
                 proof = runner.proof or runner.run
                 found = [self._check(runner, operands, proof) for _ in range(CHECKS)]
@@ -125,8 +102,8 @@ class Verifier:
         runner, right, extra = value
         if wrong := self._wrong(right):
             return Checked(candidate, status="wrong", note=wrong)
-        counted = (self.on_gpu or candidate.ours) and runner.proof is None
-        extra_bytes = float(max(self.gather(extra))) if counted else math.nan
+        counted = (self.watch.on_gpu or candidate.ours) and runner.proof is None
+        extra_bytes = float(max(self.watch.gather(extra))) if counted else math.nan
         return Checked(candidate, runner, extra_bytes=extra_bytes)
 
     def graph(self, checked: Checked, operands: Operands, pool: Any) -> None:
@@ -163,34 +140,23 @@ class Verifier:
         """Whether a call with inputs never used before is right, and its peak memory."""
         self.iteration += 1
         operands.exact(self.iteration)
-        result, peak = peak_bytes(call, self.device)
+        result, peak = peak_bytes(call, self.watch.device)
         return torch.equal(result, expected(runner, operands)), peak
 
     def _wrong(self, right: bool) -> str:
-        ranks = [rank for rank, equal in enumerate(self.gather(right)) if not equal]
+        ranks = [rank for rank, equal in enumerate(self.watch.gather(right)) if not equal]
         return f"wrong result on ranks {ranks}" if ranks else ""
 
     def _symmetric_bytes(self, candidate: Candidate, operands: Operands) -> int:
         if candidate.ours:
-            return ficco.memory(self.group)
-        if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.group):
+            return ficco.memory(self.watch.group)
+        if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):
             return fused_bytes(operands.problem)
         return 0
 
     def _together(self, action: Callable[[], Any]) -> tuple[Any, str]:
-        """The result of an action that every rank carried out, or why one could not."""
-        value, why = None, ""
-        try:
-            value = action()
-            if self.on_gpu:
-                torch.cuda.synchronize()
-        except FiccoError:
-            raise  # peers may be stuck: there is no way on
-        except Exception as error:
-            lines = str(error).splitlines() or [""]
-            why = f"{type(error).__name__}: {lines[0]}"
-        failed = [text for text in self.gather(why) if text]
-        return (None, failed[0]) if failed else (value, "")
+        # After one of ficco's own errors peers may be stuck: there is no way on.
+        return self.watch.together(action, fatal=(FiccoError,))
 
 
 def fused_bytes(problem: Problem) -> int:

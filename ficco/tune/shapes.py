@@ -41,7 +41,7 @@ def measure(site: Site, problem: Problem, quick: bool) -> Found:
         ArithmeticError: a candidate's result was wrong.
     """
     watch = site.watch
-    verifier = Verifier(watch.group, watch.gate, watch.device)
+    verifier = Verifier(watch)
     operator = problem.operator
     case = Case("", problem.m, problem.n, problem.k, problem.dtype, operator=operator)
     need = case.memory(problem.world)
