@@ -262,23 +262,23 @@ class Timed:
 
 def bench(at: Any, seconds: float, shapes: int) -> list[Timed]:
     """All engines in shuffled order in every round."""
-    from ficco.bench.measure import DeviceClock, Gate
+    from ficco.bench.measure import Barrier, DeviceClock
 
-    gate = Gate(dist.group.WORLD, PATIENCE_S)
-    clock = DeviceClock(dist.group.WORLD, gate)
+    barrier = Barrier(dist.group.WORLD, PATIENCE_S)
+    clock = DeviceClock(dist.group.WORLD, barrier)
     found = []
     for shape in SHAPES[:shapes]:
         step(at, "x".join(map(str, shape)))
-        found += list(_shape(at, shape, seconds / shapes, gate, clock))
+        found += list(_shape(at, shape, seconds / shapes, barrier, clock))
         ficco.close()
         torch.cuda.empty_cache()
         at.barrier()
-    gate.close()
+    barrier.close()
     return found if at.rank == 0 else []
 
 
 def _shape(
-    at: Any, shape: tuple[int, int, int], seconds: float, gate: Any, clock: Any
+    at: Any, shape: tuple[int, int, int], seconds: float, barrier: Any, clock: Any
 ) -> Iterator[Timed]:
     from ficco.bench.measure import MODES, Candidate, Item, Runner, capture, rounds
     from ficco.bench.stats import slowest
@@ -317,7 +317,7 @@ def _shape(
     first.clear()
     step(at, f"  {len(items)} candidates")
     timed = [item for _, _, item in items]
-    done = rounds(timed, clock, gate, 60, seconds, tick=lambda _: step(at))
+    done = rounds(timed, clock, barrier, 60, seconds, tick=lambda _: step(at))
     step(at, f"  {done} rounds")
     mine = [(item.times_s, item.host_s) for item in timed]
     everyone: list[Any] = [None] * at.world

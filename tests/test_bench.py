@@ -39,7 +39,7 @@ from ficco.bench.candidates import (
 from ficco.bench.cases import OPERATOR, Case
 from ficco.bench.inputs import Operands
 from ficco.bench.lines import lines, mean_and_worst, modes, summary
-from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Gate, Item, modes_of, rounds
+from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import Settings, bench
 from ficco.bench.series import Stopwatch
 from ficco.bench.table import COLUMNS, Row
@@ -355,19 +355,19 @@ def test_what_moves_moves_as_many_bytes_alone() -> None:
         assert block_bytes(problem) == 8 * width * 4
 
 
-def _through_the_gate(at: ranks.Rank) -> list[int]:
+def _through_the_barrier(at: ranks.Rank) -> list[int]:
     group = torch.distributed.group.WORLD
-    gate = Gate(group)
+    barrier = Barrier(group)
     found = []
     for turn in range(200):
-        gate.wait()
-        found.append(gate.decide(turn if at.rank == 0 else -1))
-    gate.close()
+        barrier.wait()
+        found.append(barrier.decide(turn if at.rank == 0 else -1))
+    barrier.close()
     return found
 
 
-def test_all_ranks_go_through_the_gate_and_hear_what_rank_0_decides() -> None:
-    assert ranks.run(3, _through_the_gate) == [list(range(200))] * 3
+def test_all_ranks_go_through_the_barrier_and_hear_what_rank_0_decides() -> None:
+    assert ranks.run(3, _through_the_barrier) == [list(range(200))] * 3
 
 
 def _fail_together(at: ranks.Rank) -> list[Any]:

@@ -80,7 +80,7 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
     return chosen
 
 
-class Gate:
+class Barrier:
     """Lets the ranks of this machine go on within about a microsecond of each other.
 
     A count per rank in a shared file; no data is ordered by it. Collectives are no substitute:
@@ -167,13 +167,13 @@ class HostClock:
 
     warm_calls = 2
 
-    def __init__(self, group: ProcessGroup, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, group: ProcessGroup, barrier: Barrier) -> None:
+        self._barrier = barrier
 
     def time(self, item: Item) -> tuple[float, float]:
         """Seconds of the item's calls, and of the host in them."""
         call = item.call
-        self._gate.wait()
+        self._barrier.wait()
         start = time.perf_counter()
         call()
         stop = time.perf_counter()
@@ -194,8 +194,8 @@ class DeviceClock:
 
     warm_calls = 6
 
-    def __init__(self, group: ProcessGroup, gate: Gate) -> None:
-        self._group, self._gate = group, gate
+    def __init__(self, group: ProcessGroup, barrier: Barrier) -> None:
+        self._group, self._barrier = group, barrier
         self._start = torch.cuda.Event(enable_timing=True)
         self._stop = torch.cuda.Event(enable_timing=True)
         self._word = torch.zeros(1, device="cuda")
@@ -216,7 +216,7 @@ class DeviceClock:
         """Seconds of the item's calls, and of the host in them."""
         call = item.call
         torch.cuda.synchronize()
-        self._gate.wait()
+        self._barrier.wait()
         if item.mode != "idle":
             torch.cuda._sleep(int(item.sleep_s * self._hertz))
             dist.all_reduce(self._word, group=self._group)  # clocks differ, and so do sleeps
@@ -234,7 +234,7 @@ class DeviceClock:
         taken = []
         for _ in range(HOST_ROWS):
             torch.cuda.synchronize()
-            self._gate.wait()
+            self._barrier.wait()
             torch.cuda._sleep(int(HOST_CALLS * item.sleep_s * self._hertz))
             for _ in range(HOST_CALLS):
                 begin = time.perf_counter()
@@ -272,7 +272,7 @@ def no_collection() -> Iterator[None]:
 def rounds(
     items: list[Item],
     clock: HostClock | DeviceClock,
-    gate: Gate,
+    barrier: Barrier,
     most: int,
     seconds: float,
     least: int = 3,
@@ -287,7 +287,7 @@ def rounds(
     with no_collection():
         for item in items:
             with item.runner.context():
-                _warm(item, clock, gate)
+                _warm(item, clock, barrier)
         rest = max((item.sleep_s for item in items), default=0.0)
         for item in items:
             item.sleep_s = rest  # a card that has rested for longer is cooler, and faster
@@ -302,18 +302,18 @@ def rounds(
             done += 1
             spent = time.monotonic() - began
             late = done >= least and spent + spent / done > seconds
-            if gate.decide(late):
+            if barrier.decide(late):
                 break
     return done
 
 
-def _warm(item: Item, clock: HostClock | DeviceClock, gate: Gate) -> None:
+def _warm(item: Item, clock: HostClock | DeviceClock, barrier: Barrier) -> None:
     """Call until nothing is slow for being new, and see what the host takes."""
     found = []
     for _ in range(clock.warm_calls):
         found.append(clock.time(item))
         # Not by the slowest ones, for which memory was allocated.
-        long = bool(gate.decide(min(seconds for seconds, _ in found) > LONG_S * item.calls))
+        long = bool(barrier.decide(min(seconds for seconds, _ in found) > LONG_S * item.calls))
         if long and len(found) >= LEAST_WARM:
             break
     host = min(host for _, host in found)

@@ -116,7 +116,7 @@ class _Bench:
         free_bytes = self.verifier.free_bytes()
         case = case.fitted(self.world, free_bytes)
         why = case.skipped(self.world, free_bytes)
-        if self.watch.gate.decide(left < self.preparing):
+        if self.watch.barrier.decide(left < self.preparing):
             why = why or f"out of time ({self.settings.seconds:.0f} s)"
         if why:
             return [self._row(case, "", Candidate("", ""), "skipped", why)]
@@ -137,7 +137,7 @@ class _Bench:
             done = rounds(
                 items,
                 self.watch.clock,
-                self.watch.gate,
+                self.watch.barrier,
                 self.settings.rounds,
                 # The first preparation is that of the libraries, too, and no reason for few rounds.
                 max(left / cases - spent, left / cases * LEAST_SHARE),

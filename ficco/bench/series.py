@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ficco
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.candidates import Candidate
-from ficco.bench.measure import DeviceClock, Gate, HostClock, Item, rounds
+from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
 from ficco.bench.stats import Times, slowest
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class Stopwatch:
         self.rank, self.world = group.rank(), group.size()
         self.on_gpu = device.type == "cuda"
         self.mode = "queued" if self.on_gpu else "idle"
-        self.gate = Gate(group, PEERS_S if timeout_s is None else timeout_s)
-        self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.gate)
+        self.barrier = Barrier(group, PEERS_S if timeout_s is None else timeout_s)
+        self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.barrier)
 
     def time(
         self,
@@ -97,7 +97,7 @@ class Stopwatch:
             name: Item(mode or self.mode, Candidate(name, "call"), _runner(call))
             for name, call in calls.items()
         }
-        rounds(list(items.values()), self.clock, self.gate, most, seconds, least, seed, tick)
+        rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)
         everyone = self.gather({name: item.times_s for name, item in items.items()})
         return {name: Series(tuple(slowest([found[name] for found in everyone]))) for name in items}
 
@@ -142,9 +142,9 @@ class Stopwatch:
         """Free ficco's memory on all ranks, once no peer can reach it any more."""
         if self.on_gpu:
             torch.cuda.synchronize()
-        self.gate.wait()
+        self.barrier.wait()
         ficco.close(self.group)
-        self.gate.wait()
+        self.barrier.wait()
 
     def release(self) -> None:
         """Free ficco's memory, and of a GPU's what PyTorch keeps for later."""
@@ -153,7 +153,7 @@ class Stopwatch:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        self.gate.close()
+        self.barrier.close()
 
 
 def _runner(call: Call | Runner) -> Runner:
