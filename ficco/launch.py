@@ -69,6 +69,13 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def local_device(device: str) -> torch.device:
+    """This rank's own of ``"cpu"`` or ``"cuda"``: of the GPUs the one that :func:`launch` set."""
+    if device == "cuda":
+        return torch.device(device, torch.cuda.current_device())
+    return torch.device(device)
+
+
 def launch(
     fn: Callable[..., Any],
     ranks: int | None,

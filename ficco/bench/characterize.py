@@ -26,6 +26,7 @@ from ficco.bench.rows import append
 from ficco.bench.rows import read as read_rows
 from ficco.bench.series import Parts, Series, Stopwatch, behind, beside
 from ficco.bench.stats import paired
+from ficco.launch import local_device
 
 #: What a row is about. ``dil``: decomposition, ``cil``: contention loss.
 GEMM_DIL, COPY_DIL, GEMM_CIL, COPY_CIL = "gemm-dil", "communication-dil", "gemm-cil", "copy-cil"
@@ -118,9 +119,7 @@ class _Run:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.group = dist.group.WORLD
-        self.device = torch.device("cpu")
-        if settings.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = local_device(settings.device)
         self.watch = Stopwatch(self.group, self.device)
         self.world, self.rank = self.watch.world, self.watch.rank
         self.began = time.monotonic()

@@ -25,6 +25,7 @@ from ficco.bench.draw import draw, trace
 from ficco.bench.inputs import Operands
 from ficco.bench.stats import slowest
 from ficco.bench.traces import trace_all
+from ficco.launch import local_device
 from ficco.machine import find
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
@@ -114,9 +115,7 @@ def demo(settings: Settings) -> int:
 
     group = dist.group.WORLD
     first = group.rank() == 0
-    device = torch.device(settings.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = local_device(settings.device)
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
     candidates = [

@@ -33,6 +33,7 @@ from ficco.bench.rows import read as read_rows
 from ficco.bench.series import Stopwatch
 from ficco.bench.stats import NONE, better, paired, quartiles
 from ficco.errors import FiccoError
+from ficco.launch import local_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -361,10 +362,7 @@ def layers(settings: Settings) -> list[Row]:
     """Measure; collective. The rows on rank 0, nothing elsewhere."""
     group = dist.group.WORLD
     assert group is not None
-    device = torch.device("cpu")
-    if settings.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    watch = Stopwatch(group, device)
+    watch = Stopwatch(group, local_device(settings.device))
     rows: list[Row] = []
     began = time.monotonic()
     if watch.rank == 0:

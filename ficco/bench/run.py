@@ -29,6 +29,7 @@ from ficco.bench.stats import NONE, slowest, summarise
 from ficco.bench.table import Row
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier
+from ficco.launch import local_device
 from ficco.timeline import dumps
 from ficco.workspace import SLOTS
 
@@ -80,9 +81,7 @@ class _Bench:
         self.deadline = time.monotonic() + settings.seconds
         self.preparing = 0.0  # seconds that the longest preparation of a shape has taken
         self.group = dist.group.WORLD
-        self.device = torch.device("cpu")
-        if settings.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = local_device(settings.device)
         # Without a limit: a rank that fails here ends, and brings its peers down.
         self.watch = Stopwatch(self.group, self.device, timeout_s=math.inf)
         self.rank, self.world = self.watch.rank, self.watch.world

@@ -22,7 +22,7 @@ import ficco
 from ficco.dma import probe
 from ficco.dma.choose import engine_name
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
-from ficco.launch import RankFailed, check_ranks, launch, under_torchrun
+from ficco.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
 from ficco.options import current
 from ficco.selftest.rank import NotOffered, PeerLeft, Rank, Settings, Wrong
 from ficco.selftest.table import CHECKS, COLLECTIVE, WAYS, Check
@@ -85,10 +85,7 @@ def _on_a_rank(names: Sequence[str], settings: Settings, device: str, folder: st
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks share this machine
     patience = timedelta(seconds=3 * settings.limit_s)
     talk = dist.new_group(list(range(world)), backend="gloo", timeout=patience)
-    here = torch.device(device)
-    if device == "cuda":
-        here = torch.device(device, torch.cuda.current_device())
-    at = Rank(rank, world, here, settings, talk)
+    at = Rank(rank, world, local_device(device), settings, talk)
     _warm(at)
     at.settle()
     every = {check.name: check for some in (CHECKS, *WAYS.values()) for check in some}

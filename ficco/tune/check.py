@@ -11,6 +11,7 @@ import torch.distributed as dist
 import ficco
 from ficco.bench.series import Stopwatch
 from ficco.heuristics.model import lacking
+from ficco.launch import local_device
 from ficco.machine import COLLECTIVES, Machine, Provenance
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -56,11 +57,7 @@ class Point:
 
 def check(settings: Settings) -> list[Point]:
     """Measure a few points; collective. The same on every rank."""
-    group = dist.group.WORLD
-    device = torch.device("cpu")
-    if settings.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    watch = Stopwatch(group, device)
+    watch = Stopwatch(dist.group.WORLD, local_device(settings.device))
     made = effort(settings.device, True)
 
     def source(kind: str, note: str) -> Provenance:

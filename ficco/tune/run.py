@@ -24,6 +24,7 @@ from ficco.bench import table
 from ficco.bench.progress import bar
 from ficco.bench.series import Stopwatch
 from ficco.errors import ConfigError
+from ficco.launch import local_device
 from ficco.machine import (
     COLLECTIVES,
     Fingerprint,
@@ -213,9 +214,7 @@ class _Run:
         self.settings = settings
         self.group = dist.group.WORLD
         self.rank, self.world = self.group.rank(), self.group.size()
-        self.device = torch.device("cpu")
-        if settings.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = local_device(settings.device)
         self.console = Console(stderr=True, quiet=self.rank != 0)
         self.out = Console(quiet=self.rank != 0)
         self.here = fingerprint(settings.device, self.world)
