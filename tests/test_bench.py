@@ -22,6 +22,7 @@ import torch
 import ficco
 from ficco import cli
 from ficco.bench import bounds, cases, command, layers, plots, regret, report, stats, table
+from ficco.bench.about import read_description
 from ficco.bench.accuracy import Accuracy
 from ficco.bench.bounds import block_bytes, moved_bytes, movements
 from ficco.bench.calls import Runner, build, expected, step_bytes
@@ -449,7 +450,7 @@ def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> 
     assert pages
     for page in pages:
         name = page.stem.removesuffix("_regret")
-        date = table.read_description(folder / f"{name}.csv")["date"]
+        date = read_description(folder / f"{name}.csv")["date"]
         top = page.read_text().split("## ")[0]
         assert re.search(r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided", top), page
         assert re.search(r"`h[12]00-[24]` \(digest [0-9a-f]{10}\)", top), page

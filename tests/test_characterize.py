@@ -19,6 +19,7 @@ import torch.distributed as dist
 import ficco.cli
 from ficco.bench import characterize as characterise
 from ficco.bench import characterize_plots as plots
+from ficco.bench.about import read_description
 from ficco.bench.cases import Case
 from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS, Row
 from ficco.bench.series import MOST_BEHIND, Parts, add, behind, beside
@@ -183,7 +184,7 @@ def test_all_losses_are_measured_and_follow_from_their_times(tmp_path: Path) -> 
         assert row.ratio == pytest.approx(median(ratios), rel=1e-4)
         assert row.alone_ms == pytest.approx(median(alone) / 1e3, rel=1e-4)
         assert row.ms == pytest.approx(median(times) / 1e3, rel=1e-4)
-    about = characterise.table.read_description(csv)
+    about = read_description(csv)
     assert about["command"] == "tests" and about["ranks"] == 2 and about["date"]
 
     pictures = plots.draw(rows, csv.with_suffix(""), "a title")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench import table
+from ficco.bench.about import describe, write_description
 from ficco.bench.cases import MEMORY_SHARE, Case
 from ficco.bench.rows import append
 from ficco.bench.rows import read as read_rows
@@ -128,9 +128,7 @@ class _Run:
         settings = self.settings
         found: list[Row] = []
         if self.rank == 0:
-            table.write_description(
-                settings.csv, table.describe(settings.device, self.world, settings.command)
-            )
+            write_description(settings.csv, describe(settings.device, self.world, settings.command))
         steps: list[tuple[str, Callable[[float], list[Row]], float]] = [
             ("communication", self._communication, settings.seconds * COMMUNICATION_SHARE)
         ]

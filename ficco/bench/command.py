@@ -179,7 +179,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
-    from ficco.bench import layers, table
+    from ficco.bench import layers
+    from ficco.bench.about import read_description
     from ficco.bench.measure import modes_of
     from ficco.launch import launch
 
@@ -202,7 +203,7 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
     if not rows:  # under torchrun, a rank other than 0
         return 0
     path = settings.csv.with_suffix(".md")
-    text = layers.report(rows, table.read_description(settings.csv), settings.csv.stem)
+    text = layers.report(rows, read_description(settings.csv), settings.csv.stem)
     path.write_text(text)
     print(text)
     print(f"wrote {settings.csv}\nwrote {path}", file=sys.stderr)
@@ -293,13 +294,14 @@ def _later(arguments: argparse.Namespace) -> int:
         print(f"wrote {_regret(arguments.regret, arguments.machine)}")
     if arguments.readme:
         from ficco.bench import table
+        from ficco.bench.about import read_description
         from ficco.bench.report import TABLES, put_between
 
         folder = arguments.readme_file.resolve().parent
         benches = [
             (
                 table.read(csv),
-                table.read_description(csv),
+                read_description(csv),
                 os.path.relpath(csv.resolve().with_suffix(".md"), folder),
             )
             for csv in arguments.readme
@@ -312,17 +314,19 @@ def _later(arguments: argparse.Namespace) -> int:
 
 def _pictures(csv: Path) -> list[Path]:
     from ficco.bench import plots, table
+    from ficco.bench.about import read_description
 
-    about = table.read_description(csv)
+    about = read_description(csv)
     title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
     return plots.draw(table.read(csv), csv.with_suffix(""), title)
 
 
 def _regret(csv: Path, machine: str | None) -> Path:
     from ficco.bench import regret, table
+    from ficco.bench.about import read_description
     from ficco.machine import Fingerprint, find, nearest
 
-    rows, about = table.read(csv), table.read_description(csv)
+    rows, about = table.read(csv), read_description(csv)
     device, ranks = str(about.get("device", "")), int(about.get("ranks", 0))
     here = Fingerprint(device, ranks)
     found = find(machine, here) or (nearest(here) if ranks else None)
@@ -335,11 +339,12 @@ def _regret(csv: Path, machine: str | None) -> Path:
 
 def _report(csv: Path) -> Path:
     from ficco.bench import table
+    from ficco.bench.about import read_description
     from ficco.bench.report import report
 
     stem = csv.with_suffix("").name
     pictures = sorted(path for path in csv.parent.glob(f"{stem}_*.png"))
-    text = report(table.read(csv), table.read_description(csv), stem, pictures)
+    text = report(table.read(csv), read_description(csv), stem, pictures)
     path = csv.with_suffix(".md")
     path.write_text(text)
     return path

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
-from ficco.bench import table
+from ficco.bench.about import describe, write_description
 from ficco.bench.calls import Runner, all_gather, reduce_scatter
 from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
 from ficco.bench.report import MODE_WORDS, about_table, markdown
@@ -366,8 +366,8 @@ def layers(settings: Settings) -> list[Row]:
     rows: list[Row] = []
     began = time.monotonic()
     if watch.rank == 0:
-        about = table.describe(settings.device, watch.world, settings.command)
-        table.write_description(settings.csv, about)
+        about = describe(settings.device, watch.world, settings.command)
+        write_description(settings.csv, about)
     for number, layer in enumerate(settings.layers):
         left = settings.seconds - (time.monotonic() - began)
         found = list(_layer(layer, watch, settings, left / (len(settings.layers) - number)))

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from ficco.bench.about import commit
 from ficco.bench.report import MODE_WORDS, by_operator, markdown
-from ficco.bench.table import Row, commit
+from ficco.bench.table import Row
 from ficco.heuristics import Where, candidates, decide, rule
 from ficco.heuristics.candidates import ALL_MOVERS, MOVERS, predictable
 from ficco.machine import Machine, digest

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench import table
+from ficco.bench.about import describe, write_description
 from ficco.bench.accuracy import Accuracy
 from ficco.bench.bounds import moved_bytes
 from ficco.bench.calls import taken
@@ -93,10 +94,10 @@ class _Bench:
     def run(self) -> list[Row]:
         settings = self.settings
         if self.rank == 0:
-            about = table.describe(settings.device, self.world, settings.command)
+            about = describe(settings.device, self.world, settings.command)
             if "graph" in settings.modes:
                 about["calls_in_graph"] = CALLS_IN_GRAPH
-            table.write_description(settings.csv, about)
+            write_description(settings.csv, about)
         found: list[Row] = []
         for number, case in enumerate(settings.cases):
             left = self.deadline - time.monotonic()

@@ -1,22 +1,17 @@
-"""Rows of figures: as CSV, with the description of the machine beside it, and as printed."""
+"""Rows of figures: as CSV, and as printed."""
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco import doctor
 from ficco.bench.cases import OPERATOR, Case
 from ficco.bench.rows import LATER, append, columns
 from ficco.bench.rows import read as read_rows
 from ficco.bench.stats import NONE, ROLES
-from ficco.errors import ConfigError
 from ficco.problem import Problem
 
 if TYPE_CHECKING:
@@ -101,51 +96,6 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def read(path: Path) -> list[Row]:
     """The rows of a bench's CSV file. Raises as :func:`ficco.bench.rows.read`."""
     return read_rows(path, Row)
-
-
-def describe(device: str, ranks: int, command: str) -> dict[str, Any]:
-    """The machine, the versions and the command: what a figure is worth nothing without."""
-    kinds = [one for one in doctor.devices() if one["kind"].startswith(device)]
-    names = dict.fromkeys(one["name"] for one in kinds)
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": command,
-        "commit": commit(),
-        "device": " and ".join(names),
-        "ranks": ranks,
-        "versions": {name: value for name, value in doctor.versions().items() if value},
-    }
-
-
-def commit() -> str:
-    """The commit of the checkout that ficco is imported from; empty outside of one."""
-    folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(
-            git, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def write_description(path: Path, description: dict[str, Any]) -> None:
-    """Write the description of a CSV file beside it."""
-    path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    """The description that lies beside a CSV file; empty if there is none."""
-    beside = path.with_suffix(".json")
-    if not beside.exists():
-        return {}
-    try:
-        found = json.loads(beside.read_text())
-    except ValueError as error:
-        raise ConfigError(str(beside), "file", f"required JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(str(beside), "file", "required a JSON object")
-    return found
 
 
 #: Figures of the printed table, in each mode: heading, field, format.

@@ -91,18 +91,18 @@ def _characterize(arguments: argparse.Namespace) -> int:
 
 
 def _name(device: str, ranks: int) -> str:
-    from ficco.bench import table
+    from ficco.bench.about import describe
 
-    machine = str(table.describe(device, ranks, "")["device"]) if device == "cuda" else "cpu ranks"
+    machine = str(describe(device, ranks, "")["device"]) if device == "cuda" else "cpu ranks"
     slug = re.sub(r"[^a-z0-9]+", "-", f"{ranks} {machine}".lower()).strip("-")
     return f"losses_{slug}_{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 def _draw(rows: Any, csv: Path) -> None:
-    from ficco.bench import table
+    from ficco.bench.about import read_description
     from ficco.bench.characterize_plots import draw
 
-    about = table.read_description(csv)
+    about = read_description(csv)
     title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
     for path in draw(rows, csv.with_suffix(""), title):
         print(f"wrote {path}", file=sys.stderr)

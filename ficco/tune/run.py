@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ficco
 from ficco import doctor
-from ficco.bench import table
+from ficco.bench.about import commit
 from ficco.bench.progress import bar
 from ficco.bench.series import Stopwatch
 from ficco.errors import ConfigError
@@ -329,7 +329,7 @@ class _Run:
             command=self.settings.command,
             driver=str(versions["driver"]),
             torch=str(versions["torch"]),
-            commit=table.commit() or f"ficco {versions['ficco']}",
+            commit=commit() or f"ficco {versions['ficco']}",
             note=note,
         )
 
