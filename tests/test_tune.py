@@ -43,6 +43,7 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
 from ficco.tune import check, effort, fits, journal, measures, names, shapes, shown
 from ficco.tune import run as tuning
+from ficco.tune.file import damaged, opened, rounded
 from ficco.tune.journal import Journal
 
 US = 1e-6
@@ -467,9 +468,9 @@ def test_a_damaged_file_is_kept_and_left_only_when_asked_for(tmp_path: Path, cap
     error = capsys.readouterr().err
     assert "half-written" in error and "--fresh keeps this file as half.yaml.damaged" in error
     assert path.read_bytes() == half
-    found = tuning.opened(path, HERE, fresh=True)
+    found = opened(path, HERE, fresh=True)
     assert (found.name, found.ranks) == ("half", 2)
-    assert tuning.damaged(path).read_bytes() == half and not path.exists()
+    assert damaged(path).read_bytes() == half and not path.exists()
 
 
 def test_what_is_no_file_is_refused_and_left_alone(tmp_path: Path, capsys: Any) -> None:
@@ -481,7 +482,7 @@ def test_what_is_no_file_is_refused_and_left_alone(tmp_path: Path, capsys: Any) 
             assert cli(*base, path, *more) == 2
             assert f"{path}: file: required a file, got {what}" in capsys.readouterr().err
             with pytest.raises(ConfigError, match="required a file"):
-                tuning.opened(path, HERE, fresh=bool(more))
+                opened(path, HERE, fresh=bool(more))
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
@@ -508,10 +509,10 @@ def test_figures_are_shown_old_against_new(tmp_path: Path) -> None:
 
 
 def test_a_file_is_rounded_to_what_was_measured() -> None:
-    assert tuning.rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
+    assert rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
     curve = ((262144.0, 1.23456789), (1048576.0, 2.0))
-    assert tuning.rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes stay"
-    assert tuning.rounded(Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
+    assert rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes stay"
+    assert rounded(Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
 
 
 # Runs, with steps that measure nothing.

@@ -72,7 +72,8 @@ def add(commands: Any) -> None:
 def _tune(arguments: argparse.Namespace) -> int:
     from ficco.launch import check_ranks, default_device, launch
     from ficco.machine import user_dir
-    from ficco.tune.run import Settings, default_name, fingerprint, opened, tune
+    from ficco.tune.file import default_name, opened
+    from ficco.tune.run import Settings, fingerprint, tune
 
     _refuse(arguments)
     device = arguments.device or default_device()

@@ -6,11 +6,10 @@ was and the run goes on; the next run does what is left.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ from ficco.machine import (
     Machine,
     Provenance,
     dumps,
-    find,
-    load,
     loads,
     save,
     tuned_key,
@@ -41,6 +38,7 @@ from ficco.problem import OPERATORS, Problem
 from ficco.tune import journal as journals
 from ficco.tune import measures, shapes
 from ficco.tune.effort import Effort, effort
+from ficco.tune.file import opened, rounded
 from ficco.tune.journal import Journal
 from ficco.tune.measures import STEPS, Site
 from ficco.tune.shown import changes
@@ -124,80 +122,6 @@ class Outcome:
 def fingerprint(device: str, ranks: int) -> Fingerprint:
     """What this host is known by."""
     return Fingerprint(torch.cuda.get_device_name() if device == "cuda" else "cpu", ranks)
-
-
-def default_name(here: Fingerprint) -> str:
-    """Name of the user's file for a host: ``nvidia-h200-4``."""
-    slug = re.sub(r"[^a-z0-9]+", "-", here.accelerator.lower()).strip("-")
-    return f"{slug}-{here.ranks}"
-
-
-def damaged(path: Path) -> Path:
-    """Where a damaged file is kept."""
-    return path.with_name(f"{path.name}.damaged")
-
-
-def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
-    """The machine to begin with: that of the file, or of one that ships, or an empty one.
-
-    Raises:
-        ConfigError: the file is none, or damaged, or of another kind of host.
-    """
-    if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "something else"
-        raise ConfigError(str(path), "file", f"required a file, got {what}; name one with --out")
-    if path.exists():
-        try:
-            found = load(path)
-        except ConfigError as error:
-            if not fresh:
-                raise ConfigError(
-                    str(path),
-                    error.key,
-                    f"{error.expected}. Nothing was measured; --fresh keeps this file as "
-                    f"{damaged(path).name} and begins anew",
-                ) from None
-            path.replace(damaged(path))
-        else:
-            for name in ("ranks", "accelerator"):
-                if not here.matches(found) and getattr(found, name) != getattr(here, name):
-                    raise ConfigError(
-                        str(path),
-                        name,
-                        f"required {getattr(here, name)}, as this run has, got "
-                        f"{getattr(found, name)}; figures of different hosts are not merged: give "
-                        "another file with --out",
-                    )
-            return found
-    known = _shipped(here)
-    if known is None:
-        return Machine(path.stem, here.accelerator, here.ranks)
-    return replace(known, name=path.stem, source=str(path))
-
-
-def _shipped(here: Fingerprint) -> Machine | None:
-    """What is known of such a host, whatever the environment names."""
-    try:
-        found = find(None, here)
-    except ConfigError:
-        return None
-    return found if found is not None and here.matches(found) else None
-
-
-def rounded(value: Any) -> Any:
-    """A block with its floats to five digits, which is more than measuring gives; the sizes of a
-    curve's points stay what they are."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, tuple):
-        if value and all(isinstance(item, tuple) for item in value):
-            return tuple((size, *rounded(rest)) for size, *rest in value)
-        return tuple(rounded(item) for item in value)
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: rounded(getattr(value, f.name)) for f in fields(value)})
-    return value
 
 
 def tune(settings: Settings) -> Outcome:
