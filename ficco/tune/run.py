@@ -7,8 +7,7 @@ was and the run goes on; the next run does what is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +19,6 @@ import torch.distributed as dist
 import ficco
 from ficco import doctor
 from ficco.bench.about import commit
-from ficco.bench.progress import bar
 from ficco.bench.series import Stopwatch
 from ficco.errors import ConfigError
 from ficco.launch import local_device
@@ -32,16 +30,15 @@ from ficco.machine import (
     dumps,
     loads,
     save,
-    tuned_key,
 )
 from ficco.problem import OPERATORS, Problem
 from ficco.tune import journal as journals
-from ficco.tune import measures, shapes
+from ficco.tune import shapes
 from ficco.tune.effort import Effort, effort
 from ficco.tune.file import opened, rounded
 from ficco.tune.journal import Journal
 from ficco.tune.measures import STEPS, Site
-from ficco.tune.shown import changes
+from ficco.tune.say import Reporter
 
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0
@@ -133,18 +130,14 @@ def tune(settings: Settings) -> Outcome:
 
 class _Run:
     def __init__(self, settings: Settings) -> None:
-        from rich.console import Console
-
         self.settings = settings
         self.group = dist.group.WORLD
         self.rank, self.world = self.group.rank(), self.group.size()
         self.device = local_device(settings.device)
-        self.console = Console(stderr=True, quiet=self.rank != 0)
-        self.out = Console(quiet=self.rank != 0)
+        self.reporter = Reporter(self.rank, settings.seconds)
         self.here = fingerprint(settings.device, self.world)
         self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
         self.outcome = Outcome()
-        self.taken = self.estimated = 0.0  # seconds of the steps so far
 
     def run(self) -> Outcome:
         error, machine, journal = self._told(self._begin)
@@ -152,13 +145,14 @@ class _Run:
             return Outcome(error=error)
         outcome = self.outcome
         outcome.machine, outcome.earlier = machine, journal.done
-        self._say_plan(journal)
+        settings, reporter = self.settings, self.reporter
+        reporter.plan(self.here, settings.steps, journal.done, settings.path)
         watch = Stopwatch(self.group, self.device)
-        todo = [name for name in self.settings.steps if name not in journal.done]
+        todo = [name for name in settings.steps if name not in journal.done]
         for number, name in enumerate(todo):
-            site = Site(watch, self.settings.effort, machine, self._source)
+            site = Site(watch, settings.effort, machine, self._source)
             began = time.monotonic()
-            with self._progress(number, todo) as site.tick:
+            with reporter.progress(number, todo) as site.tick:
                 measured, why = watch.together(
                     lambda n=name, s=site: self._measure(n, s), named=True
                 )
@@ -167,7 +161,7 @@ class _Run:
             taken = time.monotonic() - began
             if why:
                 outcome.failures[name] = why
-                self._say(f"[{number + 1}/{len(todo)}] {name}: failed after {taken:.1f} s: {why}")
+                reporter.failed(number, todo, taken, why)
                 continue
             before, machine = machine, measured
             journal = journal.with_done(name)
@@ -177,13 +171,11 @@ class _Run:
                 break
             outcome.machine = machine
             outcome.done.append(name)
-            self.taken += taken
-            self.estimated += self.settings.seconds(name)
-            self._say_done(number, todo, taken)
-            self._say_change(name, before, machine)
+            reporter.done(number, todo, taken)
+            reporter.change(name, before, machine)
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:
-            journals.remove(self.settings.path)
+            journals.remove(settings.path)
         return outcome
 
     # Files, on rank 0.
@@ -231,7 +223,7 @@ class _Run:
         problem = next(p for p in self.settings.problems if shapes.name_of(p) == name)
         best = shapes.measure(site, problem, self.settings.quick)
         for left_out, why in best.left_out.items():
-            self._say(f"  {left_out} was not measured: {why}")
+            self.reporter.say(f"  {left_out} was not measured: {why}")
         return shapes.with_entry(site.machine, rounded(best.entry))
 
     def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
@@ -256,66 +248,3 @@ class _Run:
             commit=commit() or f"ficco {versions['ficco']}",
             note=note,
         )
-
-    # Words.
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    @property
-    def pace(self) -> float:
-        """How much longer than estimated the steps took so far."""
-        return self.taken / self.estimated if self.taken else 1.0
-
-    def _left(self, names: list[str]) -> float:
-        return self.pace * sum(self.settings.seconds(name) for name in names)
-
-    def _say_plan(self, journal: Journal) -> None:
-        steps = self.settings.steps
-        if journal.done:
-            done = ", ".join(name for name in steps if name in journal.done)
-            self._say(f"goes on with a run that was interrupted; done: {done}")
-        todo = [name for name in steps if name not in journal.done]
-        self._say(
-            f"{self.here.accelerator}, {self.world} ranks: {len(todo)} steps, about "
-            f"{self._left(todo):.0f} s; every one is saved to {self.settings.path}"
-        )
-
-    def _say_done(self, number: int, todo: list[str], taken: float) -> None:
-        left = self._left(todo[number + 1 :])
-        rest = f"about {left:.0f} s left" if todo[number + 1 :] else "done"
-        self._say(f"[{number + 1}/{len(todo)}] {todo[number]}: {taken:.1f} s; {rest}")
-
-    def _say_change(self, name: str, before: Machine, after: Machine) -> None:
-        def say(text: str) -> None:
-            self.out.print(text, markup=False, highlight=False, soft_wrap=True)
-
-        if name in {step.name for step in STEPS}:
-            for figure, old, new in changes(before, after, name):
-                say(f"  {name}.{figure}: {old} -> {new}")
-            return
-        entry = after.tuned[-1]
-        old_entry = next((t for t in before.tuned if tuned_key(t) == tuned_key(entry)), None)
-        for i, mode in enumerate(("queued", "idle")):
-            old = "-" if old_entry is None else f"{getattr(old_entry, mode)}"
-            gain = entry.serial[i] / entry.seconds[i]
-            say(
-                f"  {name}, {mode}: {old} -> {getattr(entry, mode)}, "
-                f"{entry.seconds[i] * 1e3:.3f} ms, {gain:.2f} times as fast as serial"
-            )
-
-    @contextmanager
-    def _progress(self, number: int, todo: list[str]) -> Iterator[measures.Tick]:
-        """A bar over the whole run."""
-        title = f"[{number + 1}/{len(todo)}] {todo[number]}"
-        behind = sum(self.settings.seconds(name) for name in todo[:number])
-        whole = sum(self.settings.seconds(name) for name in todo)
-        own, began = self.settings.seconds(todo[number]), time.monotonic()
-        with bar(self.console, title, whole, behind) as show:
-
-            def tick(what: str) -> None:
-                spent = min(time.monotonic() - began, own)
-                left = self.pace * (whole - behind - spent)
-                show(behind + spent, f"{what}; about {left:.0f} s left")
-
-            yield tick
