@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide, problem_of_sizes, where
-from ficco.machine import Fingerprint, Machine
+from ficco.machine import Machine
 from ficco.ops.operands import process_group
 from ficco.problem import MOST
 from ficco.schedules import Schedule
@@ -104,8 +105,8 @@ def explain(
         if not _is_size(size):
             raise ValueError(f"{size_of}: required a whole number of at least 0, got {size!r}")
     m, n, k, world = int(m), int(n), int(k), int(world)  # NumPy's, too
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    asked = where(machine, world, Fingerprint(here, world), captured=captured)
+    here = fingerprint("cuda" if torch.cuda.is_available() else "cpu", world)
+    asked = where(machine, world, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
     problem = problem_of_sizes(operator, m, n, k, name, world, rows)
     return decide(problem, schedule, machine=asked.machine, mode=asked.mode, search=search)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ficco.dma.engine import fingerprint
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
-from ficco.machine import Fingerprint
 from ficco.problem import Problem
 from ficco.version import version
 
@@ -280,12 +280,12 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
 def _auto(ranks: int | None, device: str | None) -> str:
     """How ``auto`` decides for these ranks, or the schedule that they take for every problem."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    name = torch.cuda.get_device_name() if gpus else "cpu"
     ranks = ranks or gpus or 4
-    asked = where(None, ranks, Fingerprint(name, ranks))
+    here = fingerprint("cuda" if gpus else "cpu", ranks)
+    asked = where(None, ranks, here)
     sizes = (1024,) * ranks, 1024, 1024, "bfloat16"
     decision = decide(Problem("all_gather_matmul", *sizes), machine=asked.machine, mode=asked.mode)
-    whose = f"for {ranks} rank{'s' * (ranks > 1)} on {name}"
+    whose = f"for {ranks} rank{'s' * (ranks > 1)} on {here.accelerator}"
     if decision.source == "fallback" or ranks == 1:
         return f"{whose}: {decision.schedule}, since {decision.reason}"
     assert asked.machine is not None  # else the source is the fallback

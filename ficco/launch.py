@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ficco.errors import FiccoError
+from ficco.errors import ConfigError, FiccoError
 
 #: Seconds that ranks get to end by themselves once one of them has failed: long enough to report an
 #: error of their own, too short to wait for a peer that is gone.
@@ -62,6 +62,23 @@ class RankFailed(FiccoError):
 def under_torchrun() -> bool:
     """Whether a launcher has started this process as one rank of several."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def own_rank() -> int:
+    """The rank that a launcher started this process as; 0 where none did."""
+    return _number("RANK") if under_torchrun() else 0
+
+
+def _number(variable: str) -> int:
+    """The number that a launcher put into a variable.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    text = os.environ[variable]
+    if not text.isdecimal():
+        raise ConfigError(variable, text, "required a number, as torchrun sets it")
+    return int(text)
 
 
 def default_device() -> str:
@@ -137,7 +154,7 @@ def check_ranks(ranks: int | None, device: str) -> int:
         raise ValueError(f"device: required cpu or cuda, got {device!r}")
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if under_torchrun():
-        world = int(os.environ["WORLD_SIZE"])
+        world = _number("WORLD_SIZE")
         if ranks not in (None, world):
             raise ValueError(
                 f"ranks: required {world}, as torchrun started, got {ranks}; leave --ranks out"
@@ -273,8 +290,8 @@ def _join(
     device: str,
     timeout_s: float,
 ) -> Any:
-    rank, world = int(os.environ["RANK"]), check_ranks(ranks, device)
-    local = int(os.environ.get("LOCAL_RANK", rank))
+    rank, world = own_rank(), check_ranks(ranks, device)
+    local = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
     try:
         with _group(rank, world, local, device, timeout_s, None):
             return fn(*args)

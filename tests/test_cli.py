@@ -26,7 +26,8 @@ from ficco.bench.demo import Result, verdict
 from ficco.bench.draw import draw, trace
 from ficco.bench.traces import machine_of, measured
 from ficco.dma.engine import Span
-from ficco.launch import RankFailed, check_ranks, launch
+from ficco.errors import ConfigError
+from ficco.launch import RankFailed, check_ranks, launch, own_rank
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, plans
@@ -406,6 +407,20 @@ def test_ranks_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_ranks(None, "cpu") == 3
     with pytest.raises(ValueError, match="torchrun"):
         check_ranks(4, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    with pytest.raises(ConfigError, match="WORLD_SIZE: three: required a number"):
+        check_ranks(None, "cpu")
+
+
+def test_a_rank_is_what_a_whole_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")  # left over, or a scheduler's own
+    assert own_rank() == 0
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")
+    assert own_rank() == 1
+    monkeypatch.setenv("RANK", "")
+    with pytest.raises(ConfigError, match="RANK"):
+        own_rank()
 
 
 # timeline

@@ -473,6 +473,15 @@ def test_a_damaged_file_is_kept_and_left_only_when_asked_for(tmp_path: Path, cap
     assert damaged(path).read_bytes() == half and not path.exists()
 
 
+@pytest.mark.parametrize("named", ["h200-4", "nothing"])
+def test_a_new_file_begins_with_what_ships_whatever_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv("FICCO_MACHINE", named)
+    found = opened(tmp_path / "mine.yaml", Fingerprint("NVIDIA H200", 2))
+    assert (found.name, found.gemm) == ("mine", load(configs() / "h200-2.yaml").gemm)
+
+
 def test_what_is_no_file_is_refused_and_left_alone(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "mine"
     (folder / "inside").mkdir(parents=True)

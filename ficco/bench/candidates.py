@@ -47,7 +47,7 @@ def parse(name: str) -> Candidate:
         key, _, value = mark.partition("=")
         if mark == "symmetric":
             symmetric = True
-        elif key == "stages" and value.isdigit() and int(value) > 0:
+        elif key == "stages" and value.isdecimal() and int(value) > 0:
             stages = int(value)
         else:
             raise ValueError(f"{name!r}: required @symmetric or @stages=2, got @{mark}")

@@ -292,7 +292,7 @@ def _case(path: Path, line: int, row: dict[str, str]) -> Case:
 
 def _size(path: Path, line: int, row: dict[str, str], column: str) -> int:
     value = row.get(column)
-    if value is None or not value.isdigit() or int(value) < 1:
+    if value is None or not value.isdecimal() or int(value) < 1:
         expected = f"required a whole number above 0, got {value!r}"
         raise ConfigError(str(path), f"line {line}, column {column}", expected)
     return int(value)

@@ -276,9 +276,11 @@ def _name(what: str, device: str, ranks: int) -> str:
 
 def fresh(path: Path) -> Path:
     """A path that does not exist yet: rows are appended."""
+    from ficco.launch import own_rank
+
     path.parent.mkdir(parents=True, exist_ok=True)
     found, number = path, 1
-    while found.exists() and int(os.environ.get("RANK", 0)) == 0:
+    while found.exists() and own_rank() == 0:
         number += 1
         found = path.with_name(f"{path.stem}-{number}{path.suffix}")
     return found

@@ -85,7 +85,7 @@ def _arrange(found: list[Timeline]) -> tuple[list[Timeline], int]:
 def _ranks(text: str, timelines: list[Timeline]) -> list[int] | None:
     if text == "all":
         return None
-    ranks = [int(part) if part.strip().isdigit() else -1 for part in text.split(",")]
+    ranks = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
     least = min(len(one.ranks) for one in timelines if one.ranks)
     if any(not 0 <= rank < least for rank in ranks):
         raise ValueError(f"--ranks: required all, or ranks from 0 to {least - 1}, got {text!r}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ficco.heuristics import Where
+    from ficco.machine import Fingerprint
     from ficco.problem import Problem
 
 #: The operator that is asked about unless another is named.
@@ -20,19 +21,17 @@ def site(
     machine: str | None, world: int | None, *, captured: bool = False, default: str | None = None
 ) -> Where:
     """The machine of ``--machine``, of the environment, or the default or this host's."""
-    import torch
-
+    from ficco.dma.engine import fingerprint
     from ficco.heuristics import where
     from ficco.launch import check_ranks, default_device
-    from ficco.machine import Fingerprint
 
     def here() -> Fingerprint:
         device = default_device()
-        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        return Fingerprint(name, check_ranks(None, device))
+        return fingerprint(device, check_ranks(None, device))
 
+    asked = here() if default is None else default
     try:
-        return where(machine, world, here() if default is None else default, captured=captured)
+        return where(machine, world, asked, captured=captured)
     except ValueError as error:
         raise ValueError(f"--{str(error).removeprefix('--')}") from None
 
@@ -83,7 +82,7 @@ def problem(arguments: Any, world: int) -> Problem:
 
 
 def _whole(option: str, text: str) -> int:
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal():
         raise ValueError(f"{option}: required whole numbers, got {text!r}")
     return int(text)
 

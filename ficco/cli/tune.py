@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -70,10 +69,11 @@ def add(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from ficco.launch import check_ranks, default_device, launch
+    from ficco.dma.engine import fingerprint
+    from ficco.launch import check_ranks, default_device, launch, own_rank
     from ficco.machine import user_dir
     from ficco.tune.file import default_name, opened
-    from ficco.tune.run import Settings, fingerprint, tune
+    from ficco.tune.run import Settings, tune
 
     _refuse(arguments)
     device = arguments.device or default_device()
@@ -99,7 +99,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     seconds = sum(settings.seconds(name) for name in settings.steps)
     timeout_s = START_S + PATIENCE * seconds
     outcome = launch(tune, _started(arguments), settings, device=device, timeout_s=timeout_s)
-    if int(os.environ.get("RANK", 0)):
+    if own_rank():
         return 1 if outcome.error or outcome.failures else 0
     if outcome.error:
         print(f"ficco: error: {outcome.error}", file=sys.stderr)
@@ -176,10 +176,10 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
 
 
 def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:
-    from ficco.launch import launch
-    from ficco.machine import Fingerprint, load
+    from ficco.dma.engine import fingerprint
+    from ficco.launch import launch, own_rank
+    from ficco.machine import load
     from ficco.tune.check import Settings, check, report
-    from ficco.tune.run import fingerprint
 
     tolerance = arguments.tolerance or TOLERANCE
     if not path.exists():
@@ -188,7 +188,7 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
             "first, or give another file with --out"
         )
     machine = load(path)
-    here: Fingerprint = fingerprint(device, ranks)
+    here = fingerprint(device, ranks)
     if not here.matches(machine):
         raise ValueError(
             f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
@@ -196,7 +196,7 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
         )
     settings = Settings(machine, device, arguments.quick)
     points = launch(check, _started(arguments), settings, device=device, timeout_s=START_S * 2)
-    if not int(os.environ.get("RANK", 0)):
+    if not own_rank():
         print(report(points, tolerance, _again(arguments)))
     return 0 if all(point.holds(tolerance) for point in points) else 1
 

@@ -165,6 +165,12 @@ class Span:
     stop: float
 
 
+def fingerprint(device: torch.device | str, ranks: int) -> Fingerprint:
+    """What a host is known by to the files of machines: its devices' name and how many ranks."""
+    on_gpu = torch.device(device).type == "cuda"
+    return Fingerprint(torch.cuda.get_device_name(device) if on_gpu else "cpu", ranks)
+
+
 class Engine(ABC):
     """One rank's means to run Plans with the other ranks of a group.
 
@@ -199,10 +205,8 @@ class Engine(ABC):
         return False
 
     def fingerprint(self) -> Fingerprint:
-        """What this kind of host is known by: the device's name and the number of ranks."""
-        on_cpu = self.device.type == "cpu"
-        name = "cpu" if on_cpu else torch.cuda.get_device_name(self.device)
-        return Fingerprint(name, self.world)
+        """What this kind of host is known by."""
+        return fingerprint(self.device, self.world)
 
     # Memory.
 

@@ -4,7 +4,7 @@
 """
 
 from ficco.machine.files import digest, dumps, load, loads, save
-from ficco.machine.find import Fingerprint, configs, find, nearest, shipped, user_dir
+from ficco.machine.find import Fingerprint, configs, find, known, nearest, shipped, user_dir
 from ficco.machine.model import (
     COLLECTIVES,
     Collective,
@@ -43,6 +43,7 @@ __all__ = [
     "dumps",
     "find",
     "interpolate",
+    "known",
     "load",
     "loads",
     "nearest",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.errors import ConfigError
-from ficco.machine import Fingerprint, Machine, find, load
+from ficco.machine import Fingerprint, Machine, known, load
 
 
 def default_name(here: Fingerprint) -> str:
@@ -54,19 +54,10 @@ def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
                         "another file with --out",
                     )
             return found
-    known = _shipped(here)
-    if known is None:
+    found = known(here)
+    if found is None:
         return Machine(path.stem, here.accelerator, here.ranks)
-    return replace(known, name=path.stem, source=str(path))
-
-
-def _shipped(here: Fingerprint) -> Machine | None:
-    """What is known of such a host, whatever the environment names."""
-    try:
-        found = find(None, here)
-    except ConfigError:
-        return None
-    return found if found is not None and here.matches(found) else None
+    return replace(found, name=path.stem, source=str(path))
 
 
 def rounded(value: Any) -> Any:

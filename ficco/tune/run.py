@@ -13,13 +13,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import ficco
 from ficco import doctor
 from ficco.bench.about import commit
 from ficco.bench.series import Stopwatch
+from ficco.dma.engine import fingerprint
 from ficco.errors import ConfigError
 from ficco.launch import local_device
 from ficco.machine import (
@@ -114,11 +114,6 @@ class Outcome:
     earlier: tuple[str, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)
     error: str = ""
-
-
-def fingerprint(device: str, ranks: int) -> Fingerprint:
-    """What this host is known by."""
-    return Fingerprint(torch.cuda.get_device_name() if device == "cuda" else "cpu", ranks)
 
 
 def tune(settings: Settings) -> Outcome:
