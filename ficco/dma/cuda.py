@@ -52,13 +52,16 @@ from ficco.dma.memops import (
 from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.dma.streams import (
+    MAX_WATCHED,
     WORD,
     Flight,
     Flights,
     Mapped,
+    Places,
     StreamEngine,
     Watch,
     align,
+    enqueue,
     wanted,
 )
 from ficco.errors import BackendError
@@ -78,8 +81,6 @@ if TYPE_CHECKING:
 #: of so many lanes, where the blocks of a launch of copies are counted.
 CONSTANTS, COUNTED_LANES = 3, 13
 SCRATCH = CONSTANTS + COUNTED_LANES
-#: Slots of graphs that one engine can watch, three for each.
-MAX_WATCHED = 4096
 #: Recordings that are kept, over all programs. One takes about 0.2 MB of the device's memory (H200,
 #: 2 ranks, growing).
 MAX_RECORDED = 512
@@ -280,7 +281,7 @@ class CudaEngine(StreamEngine):
         with torch.cuda.device(self.device), cu.uncaptured():
             self.side, self._rescue = _stream(-1), _stream(-1)
             self._watched = torch.zeros(2 * MAX_WATCHED, dtype=torch.int32, pin_memory=True)
-        self._watches = list(range(MAX_WATCHED))  # those that no slot has
+        self._places = Places()
         self._states: set[_Eager | _Captured] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
@@ -330,7 +331,7 @@ class CudaEngine(StreamEngine):
     def discard(self, slot: Slot) -> None:
         self._states.discard(slot.state)
         if isinstance(slot.state, _Captured):
-            self._watches.append(slot.state.index)
+            self._places.give_back(slot.state.index)
         super().discard(slot)
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
@@ -355,15 +356,10 @@ class CudaEngine(StreamEngine):
         return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(captured))
 
     def _state(self, captured: bool) -> _Eager | _Captured:
-        if captured and not self._watches:
-            raise NotImplementedError(
-                f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
-                "each, or let go of some with ficco.close(group)"
-            )
         state: _Eager | _Captured
         with cu.uncaptured(), torch.cuda.device(self.device):
             if captured:
-                index = self._watches.pop()
+                index = self._places.take()
                 state = _Captured(_Watch(self._watched, index), index)
             else:
                 state = _Eager()
@@ -601,18 +597,12 @@ class CudaEngine(StreamEngine):
     def _enqueue(self, run: _Run, call: Call) -> None:
         """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
         lanes = call.state
-        stream = lanes["compute0"]
         if run.begin is not None or run.lanes:
-            lanes.fork.record(stream)
+            lanes.fork.record(lanes["compute0"])
         if run.begin is not None:  # before anything can be stuck
             lanes.fork.hold(lanes["sync"])
             run.begin.enqueue(lanes["sync"])
-        for op in run.body:
-            op(call)
-        for lane in run.lanes:
-            event = lanes.joins[lane]
-            event.record(lanes[lane])
-            event.hold(stream)
+        enqueue(run.body, run.lanes, call)
 
     def _run(self, program: Program) -> _Run:
         """What :meth:`execute` needs of a program, made once."""

@@ -45,7 +45,16 @@ from ficco.dma.hip_memory import MEMORIES, HipMemory, Meeting, Words
 from ficco.dma.hip_work import CallbackWork, TorchWork, Work
 from ficco.dma.products import accumulation
 from ficco.dma.rendezvous import Rendezvous, symmetric
-from ficco.dma.streams import WORD, StreamEngine, Watch, align, wanted
+from ficco.dma.streams import (
+    MAX_WATCHED,
+    WORD,
+    Places,
+    StreamEngine,
+    Watch,
+    align,
+    enqueue,
+    wanted,
+)
 from ficco.errors import BackendError, ConfigError
 from ficco.hip_kernels import MAX_PARTS, Kernels, can_compile
 from ficco.plan import Reduction, Region, Signal, Transfer
@@ -57,8 +66,6 @@ if TYPE_CHECKING:
 
 #: Sizes of symmetric memory are multiples of these bytes, of the second if they are larger.
 PAGE, LARGE = 4096, 1 << 21
-#: Slots that one engine can watch: three for eager calls, three for every graph.
-MAX_WATCHED = 4096
 #: Seconds that closing waits for peers to let go of this rank's memory, and for streams. A peer's
 #: watchdog may first give calls in front of one that was broken off 2 s to end.
 CLOSE_S = 3.0
@@ -201,7 +208,7 @@ class HipEngine(StreamEngine):
         self._copy_name = _choice(COPY_VARIABLE, hip.COPIES) or "dtod"
         self._copy = hip.COPIES[self._copy_name]
         self._serial = 0
-        self._watches = list(range(MAX_WATCHED))  # those that no slot has
+        self._places = Places()
         self._memories: list[HipMemory] = []  # all that is not freed
         self._graveyard: list[HipMemory] = []  # to be freed once nobody uses it
         self._lanes: dict[tuple[int, bool], _Lanes] = {}  # by the caller's stream
@@ -399,7 +406,7 @@ class HipEngine(StreamEngine):
 
     def discard(self, slot: Slot) -> None:
         super().discard(slot)
-        self._watches.append(slot.state.index)
+        self._places.give_back(slot.state.index)
 
     def _sweep(self) -> None:
         """Free what is no longer used, here or by peers."""
@@ -434,12 +441,7 @@ class HipEngine(StreamEngine):
         return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state(None))
 
     def _slot_state(self, words: Words | None) -> _SlotState:
-        if not self._watches:
-            raise NotImplementedError(
-                f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
-                "each, or let go of some with ficco.close(group)"
-            )
-        index = self._watches.pop()
+        index = self._places.take()
         with hip.uncaptured():
             return _SlotState(_Watch(self._watched, index), index, words, self._new_event)
 
@@ -648,7 +650,7 @@ class HipEngine(StreamEngine):
         self.work.begin(call, key[1] or (slot is None and bool(self.work.capturing())))
         if slot is None:
             lanes.fork.record(stream)
-            self._enqueue(run, call)
+            enqueue(run.body, run.lanes, call)
         else:
             self._call(program, slot, run, call)
         self.work.end(call, stream, self.interrupt)
@@ -667,7 +669,7 @@ class HipEngine(StreamEngine):
         # Before anything can be stuck.
         self._write([(state.watch.begun, slot.number(program))], sync)
         try:
-            self._enqueue(run, call)
+            enqueue(run.body, run.lanes, call)
             state.over.record(stream)
             state.over.hold(sync)
             for op in run.tail:
@@ -681,18 +683,6 @@ class HipEngine(StreamEngine):
         state.retired.record(sync)
         if slot.captured:
             state.retired.hold(stream)  # a capture ends with all its streams joined
-
-    def _enqueue(self, run: _Run, call: Call) -> None:
-        """Enqueue the body of a program; the lanes begin with ``fork`` and end with the caller's
-        stream."""
-        lanes = call.state
-        stream = lanes["compute0"]
-        for op in run.body:
-            op(call)
-        for lane in run.lanes:
-            event = lanes.joins[lane]
-            event.record(lanes[lane])
-            event.hold(stream)
 
     def _run(self, program: Program) -> _Run:
         """What :meth:`execute` needs of a program, made once."""

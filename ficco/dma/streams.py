@@ -23,6 +23,8 @@ from ficco.plan import SHARED_BUFFERS, Product, Region, Signal, Transfer
 
 #: Bytes of a signal word.
 WORD = 4
+#: Slots that one engine can watch by words: three for each graph, on HIP as many for eager calls.
+MAX_WATCHED = 4096
 
 
 def align(nbytes: int, to: int = 512) -> int:
@@ -80,6 +82,43 @@ class Watch:
         if ended:
             self._words[1] = 0
         return running, ended
+
+
+class Places:
+    """Which of an engine's pairs of words for a :class:`Watch` are free."""
+
+    def __init__(self) -> None:
+        self._free = list(range(MAX_WATCHED))
+
+    def take(self) -> int:
+        """One of them.
+
+        Raises:
+            NotImplementedError: there is none left.
+        """
+        if not self._free:
+            raise NotImplementedError(
+                f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
+                "each, or let go of some with ficco.close(group)"
+            )
+        return self._free.pop()
+
+    def give_back(self, index: int) -> None:
+        """The slot that it was taken for is gone."""
+        self._free.append(index)
+
+
+def enqueue(body: Sequence[Op], beside: Sequence[str], call: Call) -> None:
+    """Enqueue the operations of a call; in the end the caller's stream waits for the lanes that
+    run beside it."""
+    for op in body:
+        op(call)
+    lanes = call.state
+    stream = lanes["compute0"]
+    for lane in beside:
+        event = lanes.joins[lane]
+        event.record(lanes[lane])
+        event.hold(stream)
 
 
 @dataclass(eq=False)
