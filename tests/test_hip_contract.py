@@ -14,7 +14,8 @@ dtypes. What stays out, by names without ``test_``, and why:
 * As on a GPU the next call or ``ficco.synchronize`` tells of a signal that is late, not yet the
   call itself: who_gave_up_waiting_is_not_waited_for.
 * It closes a group with memory of ``ficco.empty`` in hand, which stays allocated with the caller;
-  the double calls that a leak: mismatch_of_symmetric_memory.
+  the double calls that a leak: mismatch_of_symmetric_memory,
+  slices_of_symmetric_memory_are_none_on_every_rank.
 * It disturbs the CPU engine by that engine's own means: jittered_calls, jittered_backwards,
   limited_bandwidth, stalled_rank, a_stuck_rank_is_named, rank_killed_in_the_middle_of_a_call,
   a_rank_that_fails_alone_is_named_at_once, a_rank_that_fails_between_parts_of_a_call_is_named.
