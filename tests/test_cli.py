@@ -392,6 +392,19 @@ def test_launch_says_which_rank_failed_and_how(
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize("search", [(), ("--search",)], ids=["little", "much"])
+def test_a_reader_that_leaves_is_no_error(search: tuple[str, ...]) -> None:
+    command = ["explain", "--m", "64", "--n", "64", "--k", "64", "--machine", "h200-4", *search]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "ficco", *command],
+        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_ranks_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert (check_ranks(None, "cuda"), check_ranks(None, "cpu")) == (2, 4)

@@ -111,6 +111,10 @@ def test_a_gain_below_the_margin_takes_serial(overlap: float, taken: str) -> Non
     worse = made_up(collective=(4.1e-3,), serial=(4e-3,), overlap=(4.1e-3,))
     reason = choose(worse, strict, "queued").reason
     assert reason == "shard-overlap is predicted to lose 2.4% on toy"
+    for overlap in (4e-3, 4.0001e-3, 3.9999e-3):
+        equal = made_up(collective=(4.1e-3,), serial=(4e-3,), overlap=(overlap,))
+        reason = choose(equal, strict, "queued").reason
+        assert reason == "shard-overlap is predicted to gain nothing on toy"
 
 
 def test_an_eager_call_takes_nothing_that_loses_to_serial_in_a_mode() -> None:

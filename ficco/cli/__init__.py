@@ -7,6 +7,9 @@ Modules are imported by the command that needs them.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +19,9 @@ PROGRAM = "ficco"
 
 #: Options that are checked as arguments of the same name, by what a command calls.
 CHECKED_LATER = ("device", "mode", "ranks")
+
+#: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
+READER_LEFT = 141
 
 #: In the order in which the help lists them.
 COMMANDS = (demo, bench, characterize, explain, plan, simulate, plot, tune, doctor)
@@ -29,7 +35,15 @@ def main() -> int:
         return f"{PROGRAM}: warning: {text}\n"
 
     warnings.formatwarning = in_a_line
-    return run(sys.argv[1:])
+    code = run(sys.argv[1:])
+    if sys.stdout is None:  # closed from the start
+        return code
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    if not _reader_left():
+        return code
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the end
+    return READER_LEFT
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,6 +61,8 @@ def run(arguments: Sequence[str]) -> int:
         if error.details:
             print(error.details, file=sys.stderr)
         return _fail(error, 1)
+    except BrokenPipeError as error:
+        return READER_LEFT if _reader_left() else _fail(error, 1)
     except (ValueError, NotImplementedError, ConfigError, OSError) as error:
         name = str(error).partition(":")[0]
         option = name in CHECKED_LATER and hasattr(parsed, name)
@@ -55,6 +71,13 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+
+
+def _reader_left() -> bool:
+    """Whether what is printed goes into a pipe that nobody reads: ``ficco plan ... | head``."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Version(argparse.Action):

@@ -29,6 +29,9 @@ MODES: dict[str, tuple[str, ...]] = {
 #: first is taken: see the order in :mod:`ficco.heuristics.candidates`.
 TIE = 0.01
 
+#: Differences of less are none when shown in percent with one decimal.
+SHOWN = 0.0005
+
 #: The blocks of a machine without which nothing can be predicted.
 NEEDED = ("topology", "copies", "all_gather", "gemm", "memory", "contention")
 
@@ -119,8 +122,10 @@ def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
     if max(gains(winner)) < margin:
         most = max(gains(winner))
         said = f"gain {most:.1%} {on}, less than the margin of {margin:.1%}"
-        if most < 0:
+        if most <= -SHOWN:
             said = f"lose {-most:.1%} {on}"
+        elif most < SHOWN:
+            said = f"gain nothing {on}"
         reason = f"{winner.schedule} is predicted to {said}"
         return Choice(serial, serial, reason)
     ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
