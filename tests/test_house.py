@@ -287,7 +287,7 @@ def test_every_module_has_a_docstring() -> None:
         ("workspace.py", "if engine.name == 'hip':\n    pass", vendor_names),
         ("ops/call.py", "import rocm.utils", vendor_names),
         ("runtime.py", "def use_nvidia(): pass", vendor_names),
-        ("tune/measures.py", "def f():\n    from ficco.dma import cuda_driver", vendor_modules),
+        ("tune/copies.py", "def f():\n    from ficco.dma import cuda_driver", vendor_modules),
         ("bench/calls.py", "import ficco.dma.hip_api as hip", vendor_modules),
         ("selftest/checks.py", "from ficco.dma.cublaslt import CublasLt", vendor_modules),
     ],

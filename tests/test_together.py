@@ -20,8 +20,8 @@ from ficco.runtime import compile
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate import predict, simulate
 from ficco.tune import fits
+from ficco.tune.copies import launches
 from ficco.tune.effort import GPU
-from ficco.tune.measures import launches
 
 
 def runs(name: str, problem: Problem = PROBLEM, rank: int = 1) -> list[tuple[str, ...]]:

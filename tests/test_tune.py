@@ -41,10 +41,25 @@ from ficco.machine import (
 from ficco.ops import problem_log
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
-from ficco.tune import check, effort, fits, journal, measures, names, shapes, shown
+from ficco.tune import (
+    check,
+    collectives,
+    contention,
+    copies,
+    effort,
+    fits,
+    host,
+    journal,
+    names,
+    products,
+    shapes,
+    shown,
+)
 from ficco.tune import run as tuning
 from ficco.tune.file import damaged, opened, rounded
 from ficco.tune.journal import Journal
+from ficco.tune.site import Site
+from ficco.tune.steps import STEPS, Step
 
 US = 1e-6
 
@@ -184,7 +199,7 @@ def test_rows_of_two_lengths_show_no_bend() -> None:
 
 
 def test_steps_have_names_and_times_and_blocks() -> None:
-    steps = [step.name for step in measures.STEPS]
+    steps = [step.name for step in STEPS]
     assert (*steps, "shapes") == names.STEPS
     assert set(steps) <= {field.name for field in fields(Machine)}
     for device, quick, most in (("cuda", False, 170), ("cpu", False, 50), ("cpu", True, 5)):
@@ -198,7 +213,7 @@ def test_steps_have_names_and_times_and_blocks() -> None:
     assert len(effort.GPU.gemms) == len(set(effort.GPU.gemms))
 
 
-class MadeUp(measures.Site):
+class MadeUp(Site):
     """Where products take as long as a model says, in rows as long as a limit allows."""
 
     crowded = False
@@ -226,11 +241,11 @@ TRUTH = replace(load(configs() / "h200-4.yaml").gemm, burst=2e-3, sustained=0.81
 
 
 @pytest.fixture
-def made_up(monkeypatch: Any) -> measures.Site:
-    monkeypatch.setattr(measures, "_row", lambda parts, shape, count: (shape, count))
-    monkeypatch.setattr(measures, "_adds_wide", lambda site: True)
-    monkeypatch.setattr(measures, "units", lambda site: TRUTH.units)
-    monkeypatch.setattr(measures, "peak", lambda site: TRUTH.peak)
+def made_up(monkeypatch: Any) -> Site:
+    monkeypatch.setattr(products, "row_of", lambda parts, shape, count: (shape, count))
+    monkeypatch.setattr(products, "_adds_wide", lambda site: True)
+    monkeypatch.setattr(products, "units", lambda site: TRUTH.units)
+    monkeypatch.setattr(products, "peak", lambda site: TRUTH.peak)
     # A third, for a fit in seconds, and all that take the card to its limit.
     large = [shape for shape in effort.GPU.gemms if shape.flops > 1.7e12]
     gpu = replace(effort.GPU, gemms=(*effort.GPU.gemms[::3], *large))
@@ -238,8 +253,8 @@ def made_up(monkeypatch: Any) -> measures.Site:
     return MadeUp(None, gpu, known, lambda kind, note: Provenance(kind, note=note))  # type: ignore
 
 
-def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: measures.Site) -> None:
-    found = measures.gemm(made_up)
+def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -> None:
+    found = products.gemm(made_up)
     assert found.burst == pytest.approx(2e-3, rel=0.03), "not what the file had"
     assert found.sustained == pytest.approx(0.81, rel=0.01)
     assert "burst and sustained: 20 rows of products of up to 28.7 ms" in found.provenance.note
@@ -248,28 +263,26 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: measure
         assert found.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
 
 
-def test_dtypes_that_are_not_measured_are_as_in_a_file_of_such_a_device(
-    made_up: measures.Site,
-) -> None:
+def test_dtypes_that_are_not_measured_are_as_in_a_file_of_such_a_device(made_up: Site) -> None:
     made_up.machine = Machine("new", "NVIDIA H100 80GB HBM3", 2)
     made_up.watch = SimpleNamespace(on_gpu=True)  # type: ignore[assignment]
-    found = measures.gemm(made_up)
+    found = products.gemm(made_up)
     sheet = load(configs() / "h100-8.yaml").gemm
     assert sheet and found.shares == sheet.shares and len(sheet.shares) == 3
     made_up.machine = Machine("new", "Nobody's", 2)
-    assert measures.gemm(made_up).shares == ((2, 1.0),)
+    assert products.gemm(made_up).shares == ((2, 1.0),)
 
 
 def test_a_device_that_stays_cold_takes_a_limit_out_of_the_file(
-    made_up: measures.Site, monkeypatch: Any
+    made_up: Site, monkeypatch: Any
 ) -> None:
     monkeypatch.setitem(globals(), "TRUTH", replace(TRUTH, burst=float("inf"), sustained=1.0))
-    found = measures.gemm(made_up)
+    found = products.gemm(made_up)
     assert (found.burst, found.sustained) == (float("inf"), 1.0)
     assert "no power limit in 20 rows" in found.provenance.note
 
 
-def test_a_check_sees_a_limit_that_no_longer_holds(made_up: measures.Site) -> None:
+def test_a_check_sees_a_limit_that_no_longer_holds(made_up: Site) -> None:
     short = tuple(shape for shape in effort.GPU.gemms if shape.flops < 1e12)  # never at the limit
     made_up.effort = replace(made_up.effort, gemms=short)
 
@@ -286,12 +299,12 @@ def test_a_check_sees_a_limit_that_no_longer_holds(made_up: measures.Site) -> No
 
 @pytest.mark.parametrize("by_kernel", [True, False])
 def test_a_check_calls_by_the_copy_kernel_where_one_can_copy(
-    made_up: measures.Site, monkeypatch: Any, by_kernel: bool
+    made_up: Site, monkeypatch: Any, by_kernel: bool
 ) -> None:
     made_up.watch = SimpleNamespace(  # type: ignore[assignment]
         world=2, mode="queued", group=None, release=lambda: None
     )
-    monkeypatch.setattr(measures, "copies_by_kernel", lambda site: by_kernel)
+    monkeypatch.setattr(copies, "copies_by_kernel", lambda site: by_kernel)
     monkeypatch.setattr(
         made_up, "time", lambda step, calls, share: {c: series.Series((1.0,)) for c in calls}
     )
@@ -303,7 +316,7 @@ def test_a_check_calls_by_the_copy_kernel_where_one_can_copy(
 
 
 def test_a_row_of_products_is_timed_alone_until_the_device_is_steady(
-    made_up: measures.Site, monkeypatch: Any
+    made_up: Site, monkeypatch: Any
 ) -> None:
     seen = []
 
@@ -314,9 +327,9 @@ def test_a_row_of_products_is_timed_alone_until_the_device_is_steady(
 
     monkeypatch.setattr(made_up, "time", time)
     shapes = made_up.effort.heating
-    found = measures.row_times(made_up, shapes, (1, 8))
+    found = products.row_times(made_up, shapes, (1, 8))
     assert [row for row, _ in seen] == [(shape, count) for shape in shapes for count in (1, 8)]
-    assert sum(share for _, share in seen) == pytest.approx(measures.HEAT_SHARE)
+    assert sum(share for _, share in seen) == pytest.approx(products.HEAT_SHARE)
     assert [(one.count, one.seconds) for one in found] == [(1, 4.0), (8, 4.0)] * 2
 
 
@@ -326,13 +339,13 @@ def test_a_row_of_products_is_timed_alone_until_the_device_is_steady(
 def test_a_gpu_is_later_by_what_its_host_takes(on_gpu: bool, later: dict[str, float]) -> None:
     times = {"idle": {"a": 9.0, "b": 5.0}, "queued": {"a": 2.0, "b": 6.0}}
 
-    class Timed(measures.Site):
+    class Timed(Site):
         def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, series.Series]:
             return {name: series.Series((times[how["mode"]][name],)) for name in calls}
 
     watch = type("", (), {"world": 2, "on_gpu": on_gpu})()
     site = Timed(watch, effort.GPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
-    assert measures._later(site, {"a": None, "b": None}) == later
+    assert host._later(site, {"a": None, "b": None}) == later
 
 
 class Watch:
@@ -352,15 +365,15 @@ class Watch:
 
 def test_ranks_that_share_cores_are_timed_by_what_the_cores_do(monkeypatch: Any) -> None:
     spent = iter([0.0, 100.0, 100.0, 103.0, 200.0, 209.0])  # of one rank, in three calls
-    monkeypatch.setattr(measures.time, "process_time", lambda: next(spent))
-    site = measures.Site(Watch(), effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
-    monkeypatch.setattr(measures, "cores", lambda: 2)
+    monkeypatch.setattr("ficco.tune.site.time.process_time", lambda: next(spent))
+    site = Site(Watch(), effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
+    monkeypatch.setattr("ficco.tune.site.cores", lambda: 2)
     assert site.crowded
     assert site.time("memory", {"x": lambda: None})["x"].times == (9 / 2, 27 / 2)
     assert site.provenance("measured", "x").note.endswith(
         "2 ranks take of the 2 cores that they share"
     )
-    monkeypatch.setattr(measures, "cores", lambda: 3)
+    monkeypatch.setattr("ficco.tune.site.cores", lambda: 3)
     assert not site.crowded
     assert site.time("memory", {"x": Runner(lambda: None)})["x"].times == (60.0, 60.0)
     assert site.provenance("measured", "x").note == "x"
@@ -386,21 +399,21 @@ class Crowded(MadeUp):
 def test_on_crowded_cores_each_of_two_has_half_of_them() -> None:
     watch = type("", (), {"world": 4, "on_gpu": False})()
     site = Crowded(watch, effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
-    found = measures.contention(site)
+    found = contention.contention(site)
     assert found.gemm_under_copies == found.copies_under_gemm == pytest.approx(2 * 9 / 6)
     assert found.gemm_under_collective == found.collective_under_gemm == pytest.approx(2 * 9 / 6)
 
 
 def test_what_runs_at_the_same_time_is_waited_for_and_may_fail() -> None:
     done = []
-    measures._together(lambda: done.append("front"), lambda: done.append("back"))()
+    contention._together(lambda: done.append("front"), lambda: done.append("back"))()
     assert sorted(done) == ["back", "front"]
 
     def fail() -> None:
         raise RuntimeError("the device is gone")
 
     with pytest.raises(RuntimeError, match="the device is gone"):
-        measures._together(lambda: None, fail)()
+        contention._together(lambda: None, fail)()
 
 
 def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
@@ -409,13 +422,13 @@ def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
     whole = plan(problem, Schedule.parse("shard-overlap"), 0)
     waits = sum(bool(s.waits or s.after) for s in whole.steps)
     posts = sum(bool(s.posts) for s in whole.steps)
-    assert measures.counts(whole) == (2, 1, waits + posts)
+    assert host.counts(whole) == (2, 1, waits + posts)
     four = plan(problem, Schedule.parse("hetero-unfused-1d:pieces=4"), 0)
-    assert measures.counts(four)[:2] == (5, 4)
-    assert measures.counts(four)[2] == waits + posts + 6
+    assert host.counts(four)[:2] == (5, 4)
+    assert host.counts(four)[2] == waits + posts + 6
     # Its own product and the peer's, the copy, and the sum of both.
     sums = Problem("matmul_reduce_scatter", (8, 8), 8, 8, "float32")
-    assert measures.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
+    assert host.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
 
 
 # Files.
@@ -527,8 +540,8 @@ def test_a_file_is_rounded_to_what_was_measured() -> None:
 # Runs, with steps that measure nothing.
 
 
-def fake_step(name: str, calls: Path, fault: str = "") -> measures.Step:
-    def measure(site: measures.Site) -> Any:
+def fake_step(name: str, calls: Path, fault: str = "") -> Step:
+    def measure(site: Site) -> Any:
         with (calls / f"{site.watch.rank}").open("a") as file:
             file.write(f"{name}\n")
         if fault == "interrupt":
@@ -541,7 +554,7 @@ def fake_step(name: str, calls: Path, fault: str = "") -> measures.Step:
             return replace(BLOCKS["memory"], bandwidth=float("nan"))
         return BLOCKS[name]
 
-    return measures.Step(name, measure)
+    return Step(name, measure)
 
 
 def tune_with(
@@ -594,7 +607,7 @@ def tune_and_fail_in_a_round(at: ranks.Rank, path: str, calls: str) -> Any:
     before, tuning.STEPS = tuning.STEPS, tuple(fake_step(name, Path(calls)) for name in BLOCKS)
     limit, series.PEERS_S = series.PEERS_S, 1.0
 
-    def measure(site: measures.Site) -> Any:
+    def measure(site: Site) -> Any:
         def call() -> None:
             if at.rank == 1:
                 raise MemoryError("no room")
@@ -602,7 +615,7 @@ def tune_and_fail_in_a_round(at: ranks.Rank, path: str, calls: str) -> Any:
         site.watch.time({"call": call}, seconds=0.1)
 
     tuning.STEPS = tuple(
-        measures.Step("memory", measure) if step.name == "memory" else step for step in tuning.STEPS
+        Step("memory", measure) if step.name == "memory" else step for step in tuning.STEPS
     )
     try:
         return tuning.tune(tuning.Settings(Path(path), "cpu", quick=True))
@@ -714,8 +727,8 @@ def tune_quick(at: ranks.Rank, path: str) -> tuning.Outcome:
 def rows_by(at: ranks.Rank, mover: str) -> list[tuple[float, int, bool]]:
     watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
     asked = effort.effort("cpu", quick=True)
-    site = measures.Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
-    found = measures.copy_times(site, asked.sizes[:2], asked.pieces, "kernel_copies", mover)
+    site = Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
+    found = copies.copy_times(site, asked.sizes[:2], asked.pieces, "kernel_copies", mover)
     return [(one.nbytes, one.count, one.seconds > 0) for one in found]
 
 
@@ -729,15 +742,15 @@ def test_rows_of_copies_count_what_is_enqueued_at_once() -> None:
 def curve_of(at: ranks.Rank, step: str) -> list[float]:
     watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
     asked = replace(effort.effort("cpu", quick=True), exchanges=(4096, 12288, 65536))
-    site = measures.Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
-    return [size for size, _ in getattr(measures, step)(site).curve]
+    site = Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
+    return [size for size, _ in getattr(collectives, step)(site).curve]
 
 
 def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
     """What is found where calls take as long as their products, the copies and so many seconds."""
     asked = replace(effort.effort("cpu", quick=True), sizes=(4096, 1 << 20, 8 << 20))
     watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
-    site = measures.Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
+    site = Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
     multiplied, mm = [], torch.mm
 
     def counted(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> torch.Tensor:
@@ -761,14 +774,14 @@ def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
             multiplied.clear()
             result = call()
             if what == "in front":
-                assert result.shape == (at.world * (int(size) // 2048), measures.IN_FRONT_COLUMNS)
+                assert result.shape == (at.world * (int(size) // 2048), copies.IN_FRONT_COLUMNS)
             else:
                 assert multiplied == int(what) * [at.world * (int(size) // 2048)]
             found[name] = series.Series((seconds, seconds, 10 * seconds))
         return found
 
     site.time = timed  # type: ignore[method-assign]
-    return measures.in_front(site, Copies(1, 9.0, 9.0, ((1.0, rate),), SOURCE))
+    return copies.in_front(site, Copies(1, 9.0, 9.0, ((1.0, rate),), SOURCE))
 
 
 def test_copies_are_timed_in_front_of_products() -> None:
@@ -793,7 +806,7 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     machine = load(path)
     assert machine == outcome.machine
     assert machine.kernel_copies is None  # on a CPU both movers are the same
-    for step in measures.STEPS:
+    for step in STEPS:
         if step.name == "kernel_copies":
             continue
         source = getattr(machine, step.name).provenance
@@ -958,7 +971,7 @@ def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
 
 def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> None:
     problem = Problem("all_gather_matmul", (4, 4), 8, 8, "float32")
-    site = measures.Site(None, effort.CPU, None, lambda kind, note: SOURCE)  # type: ignore
+    site = Site(None, effort.CPU, None, lambda kind, note: SOURCE)  # type: ignore
     times = {
         "queued": {"serial:collective": 5.0, "serial": 4.0, "growing": 2.0, "shrinking": 3.0},
         "idle": {"serial:collective": 5.0, "serial": 6.0, "growing": 8.0, "shrinking": 7.0},

@@ -16,10 +16,10 @@ from ficco.machine import COLLECTIVES, Machine, Provenance
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
-from ficco.tune import measures
+from ficco.tune import collectives, copies, memory, products
 from ficco.tune.effort import effort
-from ficco.tune.measures import Site
 from ficco.tune.run import TIMEOUT_S
+from ficco.tune.site import Site
 
 #: Products that are measured again, of those that a tuning run measures.
 PRODUCTS = 4
@@ -81,13 +81,13 @@ def _gemm(site: Site) -> Iterator[Point]:
     usual.sort(key=lambda shape: shape.flops)
     chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
     itemsize = getattr(torch, site.effort.dtype).itemsize
-    rows = {f"{s.m} x {s.n} x {s.k}": measures.in_a_row(s) for s in chosen}
-    for one in measures.samples(site, chosen):
+    rows = {f"{s.m} x {s.n} x {s.k}": products.in_a_row(s) for s in chosen}
+    for one in products.samples(site, chosen):
         name = f"{one.m} x {one.n} x {one.k}"
         stored = model.seconds(one.m, one.n, one.k, itemsize=itemsize)
         yield Point("gemm", name, model.heated(stored * rows[name]) / rows[name], one.seconds)
     shape, longest = site.effort.heating[0], site.effort.rows[-1]
-    (row,) = measures.row_times(site, (shape,), (longest,))
+    (row,) = products.row_times(site, (shape,), (longest,))
     stored = longest * model.seconds(*shape[:3], itemsize=itemsize)
     yield Point("gemm", f"{longest} of {row.product} in a row", model.heated(stored), row.seconds)
 
@@ -97,7 +97,7 @@ def _copies(site: Site) -> Iterator[Point]:
     if model is None or site.world < 2:
         return
     sizes = (site.effort.sizes[1], site.effort.sizes[-1])
-    for one in measures.copy_times(site, sizes, (1,)):
+    for one in copies.copy_times(site, sizes, (1,)):
         row = one.count * one.nbytes / model.rate(one.nbytes) + (one.count - 1) * model.gap
         what = f"{one.count} of {one.nbytes / 1024:.0f} KiB"
         yield Point("copies", what, model.latency + row, one.seconds)
@@ -108,7 +108,7 @@ def _collective(site: Site) -> Iterator[Point]:
         model = getattr(site.machine, name)
         if model is None or site.world < 2:
             continue
-        for nbytes, seconds in getattr(measures, name)(site).curve[1::2]:
+        for nbytes, seconds in getattr(collectives, name)(site).curve[1::2]:
             what = f"{nbytes / 1024:.0f} KiB a rank"
             yield Point(name, what, model.seconds(nbytes), seconds)
 
@@ -117,7 +117,7 @@ def _memory(site: Site) -> Iterator[Point]:
     model = site.machine.memory
     if model is None:
         return
-    now, size = measures.memory(site), 2 * site.effort.moves[-1]
+    now, size = memory.memory(site), 2 * site.effort.moves[-1]
     stored = model.latency + size / model.bandwidth
     yield Point("memory", f"{size >> 20} MiB", stored, now.latency + size / now.bandwidth)
 
@@ -136,8 +136,8 @@ def _calls(site: Site) -> Iterator[Point]:
     def call(name: str) -> object:
         return lambda: ficco.all_gather_matmul(a, b, group=group, schedule=name)
 
-    by_kernel = site.machine.kernel_copies is not None and measures.copies_by_kernel(site)
-    names = (*CALLS, measures.IN_FRONT) if by_kernel else CALLS
+    by_kernel = site.machine.kernel_copies is not None and copies.copies_by_kernel(site)
+    names = (*CALLS, copies.IN_FRONT) if by_kernel else CALLS
     found = site.time("thresholds", {name: call(name) for name in names}, share=0.5)
     for name in names:
         stored = predict(problem, Schedule.parse(name), site.machine, mode)

@@ -37,8 +37,9 @@ from ficco.tune import shapes
 from ficco.tune.effort import Effort, effort
 from ficco.tune.file import opened, rounded
 from ficco.tune.journal import Journal
-from ficco.tune.measures import STEPS, Site
 from ficco.tune.say import Reporter
+from ficco.tune.site import Site
+from ficco.tune.steps import STEPS
 
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0

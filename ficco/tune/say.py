@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ficco.bench.progress import bar
 from ficco.machine import Fingerprint, Machine, tuned_key
-from ficco.tune.measures import Tick
 from ficco.tune.names import STEPS
 from ficco.tune.shown import changes
+from ficco.tune.site import Tick
 
 
 class Reporter:

@@ -17,7 +17,7 @@ from ficco.errors import ConfigError
 from ficco.heuristics.candidates import SERIALS, candidates
 from ficco.machine import Machine, Tuned, tuned_key
 from ficco.problem import Problem
-from ficco.tune.measures import Site
+from ficco.tune.site import Site
 from ficco.workspace import workspace_of
 
 #: Seconds for one problem.
