@@ -37,29 +37,27 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(OPERATORS),
         metavar="NAME",
-        help=f"of {', '.join(OPERATORS)}, each on all shapes (default: {cases.OPERATOR}, or those "
-        "of the set)",
+        help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
+        "or those of the set)",
     )
     what.add_argument(
         "--set",
         nargs="+",
         choices=list(cases.SETS),
         metavar="NAME",
-        help=f"shapes: {', '.join(cases.SETS)}; of operators that scatter n and k are exchanged "
-        "(default: cpu, or measured; of all-to-alls experts-gain and experts)",
+        help=f"shapes: {', '.join(cases.SETS)}; scattering operators take them with n and k "
+        "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
     )
     what.add_argument(
-        "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k, and maybe op"
+        "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k; optionally op"
     )
-    what.add_argument(
-        "--only", nargs="+", metavar="NAME", help="of these shapes those that are called so"
-    )
+    what.add_argument("--only", nargs="+", metavar="NAME", help="only the shapes with these names")
     what.add_argument(
         "--schedules",
         nargs="+",
         metavar="NAME",
-        help="ficco schedules, such as shard-overlap:tail=4, with @symmetric (the shard lies in "
-        "symmetric memory) or @stages=2 (memory for so many steps) behind, or candidates, those "
+        help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
+        "in symmetric memory, @stages=2 leaves memory for two steps; candidates stands for those "
         "that auto compares (default: a list)",
     )
     what.add_argument(
@@ -67,42 +65,49 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=OPTIONAL,
         default=[],
-        help="leave out what others are held against; PyTorch's native path has been seen to hang",
+        help="baselines to leave out; PyTorch's native path has been seen to hang",
     )
     what.add_argument(
         "--layers",
         action="store_true",
-        help="in place of products: forward and backward of two layers of Llama 3 70B, with their "
+        help="instead of products: forward and backward of two layers of Llama 3 70B, with their "
         "weights sharded",
     )
     what.add_argument(
         "--mode",
-        help="queued, idle, graph; with commas; CPU ranks have idle alone (default: all there are)",
+        help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
+        "all that the ranks have)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
     how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
-    how.add_argument("--rounds", type=int, default=25, help="most rounds of a shape (default: 25)")
+    how.add_argument(
+        "--rounds", type=int, default=25, help="at most so many rounds per shape (default: 25)"
+    )
     how.add_argument(
         "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
     )
     how.add_argument(
-        "--seed", type=int, default=0, help="of the order and the operands (default: 0)"
+        "--seed", type=int, default=0, help="seed of the order and the operands (default: 0)"
     )
-    result = parser.add_argument_group("what becomes of it")
+    result = parser.add_argument_group("output")
     result.add_argument(
         "--out", type=Path, default=Path("ficco-bench"), help="folder (default: ficco-bench)"
     )
-    result.add_argument("--name", help="of the files (default: set, machine and date)")
+    result.add_argument("--name", help="name of the files (default: set, machine and date)")
     result.add_argument("--timelines", action="store_true", help="trace and draw the first shape")
     result.add_argument("--json", action="store_true", help="print the rows as JSON")
     later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
     later.add_argument("--plot", type=Path, metavar="CSV", help="draw its pictures")
     later.add_argument("--report", type=Path, metavar="CSV", help="write its report beside it")
-    later.add_argument("--regret", type=Path, metavar="CSV", help="what auto loses, beside it")
-    later.add_argument("--machine", help="that decides for --regret (default: this host's)")
+    later.add_argument("--regret", type=Path, metavar="CSV", help="write beside it what auto loses")
+    later.add_argument("--machine", help="machine that --regret decides by (default: this host's)")
     later.add_argument(
-        "--readme", type=Path, nargs="+", metavar="CSV", help="put a table of them into a README"
+        "--readme",
+        type=Path,
+        nargs="+",
+        metavar="CSV",
+        help="put a table of these results into a README",
     )
     later.add_argument(
         "--readme-file",
@@ -115,7 +120,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--readme-table",
         choices=("auto", "all"),
         default="auto",
-        help="of what auto reaches, or of the fastest schedules, too (default: auto)",
+        help="auto: what auto reaches; all: also the fastest schedules (default: auto)",
     )
 
 

@@ -30,21 +30,30 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--set",
         choices=("measured", "small", "scenarios", "cpu"),
-        help="shapes (default: measured; CPU: cpu)",
+        help="shapes (default: measured; on CPUs cpu)",
     )
     parser.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
     parser.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
-    parser.add_argument("--seconds", type=float, help="time for everything (default: 120; CPU: 6)")
-    parser.add_argument("--rounds", type=int, default=25, help="most rounds (default: 25)")
+    parser.add_argument(
+        "--seconds", type=float, help="time for everything (default: 120; on CPUs 6)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=25, help="at most so many rounds (default: 25)"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("ficco-characterize"),
         help="folder (default: ficco-characterize)",
     )
-    parser.add_argument("--name", help="of the files (default: losses, machine and date)")
-    parser.add_argument("--plot", type=Path, metavar="CSV", help="draw an earlier run; no more")
+    parser.add_argument("--name", help="name of the files (default: losses, machine and date)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="CSV",
+        help="measure nothing; draw the pictures of an earlier run beside its CSV",
+    )
     parser.set_defaults(run=_characterize)
 
 

@@ -20,7 +20,11 @@ def add(commands: Any) -> None:
         choices=("cpu", "cuda"),
         help="cuda is any vendor's GPU (default: cuda where torch sees one)",
     )
-    parser.add_argument("--out", type=Path, help="folder for the pictures (default: a new one)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the pictures (default: a new one in the folder for temporary files)",
+    )
     parser.set_defaults(run=_demo)
 
 

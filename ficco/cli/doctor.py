@@ -20,18 +20,18 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="start so many ranks and make a call, to see what reaches a peer; auto is told for "
-        "them, too (default: start none; auto for a GPU each, or 4)",
+        help="start so many ranks and make a call, which shows what reaches a peer; the "
+        "report on auto is then for as many (default: start none; auto for a GPU each, or 4)",
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="of those ranks (default: cuda where torch sees a GPU)",
+        help="device of those ranks (default: cuda where torch sees a GPU)",
     )
     parser.add_argument(
         "--selftest",
         action="store_true",
-        help="prove what the engine assumes of this machine, on ranks (default: the GPUs, or 2)",
+        help="start ranks (default: a GPU each, or 2) and test what the engine assumes",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="report of --selftest (default: ficco-selftest-<date>.md)"

@@ -30,16 +30,18 @@ def add(commands: Any) -> None:
     parser.add_argument("--m", type=int, help="rows that a rank multiplies")
     parser.add_argument("--n", type=int, help="columns of one rank's B")
     parser.add_argument("--k", type=int, help="columns of A")
-    parser.add_argument(
-        "--world", type=int, help="number of ranks (default: those of the machine that is taken)"
-    )
+    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
     parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
-    parser.add_argument("--schedule", default="auto", help="explain this one (default: auto)")
+    parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", action="store_true", help="the call is captured in a graph")
     parser.add_argument("--search", action="store_true", help="look beyond the named schedules")
-    parser.add_argument("--measure", action="store_true", help="time the candidates here, too")
-    parser.add_argument("--seconds", type=float, help=f"for --measure (default: {MEASURE_S:g})")
+    parser.add_argument(
+        "--measure", action="store_true", help="also time the candidates on this host"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the candidates (png, svg)")
     parser.add_argument(

@@ -24,10 +24,13 @@ def add(commands: Any) -> None:
     parser.add_argument("--rank", type=int, default=0, help="the rank to print (default: 0)")
     parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
     parser.add_argument(
-        "--workspace-bytes", type=int, help="cap on staging; pieces then share it as a ring"
+        "--workspace-bytes",
+        type=int,
+        help="cap on staging (gathering operators); pieces then share it as a ring",
     )
     parser.add_argument(
-        "--machine", help=f"to decide for and to draw: a name or a file (default: {MACHINE})"
+        "--machine",
+        help=f"machine that auto and --draw go by: a name or a file (default: {MACHINE})",
     )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the timeline (png, svg)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")

@@ -32,11 +32,11 @@ def add(commands: Any) -> None:
     what.add_argument("--m", type=int, help="one shape: rows that a rank multiplies,")
     what.add_argument("--n", type=int, help="columns of one rank's B,")
     what.add_argument("--k", type=int, help="columns of A")
-    what.add_argument("--dtype", default="bfloat16", help="of that shape (default: bfloat16)")
+    what.add_argument("--dtype", default="bfloat16", help="dtype of that shape (default: bfloat16)")
     what.add_argument(
         "--operator",
         help=f"an operator, such as matmul_reduce_scatter (default: {GATHERS}, or those of the "
-        "set); of one that scatters, n and k of the sets and of --shapes are exchanged",
+        "set); scattering operators take sets and --shapes with n and k exchanged",
     )
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
@@ -44,22 +44,29 @@ def add(commands: Any) -> None:
     where.add_argument(
         "--mode",
         help="queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
-        "idle, since the caller carries a call out there)",
+        "idle, since the caller itself carries out the call)",
     )
-    result = parser.add_argument_group("what becomes of it")
+    result = parser.add_argument_group("output")
     result.add_argument("--json", action="store_true", help="print the rows as JSON")
     result.add_argument("--csv", type=Path, metavar="FILE", help="write the rows")
-    result.add_argument("--draw", type=Path, metavar="FILE", help="draw one shape (png, svg)")
-    result.add_argument("--trace", type=Path, metavar="FILE", help="its trace for Perfetto")
     result.add_argument(
-        "--timelines", type=Path, metavar="FILE", help="its timelines, for ficco plot"
+        "--draw", type=Path, metavar="FILE", help="with one shape: draw its timeline (png, svg)"
+    )
+    result.add_argument(
+        "--trace", type=Path, metavar="FILE", help="with one shape: write its trace for Perfetto"
+    )
+    result.add_argument(
+        "--timelines",
+        type=Path,
+        metavar="FILE",
+        help="with one shape: write its timelines, for ficco plot",
     )
     result.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
-        help="hold the paper's claims against its scenarios: a page, and beside it a CSV and a "
-        "picture in the folder simulated (with --set scenarios)",
+        help="with --set scenarios: write a page that compares the paper's claims with the "
+        "simulation, and a CSV and a picture in the folder simulated beside it",
     )
     parser.set_defaults(run=_simulate)
 

@@ -48,8 +48,8 @@ def add_operator(parser: Any) -> None:
     )
     parser.add_argument(
         "--rows",
-        help="rows of every rank, where unequal: 3,4,5; of an all-to-all from each rank to each: "
-        "3,4;5,6",
+        help="rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
+        "sender: 3,4;5,6",
     )
 
 

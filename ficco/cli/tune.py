@@ -30,29 +30,36 @@ def add(commands: Any) -> None:
     text = "measure this machine, and which schedules are fastest on it, for schedule='auto'"
     parser = commands.add_parser("tune", help=text, description=text)
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--quick", action="store_true", help="in short, and less exactly")
     what.add_argument(
-        "--only", nargs="+", metavar="STEP", choices=STEPS, help=f"of {', '.join(STEPS)}"
+        "--quick", action="store_true", help="measure for less time, and less exactly"
+    )
+    what.add_argument(
+        "--only", nargs="+", metavar="STEP", choices=STEPS, help=f"these steps: {', '.join(STEPS)}"
     )
     what.add_argument(
         "--operator",
         nargs="+",
         metavar="NAME",
         choices=OPERATORS,
-        help="the collectives of these operators, --shapes as theirs (of those that scatter, n and "
-        "k are exchanged), and what --from-log has of them (default: all collectives; shapes of "
-        f"their own operator, or {GATHERS})",
+        help="measure only the collectives of these operators; take --shapes as shapes of theirs "
+        "(scattering operators take them with n and k exchanged), and of --from-log only their "
+        f"problems (default: all collectives; shapes of their own operator, or {GATHERS})",
     )
     what.add_argument(
-        "--shapes", type=Path, metavar="CSV", help="all candidates of shapes: name, m, n, k"
+        "--shapes",
+        type=Path,
+        metavar="CSV",
+        help="time all candidates for these shapes: columns name, m, n, k",
     )
     what.add_argument(
         "--from-log",
         type=Path,
         metavar="FILE",
-        help="all candidates of what a program called, as FICCO_LOG_PROBLEMS=FILE had it written",
+        help="time all candidates for the calls of a program that ran with FICCO_LOG_PROBLEMS=FILE",
     )
-    what.add_argument("--check", action="store_true", help="measure a few points, change nothing")
+    what.add_argument(
+        "--check", action="store_true", help="compare a few points with the file; change nothing"
+    )
     what.add_argument(
         "--tolerance",
         type=float,
@@ -61,7 +68,9 @@ def add(commands: Any) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
     how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
-    how.add_argument("--fresh", action="store_true", help="do not go on with an interrupted run")
+    how.add_argument(
+        "--fresh", action="store_true", help="begin anew instead of continuing an interrupted run"
+    )
     how.add_argument(
         "--out", type=Path, metavar="FILE", help="the machine's file (default: the user's own)"
     )
