@@ -210,7 +210,7 @@ def test_the_rule_copies_over_all_links_of_a_mesh() -> None:
     [
         (None, "nobody described this machine"),
         (Machine("empty", "toy", 4), "empty lacks topology, .* and thresholds"),
-        (replace(MACHINE, accelerator="cpu", ranks=8), "toy describes 8 ranks, these are 4"),
+        (replace(MACHINE, accelerator="cpu", ranks=8), "toy describes 8 ranks, not 4"),
     ],
 )
 def test_serial_where_nothing_is_known(machine: Machine | None, why: str) -> None:
@@ -544,7 +544,7 @@ def test_one_function_says_how_a_machine_sees_so_many_ranks(
     # What explain calls unknown is not simulated.
     world = [*sizes, "--world", "8", "--machine", "cpu"]
     assert cli.run(["explain", *world]) == 0
-    assert "cpu describes 4 ranks, these are 8" in capsys.readouterr().out
+    assert "cpu describes 4 ranks, not 8" in capsys.readouterr().out
     for command in (["simulate"], ["plan", "growing", "--draw", str(tmp_path / "x.png")]):
         assert cli.run([*command, *world]) == 2
         assert "--world: required 4 ranks, got 8" in capsys.readouterr().err

@@ -214,7 +214,7 @@ def decide(
         return decision(tuned[0], "tuned", tuned[1])
     known = described(machine, problem.world)
     if known is None:
-        why = f"machine {machine.name} describes {machine.ranks} ranks, these are {problem.world}"
+        why = f"machine {machine.name} describes {machine.ranks} ranks, not {problem.world}"
         return decision(FALLBACK[mode], "fallback", f"{why}; {REMEDY}")
     missing = lacking(known, mode)
     if not missing:
