@@ -260,7 +260,7 @@ def test_gradients_are_exact(operator: str, world: int, device: str) -> None:
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
-#: Schedules of every kind; the last two are for sums, which no dual of a sum is.
+#: Schedules of every kind; the last of them are for sums, which no dual of a sum is.
 SCHEDULES = (
     "serial",
     "serial:collective",
@@ -270,7 +270,10 @@ SCHEDULES = (
     "hetero-fused-2d:pieces=3",
     "ring",
     "hetero-fused-1d:pieces=2,beta",
+    "one-shot",
 )
+#: Those for operators of any kind.
+ANY_OPERATORS = SCHEDULES[: SCHEDULES.index("ring")]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -278,7 +281,7 @@ def test_gradients_under_named_schedules(operator: str, device: str) -> None:
     sums = operator in ("matmul_reduce_scatter", "matmul_all_reduce")
     cases = [
         case.on(schedule=name, dtype="bfloat16")
-        for name in (SCHEDULES if sums else SCHEDULES[:-2])
+        for name in (SCHEDULES if sums else ANY_OPERATORS)
         for case in cases_of(operator, 3, device)[:4]
     ]
     assert run(3, all_exact, cases, device=device) == [len(cases)] * 3
@@ -292,7 +295,7 @@ def test_gradients_of_b_alone(operator: str, world: int, device: str) -> None:
     ragged = plain.on(rows=uneven(operator, world))
     cases = [
         case.on(schedule=schedule, dtype=dtype, transposed=transposed)
-        for schedule in (*SCHEDULES[:-2], "uniform-fused-2d:pieces=2", "growing:pull")
+        for schedule in (*ANY_OPERATORS, "uniform-fused-2d:pieces=2", "growing:pull")
         for dtype in ("bfloat16", "float32")
         for case, transposed in ((plain, True), (plain, False), (ragged, True))
     ]

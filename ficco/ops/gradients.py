@@ -292,12 +292,12 @@ def _dual_of(asked: Asked) -> Asked:
 
 @cache
 def _schedule(schedule: str | Schedule) -> str | Schedule:
-    """The schedule of a backward: that of the forward, or "auto" if that one has ``beta``, which
-    only sums have: the dual of a sum is not a sum."""
+    """The schedule of a backward: that of the forward, or "auto" if only sums have that one, such
+    as a ``one-shot`` or one with ``beta``: the dual of a sum is not a sum."""
     if schedule == "auto":
         return schedule
     parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
-    return "auto" if parsed.beta else schedule
+    return "auto" if parsed.beta or parsed.grouping == "one-shot" else schedule
 
 
 def _dual(asked: Asked, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
