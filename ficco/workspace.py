@@ -338,7 +338,8 @@ def _carry_out(steps: Iterable[Callable[[], object]]) -> None:
 _Key = tuple["ProcessGroup", torch.device, "str | None"]
 _workspaces: dict[_Key, Workspace] = {}
 _failed: dict[_Key, FiccoError] = {}
-_inherited: dict[_Key, Workspace] = {}  # those of the parent process, after a fork
+_begun: set[_Key] = set()  # those that are being made
+_inherited: dict[_Key, Workspace | None] = {}  # those of the parent process, after a fork
 
 
 def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "ficco") -> Workspace:
@@ -356,11 +357,14 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
                 "engine and place among the ranks stay with its parent; start processes with spawn "
                 "or forkserver, or make the first call in the child"
             )
+        _begun.add(key)
         try:
             workspace = _workspaces[key] = Workspace(group, device, options, operator)
         except FiccoError as error:
             _failed[key] = copy.copy(error)  # the next call does not wait for the same peers again
             raise
+        finally:
+            _begun.discard(key)
     return workspace
 
 
@@ -410,7 +414,9 @@ def _leave_to_parent() -> None:
     destructors of events and graphs when the interpreter ends."""
     for workspace in _workspaces.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
+    _inherited.update(dict.fromkeys(_begun))  # of which the peers would take this for the parent
     _inherited.update(_workspaces)
+    _begun.clear()
     _workspaces.clear()
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import select
 import signal
+import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, exact
+from cases import Case, equal, exact
 from ranks import Failure, Rank, caught, run
 
 import ficco
@@ -258,6 +259,31 @@ def test_a_forked_process_leaves_the_group_to_its_parent(schedule: str) -> None:
         assert held == 0
         for failure in failures:
             assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
+
+
+def _forked_in_a_first_call(at: Rank) -> Any:
+    group = dist.new_group(list(range(at.world)))
+    case = equal(at.world, 4, 8, 8)
+    if at.rank:
+        time.sleep(0.6)
+        exact(at, case, 0, group)
+        found = None
+    else:
+        waiting = threading.Thread(target=exact, args=(at, case, 0, group))
+        waiting.start()
+        time.sleep(0.2)
+        with ficco.options(timeout_s=2):
+            found = _in_child(lambda: exact(at, case, 0, group))
+        waiting.join()
+    exact(at, case, 1, group)
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_a_process_forked_during_a_first_call_is_not_taken_for_its_parent() -> None:
+    failure, _ = run(2, _forked_in_a_first_call)
+    assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
 
 
 def _many_kinds(at: Rank, rounds: int) -> list[int]:
