@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -177,9 +178,11 @@ def test_waiting_for_others_can_be_interrupted() -> None:
     assert run(2, interrupted)[0][0].type == "KeyError"
 
 
-def given_up(at: Rank, says: bool) -> Any:
-    """Rank 1 gives up between telling where its memory is and its being mapped."""
+def given_up(at: Rank, says: bool, then: str) -> Any:
+    """Rank 1 gives up between telling where its memory is and its being mapped. ``then`` is what
+    its descriptor stands for by the time."""
     gone = at.rank == 1
+    later: list[Any] = []
 
     class Broken(HostMemory):
         def _require_shareable(self, hellos: Any) -> None:
@@ -191,21 +194,43 @@ def given_up(at: Rank, says: bool) -> Any:
         if says:
             raise KeyError("what the peer says")
 
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
     try:
-        failure = caught(lambda: Broken(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt))
+        with pytest.MonkeyPatch.context() as patch:
+            if then == "a file of another user" and not gone:
+                patch.setattr(os, "open", refuse)
+            failure = caught(lambda: Broken(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt))
     except KeyboardInterrupt:
         failure = None
+        if "file" in then:
+            later = [open(os.devnull) for _ in range(8)]
+        elif "socket" in then:
+            later = [socket.socket() for _ in range(8)]
     dist.barrier()
+    for each in later:
+        each.close()
     return [failure]
 
 
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [
+        ("nothing", "ENOENT"),
+        ("a file", "ESTALE"),
+        ("a socket", "ENXIO"),
+        ("a file of another user", "EACCES"),
+    ],
+)
 @pytest.mark.parametrize("says", [True, False])
-def test_a_peer_that_gives_up_has_the_word(says: bool) -> None:
-    [failure], _ = run(2, given_up, says)
+def test_a_peer_that_gives_up_has_the_word(says: bool, then: str, code: str) -> None:
+    [failure], _ = run(2, given_up, says, then)
     if says:
-        assert failure.type == "KeyError"
+        assert failure.type == "KeyError", failure
     else:
-        assert failure.type == "BackendError" and "has just ended or given up" in failure.text
+        assert failure.type == "BackendError" and failure.fields["code"] == code, failure
+        assert "rank 1 has just ended or given up" in failure.text
 
 
 def absent_at_barrier(at: Rank) -> Any:

@@ -166,7 +166,7 @@ class HostMemory:
             hellos = self._meet(group, self._hello(fd), timeout_s, deadline)
             self._require_shareable(hellos)
             self.maps = [
-                mine if rank == self.rank else self._open(hello)
+                mine if rank == self.rank else self._open(rank, hello)
                 for rank, hello in enumerate(hellos)
             ]
             self.pids = [hello["pid"] for hello in hellos]
@@ -233,14 +233,13 @@ class HostMemory:
 
     def _hello(self, fd: int) -> dict[str, Any]:
         """What peers must know to map this rank's part."""
-        file = os.fstat(fd)
         return {
             "host": socket.gethostname(),
             "boot": _read("/proc/sys/kernel/random/boot_id"),
             "pids": os.stat("/proc/self/ns/pid").st_ino,
             "pid": os.getpid(),
             "fd": fd,
-            "file": [file.st_dev, file.st_ino],
+            "file": _file(fd),
             "nbytes": self.nbytes,
             "token": secrets.token_hex(8),
         }
@@ -341,20 +340,26 @@ class HostMemory:
                 }
             )
 
-    def _open(self, hello: dict[str, Any]) -> mmap.mmap:
+    def _open(self, rank: int, hello: dict[str, Any]) -> mmap.mmap:
         path = f"/proc/{hello['pid']}/fd/{hello['fd']}"
+        ended = f"rank {rank} has just ended or given up"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except PermissionError as error:
-            raise NotImplementedError(
-                f"{path}: {error.strerror}; ranks share host memory only if one user runs them all"
-            ) from error
-        except FileNotFoundError:
-            raise self._gone("ENOENT", f"{path}: that rank has just ended or given up") from None
+        except OSError as error:
+            # Most often it is not there. Another file in its place may be one that cannot be
+            # opened, such as a socket.
+            if _file(path) not in (None, hello["file"]):
+                code = errno.errorcode.get(error.errno or 0, str(error.errno))
+                raise self._gone(code, f"{path}: {ended}") from None
+            if isinstance(error, PermissionError):
+                raise NotImplementedError(
+                    f"{path}: {error.strerror}; ranks share host memory only if one user runs "
+                    "them all"
+                ) from error
+            raise
         try:
-            file = os.fstat(fd)
-            if [file.st_dev, file.st_ino] != hello["file"]:
-                raise self._gone("ESTALE", f"{path} is not the memory of that rank")
+            if _file(fd) != hello["file"]:
+                raise self._gone("ESTALE", f"{path} is not its memory any more: {ended}")
             return _map(fd, self._total(hello["nbytes"]))
         finally:
             os.close(fd)
@@ -372,6 +377,17 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     # Older Pythons keep a copy of the descriptor for as long as the map lives.
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(fd, nbytes, **options)
+
+
+def _file(at: int | str) -> list[int] | None:
+    """What tells a file from any other on this host; None if one may not even look."""
+    try:
+        found = os.stat(at)
+    except PermissionError:
+        return None
+    except FileNotFoundError:
+        return []
+    return [found.st_dev, found.st_ino]
 
 
 def _address(part: mmap.mmap) -> int:
