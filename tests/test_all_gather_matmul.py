@@ -644,7 +644,7 @@ def shared_memory_cap(case: Case) -> int | None:
 
 
 def _jitter(at: Rank, seed: int, calls: int, delay_s: float) -> dict[str, int]:
-    from ficco.dma.cpu import Disturbance, disturb
+    from ficco.dma.disturbance import Disturbance, disturb
 
     rng = random.Random(seed)
     kinds = [
@@ -687,7 +687,7 @@ def test_jittered_calls(world: int) -> None:
 
 
 def _slow_link(at: Rank) -> float:
-    from ficco.dma.cpu import Disturbance, disturb
+    from ficco.dma.disturbance import Disturbance, disturb
 
     case = equal(at.world, 64, 256, 4, schedule="serial")
     exact(at, case, 0)

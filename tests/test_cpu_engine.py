@@ -20,9 +20,13 @@ import torch.distributed as dist
 from cases import gathered_bytes
 from ranks import Died, Rank, caught, ranks, run
 
-from ficco.dma import cpu
+from ficco.dma import disturbance
 from ficco.dma.blas import library
-from ficco.dma.cpu import CpuEngine, CpuMemory, Disturbance, _Run, disturb
+from ficco.dma.cpu import CpuEngine
+from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives
+from ficco.dma.cpu_lanes import Run
+from ficco.dma.cpu_memory import CpuMemory
+from ficco.dma.disturbance import Disturbance, disturb
 from ficco.dma.engine import Call, Program, Slot
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.errors import RankMismatch
@@ -283,7 +287,7 @@ def test_narrow_dtypes_are_rounded_once(dtype: str) -> None:
 def spans(at: Rank) -> None:
     of = problem([8] * at.world)
     with engine() as made:
-        made.disturbance = Disturbance(bandwidth=8 * 24 * 4 / 0.05)  # a shard takes 50 ms
+        made.trouble.own = Disturbance(bandwidth=8 * 24 * 4 / 0.05)  # a shard takes 50 ms
         one = plan(of, Schedule.parse("shard-overlap"), at.rank)
         program = compile(one, made, slot_for(made, [one]), trace=True)
         a, b = operands(of, 0)
@@ -338,7 +342,7 @@ def lonely(at: Rank, name: str, way: str, victim: int, timeout_s: float) -> Any:
         dist.barrier()
         made.timeout_s = timeout_s
         step = victim, first_copy(plan(of, Schedule.parse(name), victim))
-        made.disturbance = Disturbance(**{} if way == "absent" else {way: step})
+        made.trouble.own = Disturbance(**{} if way == "absent" else {way: step})
         a, b = operands(of, 0)
         begin = time.monotonic()
         failure = None
@@ -419,12 +423,13 @@ def slices(at: Rank) -> list[Any]:
     found = []
     with engine(0.3) as made:
         program = compile(one, made, None)
+        collectives = CpuCollectives(made, made.symmetric(COUNT_BYTES))
         for waits in (["slow", ""], ["slow", "slow", ""], ["slow", "broken"], ["slow"] * 1000):
             work = _Work(waits)
             call = call_for(one, *operands(one.problem, 0))
-            call.state = _Run(1, [], made.timeout_s, None)
+            call.state = Run(1, [], made.timeout_s, None)
             began = caught(
-                lambda: made._collect(program, call, 0, lambda: None, lambda: work)  # noqa: B023
+                lambda: collectives.collect(program, call, 0, lambda: None, lambda: work)  # noqa: B023
             )
             found.append(began if began is None else (began.type, "broken" in began.text))
     return found
@@ -522,10 +527,10 @@ def test_an_error_of_a_lane_is_raised_by_the_call() -> None:
 def seeded(at: Rank) -> list[float]:
     with engine() as made:
         trouble = Disturbance(delay_s=1.0, seed=3)
-        found = [made._generator(trouble).random() for _ in range(3)]
-        assert made._generator(trouble).random() not in found
-        made._random = None
-        assert [made._generator(trouble).random() for _ in range(3)] == found
+        found = [made.trouble._generator(trouble).random() for _ in range(3)]
+        assert made.trouble._generator(trouble).random() not in found
+        made.trouble._random = None
+        assert [made.trouble._generator(trouble).random() for _ in range(3)] == found
         return found
 
 
@@ -538,9 +543,9 @@ def test_disturb_puts_back_what_was() -> None:
     outer, inner = Disturbance(seed=1), Disturbance(seed=2)
     with disturb(outer):
         with disturb(inner):
-            assert cpu._disturbance is inner
-        assert cpu._disturbance is outer
-    assert cpu._disturbance is None
+            assert disturbance._disturbance is inner
+        assert disturbance._disturbance is outer
+    assert disturbance._disturbance is None
 
 
 def describe(at: Rank) -> None:

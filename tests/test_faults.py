@@ -167,7 +167,7 @@ def test_stopped_rank(victim: int, warm: bool) -> None:
 
 
 def _killed_at_step(at: Rank, case: Case, victim: int, step: int) -> dict[str, Any]:
-    from ficco.dma.cpu import Disturbance, disturb
+    from ficco.dma.disturbance import Disturbance, disturb
 
     for iteration in range(2):
         exact(at, case, iteration)
@@ -248,7 +248,7 @@ def test_survivors_end_by_themselves(victim: int, how: str, tmp_path: Path) -> N
 
 
 def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[str, Any]:
-    from ficco.dma.cpu import Disturbance, disturb
+    from ficco.dma.disturbance import Disturbance, disturb
 
     group = dist.new_group(list(range(at.world)))
     if warm:

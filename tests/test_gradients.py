@@ -950,7 +950,7 @@ def test_threads_that_take_turns_on_a_group() -> None:
 
 
 def _jitter(at: Rank) -> None:
-    from ficco.dma.cpu import Disturbance, disturb
+    from ficco.dma.disturbance import Disturbance, disturb
 
     with disturb(Disturbance(delay_s=0.003, seed=3)):
         for iteration in range(3):

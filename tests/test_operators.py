@@ -21,7 +21,7 @@ from cases import _hash, _span, compare
 from ranks import Rank, run
 
 import ficco
-from ficco.dma.cpu import Disturbance, disturb
+from ficco.dma.disturbance import Disturbance, disturb
 from ficco.errors import FiccoError
 from ficco.schedules import NAMED
 

@@ -262,7 +262,7 @@ def _wait(device: torch.device) -> None:
 def _slow_copies(device: torch.device) -> Any:
     if device.type != "cpu":
         return nullcontext()
-    from ficco.dma.cpu import Disturbance, disturb
+    from ficco.dma.disturbance import Disturbance, disturb
 
     return disturb(Disturbance(bandwidth=DRAWN_BANDWIDTH))
 

@@ -6,8 +6,12 @@ module                   subject
 =======================  ===========================================================================
 engine                   the interface, and what it is given: slots, programs, calls
 choose                   which engine serves a device
-cpu                      the CPU engine: threads as queues; can be disturbed on purpose
-host                     its shared memory and semaphores
+cpu                      the CPU engine: threads as queues
+cpu_lanes                its calls under way: the threads, their common state, how they fail
+cpu_memory               its memory as tensors, and the layout of a slot
+cpu_collectives          its collectives, which name a rank that does not come
+disturbance              how its calls are disturbed on purpose
+host                     host memory that ranks share, and semaphores in it
 streams                  what the two GPU engines have in common
 cuda                     the CUDA engine
 cuda_driver              the driver's calls that it makes

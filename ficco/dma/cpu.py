@@ -1,9 +1,9 @@
 """CPUs: shared host memory, POSIX semaphores and PyTorch's own matrix product.
 
 The engine runs every Plan on any Linux machine and is the one in which calls can be disturbed on
-purpose. Every lane is a thread; ``compute0`` is the caller's own. Buffers lie in host memory that
-the ranks share, a signal is a semaphore in the waiter's memory. A call is over when it returns, so
-it raises its errors itself.
+purpose, see :mod:`ficco.dma.disturbance`. Every lane is a thread; ``compute0`` is the caller's own.
+Buffers lie in host memory that the ranks share, a signal is a semaphore in the waiter's memory. A
+call is over when it returns, so it raises its errors itself.
 
 Ordering: what a lane wrote before it posts a semaphore is seen by the lane whose wait takes it, see
 :class:`ficco.dma.host.Semaphores`. Lanes of one rank order each other through threading events.
@@ -11,205 +11,26 @@ Ordering: what a lane wrote before it posts a semaphore is seen by the lane whos
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import os
-import random
-import signal as unix_signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from ficco.dma.blas import library
-from ficco.dma.collectives import Collectives, Start
-from ficco.dma.engine import (
-    Call,
-    Capabilities,
-    Engine,
-    Op,
-    Program,
-    Slot,
-    Span,
-    Symmetric,
-    step_name,
-)
-from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
+from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives, out_of_step
+from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, Lane, Run, dead, timed_out
+from ficco.dma.cpu_memory import CpuMemory, offsets
+from ficco.dma.disturbance import Trouble
+from ficco.dma.engine import Call, Capabilities, Engine, Op, Program, Slot, Span, Symmetric
+from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.dma.products import multiply
-from ficco.errors import BackendError, SignalTimeout
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
-
-#: Seconds between two looks of a waiting lane at failures of other lanes, the clock and
-#: :attr:`Engine.interrupt`.
-SLICE_S = 0.02
-#: What stands for a time limit that a duration of the library cannot hold, such as infinity.
-LONGEST_S = 1e9
-#: Seconds that closing the engine waits for a lane.
-JOIN_S = 1.0
-#: Seconds within which a peer whose connection is lost turns out to be dead, if it is.
-DEATH_S = 1.0
-#: Buffers in slots begin at multiples of this many bytes.
-ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Disturbance:
-    """Trouble on purpose, for tests.
-
-    Attributes:
-        delay_s: every copy first sleeps for a random time of up to this many seconds.
-        bandwidth: bytes per second that no copy exceeds.
-        stall: rank and index of a step that never ends. The stuck rank's own call raises
-            SignalTimeout once one of its waits, or twice the timeout, has run out.
-        kill: rank and index of a step at which the process ends, as if by ``kill -9``.
-        seed: of the random delays; every rank has its own.
-    """
-
-    delay_s: float = 0.0
-    bandwidth: float | None = None
-    stall: tuple[int, int] | None = None
-    kill: tuple[int, int] | None = None
-    seed: int = 0
-
-
-_disturbance: Disturbance | None = None
-
-
-@contextmanager
-def disturb(disturbance: Disturbance) -> Iterator[None]:
-    """Disturb all CPU engines of this process that have no disturbance of their own."""
-    global _disturbance
-    before, _disturbance = _disturbance, disturbance
-    try:
-        yield
-    finally:
-        _disturbance = before
-
-
-class CpuMemory(Symmetric):
-    """Host memory of all ranks; ``parts`` are theirs as bytes, by rank."""
-
-    def __init__(self, engine: CpuEngine, nbytes: int, serial: int) -> None:
-        self.serial, self.nbytes = serial, nbytes
-        self.host = HostMemory(
-            engine.group,
-            max(nbytes, 1),
-            engine.timeout_s,
-            f"allocation {serial}",
-            engine.operator,
-            # A rank alone in wanting memory learns here that its call is not that of its peers.
-            interrupt=lambda: engine.interrupt(),
-        )
-        self.parts = [
-            torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
-            for part in self.host.maps
-        ]
-        self.tensor = self.parts[engine.rank]
-        self.addresses = [self.host.address(rank) for rank in range(engine.world)]
-
-    def free(self) -> None:
-        """Let go of it; tensors in it, and calls under way, keep it mapped."""
-        self.parts, self.addresses = [], []
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-        self.host.close()
-
-
-class _Stopped(Exception):
-    """Another lane of this call has failed."""
-
-
-class _Run:
-    """One call under way: its lanes' common state."""
-
-    def __init__(
-        self, lanes: int, recorded: Sequence[int], timeout_s: float, slot: Slot | None
-    ) -> None:
-        # What waits need of the slot: a stuck lane may outlast it, and its addresses must stay
-        # mapped. Behind the words lie marks, a byte per lane, see CpuEngine._expire.
-        self.parts: list[torch.Tensor] = []
-        if slot is not None:
-            assert isinstance(slot.memory, CpuMemory)
-            self.parts, self.pids = slot.memory.parts, slot.memory.host.pids
-            marks = slot.words * SEMAPHORE_STRIDE
-            self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
-        self.timeout_s = timeout_s
-        self.recorded = {step: threading.Event() for step in recorded}
-        self.stamps: list[tuple[int, bool, float]] = []
-        self.blocked: dict[str, tuple[int, Signal, int, float]] = {}  # lane -> its long wait
-        self.began = time.perf_counter()
-        self.failed = threading.Event()
-        self.error: BaseException | None = None
-        self._lanes = lanes
-        self._lock = threading.Lock()
-        self.over = threading.Event()
-
-    def carry_out(self, ops: Sequence[Op], call: Call) -> None:
-        """Run one lane."""
-        try:
-            # Grad and inference mode belong to a thread; only here both hold for all lanes, and
-            # only inference mode may write to tensors of either kind.
-            with torch.inference_mode():
-                for op in ops:
-                    if self.failed.is_set():
-                        break
-                    op(call)
-        except _Stopped:
-            pass
-        except BaseException as error:  # also KeyboardInterrupt: the other lanes have to stop
-            self.fail(error)
-        finally:
-            with self._lock:
-                self._lanes -= 1
-                if not self._lanes:
-                    self.over.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the first error and stop all lanes."""
-        with self._lock:
-            self.error = self.error or error
-        self.failed.set()
-
-    def check(self) -> None:
-        if self.failed.is_set():
-            raise _Stopped
-
-
-class _Lane:
-    """A thread that works off the operations of one lane, call after call."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A daemon: a lane that is stuck must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=_work, args=(self._jobs,), name=f"ficco {name}", daemon=True
-        )
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def close(self, join: bool) -> None:
-        self._jobs.put(None)
-        if join and threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_S)
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # it holds the operands of the call
+    from torch.distributed import ProcessGroup
 
 
 class CpuEngine(Engine):
@@ -217,7 +38,7 @@ class CpuEngine(Engine):
 
     Attributes:
         operator: what errors of an allocation say was running.
-        disturbance: trouble on purpose, for tests; goes before that of :func:`disturb`.
+        trouble: what disturbs calls on purpose, for tests.
     """
 
     name = "cpu"
@@ -225,17 +46,15 @@ class CpuEngine(Engine):
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self.disturbance: Disturbance | None = None
-        self._random: tuple[Disturbance, random.Random] | None = None
+        self.trouble = Trouble(self.rank)
         self._serial = 0
-        self._lanes: dict[str, _Lane] = {}
-        self._roll: CpuMemory | None = None  # collectives that each rank has begun
+        self._lanes: dict[str, Lane] = {}
+        self._collectives: CpuCollectives | None = None
         self._calls = 0  # under way
-        self._closed = threading.Event()
 
     @property
     def out_of_step(self) -> bool:
-        return self.group in _out_of_step
+        return out_of_step(self.group)
 
     # Memory.
 
@@ -248,7 +67,7 @@ class CpuEngine(Engine):
         memory.free()
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        return _offsets(words, room)[2]
+        return offsets(words, room)[2]
 
     def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
         assert isinstance(memory, CpuMemory)
@@ -257,7 +76,7 @@ class CpuEngine(Engine):
             # The words by which peers hand the slot over rest at 1, see ficco.plan.Signal.
             semaphores().init(first + word * SEMAPHORE_STRIDE, int(word < self.world))
         memory.host.barrier(self.timeout_s)
-        return Slot(memory, words, room, _offsets(words, room)[:2], captured)
+        return Slot(memory, words, room, offsets(words, room)[:2], captured)
 
     def retire(self, slot: Slot) -> None:
         pass  # a call is over when it returns
@@ -278,10 +97,10 @@ class CpuEngine(Engine):
                 if not take(word):
                     self._wait(program, call, step, signal, word)
 
-        return self._disturbed(step, op)
+        return self.trouble.disturbed(step, op)
 
     def _wait(self, program: Program, call: Call, step: int, signal: Signal, word: int) -> None:
-        run: _Run = call.state
+        run: Run = call.state
         lane = program.plan.steps[step].lane
         begin = time.monotonic()
         while not semaphores().wait(word, SLICE_S):
@@ -303,7 +122,7 @@ class CpuEngine(Engine):
             for word in words:
                 post(word)
 
-        return self._disturbed(step, op)
+        return self.trouble.disturbed(step, op)
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
         return None  # a wait takes what was posted
@@ -316,45 +135,24 @@ class CpuEngine(Engine):
             while not call.state.recorded[earlier].wait(SLICE_S):
                 call.state.check()
 
-        return self._disturbed(step, op)
+        return self.trouble.disturbed(step, op)
 
     # Whom to blame. Where several lanes of a rank wait, one of the peers may itself only wait for
     # another. Every rank therefore marks the lanes that wait in the slot, for its peers to see.
 
-    def _mark(self, program: Program, run: _Run, lane: str, value: int) -> None:
+    def _mark(self, program: Program, run: Run, lane: str, value: int) -> None:
         run.marks[self.rank][program.plan.lanes.index(lane) % SEMAPHORE_STRIDE] = value
 
-    def _expire(self, program: Program, run: _Run) -> NoReturn:
+    def _expire(self, program: Program, run: Run) -> NoReturn:
         """Raise for the wait whose peer most likely is the cause: dead, or not waiting itself."""
 
         def order(wait: tuple[int, Signal, int, float]) -> tuple[bool, bool, float]:
             peer = wait[1].poster
-            return not _dead(run.pids[peer]), bool(run.marks[peer].any()), wait[3]
+            return not dead(run.pids[peer]), bool(run.marks[peer].any()), wait[3]
 
         step, signal, word, begin = min(list(run.blocked.values()), key=order)
         seconds = time.monotonic() - begin
-        raise self._timeout(program, step, signal.poster, seconds, 1, semaphores().value(word))
-
-    def _timeout(
-        self,
-        program: Program,
-        step: int,
-        peer: int | None,
-        seconds: float,
-        wanted: int | None,
-        found: int | None,
-    ) -> SignalTimeout:
-        plan = program.plan
-        return SignalTimeout(
-            operator=plan.problem.operator,
-            rank=self.rank,
-            peer=peer,
-            step=step_name(plan.steps[step]),
-            schedule=plan.schedule,
-            seconds=seconds,
-            wanted=wanted,
-            found=found,
-        )
+        raise timed_out(program, step, signal.poster, seconds, 1, semaphores().value(word))
 
     # Copies.
 
@@ -364,17 +162,9 @@ class CpuEngine(Engine):
         move = _move if mover == "dma" else torch.Tensor.copy_
 
         def op(call: Call) -> None:
-            begin = time.monotonic()
-            disturbance = self.disturbance or _disturbance
-            if disturbance is not None and disturbance.delay_s:
-                delay = self._generator(disturbance).uniform(0, disturbance.delay_s)
-                call.state.failed.wait(delay)
             move(dst(call), src(call))
-            if disturbance is not None and disturbance.bandwidth:
-                rest = nbytes / disturbance.bandwidth - (time.monotonic() - begin)
-                call.state.failed.wait(max(rest, 0))
 
-        return self._disturbed(step, op)
+        return self.trouble.disturbed(step, self.trouble.slowed(nbytes, op))
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         src, dst = (self._rectangle(program, region) for region in transfer[:2])
@@ -382,76 +172,13 @@ class CpuEngine(Engine):
         def op(call: Call) -> None:
             dst(call).copy_(src(call))
 
-        return self._disturbed(step, op)
+        return self.trouble.disturbed(step, op)
 
     def collective(self, program: Program, step: int) -> Op:
-        """As all engines do, but a rank that does not come is a timeout of this call and named.
-
-        By itself the library waits for half an hour, or says that a connection is lost.
-        """
-        if self._roll is None:
-            self._roll = self.symmetric(ALIGNMENT)
-        counts = [part.view(torch.int64) for part in self._roll.parts]
-        pids = self._roll.host.pids
-        exchange = Collectives(program.plan.problem, self.rank, self.group)
-
-        def missing() -> int | None:
-            """The rank that is dead, or has begun fewer collectives than this one."""
-            peers = [rank for rank in range(self.world) if rank != self.rank]
-            dead = [rank for rank in peers if _dead(pids[rank])]
-            late = [rank for rank in peers if counts[rank][0] < counts[self.rank][0]]
-            return next(iter(dead + late), None)
-
-        def op(call: Call) -> None:
-            counts[self.rank][0] += 1
-            # Its own time limit, which it keeps even where the call is broken off: see _outlive().
-            patience = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
-            buffers = call.a, call.partial, call.gathered, call.out
-            begun: list[Work] = []
-            try:
-                for start in exchange.starts(*buffers, patience):
-                    self._collect(program, call, step, missing, partial(_begin, start, begun))
-            except BaseException:
-                _out_of_step.add(self.group)
-                _outlive(self.group, begun)
-                raise
-
-        return self._disturbed(step, op)
-
-    def _collect(
-        self,
-        program: Program,
-        call: Call,
-        step: int,
-        missing: Callable[[], int | None],
-        start: Start,
-    ) -> None:
-        """Run a collective, or raise for the rank that is missing."""
-        run: _Run = call.state
-        begin = time.monotonic()
-        work = None
-        while True:
-            failed = True  # if this raises; unless it is only the end of a slice
-            try:
-                work = work or start()
-                if work is not None:
-                    failed = work.is_completed()
-                    work.wait(timedelta(seconds=SLICE_S))
-                return
-            except RuntimeError as error:
-                run.check()
-                self.interrupt()  # ranks that disagree also fail here
-                while failed and missing() is None:
-                    self.interrupt()
-                    # A connection is lost a little before the peer's process is gone.
-                    if time.monotonic() - begin > DEATH_S:
-                        library = str(dist.get_backend(self.group))
-                        text = str(error)
-                        raise BackendError(f"collective of {library}", "error", text) from error
-                    time.sleep(SLICE_S)
-                seconds = time.monotonic() - begin
-                if failed or (seconds > run.timeout_s and not work.is_completed()):
-                    raise self._timeout(program, step, missing(), seconds, None, None) from error
+        """As all engines do, but a rank that does not come is a timeout of this call and named."""
+        if self._collectives is None:
+            self._collectives = CpuCollectives(self, self.symmetric(COUNT_BYTES))
+        return self.trouble.disturbed(step, self._collectives.op(program, step))
 
     def _rectangle(
         self, program: Program, region: Region, batch: int = 1, stride: int = 0
@@ -513,7 +240,7 @@ class CpuEngine(Engine):
                 added = addend(call) if addend else to if product.accumulate else None
                 _multiply(left.t() if product.transposed else left, b, to, added)
 
-        return self._disturbed(step, op)
+        return self.trouble.disturbed(step, op)
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         parts = [self._rectangle(program, part) for part in reduction.parts]
@@ -535,42 +262,7 @@ class CpuEngine(Engine):
             else:
                 result.copy_(total + others[-1])
 
-        return self._disturbed(step, op)
-
-    # Disturbances.
-
-    def _disturbed(self, step: int, op: Op) -> Op:
-        def disturbed(call: Call) -> None:
-            disturbance = self.disturbance or _disturbance
-            if disturbance is not None:
-                if disturbance.kill == (self.rank, step):
-                    os.kill(os.getpid(), unix_signal.SIGKILL)
-                if disturbance.stall == (self.rank, step):
-                    self._stall(call.state)
-            op(call)
-
-        return disturbed
-
-    def _stall(self, run: _Run) -> NoReturn:
-        begin = time.monotonic()
-        while not self._closed.wait(SLICE_S):
-            run.check()
-            if (seconds := time.monotonic() - begin) > 2 * run.timeout_s:
-                raise SignalTimeout(
-                    operator="disturbance",
-                    rank=self.rank,
-                    peer=self.rank,
-                    step="stalled on purpose",
-                    schedule="any",
-                    seconds=seconds,
-                )
-        raise _Stopped
-
-    def _generator(self, disturbance: Disturbance) -> random.Random:
-        if self._random is None or self._random[0] is not disturbance:
-            generator = random.Random(f"{disturbance.seed} {self.rank}")
-            self._random = disturbance, generator
-        return self._random[1]
+        return self.trouble.disturbed(step, op)
 
     # Running.
 
@@ -583,7 +275,7 @@ class CpuEngine(Engine):
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
         slot = program.slot
-        run = call.state = _Run(len(lanes), program.state["recorded"], self.timeout_s, slot)
+        run = call.state = Run(len(lanes), program.state["recorded"], self.timeout_s, slot)
         self._calls += 1
         try:
             for lane, ops in lanes.items():
@@ -602,16 +294,16 @@ class CpuEngine(Engine):
         # and so have their entries on the board.
         self.interrupt()
 
-    def _lane(self, name: str) -> _Lane:
+    def _lane(self, name: str) -> Lane:
         if name not in self._lanes:
-            self._lanes[name] = _Lane(name)
+            self._lanes[name] = Lane(name)
         return self._lanes[name]
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
         return lambda call: call.state.stamps.append((step, end, time.perf_counter()))
 
     def spans(self, program: Program, call: Call) -> list[Span]:
-        run: _Run = call.state
+        run: Run = call.state
         times = {(step, end): when - run.began for step, end, when in run.stamps}
         return [
             Span(step, program.plan.steps[step].lane, start, times[step, True])
@@ -646,59 +338,14 @@ class CpuEngine(Engine):
         return 1
 
     def close(self) -> None:
-        self._closed.set()
+        self.trouble.close()
         for lane in self._lanes.values():
             # At the end of a process a call of another thread may be stuck: leave its lanes alone.
             lane.close(join=not self._calls)
         self._lanes.clear()
-        if self._roll is not None:
-            self._roll.free()
-            self._roll = None
-
-
-#: Collectives that were broken off, with their groups: to free one waits, inside the garbage
-#: collector or at the end of the process, until its library has given up.
-_unfinished: list[tuple[Work, ProcessGroup]] = []
-#: Groups of which a collective was broken off: their ranks may have begun different numbers.
-_out_of_step: WeakSet[ProcessGroup] = WeakSet()
-
-
-def _begin(start: Start, begun: list[Work]) -> Work | None:
-    if (work := start()) is not None:
-        begun.append(work)
-    return work
-
-
-def _outlive(group: ProcessGroup, begun: list[Work]) -> None:
-    """Keep a group until its collectives are over."""
-    kept = [*_unfinished, *[(work, group) for work in begun]]
-    _unfinished[:] = [pair for pair in kept if not pair[0].is_completed()]
-
-
-@atexit.register
-def _leave_unfinished() -> None:
-    """Let the process end at once: these are freed with it."""
-    if _unfinished:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
-
-
-def _offsets(words: int, room: tuple[int, int]) -> tuple[int, int, int]:
-    """Where staging, publish and the end of a slot lie, behind the words and the lanes' marks."""
-    staging = (words + 1) * SEMAPHORE_STRIDE
-    publish = staging + _align(room[0])
-    return staging, publish, publish + _align(room[1])
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _dead(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
+        if self._collectives is not None:
+            self._collectives.memory.free()
+            self._collectives = None
 
 
 def _move(dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -1,0 +1,142 @@
+"""A call of the CPU engine under way: its lanes as threads, their common state, and how they fail.
+
+The lane that fails first says why; the others stop at their next operation or slice of a wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from ficco.dma.cpu_memory import CpuMemory
+from ficco.dma.engine import Call, Op, Program, Slot, step_name
+from ficco.dma.host import SEMAPHORE_STRIDE
+from ficco.errors import SignalTimeout
+from ficco.plan import Signal
+
+#: Seconds between two looks of a waiting lane at failures of other lanes, the clock and
+#: :attr:`Engine.interrupt`.
+SLICE_S = 0.02
+#: Seconds that closing the engine waits for a lane.
+JOIN_S = 1.0
+
+
+class Stopped(Exception):
+    """Another lane of this call has failed."""
+
+
+class Run:
+    """One call under way: its lanes' common state."""
+
+    def __init__(
+        self, lanes: int, recorded: Sequence[int], timeout_s: float, slot: Slot | None
+    ) -> None:
+        # What waits need of the slot: a stuck lane may outlast it, and its addresses must stay
+        # mapped. Behind the words lie marks, a byte per lane, see CpuEngine._expire.
+        self.parts: list[torch.Tensor] = []
+        if slot is not None:
+            assert isinstance(slot.memory, CpuMemory)
+            self.parts, self.pids = slot.memory.parts, slot.memory.host.pids
+            marks = slot.words * SEMAPHORE_STRIDE
+            self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
+        self.timeout_s = timeout_s
+        self.recorded = {step: threading.Event() for step in recorded}
+        self.stamps: list[tuple[int, bool, float]] = []
+        self.blocked: dict[str, tuple[int, Signal, int, float]] = {}  # lane -> its long wait
+        self.began = time.perf_counter()
+        self.failed = threading.Event()
+        self.error: BaseException | None = None
+        self._lanes = lanes
+        self._lock = threading.Lock()
+        self.over = threading.Event()
+
+    def carry_out(self, ops: Sequence[Op], call: Call) -> None:
+        """Run one lane."""
+        try:
+            # Grad and inference mode belong to a thread; only here both hold for all lanes, and
+            # only inference mode may write to tensors of either kind.
+            with torch.inference_mode():
+                for op in ops:
+                    if self.failed.is_set():
+                        break
+                    op(call)
+        except Stopped:
+            pass
+        except BaseException as error:  # also KeyboardInterrupt: the other lanes have to stop
+            self.fail(error)
+        finally:
+            with self._lock:
+                self._lanes -= 1
+                if not self._lanes:
+                    self.over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error and stop all lanes."""
+        with self._lock:
+            self.error = self.error or error
+        self.failed.set()
+
+    def check(self) -> None:
+        if self.failed.is_set():
+            raise Stopped
+
+
+class Lane:
+    """A thread that works off the operations of one lane, call after call."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A daemon: a lane that is stuck must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs,), name=f"ficco {name}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, join: bool) -> None:
+        self._jobs.put(None)
+        if join and threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it holds the operands of the call
+
+
+def timed_out(
+    program: Program,
+    step: int,
+    peer: int | None,
+    seconds: float,
+    wanted: int | None = None,
+    found: int | None = None,
+) -> SignalTimeout:
+    """The error of a step that has waited for a peer for too long."""
+    plan = program.plan
+    return SignalTimeout(
+        operator=plan.problem.operator,
+        rank=plan.rank,
+        peer=peer,
+        step=step_name(plan.steps[step]),
+        schedule=plan.schedule,
+        seconds=seconds,
+        wanted=wanted,
+        found=found,
+    )
+
+
+def dead(pid: int) -> bool:
+    """Whether a peer's process is gone, or only waits for its parent to take note."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

@@ -1,0 +1,50 @@
+"""Host memory of all ranks as tensors, and the layout of a slot of the CPU engine in it."""
+
+from __future__ import annotations
+
+import torch
+
+from ficco.dma.engine import Engine, Symmetric
+from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory
+
+#: Buffers in slots begin at multiples of this many bytes.
+ALIGNMENT = 64
+
+
+class CpuMemory(Symmetric):
+    """Host memory of all ranks; ``parts`` are theirs as bytes, by rank."""
+
+    def __init__(self, engine: Engine, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes = serial, nbytes
+        self.host = HostMemory(
+            engine.group,
+            max(nbytes, 1),
+            engine.timeout_s,
+            f"allocation {serial}",
+            engine.operator,
+            # A rank alone in wanting memory learns here that its call is not that of its peers.
+            interrupt=lambda: engine.interrupt(),
+        )
+        self.parts = [
+            torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+            for part in self.host.maps
+        ]
+        self.tensor = self.parts[engine.rank]
+        self.addresses = [self.host.address(rank) for rank in range(engine.world)]
+
+    def free(self) -> None:
+        """Let go of it; tensors in it, and calls under way, keep it mapped."""
+        self.parts, self.addresses = [], []
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.host.close()
+
+
+def offsets(words: int, room: tuple[int, int]) -> tuple[int, int, int]:
+    """Where staging, publish and the end of a slot lie, behind the words and the lanes' marks."""
+    staging = (words + 1) * SEMAPHORE_STRIDE
+    publish = staging + _align(room[0])
+    return staging, publish, publish + _align(room[1])
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
