@@ -271,6 +271,13 @@ def test_every_module_has_a_docstring() -> None:
     assert bare == []
 
 
+def test_the_engines_table_has_all_of_their_modules() -> None:
+    table = str(ast.get_docstring(ast.parse((PACKAGE / "dma/__init__.py").read_text())))
+    rows = re.findall(r"^([a-z_]+(?:, [a-z_]+)*)  +\S", table, re.MULTILINE)
+    named = [name for row in rows for name in row.split(", ") if name != "module"]
+    assert sorted(named) == sorted(p.stem for p in PACKAGE.glob("dma/*.py") if p.stem[0] != "_")
+
+
 @pytest.mark.parametrize(
     ("file", "text", "rule"),
     [

@@ -14,6 +14,7 @@ disturbance              how its calls are disturbed on purpose
 host                     host memory that ranks share, and semaphores in it
 streams                  what the two GPU engines have in common
 cuda                     the CUDA engine
+cuda_ops                 the operations of its calls, and how they become fewer
 cuda_driver              the driver's calls that it makes
 rendezvous               PyTorch's symmetric memory for the ranks of one group
 gate                     what threads may not do to a device at the same time
