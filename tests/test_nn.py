@@ -1099,6 +1099,59 @@ def test_fsdp_of_layers_that_share_an_input() -> None:
     run(4, _fsdp_of_each_layer)
 
 
+def _in_a_pipeline(at: Rank, name: str, stages_each: int) -> None:
+    """Tensor-parallel within pairs, which are stages of a pipeline, two micro-batches at a time."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    across, within = (mesh[name].get_local_rank() for name in ("pp", "tp"))
+    count, pipes = 2 * stages_each, mesh["pp"].get_group()
+    whole = nn.Sequential(
+        *[nn.Sequential(linear(HIDDEN, WIDE, i), linear(WIDE, HIDDEN, i + 9)) for i in range(count)]
+    )
+    # Signs alone, so that no sum of a deeper pipeline leaves what float32 holds exactly.
+    for param in whole.parameters():
+        param.data.sign_()
+    mine = {
+        index: nn.Sequential(
+            ColumnParallelLinear.from_linear(block[0], group=mesh["tp"]),
+            RowParallelLinear.from_linear(block[1], group=mesh["tp"]),
+        )
+        for index, block in enumerate(whole)
+        if index % 2 == across
+    }
+    x, grad = (integers(2, SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (3, 4))
+    for one, upstream in zip(x, grad, strict=True):  # a sequence is a micro-batch
+        whole(one).backward(upstream)
+    part, target = (each.chunk(2, 1)[within].flatten(0, 1) for each in (x, grad))
+    parts = [
+        PipelineStage(stage, index, count, torch.device("cpu"), group=pipes)
+        for index, stage in mine.items()
+    ]
+    schedule = getattr(schedules, name)(
+        parts if stages_each > 1 else parts[0],
+        n_microbatches=2,
+        loss_fn=lambda y, upstream: (y * upstream).sum(),
+        scale_grads=False,
+    )
+    schedule.step(*(() if across else (part,)), **({"target": target} if across else {}))
+    for index, stage in mine.items():
+        wanted = dict(whole[index].named_parameters())
+        for key, param in stage.named_parameters():
+            same(param.grad.full_tensor(), wanted[key].grad, f"{name}: stage {index}, {key}")
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_each"), [("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2)]
+)
+def test_tensor_parallel_inside_a_pipeline(name: str, stages_each: int) -> None:
+    """Zero-bubble schedules take the gradients of inputs and of weights apart."""
+    run(4, _in_a_pipeline, name, stages_each)
+
+
 def _with_ddp(at: Rank) -> None:
     """Tensor-parallel within pairs, DistributedDataParallel across, with plain parameters."""
     from torch.distributed.device_mesh import init_device_mesh
