@@ -58,7 +58,7 @@ def empty(
     group = process_group(group)
     if device is None:
         device = "cuda" if "nccl" in str(torch.distributed.get_backend(group)) else "cpu"
-    workspace = workspace_of(group, _device(device))
+    workspace = workspace_of(group, _device(device), "empty")
     workspace.raise_error()
     return workspace.empty(tuple(map(int, shape)), dtype or torch.get_default_dtype())
 

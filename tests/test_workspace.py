@@ -226,6 +226,23 @@ def _in_child(fn: Any) -> Any:
     return pickle.loads(answer) if answer else "no answer"
 
 
+def _alone_with_empty(at: Rank) -> Any:
+    group = dist.new_group(list(range(at.world)))
+    failure = None
+    if at.rank == 0:
+        with ficco.options(timeout_s=1):
+            failure = caught(lambda: ficco.empty((4, 4), group=group))
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return failure
+
+
+def test_a_first_call_that_is_empty_is_named() -> None:
+    failure, _ = run(2, _alone_with_empty)
+    assert failure.type == "SignalTimeout" and failure.text.startswith("empty: rank 0 waited 1.0 s")
+
+
 def _forked(at: Rank, schedule: str) -> Any:
     group = dist.new_group(list(range(at.world)))
     case = Case((4,) * at.world, 8, 8, schedule=schedule)
