@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from pace import slower
 
 from ficco.plan import Plan, PlanError, Reduction, Signal, Step, Transfer, check
-from ficco.plan.check import _Proof
+from ficco.plan.check.execution import execute
+from ficco.plan.check.signals import Signals
+from ficco.plan.check.steps import Steps
 from ficco.plan.collector import MANY, paused
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
@@ -1595,10 +1597,10 @@ def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
 )
 def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: int | None) -> None:
     problem = Problem(operator, (24, 0, 17, 8), 24, 40, "bfloat16")
-    proof = _Proof(made(name, problem, cap))
-    proof.run()
-    order = proof.order
-    steps = range(len(proof.steps))
+    found = Steps(made(name, problem, cap))
+    order = execute(found, Signals(found))
+    order._history()
+    steps = range(len(found.all))
     over = [1 << step for step in steps]  # by step, what is over before it starts, and itself
     before = defaultdict(list)
     for source, target in zip(order.source.tolist(), order.target.tolist(), strict=True):

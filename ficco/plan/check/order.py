@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from ficco.plan.columns import Bools, Ints
+from ficco.plan.check.columns import Bools, Ints
 
 
 class Order:

@@ -1,0 +1,70 @@
+"""Rule 4: calls compose, whatever the previous and the next one are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ficco.plan.check.accesses import SHARED, A, Footprint
+from ficco.plan.check.columns import Ints
+from ficco.plan.check.order import Order
+from ficco.plan.check.rules import Claim, demand
+from ficco.plan.check.signals import Signals
+from ficco.plan.check.steps import Steps
+
+
+def call_claims(steps: Steps, signals: Signals, footprint: Footprint, order: Order) -> list[Claim]:
+    """Check what ranks touch of each other's slots and inputs, and return what that claims."""
+    access, me = footprint.access, steps.rank[footprint.access.step]
+    shared = np.isin(access.buffer, SHARED) | (access.rank != me)
+    found = [(access.step[shared], access.rank[shared])]
+    for uses in (signals.posts, signals.waits, signals.clears):
+        # The post that hands a slot over is for the next call.
+        here = ~signals.released[uses.word] | (uses is not signals.posts)
+        found.append((uses.step[here], signals.word_of[uses.word[here]]))
+    home, first, last = _touches(steps, *map(np.concatenate, zip(*found, strict=True)))
+    if not steps.words:
+        demand(home < 0, steps.by_step(first), "shares memory without a signal")
+        return []
+    # The steps that post and wait for the words that hand slots over, by waiter and poster.
+    posts, waits = np.full((2, steps.world, steps.world), -1)
+    at = signals.word_of[signals.released], signals.word_at[signals.released]
+    posts[at], waits[at] = signals.poster[signals.released], signals.waiter[signals.released]
+    hand_over = posts.max(axis=0)
+    whole = ((posts == hand_over) & (posts >= 0) | np.eye(steps.world, dtype=bool)).all(axis=0)
+    why = "does not hand its slot to every peer in one step"
+    demand(whole, lambda rank: f"rank {rank}", why)
+    why = "may still use a slot when its rank hands it on"
+    handed_on = Claim(last, hand_over[home], steps.by_step(last), why)
+    peer = steps.rank[first] != home
+    home, first = home[peer], first[peer]
+    why = "uses the slot of a peer that has not handed it over"
+    handed_over = Claim(waits[steps.rank[first], home], first, steps.by_step(first), why)
+    # A peer's input is valid once that peer has begun this call.
+    inputs = (access.buffer == A) & (access.rank != me)
+    home, first, _ = _touches(steps, access.step[inputs], access.rank[inputs])
+    begun, who = _heard(steps, signals, order)[steps.rank[first], home], steps.by_step(first)
+    why = "reads the input of a peer that may not have begun this call"
+    demand(begun >= 0, who, why)
+    return [handed_on, handed_over, Claim(begun, first, who, why)]
+
+
+def _touches(steps: Steps, step: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
+    """By lane and rank whose memory its steps touch: the rank, and the first and last step."""
+    pair = steps.lane[step] * steps.world + home
+    first = np.full(len(steps.lanes) * steps.world, len(steps.all))
+    last = np.full(len(steps.lanes) * steps.world, -1)
+    np.minimum.at(first, pair, step)
+    np.maximum.at(last, pair, step)
+    used = np.flatnonzero(last >= 0)
+    return used % steps.world, first[used], last[used]
+
+
+def _heard(steps: Steps, signals: Signals, order: Order) -> Ints:
+    """By rank and peer, the step that first waits for a signal of the peer in this call."""
+    data = ~signals.released[signals.waits.word]
+    step, word = signals.waits.step[data], signals.waits.word[data]
+    late_first = np.argsort(-order.when[step], kind="stable")
+    step, word = step[late_first], word[late_first]
+    heard = np.full((steps.world, steps.world), -1)
+    heard[steps.rank[step], steps.rank[signals.poster[word]]] = step
+    return heard

@@ -1,0 +1,184 @@
+"""Rules 2 and 3: who may touch which memory when, and that the product is complete.
+
+Accesses overlap in all ways. Their edges cut memory into rectangles that no access divides, and the
+rules are those for one such rectangle, visited by one access after the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ficco.plan.check.accesses import BUFFERS, GATHERED, OUT, STAGING, SUM, A, Footprint
+from ficco.plan.check.columns import Accesses, Bools, Ints, cut, ints
+from ficco.plan.check.order import Order
+from ficco.plan.check.rules import Claim, PlanError, demand
+from ficco.plan.check.steps import Steps
+
+
+class _Visits(NamedTuple):
+    """Each access once for every rectangle in it, by rectangle and in order of execution.
+
+    Attributes:
+        each: the access.
+        write: whether it writes.
+        before, behind: the visits that last wrote to the same rectangle before it and that next
+            write there after it; -1 if there is none.
+        k_first, k_last: the part of the sum that it adds to the rectangle, -1 if it adds none.
+    """
+
+    each: Ints
+    write: Bools
+    before: Ints
+    behind: Ints
+    k_first: Ints
+    k_last: Ints
+
+
+def memory_claims(footprint: Footprint, order: Order) -> list[Claim]:
+    """Check the rules for every rectangle that no access divides, and return what they claim."""
+    visits = _visits(footprint, order)
+    summed = ints(map(footprint.problem.b_rows, range(footprint.world)))  # by rank
+    return [
+        _read(footprint, visits, summed),
+        _written(footprint, visits, summed),
+        _overwritten(footprint, visits),
+    ]
+
+
+def _read(footprint: Footprint, visits: _Visits, summed: Ints) -> Claim:
+    """Each read, and the write before it."""
+    access, reads = footprint.access, ~visits.write
+    before = visits.before[reads]
+    old, new = visits.each[before], visits.each[reads]
+    who = footprint.by_access(new)
+    late = (before < 0) & (visits.behind[reads] >= 0)
+    demand(~late, who, "may read before it is written")
+    demand(before >= 0, who, "reads what nobody has written")
+    demand(_same_piece(access, old, new), who, "reads another piece than it should")
+    same = access.terms[old] == access.terms[new]
+    demand(same, who, "finds the products of other ranks than it says")
+    done = (access.buffer[new] != SUM) | (visits.k_last[before] == summed[access.rank[new]])
+    demand(done, who, "rounds before the last term")
+    return Claim(access.step[old], access.step[new], who, "may read before it is written")
+
+
+def _written(footprint: Footprint, visits: _Visits, summed: Ints) -> Claim:
+    """Each write, and the write before it."""
+    access, write, sums = footprint.access, visits.write, footprint.problem.kind.sums
+    before, last_of_all = visits.before[write], visits.behind[write] < 0
+    old, new = visits.each[before], visits.each[write]
+    who, again = footprint.by_access(new), before >= 0
+    adds, joins = access.adds[new] > 0, access.joins[new]
+    first, last, so_far = visits.k_first[write], visits.k_last[write], visits.k_last[before]
+    more = adds | (joins >= 0)
+    demand(again | ~more, who, "adds to what nobody has written")
+    demand(~again | more | (access.buffer[new] == STAGING), who, "is written twice")
+    demand(~more | _same_piece(access, old, new), who, "adds to another piece than it should")
+    same = (joins < 0) | (joins == access.terms[old])
+    demand(same, who, "adds itself to the products of other ranks than it says")
+    once = ~again | ~adds | (first >= so_far)
+    demand(once, who, "adds the same part of k twice")
+    begin = np.where(adds, so_far, 0)
+    demand((first < 0) | (first == begin), who, "leaves out part of k")
+    done = (first < 0) | ~last_of_all | (last == summed[access.rank[new]])
+    demand(done, who, "does not cover all of k")
+    # Rows of an all-to-all have a place for each rank, so that this need not be shown for them.
+    whole = footprint.numbers.get((1 << footprint.world) - 1, -1) if sums else -1
+    final = last_of_all & (access.buffer[new] == OUT) & sums
+    demand(~final | (access.terms[new] == whole), who, "leaves out the product of a rank")
+    # If there is a read in between, the rules for that read cover both writes.
+    bare = again & (before == np.flatnonzero(write) - 1)
+    old, new = old[bare], new[bare]
+    why = "may be overwritten by an unordered step"
+    return Claim(access.step[old], access.step[new], footprint.by_access(new), why)
+
+
+def _overwritten(footprint: Footprint, visits: _Visits) -> Claim:
+    """Each read, and the write after it."""
+    access, left = footprint.access, ~visits.write & (visits.behind >= 0)
+    old, new = visits.each[left], visits.each[visits.behind[left]]
+    why = "overwrites what may still be read"
+    return Claim(access.step[old], access.step[new], footprint.by_access(new), why)
+
+
+def _visits(footprint: Footprint, order: Order) -> _Visits:
+    """The visits of all accesses; every element of the results is in one of them."""
+    # The caller's shards are left out: they are never written.
+    kept = np.flatnonzero(footprint.access.buffer != A)
+    step, buffer, rank, *bounds = (column[kept] for column in footprint.access[:7])
+    home = buffer * footprint.world + rank
+    rows, row, row_count = cut(home, *bounds[:2])
+    cols, col, col_count = cut(home, *bounds[2:])
+    count = row_count * col_count
+    each = np.repeat(np.arange(len(kept)), count)
+    turn = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+    row, col = row[each] + turn // col_count[each], col[each] + turn % col_count[each]
+    # A step's reads come before its writes, and its writes in their order.
+    place = np.empty(len(kept), np.int64)
+    place[np.argsort(order.when[step] * len(kept) + np.arange(len(kept)))] = np.arange(len(kept))
+    cell = row * len(cols) + col
+    by_cell = np.argsort(cell * len(kept) + place[each])
+    each, cell = each[by_cell], cell[by_cell]
+
+    index, write = np.arange(len(each)), kept[each] >= footprint.reads
+    before, behind = np.full((2, len(each)), -1)
+    before[1:] = np.maximum.accumulate(np.where(write, index, -1))[:-1]
+    before[cell[before] != cell] = -1
+    next_write = np.where(write, index, len(each) - 1)[::-1]
+    behind[:-1] = np.minimum.accumulate(next_write)[::-1][1:]
+    behind[(cell[behind] != cell) | ~write[behind]] = -1
+
+    first = by_cell[write & (before < 0)]
+    area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
+    _covered(footprint.steps, home[each[write & (before < 0)]], area)
+    k_first, k_last = _parts(footprint, kept[each], cell)
+    return _Visits(kept[each], write, before, behind, k_first, k_last)
+
+
+def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
+    """The part of the sum that each access adds to a rectangle, as its first and last row of b.
+
+    Rows of a transposed A come in any order. If none comes twice, they are numbered in the
+    order in which they come.
+    """
+    k_first, k_last = footprint.access.k_first[each], footprint.access.k_last[each]
+    if not footprint.problem.kind.inner:
+        return k_first, k_last
+    adding = np.flatnonzero(k_first >= 0)
+    home, first, last = cell[adding], k_first[adding], k_last[adding]
+    rising = np.lexsort((last, first, home))
+    one, two = rising[:-1], rising[1:]
+    once = (home[one] != home[two]) | (last[one] <= first[two])
+    who = footprint.by_access(each[adding[two]])
+    demand(once, who, "adds rows of A that another product adds, too")
+    rows = last - first
+    count = np.cumsum(rows)
+    begin = np.flatnonzero(np.diff(home, prepend=-1))  # the first of each rectangle
+    sizes = np.diff(begin, append=len(home))
+    count -= np.repeat(count[begin] - rows[begin], sizes)
+    k_first[adding], k_last[adding] = count - rows, count
+    return k_first, k_last
+
+
+def _same_piece(access: Accesses, one: Ints, two: Ints) -> Bools:
+    """Whether accesses to the same place agree on what is there."""
+    rows, cols = access.row_shift, access.col_shift
+    same: Bools = (rows[one] == rows[two]) & (cols[one] == cols[two])
+    return same
+
+
+def _covered(steps: Steps, home: Ints, area: Ints) -> None:
+    """Every element of the results is written."""
+    written = np.zeros(len(BUFFERS) * steps.world, np.int64)
+    np.add.at(written, home, area)
+    for buffer in (OUT, GATHERED):
+        for plan in steps.plans:
+            rows, cols = steps.shape(BUFFERS[buffer], plan)
+            found = int(written[buffer * steps.world + plan.rank])
+            if found != rows * cols:
+                raise PlanError(
+                    f"rank {plan.rank}: {found} of {rows * cols} elements of "
+                    f"{BUFFERS[buffer]} are written"
+                )

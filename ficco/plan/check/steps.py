@@ -1,0 +1,131 @@
+"""The steps of all ranks as columns, and the rules for plans and steps by themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from ficco.plan.check.columns import Ints, ints, unzipped
+from ficco.plan.check.rules import PlanError, Who
+from ficco.plan.model import Plan, Step
+
+#: By operation, whether a step holds a transfer, products, a reduction.
+HOLDS = {
+    "copy": (True, False, False),
+    "place": (True, False, False),
+    "collective": (True, False, False),
+    "matmul": (False, True, False),
+    "reduce": (False, False, True),
+    "sync": (False, False, False),
+}
+
+
+class Steps:
+    """The steps of all ranks, numbered consecutively rank by rank.
+
+    Attributes:
+        all: the steps.
+        of: their fields as columns.
+        start: by rank, the number of its first step; and the end.
+        rank, lane: by step.
+        lanes: by number of each lane, its rank and name.
+        operations: those that occur.
+        collective: the steps that are collectives.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        if not plans:
+            raise PlanError("no plans")
+        self.plans = plans
+        self.problem = plans[0].problem
+        self.world = len(plans)
+        self.words = plans[0].words
+        self.gathers = plans[0].gathers
+        self.all: list[Step] = list(chain.from_iterable(plan.steps for plan in plans))
+        sizes = [len(plan.steps) for plan in plans]
+        self.start = np.cumsum([0, *sizes])
+        self.rank = np.repeat(np.arange(self.world), sizes)
+        self.of = unzipped(self.all, Step)
+        self.lanes: list[tuple[int, str]] = []
+        lane_of: list[int] = []
+        for rank, (first, last) in enumerate(pairwise(self.start.tolist())):
+            lanes = self.of.lane[first:last]
+            number = {lane: len(self.lanes) + i for i, lane in enumerate(dict.fromkeys(lanes))}
+            self.lanes += [(rank, lane) for lane in number]
+            lane_of += map(number.__getitem__, lanes)
+        self.lane = np.array(lane_of, np.int64)
+        self._whole()
+        self._shapes()
+
+    def name(self, step: int) -> str:
+        rank = int(self.rank[step])
+        index, found = step - int(self.start[rank]), self.all[step]
+        return f"rank {rank} step {index} ({found.op} {found.label!r} on {found.lane})"
+
+    def by_step(self, step: Ints) -> Who:
+        return lambda index: self.name(int(step[index]))
+
+    def held(self, column: Sequence[Sequence[Any]]) -> tuple[list[Any], Ints]:
+        """The items of all steps in one of their fields, and the step of each."""
+        step = np.repeat(np.arange(len(column)), ints(map(len, column)))
+        return list(chain.from_iterable(column)), step
+
+    def shape(self, name: str, plan: Plan) -> tuple[int, int]:
+        """Rows and columns of a rank's buffer; none if the plan has no such buffer."""
+        there = {"publish": plan.publish, "sum": plan.sums, "gathered": self.gathers}
+        return plan.shape(name) if there.get(name, True) else (0, 0)
+
+    def _whole(self) -> None:
+        """The plans are those of all ranks for one problem."""
+        problem, first = self.problem, self.plans[0]
+        if self.world != problem.world:
+            raise PlanError(f"{self.world} plans for {problem.world} ranks")
+        shared = attrgetter("problem", "schedule", "words", "room")
+        for rank, plan in enumerate(self.plans):
+            if plan.rank != rank or shared(plan) != shared(first):
+                raise PlanError(f"rank {rank} holds a plan of something else")
+            if plan.staging[1] != first.staging[1]:
+                raise PlanError(f"rank {rank} has another row pitch of staging than rank 0")
+            for buffer, room in zip(("staging", "publish"), plan.room, strict=True):
+                rows, cols = self.shape(buffer, plan)
+                if rows * cols * problem.itemsize > room:
+                    raise PlanError(f"rank {rank}: staging or publish is larger than its room")
+        for rank, lane in self.lanes:
+            if not re.fullmatch(r"(compute|copy|reduce)\d+|sync", lane):
+                raise PlanError(f"rank {rank}: there is no lane {lane!r}")
+
+    def _shapes(self) -> None:
+        """A step holds what its operation requires, and nothing else."""
+        of = self.of
+
+        def shapes() -> Iterable[tuple[Any, ...]]:
+            held = (map(bool, column) for column in (of.transfer, of.products, of.reduction))
+            return zip(of.op, of.mover, *held, strict=True)
+
+        right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
+        found = set(shapes())
+        for wrong in found - right:
+            step = list(shapes()).index(wrong)
+            raise PlanError(f"{self.name(step)} does not hold what its operation says")
+        self.operations = {op for op, *_ in found}
+        self.collective: list[int] = []
+        if "collective" in self.operations:
+            self.collective = [i for i, op in enumerate(of.op) if op == "collective"]
+            self._alike()
+
+    def _alike(self) -> None:
+        """All ranks take part in the same collectives, and in nothing else that could wait."""
+        whole = [
+            [(s.label, s.lane) for s in plan.steps if s.op == "collective"] for plan in self.plans
+        ]
+        for rank, found in enumerate(whole):
+            if found != whole[0]:
+                raise PlanError(f"rank {rank} takes part in other collectives than rank 0")
+        for number, step in enumerate(self.all):
+            if step.waits or step.posts or step.clears:
+                raise PlanError(f"{self.name(number)} mixes signals with collectives")
