@@ -1,8 +1,8 @@
 """The board in shared memory on which ranks post their calls, to detect disagreement.
 
-A call costs one store to host memory. Only for a problem that is new to a rank does it wait for the
-entries of the others. All other calls are compared while they wait for their peers anyway, or by
-the watchdog.
+A call costs one store to host memory. Three kinds of calls wait for the entries of the others:
+``ficco.empty``, calls whose problem is new to this rank, and calls whose slots were freed since.
+All other calls are compared while they wait for their peers anyway, or by the watchdog.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ accuracy       how far sums are from those in float64
 verify         proving candidates right before they are timed
 measure        rounds, modes, clocks
 stats          figures from times; knows no device
-table          rows: CSV, the description of the machine, the printed table
+about          the description of a run, beside its CSV
+table          rows: CSV, and the printed table
 run            one bench, on every rank
 layers         forward and backward of tensor-parallel layers
 traces         a traced call per schedule, planned and measured

@@ -1,4 +1,4 @@
-"""Markdown from a bench's rows: a report, and the table in the README."""
+"""Markdown from a bench's rows: a report, and the tables of several benches for READMEs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The command line: ``python -m ficco --help`` lists the commands.
 
-Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong.
-Modules are imported by the command that needs them.
+Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong; 130,
+interrupted; 141, whoever reads the output left early. Modules are imported by the command that
+needs them.
 """
 
 from __future__ import annotations

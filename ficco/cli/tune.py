@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
         "--shapes",
         type=Path,
         metavar="CSV",
-        help="time all candidates for these shapes: columns name, m, n, k",
+        help="time all candidates for these shapes: columns name, m, n, k; optionally op",
     )
     what.add_argument(
         "--from-log",
