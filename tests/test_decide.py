@@ -491,6 +491,7 @@ def test_the_command_measures_what_it_predicts(
         ([*SIZES, "--world", "2", "--rows", "1,2"], "--rows: required the sum 8192"),
         ([*SIZES, "--world", "2", "--rows", "x,2"], "--rows: required whole numbers"),
         ([*SIZES, "--world", "2", "--rows", "²,2"], "--rows: required whole numbers"),
+        ([*SIZES, "--world", str(10**20)], "--world: required at most 1024 ranks, got 1000000"),
         ([*SIZES, "--world", "2", "--rows", "8191,1", "--measure"], "without --rows"),
         (["--rule-table", "--operator", "matmul_all_reduce"], "--operator all_gather_matmul"),
     ],
