@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -17,6 +19,7 @@ from ranks import Rank, caught, ranks, run
 
 from ficco.dma import host
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
+from ficco.errors import BackendError
 
 NBYTES = 100_003  # no multiple of anything
 
@@ -231,6 +234,31 @@ def test_a_peer_that_gives_up_has_the_word(says: bool, then: str, code: str) -> 
     else:
         assert failure.type == "BackendError" and failure.fields["code"] == code, failure
         assert "rank 1 has just ended or given up" in failure.text
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_dead_peer_is_named_to_users_who_may_not_look_at_it(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Its descriptors are root's as soon as it has ended, even before its parent takes note."""
+    command = [sys.executable, "-c", "" if ended else "input()"]
+    peer = subprocess.Popen(command, stdin=subprocess.PIPE)
+    if ended:  # and is not waited for
+        os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    memory = HostMemory.__new__(HostMemory)
+    memory._interrupt = lambda: None
+    hello = {"pid": peer.pid, "fd": 3, "file": [1, 2], "nbytes": 8}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        patch.setattr(os, "stat", refuse)
+        said = "rank 1 has just ended" if ended else "only if one user runs them all"
+        with pytest.raises(BackendError if ended else NotImplementedError, match=said):
+            memory._open(1, hello)
+    peer.communicate(b"\n")
 
 
 def absent_at_barrier(at: Rank) -> Any:

@@ -21,11 +21,11 @@ import torch
 
 from ficco.dma.blas import library
 from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives, out_of_step
-from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, Lane, Run, dead, timed_out
+from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, Lane, Run, timed_out
 from ficco.dma.cpu_memory import CpuMemory, offsets
 from ficco.dma.disturbance import Trouble
 from ficco.dma.engine import Call, Capabilities, Engine, Op, Program, Slot, Span, Symmetric
-from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
+from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.products import multiply
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 

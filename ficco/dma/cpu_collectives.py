@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from ficco.dma.collectives import Collectives, Start
-from ficco.dma.cpu_lanes import SLICE_S, Run, dead, timed_out
+from ficco.dma.cpu_lanes import SLICE_S, Run, timed_out
 from ficco.dma.cpu_memory import CpuMemory
 from ficco.dma.engine import Call, Engine, Op, Program
+from ficco.dma.host import dead
 from ficco.errors import BackendError
 
 if TYPE_CHECKING:

@@ -131,12 +131,3 @@ def timed_out(
         wanted=wanted,
         found=found,
     )
-
-
-def dead(pid: int) -> bool:
-    """Whether a peer's process is gone, or only waits for its parent to take note."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True

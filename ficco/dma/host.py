@@ -347,8 +347,8 @@ class HostMemory:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             # Most often it is not there. Another file in its place may be one that cannot be
-            # opened, such as a socket.
-            if _file(path) not in (None, hello["file"]):
+            # opened, such as a socket; what is left of a dead process is root's alone to look at.
+            if dead(hello["pid"]) or _file(path) not in (None, hello["file"]):
                 code = errno.errorcode.get(error.errno or 0, str(error.errno))
                 raise self._gone(code, f"{path}: {ended}") from None
             if isinstance(error, PermissionError):
@@ -377,6 +377,15 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     # Older Pythons keep a copy of the descriptor for as long as the map lives.
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(fd, nbytes, **options)
+
+
+def dead(pid: int) -> bool:
+    """Whether a peer's process is gone, or only waits for its parent to take note."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _file(at: int | str) -> list[int] | None:

@@ -23,7 +23,8 @@ def damaged(path: Path) -> Path:
 
 
 def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
-    """The machine to begin with: that of the file, or of one that ships, or an empty one.
+    """The machine to begin with: that of the file, else what is known of such a host, else none of
+    its figures.
 
     Raises:
         ConfigError: the file is none, or damaged, or of another kind of host.
