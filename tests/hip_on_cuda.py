@@ -4,8 +4,10 @@
 
 builds ``hip_forward/forward.cpp`` (g++ and cuda.h) as ``libamdhip64.so`` and runs the HIP engine
 through the real hip-python on it, one rank per GPU: real copy engines, streams, graphs and memory
-of other processes, but CUDA's. It needs PyTorch for CUDA, pytest, and hip-python for this Python in
-``build/hip-python/``, where ``hip_forward/fetch.sh`` puts it on a machine with a network.
+of other processes, but CUDA's. With ``FICCO_TESTS_RANKS_PER_GPU`` ranks share GPUs, where copies
+are kernels and times mean nothing: leave out the part "bench". It needs PyTorch for CUDA, pytest,
+and hip-python for this Python in ``build/hip-python/``, where ``hip_forward/fetch.sh`` puts it on a
+machine with a network.
 
 Parts run one after the other, in processes of their own; what fails does not stop the rest. A rank
 that makes no step in 60 s prints its stacks and ends. The report and its CSV go to ``--out``;
@@ -86,8 +88,10 @@ def about(at: Any) -> dict[str, str]:
     ficco.synchronize()
     found = engine().capabilities()
     series = ".".join(map(str, HIP_VERSION_TUPLE[:2]))
+    gpus = min(at.world, torch.cuda.device_count())
     return {
-        "GPUs": f"{at.world} x {torch.cuda.get_device_name()}, driver {doctor.driver()}",
+        "GPUs": f"{gpus} x {torch.cuda.get_device_name()}, driver {doctor.driver()}",
+        "ranks": str(at.world),
         "commit": commit() or "not a checkout",
         "command": f"`python tests/hip_on_cuda.py {os.environ[GIVEN]}`",
         "versions": f"PyTorch {torch.__version__}, hip-python for HIP {series}",
@@ -160,10 +164,10 @@ def _delay(chance: random.Random) -> None:
 def graphs(at: Any, replays: int) -> str:
     """Captured calls, replayed with new operands between eager ones."""
     from cases import equal, exact
-    from test_gpu import GRAPHED, Graphed
+    from test_gpu import Graphed, graphed_by
 
-    count = 0
-    for schedule in GRAPHED:
+    count, schedules = 0, graphed_by(dist.get_backend())
+    for schedule in schedules:
         step(at, schedule)
         group = dist.new_group(list(range(at.world)))
         case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, gathered=True)
@@ -180,7 +184,7 @@ def graphs(at: Any, replays: int) -> str:
         torch.cuda.synchronize()
         ficco.close(group)
         dist.destroy_process_group(group)
-    return f"{count} replays of {len(GRAPHED)} schedules exact, with eager calls between them"
+    return f"{count} replays of {len(schedules)} schedules exact, with eager calls between them"
 
 
 def faults(at: Any) -> str:

@@ -102,6 +102,11 @@ def most_gpu_ranks() -> int:
     return torch.cuda.device_count() * RANKS_PER_GPU
 
 
+def backend_on_gpus(world: int) -> str:
+    """Of the group that so many ranks on this machine's GPUs have."""
+    return "nccl" if torch.cuda.device_count() >= world else "gloo"
+
+
 def run(
     world: int,
     fn: Callable[..., Any],
@@ -134,8 +139,8 @@ def run(
         pytest.skip(f"needs {world} GPUs")
     if device == "cpu" and _around is not None:
         fn, env = partial(_around[0], fn), {**_around[1], **env}
-    own_gpu = device == "cuda" and torch.cuda.device_count() >= world
-    key = (world, device, backend or ("nccl" if own_gpu else "gloo"))
+    usual = backend_on_gpus(world) if device == "cuda" else "gloo"
+    key = (world, device, backend or usual)
     if fresh:
         pool = _Pool(*key, env)
     else:

@@ -188,13 +188,10 @@ def device() -> str:
     return "cpu"
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
-    """All schedules of the space, on rows, sizes and dtypes drawn for each."""
+def every_schedule(operator: str, world: int, dtypes: Sequence[str]) -> list[Case]:
+    """A case of each schedule of the space, its rows, sizes and dtype drawn."""
     chance = random.Random(f"{operator} {world}")
-    dtypes = DTYPES if device == "cpu" else DTYPES[:3]
-    cases = [
+    return [
         Case(
             operator,
             rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse"))),
@@ -206,6 +203,12 @@ def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None
         )
         for schedule in schedules_of(operator)
     ]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
+    cases = every_schedule(operator, world, DTYPES if device == "cpu" else DTYPES[:3])
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
