@@ -125,7 +125,7 @@ def jittered(at: Any, count: int, together: int = 8) -> str:
         cases = [_any_case(choice, at.world, Case) for _ in range(together)]
         made = [make(at, case, first + i) for i, case in enumerate(cases)]
         torch.cuda.synchronize()
-        cap = choice.choice((None, 1 << 16))
+        cap = choice.choice((None, at.world << 14))  # room for the largest step there can be
         found = []
         for case, one in zip(cases, made, strict=True):
             _delay(mine)
