@@ -107,6 +107,12 @@ def backend_on_gpus(world: int) -> str:
     return "nccl" if torch.cuda.device_count() >= world else "gloo"
 
 
+def need_nccl(world: int) -> None:
+    """Skip a test of ranks that share GPUs: it captures collectives, and gloo's cannot be."""
+    if backend_on_gpus(world) != "nccl":
+        pytest.skip("captures collectives, for which each rank needs a GPU of its own")
+
+
 def run(
     world: int,
     fn: Callable[..., Any],

@@ -26,7 +26,7 @@ from cases import (
     verify,
     weight_of,
 )
-from ranks import Died, Failure, Rank, backend_on_gpus, caught, most_gpu_ranks, ranks, run
+from ranks import Died, Failure, Rank, caught, most_gpu_ranks, need_nccl, ranks, run
 from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
     EAGER,
     KINDS,
@@ -384,8 +384,8 @@ def _replays(at: Rank, schedule: str, warm: bool) -> None:
 @pytest.mark.parametrize("schedule", GRAPHED)
 def test_replays(schedule: str, warm: bool) -> None:
     world = 4 if most_gpu_ranks() >= 4 else 2
-    if schedule not in graphed_by(backend_on_gpus(world)):
-        pytest.skip("collectives of gloo, which ranks that share a GPU use, cannot be captured")
+    if schedule == "serial:collective":
+        need_nccl(world)
     run(world, _replays, schedule, warm, device="cuda")
 
 
