@@ -58,6 +58,10 @@ def matmul_reduce_scatter(
                   the ring: every rank's GEMM adds to the sum that it received, and rounds
     ============  ==================================================================
 
+    A library may round a product before it adds it to a sum, as cuBLAS does with some small ones.
+    Then ``beta`` may be off by another u abs(own p), ``ring`` by u abs(p_r) of every rank but the
+    first on the ring.
+
     Gradients are those of the sum over all ranks of <result, its gradient>: for ``a`` an
     :func:`ficco.all_gather_matmul` of the result's gradient, whose gathered rows serve ``b``, too.
 
