@@ -89,9 +89,10 @@ def about(at: Any) -> dict[str, str]:
     found = engine().capabilities()
     series = ".".join(map(str, HIP_VERSION_TUPLE[:2]))
     gpus = min(at.world, torch.cuda.device_count())
+    shared = ", which share GPUs: copies within one are kernels" if gpus < at.world else ""
     return {
         "GPUs": f"{gpus} x {torch.cuda.get_device_name()}, driver {doctor.driver()}",
-        "ranks": str(at.world),
+        "ranks": f"{at.world}{shared}",
         "commit": commit() or "not a checkout",
         "command": f"`python tests/hip_on_cuda.py {os.environ[GIVEN]}`",
         "versions": f"PyTorch {torch.__version__}, hip-python for HIP {series}",

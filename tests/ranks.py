@@ -107,10 +107,10 @@ def backend_on_gpus(world: int) -> str:
     return "nccl" if torch.cuda.device_count() >= world else "gloo"
 
 
-def need_nccl(world: int) -> None:
-    """Skip a test of ranks that share GPUs: it captures collectives, and gloo's cannot be."""
-    if backend_on_gpus(world) != "nccl":
-        pytest.skip("captures collectives, for which each rank needs a GPU of its own")
+def need_own_gpus(world: int) -> None:
+    """Skip a test that needs NCCL, times, or a device's memory, where ranks share GPUs."""
+    if torch.cuda.device_count() < world:
+        pytest.skip("each rank needs a GPU of its own, for NCCL, times or the device's memory")
 
 
 def run(

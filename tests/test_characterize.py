@@ -203,6 +203,7 @@ def test_all_losses_are_measured_and_follow_from_their_times(tmp_path: Path) -> 
 
 @pytest.mark.multigpu
 def test_losses_are_measured_on_gpus(tmp_path: Path) -> None:
+    ranks.need_own_gpus(2)
     csv = tmp_path / "losses.csv"
     case = Case("4096x2048x4096", 4096, 2048, 4096)
     ranks.run(2, run_small, str(csv), (case,), device="cuda", timeout=120)

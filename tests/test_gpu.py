@@ -26,7 +26,7 @@ from cases import (
     verify,
     weight_of,
 )
-from ranks import Died, Failure, Rank, caught, most_gpu_ranks, need_nccl, ranks, run
+from ranks import Died, Failure, Rank, caught, most_gpu_ranks, need_own_gpus, ranks, run
 from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
     EAGER,
     KINDS,
@@ -385,7 +385,7 @@ def _replays(at: Rank, schedule: str, warm: bool) -> None:
 def test_replays(schedule: str, warm: bool) -> None:
     world = 4 if most_gpu_ranks() >= 4 else 2
     if schedule == "serial:collective":
-        need_nccl(world)
+        need_own_gpus(world)
     run(world, _replays, schedule, warm, device="cuda")
 
 
@@ -820,7 +820,8 @@ def _peak(at: Rank, schedule: str) -> tuple[int, int]:
 
 
 def test_capped_memory_as_the_device_sees_it() -> None:
-    world = 4 if torch.cuda.device_count() >= 4 else 2  # each sees its own device
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    need_own_gpus(world)
     for extra, whole in run(world, _peak, "hetero-fused-1d:pieces=4", device="cuda"):
         assert 0 < extra < whole / 2, (extra, whole)
 
@@ -919,6 +920,8 @@ def _bereaved(
 )
 def test_killed_rank(victim: int, schedule: str, how: str, mode: str) -> None:
     world = 4 if most_gpu_ranks() >= 4 else 2
+    if schedule == "serial:collective":
+        need_own_gpus(world)
     found = run(
         world,
         _casualty,
@@ -986,6 +989,8 @@ def _absent(at: Rank, victim: int, schedule: str) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("schedule", ["growing", "serial:kernel", "serial:collective"])
 def test_rank_that_never_calls(schedule: str) -> None:
+    if schedule == "serial:collective":
+        need_own_gpus(2)
     found = run(2, _absent, 1, schedule, device="cuda")[0]
     first = found["first"]
     assert isinstance(first, Failure) and first.type == "SignalTimeout", first

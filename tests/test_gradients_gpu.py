@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Rank, need_nccl, run
+from ranks import Rank, need_own_gpus, run
 from test_gradients import (  # noqa: F401  collected here, with this module's device
     GATHERING,
     OPERATORS,
@@ -123,7 +123,7 @@ def _captured(at: Rank, operator: str, save: bool) -> None:
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_backwards_in_a_graph(operator: str, save: bool) -> None:
-    need_nccl(2)  # auto takes a collective for products as small as these
+    need_own_gpus(2)  # auto takes a collective for products as small as these
     run(2, _captured, operator, save, device="cuda")
 
 

@@ -831,6 +831,7 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
 
 @pytest.mark.multigpu
 def test_gpus_are_measured(tmp_path: Path) -> None:
+    ranks.need_own_gpus(2)
     path = tmp_path / "m.yaml"
     outcome = ranks.run(2, tune_quick, str(path), device="cuda", timeout=240)[0]
     assert not outcome.failures and not outcome.error, outcome
