@@ -44,12 +44,15 @@ def losses(problem: Problem, schedule: Schedule, machine: Machine, predict: Pred
 
 
 def gemm_loss(made: Plan, machine: Machine) -> float:
-    """DIL of the products of one rank: its parts one after the other, over the whole product."""
+    """DIL of the products of one rank: its parts one after the other, over the whole product; 1.0
+    where a table has no rows for it."""
     problem, gemm = made.problem, machine.gemm
     assert gemm is not None
     rows = problem.product_rows(made.rank)
     whole = gemm.seconds(rows, problem.n, problem.k, itemsize=problem.itemsize)
     products = [product for step in made.steps for product in step.products]
+    if not whole:
+        return 1.0
     parts = sum(
         gemm.seconds(
             p.out.rows,
