@@ -181,3 +181,14 @@ def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) 
     ]
     assert all(one.wait(PATIENCE_S) for one in both)
     assert [one.shape for one in taken] == [(8,), (8,)]
+
+
+def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = type("Group", (), {"rank": lambda self: 0, "size": lambda self: 1})()
+    memory = torch.empty(8, dtype=torch.uint8)
+    monkeypatch.setattr(rendezvous, "_count", 0)
+    monkeypatch.setattr(rendezvous.symm_mem, "rendezvous", lambda tensor, group: tensor)
+    forever = float("inf")
+    made = rendezvous.Rendezvous(alone, forever)
+    assert made.meet(memory, forever, "empty", lambda: None) is memory
+    made.close()

@@ -69,7 +69,8 @@ class Rendezvous:
         # all groups do, so that no two groups wait for each other.
         if self.rank:
             self._await(self.rank - 1, deadline, timeout_s, interrupt)
-        if not _lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        rest = max(0.0, deadline - time.monotonic())
+        if not _lock.acquire(timeout=min(rest, threading.TIMEOUT_MAX)):
             raise self._timeout(None, timeout_s)
         try:
             self._words[self.rank][0] = self._meeting << 32 | _count
