@@ -374,6 +374,20 @@ def test_keyboard_interrupt_ends_a_wait(warm: bool) -> None:
     assert waited < 0.3 + AT_ONCE_S
 
 
+def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch = torch._C._set_grad_enabled
+
+    def pressed(enabled: bool) -> None:
+        switch(enabled)
+        if not enabled:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        calls._execute(None, None, None)  # type: ignore[arg-type]  # it never gets to them
+    assert torch.is_grad_enabled()
+
+
 # Ranks that disagree.
 
 BASE = equal(3, 8, 8, 8, schedule="hetero-fused-1d")

@@ -166,9 +166,9 @@ def run_traced(
 
 def _execute(workspace: Workspace, program: Program, call: Call) -> None:
     grad = torch.is_grad_enabled()
-    if grad:
-        torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
     try:
+        if grad:  # inside: Ctrl-C may come right behind it
+            torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
         workspace.engine.execute(program, call)
     finally:
         if grad:
