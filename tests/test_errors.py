@@ -384,6 +384,25 @@ def test_group_that_this_rank_is_not_in() -> None:
         assert word in found.text
 
 
+def _destroyed(at: Rank, used: bool) -> Any:
+    group = dist.new_group([0, 1])
+    with ficco.options(engine="cpu"):  # by itself it asks for the group's backend, which raises
+        if used:  # takes one of two slots
+            ficco.all_gather_matmul(_a(), _b(), group=group)
+        dist.destroy_process_group(group)
+        found = caught(lambda: ficco.all_gather_matmul(_a(), _b(), group=group))
+    ficco.close(group)
+    return found
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+def test_group_that_was_destroyed(used: bool) -> None:
+    for found in run(2, _destroyed, used):
+        assert isinstance(found, Failure) and found.type == "ValueError", found
+        for word in ("group", "required", "destroyed", "ficco.close"):
+            assert word in found.text
+
+
 def _mesh(at: Rank) -> None:
     """A mesh means its group, everywhere."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -254,7 +254,13 @@ class HostMemory:
             return [mine]
         from torch.distributed import DistError, distributed_c10d
 
-        store = distributed_c10d._get_process_group_store(group)
+        try:
+            store = distributed_c10d._get_process_group_store(group)
+        except KeyError:
+            raise ValueError(
+                "group: required a process group that exists, got one that was destroyed; pass "
+                "another, and call ficco.close(group) before dist.destroy_process_group(group)"
+            ) from None
         begin = deadline - timeout_s
         over, stop = threading.Event(), threading.Event()
         errors: list[Exception] = []
