@@ -465,6 +465,26 @@ def test_captures_keep_their_memory() -> None:
     run(2, _captured_growth)
 
 
+def _closed_apart(at: Rank) -> None:
+    import ficco.dma.hip
+
+    ficco.dma.hip.CLOSE_S = 0.1
+    with clean():
+        groups = [dist.new_group() for _ in range(3)]
+        kept = ficco.empty((4, 4), group=groups[0])
+        for group in groups[:2]:
+            exact(at, equal(2, 8, 8, 8, schedule="growing"), 0, group)
+        for group in groups[:2] if at.rank else groups[1::-1]:  # peers still have it mapped
+            ficco.close(group)
+            at.barrier()
+        del kept
+        exact(at, equal(2, 8, 8, 8, schedule="growing"), 0, groups[2])
+
+
+def test_what_outlives_its_group_is_freed_later() -> None:
+    run(2, _closed_apart)
+
+
 # Ways of signals and of copies, by what a machine allows and what is asked for.
 
 

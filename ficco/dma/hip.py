@@ -23,6 +23,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -416,6 +417,7 @@ class HipEngine(StreamEngine):
                 memory.release()
                 self._graveyard.remove(memory)
                 self._memories.remove(memory)
+        _sweep_left()
 
     def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
         return sum(map(align, room))
@@ -853,6 +855,7 @@ class HipEngine(StreamEngine):
         while self._graveyard and time.monotonic() < end:
             attempt(self._sweep)
             time.sleep(1e-3)
+        _left.extend(self._graveyard)
         if "rendezvous" in self.__dict__:
             self.rendezvous.close()
         for address in self._spent:
@@ -868,3 +871,18 @@ class HipEngine(StreamEngine):
             attempt(partial(hip.destroy_stream, stream))
         if errors:
             raise errors[0]
+
+
+#: Memory of closed engines that a peer, or a tensor of the caller's, used for longer than closing
+#: waits. Later engines of the process free it.
+_left: deque[HipMemory] = deque()
+
+
+def _sweep_left() -> None:
+    for _ in range(len(_left)):
+        with contextlib.suppress(IndexError):  # another thread sweeps, too
+            memory = _left.popleft()
+            if memory.freeable():
+                memory.release()
+            else:
+                _left.append(memory)
