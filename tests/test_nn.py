@@ -847,6 +847,43 @@ def test_layers_of_a_module_share_its_gather() -> None:
     run(4, _shared)
 
 
+def _under_way(at: Rank) -> None:
+    """Layers behind an embedding whose rows a collective still brings when they are called."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+    tokens, grad = torch.arange(16).view(2, 8), integers(2, 8, HIDDEN, seed=4)
+    whole = nn.Sequential(nn.Embedding.from_pretrained(integers(16, HIDDEN, seed=3), False), Mlp())
+    want = whole(tokens)
+    want.backward(grad)
+    for layout, shares in ((Replicate(), False), (Shard(1), False), (Shard(1), True)):
+        about = f"{layout}, {shares=}"
+        embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
+        plan: dict[str, Any] = {
+            "0": embedding,
+            "1.gate": ColwiseParallel(input_layouts=layout),
+            "1.up": ColwiseParallel(input_layouts=layout),
+            "1.down": RowwiseParallel(output_layouts=Replicate()),
+        }
+        if shares:
+            plan["1"] = PrepareModuleInput(input_layouts=layout, desired_input_layouts=Replicate())
+        model = parallelize_module(copy.deepcopy(whole), mesh_of(at), plan)
+        assert isinstance(model[0](tokens), AsyncCollectiveTensor), about
+        y = model(tokens)
+        same(y, want, about)
+        y.backward(grad)
+        for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert param.grad is not None, f"{about}: no gradient of {name}"
+            same(param.grad.full_tensor(), full.grad, f"{about}: gradient of {name}")
+
+
+def test_gradients_reach_what_is_under_way() -> None:
+    run(2, _under_way)
+
+
 class Recomputed(Mlp):
     """Checkpoints within: both layers that share an input together, or the first alone."""
 

@@ -395,4 +395,16 @@ def _uneven(length: int, mesh: DeviceMesh) -> list[int] | None:
 
 def _local(x: torch.Tensor) -> torch.Tensor:
     local = x.to_local() if isinstance(x, DTensor) else x
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return _Arrived.apply(local) if isinstance(local, AsyncCollectiveTensor) else local
+
+
+class _Arrived(torch.autograd.Function):
+    """A tensor that a collective brings, when it is there; its ``wait`` alone has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
+        return x.wait().detach()  # not the tensor in x itself, which must get no gradient function
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
