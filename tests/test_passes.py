@@ -96,6 +96,11 @@ def _viewed(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     return (a @ w).view(-1, w.shape[1]) + 1
 
 
+def _sliced(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+    """As DTensor gathers a tensor of dynamic sizes."""
+    return torch.ops.aten.slice.Tensor(gather(x, 1, g), 1, 0, WORLD * x.shape[1]) @ w
+
+
 def _scatter_interleaved(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     y = (x @ w).view(3, 4, WORLD, 5).permute(2, 0, 1, 3)
     return scatter(y.contiguous(), 0, g)
@@ -239,6 +244,7 @@ REPLACED = [
         "2 products that are added",
     ),
     Program("a layer", ((2, 3, 8), (8, 6), (6, 8)), _mlp, (AGM, MRS)),
+    Program("a slice of all", ((2, 3, 8), (8, 6)), _sliced, (AGM,)),
 ]
 
 #: Programs that are also traced with every size dynamic.
@@ -251,6 +257,7 @@ DYNAMIC = [
     "reduce batch",
     "reduce transposed",
     "a layer",
+    "a slice of all",
 ]
 
 

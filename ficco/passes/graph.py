@@ -257,6 +257,8 @@ def step_to(node: Any) -> Step | None:
             return Step(source, nodes, converts=after.dtype)
     elif node.target in _SAME_ORDER or (is_wait(node) and not collective(source)):
         return Step(source, nodes)
+    elif _slices_all(node):
+        return Step(source, nodes)
     elif node.target == aten.copy.default:
         given = arguments(node)
         source = given["src"]
@@ -273,6 +275,14 @@ def step_to(node: Any) -> Step | None:
         perm[i], perm[j] = j, i
         return Step(source, nodes, perm=tuple(perm))
     return None
+
+
+def _slices_all(node: Node) -> bool:
+    """Whether a node is a slice of the whole tensor, as DTensor writes it for dynamic sizes."""
+    if node.target != aten.slice.Tensor:
+        return False
+    before, after = tensor_of(node.args[0]).shape, tensor_of(node).shape
+    return all(same(one, other) for one, other in zip(before, after, strict=True))
 
 
 def _pieces(cat: Node) -> Step | None:
@@ -324,7 +334,7 @@ def steps_from(node: Node) -> Iterator[tuple[Node, Step | None]]:
         ends = [user]
         if user.target in _SPLITS:
             ends = [cat for item in user.users for cat in item.users][:1]
-        elif user.target == aten.slice.Tensor:
+        elif user.target == aten.slice.Tensor and not _slices_all(user):
             ends = list(user.users)[:1]
         step = step_to(ends[0]) if ends else None
         if step is None or step.source is not node or user not in step.nodes:
