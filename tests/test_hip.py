@@ -239,7 +239,7 @@ def _late_trial(at: Rank) -> None:
         exact(at, case.on(schedule="serial:collective"), 0)  # the engine, and no words yet
         if at.rank == 0:
             work = engine().work
-            for stream, us in ((engine().side, 60_000), (work.stream("sync", True), 20_000)):
+            for stream, us in ((engine().side, 60_000), (work.stream("sync", -1), 20_000)):
                 assert not double().double_delay(stream.as_c_void_p().value, us)
         for iteration in range(3):
             exact(at, case, iteration)
@@ -247,6 +247,20 @@ def _late_trial(at: Rank) -> None:
 
 def test_a_trial_of_signals_disturbs_no_call_that_has_begun() -> None:
     run(2, _late_trial)
+
+
+def _one_hardware_queue(at: Rank) -> None:
+    schedules = [named(name, knobs) for name in NAMES for knobs in COPIED]
+    with clean():
+        exact(at, equal(4, 8, 8, 8, schedule="growing"), 0)
+        double().double_jitter(50)
+        all_exact(at, [equal(4, 12, 16, 8, schedule=schedule) for schedule in schedules])
+        double().double_jitter(0)
+
+
+def test_streams_of_a_priority_share_one_hardware_queue() -> None:
+    """What waits for a peer holds up all that comes behind it: the peer must not wait for that."""
+    run(4, _one_hardware_queue, settings={"HW_QUEUES": 1}, timeout=120)
 
 
 #: As on 8 MI300X, whose every link has a copy queue of its own.
@@ -363,7 +377,7 @@ class Graphed:
 
         self.at, self.cases, self.hip = at, cases, hip
         self.made = [make(at, case, 0) for case in cases]
-        self.stream = engine().work.stream("caller", False)
+        self.stream = engine().work.stream("caller")
         _get(hip.hipStreamBeginCapture(self.stream, hip.hipStreamCaptureMode(mode)))
         self.results = [
             call(case, made.a, made.b) for case, made in zip(cases, self.made, strict=True)
@@ -434,7 +448,7 @@ def _captured_at_once(at: Rank, refused: bool) -> None:
         if refused:
             from hip import hip
 
-            made, stream = make(at, case, 1), engine().work.stream("caller", False)
+            made, stream = make(at, case, 1), engine().work.stream("caller")
             _get(hip.hipStreamBeginCapture(stream, hip.hipStreamCaptureMode(GLOBAL)))
             found = caught(partial(call, case, made.a, made.b))
             _get(hip.hipGraphDestroy(_get(hip.hipStreamEndCapture(stream))))
@@ -975,8 +989,10 @@ def _lost(at: Rank, how: str) -> Any:
     return outcome, closing, seconds, double().double_violations(), double().double_said().decode()
 
 
-def test_killed_peer() -> None:
-    *found, dead = run(3, _lost, "killed", lost=[2], catch=True, series="10")
+@pytest.mark.parametrize("settings", [{}, {"HW_QUEUES": 1}], ids=["", "hw_queues"])
+def test_killed_peer(settings: dict[str, int]) -> None:
+    """Also where streams that wait for it block the hardware queues of their priority."""
+    *found, dead = run(3, _lost, "killed", lost=[2], catch=True, series="10", settings=settings)
     assert isinstance(dead, Died)
     for outcome, closing, seconds, violations, said in found:
         assert outcome.type == "SignalTimeout" and outcome.fields["peer"] == 2, outcome

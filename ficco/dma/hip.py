@@ -156,8 +156,8 @@ class _Lanes(dict[str, Any]):
         with hip.uncaptured():
             self.joins[lane] = self._event()
             # Urgent: hardware queues of their own, no place behind a long GEMM.
-            urgent = not lane.startswith("compute")
-            found = self[lane] = self.work.stream(self._prefix + lane, urgent)
+            priority = hip.PLAIN if lane.startswith("compute") else hip.URGENT
+            found = self[lane] = self.work.stream(self._prefix + lane, priority)
         return found
 
 
@@ -223,8 +223,9 @@ class HipEngine(StreamEngine):
         ) == "write"
         self._write, self._wait = _write, _wait
         hip.use(self.index)
-        self.side = self.work.stream("side", urgent=True)
-        self._rescue = self.work.stream("rescue", urgent=True)
+        self.side = self.work.stream("side", hip.URGENT)
+        # In no hardware queue that a lane holds up which waits for a peer.
+        self._rescue = self.work.stream("rescue", hip.RESCUE)
         try:
             self._open()
         except BaseException:

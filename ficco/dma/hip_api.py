@@ -313,9 +313,14 @@ def stream(handle: int) -> Any:
     return hip.ihipStream_t.fromObj(handle)
 
 
-def make_stream(urgent: bool) -> Any:
+#: Priorities of streams. AMD's runtime gives each of them hardware queues of its own, 4 by default,
+#: which its streams share: one that waits holds up what comes to its queue behind it.
+URGENT, PLAIN, RESCUE = -1, 0, 1
+
+
+def make_stream(priority: int) -> Any:
     """A stream of this thread's device that does not wait for the null stream."""
-    return _make_stream(_NON_BLOCKING, -1 if urgent else 0)
+    return _make_stream(_NON_BLOCKING, priority)
 
 
 def idle(stream: Any) -> bool:

@@ -42,7 +42,7 @@ class Work(ABC):
         """The stream that a call belongs to."""
 
     @abstractmethod
-    def stream(self, name: str, urgent: bool) -> Any:
+    def stream(self, name: str, priority: int = hip.PLAIN) -> Any:
         """The stream of a name, made when first asked for."""
 
     @abstractmethod
@@ -94,8 +94,8 @@ class TorchWork(Work):
         super().__init__()
         self.device = device.index
         self._device = device
-        # Streams as PyTorch takes them, and whether they are urgent, by the binding's object.
-        self._torch: dict[int, tuple[torch.cuda.Stream, bool]] = {}
+        # Streams as PyTorch takes them, and their priorities, by the binding's object.
+        self._torch: dict[int, tuple[torch.cuda.Stream, int]] = {}
         if not torch.version.hip:
             self.events = "write"
 
@@ -107,17 +107,16 @@ class TorchWork(Work):
             return 0
         return hip.capture_id(hip.stream(self.caller()))
 
-    def stream(self, name: str, urgent: bool) -> Any:
+    def stream(self, name: str, priority: int = hip.PLAIN) -> Any:
         if name not in self.streams:
             # Not one of PyTorch's own, which it hands out again and again.
-            key = self.device, -1 if urgent else 0
-            if spare := _spare.get(key):
+            if spare := _spare.get((self.device, priority)):
                 made = spare.pop()
             else:
-                handle = hip.make_stream(urgent).as_c_void_p().value
+                handle = hip.make_stream(priority).as_c_void_p().value
                 made = torch.cuda.ExternalStream(handle, self._device)
             self.streams[name] = found = hip.stream(made.cuda_stream)
-            self._torch[id(found)] = made, urgent
+            self._torch[id(found)] = made, priority
         return self.streams[name]
 
     def run(self, stream: Any, op: Op, call: Call) -> None:
@@ -158,10 +157,10 @@ class TorchWork(Work):
         torch.cuda.synchronize(self._device)
 
     def take(self) -> list[Any]:
-        for made, urgent in self._torch.values():
+        for made, priority in self._torch.values():
             with contextlib.suppress(RuntimeError):  # of a device that has failed
                 if made.query():  # else it is stuck
-                    _spare.setdefault((self.device, -1 if urgent else 0), []).append(made)
+                    _spare.setdefault((self.device, priority), []).append(made)
         self.streams.clear()
         self._torch.clear()
         return []
@@ -204,15 +203,15 @@ class CallbackWork(Work):
         self._address = int(ctypes.cast(self._function, ctypes.c_void_p).value or 0)
 
     def caller(self) -> int:
-        return int(self.stream("caller", False).as_c_void_p().value)
+        return int(self.stream("caller").as_c_void_p().value)
 
     def capturing(self) -> int:
         hip.use(self.device)
-        return hip.capture_id(self.stream("caller", False))
+        return hip.capture_id(self.stream("caller"))
 
-    def stream(self, name: str, urgent: bool) -> Any:
+    def stream(self, name: str, priority: int = hip.PLAIN) -> Any:
         if name not in self.streams:
-            self.streams[name] = hip.make_stream(urgent)
+            self.streams[name] = hip.make_stream(priority)
         return self.streams[name]
 
     def run(self, stream: Any, op: Op, call: Call) -> None:

@@ -15,6 +15,8 @@
 //   HIP_DOUBLE_PEER_WRITE=1    whether a stream write reaches the memory of another process
 //   HIP_DOUBLE_NO_WRITE=from:to  that of the first device does not reach it on the second
 //   HIP_DOUBLE_2D=1            whether hipMemcpy2DAsync is supported
+//   HIP_DOUBLE_HW_QUEUES=0     hardware queues of a priority, which its streams share as on AMD's
+//                              runtime: what comes to one runs in that order. 0: one for each stream
 //   HIP_DOUBLE_CAPTURE_WRITES=1  whether graphs capture stream writes and waits, which AMD's runtime
 //                              carried out at once until July 2026
 //   HIP_DOUBLE_VERSION=70253211
@@ -129,6 +131,7 @@ struct Settings {
   bool signal_ipc = setting("SIGNAL_IPC", 1);
   bool peer_write = setting("PEER_WRITE", 1);
   bool rectangles = setting("2D", 1);
+  size_t hw_queues = setting("HW_QUEUES", 0);
   bool capture_writes = setting("CAPTURE_WRITES", 1);
   int version = setting("VERSION", 70253211);
   std::atomic<long> jitter_us{setting("JITTER_US", 0)};
@@ -402,6 +405,7 @@ struct Work {
   std::function<void()> run;
   std::function<bool()> ready;  // polled first, if there is one
   Uses uses;
+  long turn = 0;  // its place in the hardware queue
 };
 
 // What streams are given during a capture, by stream. A node runs behind those before it on its lane
@@ -476,8 +480,25 @@ void perform(Work& work, const std::function<bool()>& ending) {
   for (auto& memory : work.uses) memory->pending--;
 }
 
+// What streams of a priority share. Work is carried out in the order in which it came.
+struct Hardware {
+  std::atomic<long> come{0}, over{0};
+  size_t users = 0;
+};
+
+// The hardware queue of a device and priority that fewest streams use; `table` is held.
+std::shared_ptr<Hardware> hardware(int device, int priority) {
+  static auto* pools = new std::map<std::pair<int, int>, std::vector<std::shared_ptr<Hardware>>>;
+  auto& pool = (*pools)[{device, priority}];
+  if (!settings().hw_queues) return std::make_shared<Hardware>();
+  if (pool.size() < settings().hw_queues) pool.push_back(std::make_shared<Hardware>());
+  return *std::min_element(pool.begin(), pool.end(),
+                           [](auto& a, auto& b) { return a->users < b->users; });
+}
+
 struct Stream {
   int device;
+  std::shared_ptr<Hardware> queue;
   std::mutex lock;
   std::condition_variable wake;
   std::deque<Work> work;
@@ -487,7 +508,8 @@ struct Stream {
   std::atomic<long> delay_us{0};  // before each of its operations
   std::thread thread;
 
-  explicit Stream(int device_) : device(device_) {
+  Stream(int device_, std::shared_ptr<Hardware> queue_) : device(device_), queue(queue_) {
+    queue->users++;
     thread = std::thread([this] { serve(); });
   }
 
@@ -507,9 +529,11 @@ struct Stream {
         work.pop_front();
         busy = true;
       }
+      poll([&] { return queue->over == next.turn; }, over);
       if (long us = delay_us) std::this_thread::sleep_for(std::chrono::microseconds(us));
       perform(next, over);
       if (over()) return;
+      queue->over++;
       next = Work{};
       std::lock_guard<std::mutex> held(lock);
       busy = false;
@@ -527,6 +551,7 @@ struct Stream {
     }
     for (auto& memory : next.uses) memory->pending++;
     std::lock_guard<std::mutex> held(lock);
+    next.turn = queue->come++;
     work.push_back(std::move(next));
     wake.notify_one();
   }
@@ -1242,8 +1267,8 @@ API int hipStreamCreateWithPriority(void** target, unsigned flags, int priority)
   ENTER("hipStreamCreateWithPriority");
   UNSAFE("hipStreamCreateWithPriority");
   if (flags > 1 || priority < -1 || priority > 1) return InvalidValue;
-  auto made = std::make_shared<Stream>(current_device);
   std::lock_guard<std::mutex> lock(table);
+  auto made = std::make_shared<Stream>(current_device, hardware(current_device, priority));
   streams()[made.get()] = made;
   *target = made.get();
   return Success;
@@ -1260,6 +1285,7 @@ API int hipStreamDestroy(void* handle) {
     stream = found->second;
     if (!stream->idle() && !sticky)
       return violation(InvalidHandle, "hipStreamDestroy of a stream that is not idle");
+    stream->queue->users--;
     streams().erase(found);
   }
   {
