@@ -20,11 +20,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import hip_ranks
 import pytest
 import test_operators as operators
+import torch
 import torch.distributed as dist
 from cases import (
     A_LAYOUTS,
@@ -261,6 +263,27 @@ def _one_hardware_queue(at: Rank) -> None:
 def test_streams_of_a_priority_share_one_hardware_queue() -> None:
     """What waits for a peer holds up all that comes behind it: the peer must not wait for that."""
     run(4, _one_hardware_queue, settings={"HW_QUEUES": 1}, timeout=120)
+
+
+def _memory(at: Rank, asked: str | None) -> str:
+    from ficco.dma import hip as module
+
+    class Meeting:
+        def gather(self, data: bytes) -> list[bytes]:
+            return [data]
+
+    torch.version.hip = "7.2"  # type: ignore[assignment]
+    module.symmetric = lambda *_: None  # type: ignore[attr-defined]
+    if asked:
+        os.environ[module.MEMORY_VARIABLE] = asked
+    engine = SimpleNamespace(device=torch.device("cuda", 0))
+    return module.HipEngine._memory(engine, Meeting())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, "ipc"), ("ipc", "ipc"), ("torch", "torch")])
+def test_memory_of_pytorch_only_if_asked_for(asked: str | None, found: str) -> None:
+    """Also where PyTorch is built for ROCm and has it: copies in it may go by a kernel."""
+    assert run(1, _memory, asked) == [found]
 
 
 #: As on 8 MI300X, whose every link has a copy queue of its own.

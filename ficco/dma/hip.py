@@ -45,7 +45,7 @@ from ficco.dma.hip_binding import HipBinding
 from ficco.dma.hip_memory import MEMORIES, HipMemory, Meeting, Words
 from ficco.dma.hip_work import CallbackWork, TorchWork, Work
 from ficco.dma.products import accumulation
-from ficco.dma.rendezvous import Rendezvous, symmetric
+from ficco.dma.rendezvous import Rendezvous
 from ficco.dma.streams import (
     MAX_WATCHED,
     WORD,
@@ -332,14 +332,11 @@ class HipEngine(StreamEngine):
         return can_compile(self.work.target().vendor)
 
     def _memory(self, meeting: Meeting) -> str:
-        """Where all ranks get buffers from: PyTorch, if it is built for HIP and can."""
-        wanted = _choice(MEMORY_VARIABLE, MEMORIES)
-        can = wanted == "torch"
-        if wanted is None and self.device.type == "cuda" and torch.version.hip:
-            with contextlib.suppress(RuntimeError):
-                symmetric(512, self.device)
-                can = True
-        return "torch" if all(map(any, meeting.gather(bytes([can])))) else "ipc"
+        """Where all ranks get buffers from. PyTorch only if asked for: until July 2026 it mapped
+        memory twice on ROCm (pytorch/pytorch #188673), and until April 2026 AMD's runtime copied
+        by a kernel what is mapped like that (ROCm/rocm-systems #4784)."""
+        asked = _choice(MEMORY_VARIABLE, MEMORIES) == "torch"
+        return "torch" if all(map(any, meeting.gather(bytes([asked])))) else "ipc"
 
     @cached_property
     def rendezvous(self) -> Rendezvous:

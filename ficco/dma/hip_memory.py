@@ -234,4 +234,4 @@ class TorchMemory(HipMemory):
 
 
 #: Where buffers come from, the best first.
-MEMORIES: dict[str, type[IpcMemory] | type[TorchMemory]] = {"torch": TorchMemory, "ipc": IpcMemory}
+MEMORIES: dict[str, type[IpcMemory] | type[TorchMemory]] = {"ipc": IpcMemory, "torch": TorchMemory}
