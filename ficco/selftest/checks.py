@@ -209,7 +209,8 @@ def graph(at: Rank, group: ProcessGroup) -> Found:
     at.conclude(problems)
     if at.device.type == "cpu" or not at.engine(group).capabilities().capture:
         raise NotOffered("this engine does not serve captured calls")
-    names, count = ("growing", "shrinking:pull", "hetero-fused-1d:pieces=4"), 10
+    # The last has a lane for every peer, so that many branches begin at one place.
+    names, count = ("growing", "shrinking:pull", "hetero-fused-1d:pieces=4", all_at_once(at)), 10
     for name in names:
         operands = operands_of(at, at.settings.small)
         operands.exact(0)
@@ -245,9 +246,10 @@ def timeout(at: Rank, group: ProcessGroup) -> Found:
         operands.exact(1)
         began = time.monotonic()
         try:
+            # Every peer has a lane that waits for it, so that there may be no queue left.
             with ficco.options(timeout_s=limit, on_timeout="raise"):
                 ficco.all_gather_matmul(
-                    operands.a_LK, operands.b_KN, group=group, schedule="growing"
+                    operands.a_LK, operands.b_KN, group=group, schedule=all_at_once(at)
                 )
                 ficco.synchronize(group)
             problems.append(f"a call ended although rank {absent} made none")

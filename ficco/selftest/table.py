@@ -92,14 +92,14 @@ CHECKS = (
         "bandwidth of all pairs",
         speed.bandwidth_of_all,
         "schedules with fewer copy lanes (copy=), in case that lanes run one behind the other; on "
-        "AMD cards set GPU_MAX_HW_QUEUES=8 or more on all ranks",
+        "AMD cards set GPU_MAX_HW_QUEUES=16 on all ranks",
         limits=3,
     ),
     Check(
         "products beside copies",
         speed.beside,
-        "copies by compute units, which slow products down; on AMD cards try FICCO_HIP_COPY=nocu, "
-        "and leave HSA_ENABLE_SDMA out",
+        "copies by compute units, which slow products down; on AMD cards leave HSA_ENABLE_SDMA and "
+        "FICCO_HIP_MEMORY out, and try FICCO_HIP_COPY=nocu if its row passes",
     ),
     Check("timeouts", checks.timeout, "a limit of your own for each call", alone=True),
 )
