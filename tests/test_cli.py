@@ -42,6 +42,23 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ficco {ficco.__version__}\n"
 
 
+@pytest.mark.parametrize("command", ["demo", "bench", "characterize"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
+    (tmp_path / "file").touch()
+    refused = "--out: required a folder that can be written to, got"
+    assert cli.run([command, "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
+    assert f"{refused} {tmp_path / 'file'} (File exists)" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as for a user who is not root
+    assert cli.run([command, "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert f"{refused} {tmp_path}\n" in capsys.readouterr().err
+
+
 # plan
 
 

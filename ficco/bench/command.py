@@ -279,11 +279,27 @@ def _name(what: str, device: str, ranks: int) -> str:
     return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
+def writable(folder: Path) -> Path:
+    """A folder of ``--out``, which is made; refused before anything is measured in vain.
+
+    Raises:
+        ValueError: it cannot be written to.
+    """
+    why = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f" ({error.strerror})"
+    if why or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--out: required a folder that can be written to, got {folder}{why}")
+    return folder
+
+
 def fresh(path: Path) -> Path:
-    """A path that does not exist yet: rows are appended."""
+    """A path that does not exist yet: rows are appended. Raises as :func:`writable`."""
     from ficco.launch import own_rank
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    writable(path.parent)
     found, number = path, 1
     while found.exists() and own_rank() == 0:
         number += 1
