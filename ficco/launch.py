@@ -37,6 +37,10 @@ TERMINATE_S = 5.0
 #: Seconds that ranks may take to start, before their own time limits begin.
 START_S = 60.0
 
+#: Seconds that a run may be asked to measure for, a week. Pipes are waited for in milliseconds of
+#: 32 bits, and a limit is up to three times what is measured.
+LONGEST_S = 604_800.0
+
 Report = tuple[str, Any]
 
 
@@ -169,6 +173,15 @@ def check_ranks(ranks: int | None, device: str) -> int:
     if device == "cuda" and ranks > gpus:
         raise ValueError(f"ranks: required at most {gpus}, one per GPU, got {ranks}")
     return ranks
+
+
+def check_seconds(seconds: float) -> float:
+    """How long to measure; ``ValueError`` if that is no time, or longer than can be waited for."""
+    if not 0 < seconds <= LONGEST_S:
+        raise ValueError(
+            f"seconds: required a number above 0 and at most {LONGEST_S:.0f}, got {seconds:g}"
+        )
+    return seconds
 
 
 def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: float) -> Any:

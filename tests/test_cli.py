@@ -42,6 +42,36 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ficco {ficco.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["bench"], ["bench", "--layers"], ["characterize"], ["explain", *SIZES, "--measure"]],
+    ids=["bench", "layers", "characterize", "explain"],
+)
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf", "604801"])
+def test_no_more_seconds_than_can_be_waited_for(
+    command: list[str],
+    seconds: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
+    monkeypatch.chdir(tmp_path)
+    device = [] if command[0] == "explain" else ["--device", "cpu"]
+    assert cli.run([*command, *device, "--seconds", seconds]) == 2
+    said = f"--seconds: required a number above 0 and at most 604800, got {seconds}\n"
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_measured_to_explain_has_the_time_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, timeout_s, **__: limits.append(timeout_s))
+    assert cli.run(["explain", *SIZES, "--measure", "--seconds", "3600"]) == 0
+    assert limits[0] > 3600
+
+
 @pytest.mark.parametrize("command", ["demo", "bench", "characterize"])
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     command: str,

@@ -131,13 +131,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ficco.bench.candidates import choose
     from ficco.bench.measure import modes_of
     from ficco.bench.run import Settings, bench
-    from ficco.launch import check_ranks, default_device, launch
+    from ficco.launch import check_ranks, check_seconds, default_device, launch
 
     device = arguments.device or default_device()
     ranks = check_ranks(arguments.ranks, device)
-    for name in ("rounds", "seconds"):
-        if not getattr(arguments, name) > 0:
-            raise ValueError(f"--{name}: required a number above 0, got {getattr(arguments, name)}")
+    check_seconds(arguments.seconds)
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
     if arguments.set and arguments.shapes:
         raise ValueError("--set and --shapes: required one of them, got both")
     if arguments.layers:

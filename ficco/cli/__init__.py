@@ -19,7 +19,7 @@ from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, si
 PROGRAM = "ficco"
 
 #: Options that are checked as arguments of the same name, by what a command calls.
-CHECKED_LATER = ("device", "mode", "ranks")
+CHECKED_LATER = ("device", "mode", "ranks", "seconds")
 
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141

@@ -61,17 +61,16 @@ def _characterize(arguments: argparse.Namespace) -> int:
     from ficco.bench import cases
     from ficco.bench.characterize import Settings, characterize, read
     from ficco.bench.command import fresh
-    from ficco.launch import check_ranks, default_device, launch
+    from ficco.launch import check_ranks, check_seconds, default_device, launch
 
     if arguments.plot:
         _draw(read(arguments.plot), arguments.plot)
         return 0
     device = arguments.device or default_device()
     ranks = at_least_two(check_ranks(arguments.ranks, device))
-    seconds = SECONDS[device] if arguments.seconds is None else arguments.seconds
-    for name, value in (("seconds", seconds), ("rounds", arguments.rounds)):
-        if not value > 0:
-            raise ValueError(f"--{name}: required a number above 0, got {value}")
+    seconds = SECONDS[device] if arguments.seconds is None else check_seconds(arguments.seconds)
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
     if arguments.set and arguments.shapes:
         raise ValueError("--set and --shapes: required one of them, got both")
     chosen = arguments.set or ("measured" if device == "cuda" else "cpu")

@@ -87,6 +87,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: which one, and what it needs.
     """
+    from ficco.launch import check_seconds
+
     given = [name for name in ASKED if getattr(arguments, name) not in (None, False)]
     if arguments.operator != GATHERS:
         if arguments.rule_table:
@@ -99,8 +101,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
         raise ValueError("--measure: required without --rows; it times equal ranks alone")
     if arguments.seconds is not None and not arguments.measure:
         raise ValueError(f"--seconds: required with --measure, got {arguments.seconds:g} alone")
-    if arguments.seconds is not None and not arguments.seconds > 0:
-        raise ValueError(f"--seconds: required a number above 0, got {arguments.seconds:g}")
+    if arguments.seconds is not None:
+        check_seconds(arguments.seconds)
     if (sizes := missing(arguments)) and not arguments.rule_table:
         raise ValueError(
             f"{sizes}: required, got none; for example `ficco explain --m 8192 --n 3584 --k 4096 "
@@ -113,6 +115,7 @@ def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str
     """Seconds of every candidate by mode, measured on the ranks of this host."""
     from ficco.bench.candidates import parse
     from ficco.bench.cases import Case
+    from ficco.bench.command import START_S
     from ficco.bench.measure import modes_of
     from ficco.bench.run import Settings, bench
     from ficco.launch import default_device, launch
@@ -131,7 +134,8 @@ def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str
             csv=Path(folder) / "explained.csv",
             quiet=True,
         )
-        rows = launch(bench, asked.world, settings, device=device)
+        limit = settings.seconds + START_S
+        rows = launch(bench, asked.world, settings, device=device, timeout_s=limit)
     found: dict[str, dict[str, float]] = {}
     for row in rows or ():
         if row.ok:
