@@ -24,6 +24,7 @@ from ficco.bench.calls import Runner
 from ficco.bench.candidates import Candidate, parse
 from ficco.bench.demo import Result, verdict
 from ficco.bench.draw import draw, trace
+from ficco.bench.table import Row
 from ficco.bench.traces import machine_of, measured
 from ficco.dma.engine import Span
 from ficco.errors import ConfigError
@@ -70,6 +71,25 @@ def test_what_is_measured_to_explain_has_the_time_that_was_asked_for(
     monkeypatch.setattr("ficco.launch.launch", lambda *_, timeout_s, **__: limits.append(timeout_s))
     assert cli.run(["explain", *SIZES, "--measure", "--seconds", "3600"]) == 0
     assert limits[0] > 3600
+
+
+def _row(candidate: str, status: str, note: str) -> Row:
+    return Row("explained", "", 64, 8, 32, "bfloat16", 4, "idle", candidate, "", status, note, 0)
+
+
+def test_explain_says_what_could_not_be_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [_row("growing", "wrong", "3 elements"), _row("serial", "skipped", "no memory")]
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: rows)
+    asked = ["explain", *SIZES, "--measure"]
+    assert cli.run(asked) == 1
+    assert "wrong: growing: 3 elements\nskipped: serial: no mem" in capsys.readouterr().err
+    del rows[0]
+    assert cli.run(asked) == 0
+    rows[:] = [_row("", "skipped", "63 rows do not divide by 4 ranks")]
+    assert cli.run(asked) == 2
+    assert "error: --measure: 63 rows do not divide" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["demo", "bench", "characterize"])

@@ -69,7 +69,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         mode=asked.mode,
         search=arguments.search,
     )
-    measured = _measure(arguments, decision) if arguments.measure else {}
+    measured, bad = _measure(arguments, decision) if arguments.measure else ({}, False)
     if arguments.json:
         print(json.dumps(as_json(decision, measured), indent=2))
     else:
@@ -78,7 +78,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         from ficco.bench.decisions import draw
 
         print(f"wrote {draw(decision, measured, arguments.draw)}", file=sys.stderr)
-    return 0
+    return 1 if bad else 0
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
@@ -111,8 +111,15 @@ def _refuse(arguments: argparse.Namespace) -> None:
     picture(arguments.draw)
 
 
-def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str, float]]:
-    """Seconds of every candidate by mode, measured on the ranks of this host."""
+def _measure(
+    arguments: argparse.Namespace, decision: Any
+) -> tuple[dict[str, dict[str, float]], bool]:
+    """Seconds of every candidate by mode, measured on the ranks of this host, and whether one was
+    wrong or failed.
+
+    Raises:
+        ValueError: this problem cannot be measured here.
+    """
     from ficco.bench.candidates import parse
     from ficco.bench.cases import Case
     from ficco.bench.command import START_S
@@ -137,10 +144,18 @@ def _measure(arguments: argparse.Namespace, decision: Any) -> dict[str, dict[str
         limit = settings.seconds + START_S
         rows = launch(bench, asked.world, settings, device=device, timeout_s=limit)
     found: dict[str, dict[str, float]] = {}
+    left_out: dict[str, bool] = {}  # once, not in every mode
     for row in rows or ():
         if row.ok:
             found.setdefault(row.candidate, {})[row.mode] = row.ms * 1e-3
-    return found
+        elif not row.candidate:  # the problem itself
+            raise ValueError(f"--measure: {row.note}")
+        else:
+            said = f"{row.status}: {row.candidate}: {row.note}"
+            left_out[said] = row.status in ("wrong", "failed")
+    for said in left_out:
+        print(said, file=sys.stderr)
+    return found, any(left_out.values())
 
 
 def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, Any]:
