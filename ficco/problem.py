@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -193,6 +193,21 @@ class Problem:
     def equal(self) -> bool:
         """Whether all ranks, and all pairs of ranks, have the same number of rows."""
         return len(set(self.rows)) == 1 and len({size for row in self.blocks for size in row}) <= 1
+
+    @cached_property
+    def evened(self) -> Problem:
+        """The same with as many rows in all, rounded up, that every rank, or pair, shares equally.
+
+        >>> str(Problem("all_gather_matmul", (3, 6), 8, 8, "float32").evened)
+        'all_gather_matmul(m=10 (5 x 2 ranks), n=8, k=8, float32)'
+        """
+        if self.equal:
+            return self
+        each = -(-sum(self.rows) // (self.world ** (1 + self.kind.blocks)))
+        if not self.kind.blocks:
+            return replace(self, rows=(each,) * self.world)
+        row = (each,) * self.world
+        return replace(self, rows=(sum(row),) * self.world, blocks=(row,) * self.world)
 
     @property
     def itemsize(self) -> int:

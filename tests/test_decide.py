@@ -857,3 +857,84 @@ def test_options_refuse_what_is_no_machine() -> None:
         ficco.Options(machine=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="search: required True or False"):
         ficco.Options(search=1)  # type: ignore[arg-type]
+
+
+# Rows that are not equal: all ranks are simulated, so that few schedules are.
+
+UNEQUAL = Problem(
+    "all_gather_matmul", (700, 900, 1100, 1300, 1000, 1000, 900, 1100), 1024, 2048, "bfloat16"
+)
+
+
+class _Spy:
+    """Predictions by a table, which notes what it is asked."""
+
+    def __init__(self, as_equal: dict[str, float], as_it_is: dict[str, float]) -> None:
+        self.tables = {True: as_equal, False: as_it_is}
+        self.asked: dict[bool, set[str]] = {True: set(), False: set()}
+
+    def __call__(self, asked: Problem, schedule: Schedule, _: Machine, __: str) -> float:
+        self.asked[asked.equal].add(str(schedule))
+        return self.tables[asked.equal].get(str(schedule), 9.0)
+
+
+def test_of_unequal_rows_few_schedules_are_predicted() -> None:
+    ranked = ("growing", "shard-overlap", "shrinking", "growing:compute=2", "uniform-fused-1d")
+    spy = _Spy(
+        {name: 1.0 + i for i, name in enumerate(ranked)},
+        {"shrinking": 2.0, "hetero-fused-1d": 1.0},  # the latter is not among the best, if equal
+    )
+    found = decide(UNEQUAL, machine=MACHINE, predict=spy)
+    assert str(found.schedule) == "shrinking"
+    named = {str(one) for one in candidates(UNEQUAL, MACHINE)}
+    assert spy.asked[True] == named and set(ranked) < named
+    assert spy.asked[False] == {*ranked, *SERIALS}
+    # A cap on memory can still be kept to by any of them.
+    assert {str(one) for one in found.others} == named - {"serial:collective"}
+    assert found.others[0] == found.schedule
+
+
+def test_unequal_rows_never_hide_a_serial_schedule() -> None:
+    for serial in SERIALS:
+        spy = _Spy({"growing": 1.0}, {"growing": 2.0, serial: 1.0})
+        assert str(decide(UNEQUAL, machine=MACHINE, predict=spy).schedule) == serial
+
+
+def test_of_another_grouping_the_best_is_predicted_too() -> None:
+    alike = ("shard-overlap", "shard-overlap:compute=2", "shard-overlap:tail=4")
+    alike += ("shard-overlap:tail=4,compute=2", "shard-overlap:pieces=2,compute=2")
+    as_equal = {name: 1.0 + i for i, name in enumerate((*alike, "growing"))}
+    spy = _Spy(as_equal, {"growing": 1.0, "shard-overlap": 2.0})
+    assert set(as_equal) <= {str(one) for one in candidates(UNEQUAL, MACHINE)}
+    assert str(decide(UNEQUAL, machine=MACHINE, predict=spy).schedule) == "growing"
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("rows, most", [(UNEQUAL.rows, 5), ((1000,) * 7 + (999,), 3)])
+def test_how_many_unequal_rows_are_simulated(
+    rows: tuple[int, ...], most: int, search: bool
+) -> None:
+    asked = replace(UNEQUAL, rows=rows)
+    spy = _Spy({}, {})
+    decide(asked, machine=MACHINE, search=search, predict=spy)
+    assert len(spy.asked[False] - set(SERIALS)) == most
+    assert len(spy.asked[True]) >= len(candidates(asked, MACHINE))
+
+
+def test_of_four_ranks_all_schedules_are_predicted_as_rows_are() -> None:
+    asked = replace(UNEQUAL, rows=UNEQUAL.rows[:4])
+    spy = _Spy({}, {})
+    decide(asked, machine=MACHINE, predict=spy)
+    assert spy.asked == {True: set(), False: {str(one) for one in candidates(asked, MACHINE)}}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_unequal_rows_become_as_many_equal_ones(operator: str) -> None:
+    table = [[3, 0, 5], [1, 2, 9], [4, 4, 4]]
+    if OPERATORS[operator].blocks:
+        asked = Problem.of_blocks(operator, table, 8, 16, "float16")
+        even = Problem.of_blocks(operator, [[4] * 3] * 3, 8, 16, "float16")  # 32 rows in 9 blocks
+    else:
+        asked = Problem(operator, (5, 0, 2), 8, 16, "float16", symmetric=True)
+        even = Problem(operator, (3, 3, 3), 8, 16, "float16", symmetric=True)
+    assert asked.evened == even and even.evened is even

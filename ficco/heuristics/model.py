@@ -87,6 +87,17 @@ def by_loss(found: Iterable[Prediction], modes: Sequence[str]) -> list[Predictio
     return sorted(found, key=lambda one: max(one.seconds[m] / best[m] for m in modes))
 
 
+def shortlist(found: Sequence[Prediction], modes: Sequence[str], most: int) -> list[Schedule]:
+    """The serial schedules and ``most`` others, in the order of ``found``: those that lose least
+    and, so that they are not all of a kind, the best of another grouping."""
+    ranked = [one.schedule for one in by_loss(found, modes) if not one.serial]
+    short = ranked[: most - 1]
+    kinds = {one.grouping for one in short}
+    rest = ranked[most - 1 :]
+    short += [one for one in rest if one.grouping not in kinds][:1] or rest[:1]
+    return [one.schedule for one in found if one.serial or one.schedule in short]
+
+
 def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
     """The prediction to take; serial where the gain is under the machine's margin.
 
