@@ -483,7 +483,7 @@ def test_the_command_measures_what_it_predicts(
         (["--rule-table", "--m", "8"], "without --m"),
         ([*SIZES, "--into", "page.md"], "--rule-table"),
         ([*SIZES, "--seconds", "3"], "--measure"),
-        ([*SIZES, "--measure", "--seconds", "-3"], "above 0, got -3"),
+        ([*SIZES, "--measure", "--seconds", "-3"], "above 0 and at most 604800, got -3"),
         ([*SIZES, "--draw", "picture"], "--draw: required a file with one of the suffixes"),
         ([*SIZES, "--draw", "picture.jpgg"], "png"),
         ([*SIZES, "--operator", "matmul"], "--operator: required one of all_gather_matmul, "),
