@@ -28,7 +28,8 @@ class Options:
             PyTorch's build.
         workspace_bytes: cap on the symmetric memory that a group's eager calls take on each rank.
             To keep to it, gathering operators use their staging as a ring, and scattering
-            operators process a few columns of b at a time. None: no cap. The same on all ranks.
+            operators process a few columns of b at a time. Where some calls push and others pull,
+            it is a cap on what each of these takes. None: no cap. The same on all ranks.
         signals: how signals reach a peer: ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
             ``"auto"``, the first of them that the driver allows. On CUDA, launches of the copy
             kernel post their own signals. Read when a group makes its first call.

@@ -873,10 +873,14 @@ def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:
         layers.require(("aten::add", "fused_all_gather"), step)
 
 
-def test_a_schedule_that_no_operator_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "--device", "cpu", "--ranks", "2", "--schedules", "ring:pieces=3"]
+@pytest.mark.parametrize("name", ["ring:pieces=3", "ring", "one-shot"])
+def test_a_schedule_that_no_operator_takes_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "--device", "cpu", "--ranks", "2", "--schedules", name]
     assert cli.run(words) == 2
-    assert "--schedules: schedule ring:pieces=3: ring is for" in capsys.readouterr().err
+    said = f"--schedules: schedule {name}: {name.partition(':')[0]} is for"
+    assert said in capsys.readouterr().err
 
 
 def test_shapes_of_the_command_line() -> None:

@@ -144,7 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _layers(arguments, device, ranks)
     shapes, what = chosen(arguments, device)
     candidates = choose(arguments.schedules, arguments.without)
-    _servable(candidates, shapes)
+    if arguments.schedules:
+        _servable(candidates, shapes)
     name = arguments.name or _name(what, device, ranks)
     settings = Settings(
         cases=tuple(shapes),
@@ -251,12 +252,12 @@ def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], st
 
 def _servable(candidates: Sequence[Candidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
-    from ficco.bench.candidates import SCHEDULES, refused
+    from ficco.bench.candidates import refused
 
     by_operator = {case.operator: case.problem(2) for case in shapes}
     for candidate in candidates:
         reasons = [refused(candidate, problem) for problem in by_operator.values()]
-        if candidate not in SCHEDULES and reasons and all(reasons):
+        if reasons and all(reasons):
             raise ValueError(f"--schedules: {reasons[0]}")
 
 
