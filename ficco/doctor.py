@@ -42,6 +42,7 @@ CHOICES = {
         "FICCO_HIP_SIGNALS": ("signal", "uncached", "kernel"),
         "FICCO_HIP_COPY": ("dtod", "peer", "nocu"),
         "FICCO_HIP_MEMORY": ("torch", "ipc"),
+        "FICCO_HIP_COLUMNS": ("2d", "pack"),
         "FICCO_HIP_EVENTS": ("plain", "write"),
     },
 }

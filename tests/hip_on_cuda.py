@@ -477,6 +477,7 @@ def _jobs(world: int, seconds: float, calls: int, shapes: int) -> dict[str, Any]
         "FICCO_HIP_SIGNALS": ("uncached", "kernel"),
         "FICCO_HIP_COPY": ("peer", "nocu"),
         "FICCO_HIP_MEMORY": ("torch",),
+        "FICCO_HIP_COLUMNS": ("pack",),
         "FICCO_HIP_EVENTS": ("plain",),
     }.items():
         for value in values:

@@ -619,9 +619,44 @@ def test_ways_of_copies(variable: str, used: str, text: str) -> None:
     run(3, _by, {}, {"copy": text}, used, "", env={"FICCO_HIP_COPY": variable})
 
 
-def test_columns_without_2d_copies() -> None:
-    expected = {"copy": "packing"}
-    run(3, _by, {}, expected, "hipMemcpyDtoDAsync", "", settings={"2D": 0})
+@pytest.mark.parametrize(
+    ("settings", "env", "how"),
+    [
+        ({"2D": 0}, {}, "by packing or ficco's kernel, for want of a 2D copy"),
+        ({}, {"FICCO_HIP_COLUMNS": "pack"}, "by packing or ficco's kernel (asked for)"),
+    ],
+    ids=["not there", "asked for"],
+)
+def test_columns_without_2d_copies(settings: dict[str, Any], env: dict[str, str], how: str) -> None:
+    run(3, _by, {}, {"copy": how}, "hipMemcpyDtoDAsync", "", settings=settings, env=env)
+
+
+def _packs_on_one_rank(at: Rank, value: str) -> str:
+    from ficco.dma import hip
+
+    if at.rank == 1:
+        os.environ[hip.COLUMNS_VARIABLE] = value
+    cases = [equal(3, 24, 40, 16, schedule=name) for name in NAMES if "2d" in name]
+    with clean():
+        all_exact(at, cases)
+        return str(engine().capabilities().copy)
+
+
+def test_columns_are_packed_by_all_ranks_or_none() -> None:
+    """Otherwise a receiver would read columns where its sender has put others."""
+    found = run(3, _packs_on_one_rank, "pack")
+    assert all("columns by packing" in one for one in found)
+
+
+def _asks_in_vain(at: Rank) -> Any:
+    return caught(lambda: exact(at, equal(2, 8, 8, 8, schedule="growing"), 0))
+
+
+def test_2d_copies_that_cannot_be_had_are_refused() -> None:
+    env, settings = {"FICCO_HIP_COLUMNS": "2d"}, {"2D": 0}
+    for outcome in run(2, _asks_in_vain, env=env, settings=settings):
+        assert outcome.type == "NotImplementedError"
+        assert "FICCO_HIP_COLUMNS=2d cannot be had on all ranks" in outcome.text
 
 
 def _events(at: Rank, used: str) -> int:

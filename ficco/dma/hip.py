@@ -78,6 +78,8 @@ COPY_VARIABLE = "FICCO_HIP_COPY"
 MEMORY_VARIABLE = "FICCO_HIP_MEMORY"
 #: Which of :data:`WAYS` signals go, in place of the first that this machine allows.
 WAY_VARIABLE = "FICCO_HIP_SIGNALS"
+#: Which of :data:`COLUMNS` is taken, in place of 2D copies where the runtime has them.
+COLUMNS_VARIABLE = "FICCO_HIP_COLUMNS"
 #: Which of :data:`EVENTS` is taken, in place of the one for this kind of device.
 EVENT_VARIABLE = "FICCO_HIP_EVENTS"
 
@@ -97,7 +99,11 @@ EVENTS = {
 }
 
 
-#: What each of them needs.
+#: How pieces of columns travel. By the source of AMD's runtime its 2D copies are a kernel's, so
+#: that packing alone leaves the way to the peer to SDMA engines.
+COLUMNS = {"2d": "hipMemcpy2DAsync", "pack": "packing or ficco's kernel"}
+
+#: What each of the ways of signals needs.
 _NEEDS = {
     "signal": "stream waits (hipDeviceAttributeCanUseStreamWaitValue) on signal memory that "
     "processes can share",
@@ -255,13 +261,14 @@ class HipEngine(StreamEngine):
         self._spent.append(self._constants)
         hip.fill(self._constants, 64, self.side)
         hip.write_32(self.side, self._constants + WORD, 1)
-        self._rectangles = hip.copies_2d(self._constants + 32, self.side)
+        rectangles = hip.copies_2d(self._constants + 32, self.side)
         self.settle(self.side)
         self._captures = self._captures_writes(self._constants + 56)
         meeting = Meeting(self, "hip engine")
         self.indices = self._find(meeting.gather(hip.bus_id(self.index)))
         self.way = self._way(meeting)
         self.memory = self._memory(meeting)
+        self._rectangles = self._copies_rectangles(meeting, rectangles)
         meeting.close()
         if self.way == "kernel":
             self._write, self._wait = self._kernels.post, self._wait_by_kernel
@@ -337,6 +344,18 @@ class HipEngine(StreamEngine):
         by a kernel what is mapped like that (ROCm/rocm-systems #4784)."""
         asked = _choice(MEMORY_VARIABLE, MEMORIES) == "torch"
         return "torch" if all(map(any, meeting.gather(bytes([asked])))) else "ipc"
+
+    def _copies_rectangles(self, meeting: Meeting, can: bool) -> bool:
+        """Whether all ranks copy columns by 2D copies. If not, none does: a receiver's staging has
+        another layout where its senders pack."""
+        wanted = _choice(COLUMNS_VARIABLE, COLUMNS)
+        found = all(map(any, meeting.gather(bytes([can and wanted != "pack"]))))
+        if wanted == "2d" and not found:
+            raise NotImplementedError(
+                f"{COLUMNS_VARIABLE}=2d cannot be had on all ranks: on some the runtime has no 2D "
+                "copies, or the variable has another value; unset it on all ranks"
+            )
+        return found
 
     @cached_property
     def rendezvous(self) -> Rendezvous:
@@ -811,16 +830,18 @@ class HipEngine(StreamEngine):
         }[self._copy_name]
         source = "PyTorch's" if self.memory == "torch" else "its own"
         events = EVENTS["write" if self._writes_before_events else "plain"]
-        rectangles = "hipMemcpy2DAsync"
-        if not self._rectangles:
-            rectangles = "packing or ficco's kernel, for want of a 2D copy"
+        columns = COLUMNS["2d" if self._rectangles else "pack"]
+        if os.environ.get(COLUMNS_VARIABLE):
+            columns += " (asked for)"
+        elif not self._rectangles:
+            columns += ", for want of a 2D copy"
         return Capabilities(
             engine="hip",
             post=post + (" (asked for)" if self._signals != "auto" else ""),
             wait=WAYS[self.way]
             + (f", by {by} (GPU_STREAMOPS_CP_WAIT)" if self.way != "kernel" else "")
             + "; relies on a peer's word arriving behind the copy in front of it",
-            copy=f"{copy} in memory of {source}, columns by {rectangles}, ends told by {events}; "
+            copy=f"{copy} in memory of {source}, columns by {columns}, ends told by {events}; "
             f"HIP {hip.runtime_version()}",
             movers=("dma", "kernel") if can_compile(self.work.target().vendor) else ("dma",),
             products=library(self.device),

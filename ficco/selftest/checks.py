@@ -270,15 +270,26 @@ def timeout(at: Rank, group: ProcessGroup) -> Found:
     return Found(f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well")
 
 
-def way(at: Rank, group: ProcessGroup, variable: str, value: str, pull: bool = False) -> Found:
-    """One of the ways that an engine can be told to go; ``pull`` if it is about pulled copies."""
+def way(
+    at: Rank,
+    group: ProcessGroup,
+    variable: str,
+    value: str,
+    pull: bool = False,
+    columns: bool = False,
+) -> Found:
+    """One of the ways that an engine can be told to go; ``pull`` if it is about pulled copies,
+    ``columns`` if about pieces of columns."""
     schedule = all_at_once(at) + ",pull" * pull
+    if columns:
+        schedule = f"hetero-fused-2d:pieces=4,copy={max(at.world - 1, 1)}"
     before = os.environ.get(variable)
     os.environ[variable] = value
     try:
         count = max(2, at.settings.iterations // 8)
-        problems = exact(at, group, ORDERED, at.settings.small, count)
-        problems += exact(at, group, ORDERED, at.settings.large, 2)
+        names = [*ORDERED, schedule] if columns else ORDERED
+        problems = exact(at, group, names, at.settings.small, count)
+        problems += exact(at, group, names, at.settings.large, 2)
         at.conclude(problems)
         # A pulled copy whose end is told late delays the products of its own call alone.
         n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
@@ -294,7 +305,7 @@ def way(at: Rank, group: ProcessGroup, variable: str, value: str, pull: bool = F
             os.environ[variable] = before
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
-    calls = (count + 2) * len(ORDERED)
+    calls = (count + 2) * len(names)
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
     return Found(seen + f" with products of {n} columns" * pull, details)
 

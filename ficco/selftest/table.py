@@ -104,8 +104,8 @@ CHECKS = (
     Check("timeouts", checks.timeout, "a limit of your own for each call", alone=True),
 )
 
-#: How variables end that say how the end of a pulled copy is told.
-OF_PULLED = "_EVENTS"
+#: How variables end that say how the end of a pulled copy is told, and how columns travel.
+OF_PULLED, OF_COLUMNS = "_EVENTS", "_COLUMNS"
 
 #: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
 #: told to go. Those of the other engines are not tried.
@@ -123,7 +123,11 @@ WAYS = {
             Check(
                 f"{variable}={value}",
                 partial(
-                    checks.way, variable=variable, value=value, pull=variable.endswith(OF_PULLED)
+                    checks.way,
+                    variable=variable,
+                    value=value,
+                    pull=variable.endswith(OF_PULLED),
+                    columns=variable.endswith(OF_COLUMNS),
                 ),
                 f"leave {variable} out, or set another of {', '.join(values)}",
             )
