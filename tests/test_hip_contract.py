@@ -26,7 +26,8 @@ dtypes. What stays out, by names without ``test_``, and why:
 * Of the tests alone: inputs_can_tell_stale_data.
 * Arguments, and how ranks tell each other what they call, are no engine's:
   schedule_as_object_and_auto, a_call_may_wait_for_ever, keyboard_interrupt_ends_a_wait,
-  mismatch_names_sizes_and_schedules, one_rank_with_wrong_arguments, rows_that_can_be_read_once,
+  ctrl_c_leaves_gradients_enabled, mismatch_names_sizes_and_schedules,
+  one_rank_with_wrong_arguments, rows_that_can_be_read_once,
   rows_that_cannot_be_read, ranks_that_call_other_operators_are_told,
   a_rank_without_memory_tells_its_peers, a_rank_that_cannot_remember_a_call_tells_its_peers,
   a_rank_without_memory_for_all_columns_tells_its_peers,
