@@ -99,7 +99,7 @@ EVENTS = {
 }
 
 
-#: How pieces of columns travel. By the source of AMD's runtime its 2D copies are a kernel's, so
+#: How pieces of columns travel. In the source of AMD's runtime of 2024 a 2D copy is a kernel's, so
 #: that packing alone leaves the way to the peer to SDMA engines.
 COLUMNS = {"2d": "hipMemcpy2DAsync", "pack": "packing or ficco's kernel"}
 
