@@ -28,6 +28,12 @@ from ficco.tune import copies
 #: Schedules whose senders pack columns where there are no 2D copies, and one that packs rows that
 #: lie apart.
 PACKED = ("hetero-fused-2d", "uniform-fused-2d:copy=2", "uniform-unfused-2d:pieces=3", "growing")
+#: The same for products that travel.
+PACKED_PRODUCTS = {
+    "matmul_reduce_scatter": ("uniform-fused-2d", "uniform-unfused-2d:pieces=2,compute=2"),
+    "matmul_all_reduce": ("uniform-fused-2d:pieces=2", "uniform-unfused-2d"),
+    "matmul_all_to_all": ("uniform-fused-2d:copy=2", "hetero-fused-2d", "hetero-unfused-2d"),
+}
 LAUNCH, LOAD, HOST = "hipModuleLaunchKernel", "hipModuleLoadData", "hipLaunchHostFunc"
 #: A code of the library.
 LAUNCH_FAILURE = 719
@@ -61,6 +67,15 @@ def _made(
         return one, other
 
 
+def _products(schedules: dict[str, tuple[str, ...]]) -> list[operators.Case]:
+    return [
+        operators.Case(operator, operators.rows_for(operator, 3, kind), 24, 24, dtype, name)
+        for operator, names in schedules.items()
+        for name in names
+        for kind, dtype in (("equal", "bfloat16"), ("ragged", "float32"))
+    ]
+
+
 def _counted(at: Rank, jitter: int) -> tuple[int, int]:
     """Kernels that packing launches, and how often PyTorch is given something to do."""
     cases = [
@@ -75,6 +90,7 @@ def _counted(at: Rank, jitter: int) -> tuple[int, int]:
 
     def work() -> None:
         all_exact(at, cases)
+        operators.all_exact(at, _products(PACKED_PRODUCTS))
         assert "packing" in test_hip.engine().capabilities().copy
         # PyTorch would report what was tried in vain as an error of its own.
         assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
@@ -95,7 +111,7 @@ def test_columns_are_packed_by_the_placement_kernel(series: str) -> None:
 #: Calls whose columns nobody packs.
 UNPACKED = {
     "matmul_reduce_scatter": ("hetero-unfused-2d:pieces=2", "uniform-unfused-2d:pull,compute=2"),
-    "matmul_all_reduce": ("uniform-fused-2d:pieces=2",),
+    "matmul_all_reduce": ("uniform-fused-2d:pieces=2,tail=2", "hetero-fused-2d:pieces=2"),
     "all_to_all_matmul": ("uniform-fused-2d:pull",),
 }
 COPY = "hipMemcpyDtoDAsync"
@@ -103,12 +119,6 @@ COPY = "hipMemcpyDtoDAsync"
 
 def _unpacked(at: Rank, jitter: int) -> tuple[int, int]:
     """How often columns that nobody packs are copied by the library, and by the kernel."""
-    cases = [
-        operators.Case(operator, operators.rows_for(operator, 3, kind), 24, 24, dtype, name)
-        for operator, names in UNPACKED.items()
-        for name in names
-        for kind, dtype in (("equal", "bfloat16"), ("ragged", "float32"))
-    ]
     gathers = [
         equal(3, 40, 24, 16, schedule=name)
         for name in ("hetero-fused-2d:pull,pieces=2", "uniform-fused-2d:tail=2")
@@ -116,7 +126,7 @@ def _unpacked(at: Rank, jitter: int) -> tuple[int, int]:
     capped = equal(3, 40, 24, 16, schedule="uniform-fused-2d:pieces=4")
 
     def work() -> None:
-        operators.all_exact(at, cases)
+        operators.all_exact(at, _products(UNPACKED))
         all_exact(at, gathers)
         with ficco.options(workspace_bytes=4096):
             exact(at, capped, 1)

@@ -567,10 +567,10 @@ class HipEngine(StreamEngine):
             return None
         plan = program.plan
         cols, schedule = plan.staging[1], Schedule.parse(plan.schedule)
-        if schedule.dims == 1 or plan.problem.kind.scatters:
-            return None
-        if schedule.pull or schedule.tail > 1 or plan.stages:
+        if schedule.dims == 1 or schedule.pull or schedule.tail > 1 or plan.stages:
             return None  # not all rows are cut alike, or the owner does not send
+        if plan.problem.kind.sums and not schedule.uniform:
+            return None  # whole rows are summed
         return plan.room[0] // max(1, cols * plan.problem.itemsize)
 
     def _pack(self, program: Program, call: Call, lane: str, region: Region) -> int:
