@@ -586,6 +586,20 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
         table.read(path)
 
 
+def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    table.write(path, _rows()[:3])
+    head, first, second, third = path.read_text().splitlines()
+    fields = second.split(",")
+    fields[COLUMNS.index("m")] = "-"
+    path.write_text("\n".join((head, first, ",".join(fields), third)) + "\n")
+    with pytest.raises(ConfigError, match=r"row 2, m: .* '-'"):
+        table.read(path)
+    path.write_text("\n".join((head, first, second, third[: third.rindex(",")])))
+    with pytest.raises(ConfigError, match=f"row 3, {COLUMNS[-1]}: the row ends before it"):
+        table.read(path)
+
+
 def test_files_from_before_there_were_operators_are_read() -> None:
     folder = Path(__file__).parent.parent / "docs" / "results"
     rows = table.read(folder / "small-h200-2.csv")

@@ -59,13 +59,22 @@ def read(path: Path, kind: type[T]) -> list[T]:
     """
     there = fields(kind)  # type: ignore[arg-type]
     found = lines(path, [one.name for one in there if not one.metadata.get(LATER)])
-    try:
-        return [
-            kind(**{f.name: TYPES[str(f.type)](line[f.name]) for f in there if f.name in line})
-            for line in found
-        ]
-    except (TypeError, ValueError) as error:  # a line that is too short has None
-        raise ConfigError(str(path), "rows", str(error)) from None
+
+    made = []
+    for number, line in enumerate(found, 1):
+        values = {}
+        for field in there:
+            if field.name not in line:
+                continue
+            text: str | None = line[field.name]
+            try:
+                if text is None:
+                    raise ValueError("the row ends before it")
+                values[field.name] = TYPES[str(field.type)](text)
+            except ValueError as error:
+                raise ConfigError(str(path), f"row {number}, {field.name}", str(error)) from None
+        made.append(kind(**values))
+    return made
 
 
 def lines(path: Path, required: Sequence[str] = ()) -> list[dict[str, str]]:
