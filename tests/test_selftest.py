@@ -551,7 +551,7 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
         assert result.verdict == "ok" and words in result.seen
     assert found["attribute CanUseStreamWaitValue"].seen == "1"
     assert sum(name.startswith("sharing of") for name in found) == 3
-    assert sum(name.startswith("FICCO_HIP") for name in found) == 10
+    assert sum(name.startswith("FICCO_HIP") for name in found) == 12
     # On CPUs there are no kernels and no copy engines, and PyTorch has no symmetric memory; the
     # double waits on signal memory alone.
     refused = {name for name, result in found.items() if result.verdict != "ok"}
