@@ -921,6 +921,13 @@ def test_how_many_unequal_rows_are_simulated(
     assert len(spy.asked[True]) >= len(candidates(asked, MACHINE))
 
 
+def test_of_two_ranks_whose_rows_hardly_differ_few_are_predicted_too() -> None:
+    asked = replace(UNEQUAL, rows=(4096, 4095))
+    spy = _Spy({}, {})
+    decide(asked, machine=MACHINE, predict=spy)
+    assert len(spy.asked[False] - set(SERIALS)) == 3
+
+
 def test_of_four_ranks_all_schedules_are_predicted_as_rows_are() -> None:
     asked = replace(UNEQUAL, rows=UNEQUAL.rows[:4])
     spy = _Spy({}, {})

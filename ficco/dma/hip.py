@@ -268,7 +268,7 @@ class HipEngine(StreamEngine):
         self.indices = self._find(meeting.gather(hip.bus_id(self.index)))
         self.way = self._way(meeting)
         self.memory = self._memory(meeting)
-        self._rectangles = self._copies_rectangles(meeting, rectangles)
+        self._rectangles, self._columns = self._how_columns_travel(meeting, rectangles)
         meeting.close()
         if self.way == "kernel":
             self._write, self._wait = self._kernels.post, self._wait_by_kernel
@@ -345,17 +345,22 @@ class HipEngine(StreamEngine):
         asked = _choice(MEMORY_VARIABLE, MEMORIES) == "torch"
         return "torch" if all(map(any, meeting.gather(bytes([asked])))) else "ipc"
 
-    def _copies_rectangles(self, meeting: Meeting, can: bool) -> bool:
-        """Whether all ranks copy columns by 2D copies. If not, none does: a receiver's staging has
-        another layout where its senders pack."""
+    def _how_columns_travel(self, meeting: Meeting, can: bool) -> tuple[bool, str]:
+        """Whether all ranks copy columns by 2D copies, and how they do in words. If one does not,
+        none does: a receiver's staging has another layout where its senders pack."""
         wanted = _choice(COLUMNS_VARIABLE, COLUMNS)
-        found = all(map(any, meeting.gather(bytes([can and wanted != "pack"]))))
-        if wanted == "2d" and not found:
+        mine = bytes([can, wanted == "2d", wanted == "pack"])
+        cans, rectangles, packs = zip(*meeting.gather(mine), strict=True)
+        found = all(cans) and not any(packs)
+        if any(rectangles) and not found:
             raise NotImplementedError(
-                f"{COLUMNS_VARIABLE}=2d cannot be had on all ranks: on some the runtime has no 2D "
-                "copies, or the variable has another value; unset it on all ranks"
+                f"{COLUMNS_VARIABLE}=2d, which a rank asks for, cannot be had on all: on some the "
+                "runtime has no 2D copies, or the variable has another value; unset it on all ranks"
             )
-        return found
+        why = "" if found else ", for want of a 2D copy"
+        if any(rectangles + packs):
+            why = " (asked for)"
+        return found, COLUMNS["2d" if found else "pack"] + why
 
     @cached_property
     def rendezvous(self) -> Rendezvous:
@@ -830,19 +835,14 @@ class HipEngine(StreamEngine):
         }[self._copy_name]
         source = "PyTorch's" if self.memory == "torch" else "its own"
         events = EVENTS["write" if self._writes_before_events else "plain"]
-        columns = COLUMNS["2d" if self._rectangles else "pack"]
-        if os.environ.get(COLUMNS_VARIABLE):
-            columns += " (asked for)"
-        elif not self._rectangles:
-            columns += ", for want of a 2D copy"
         return Capabilities(
             engine="hip",
             post=post + (" (asked for)" if self._signals != "auto" else ""),
             wait=WAYS[self.way]
             + (f", by {by} (GPU_STREAMOPS_CP_WAIT)" if self.way != "kernel" else "")
             + "; relies on a peer's word arriving behind the copy in front of it",
-            copy=f"{copy} in memory of {source}, columns by {columns}, ends told by {events}; "
-            f"HIP {hip.runtime_version()}",
+            copy=f"{copy} in memory of {source}, columns by {self._columns}, "
+            f"ends told by {events}; HIP {hip.runtime_version()}",
             movers=("dma", "kernel") if can_compile(self.work.target().vendor) else ("dma",),
             products=library(self.device),
             accumulate="float32 sums of m x n by " + accumulation(),
@@ -899,7 +899,8 @@ _left: deque[HipMemory] = deque()
 
 def _sweep_left() -> None:
     for _ in range(len(_left)):
-        with contextlib.suppress(IndexError):  # another thread sweeps, too
+        # Another thread sweeps, too; whoever closed the group has been told what fails.
+        with contextlib.suppress(IndexError, BackendError):
             memory = _left.popleft()
             if memory.freeable():
                 memory.release()

@@ -51,13 +51,13 @@ REMEDY = "`ficco tune` measures this machine"
 FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
 
 #: Of problems whose rows are not equal all ranks are simulated, which takes as the square of their
-#: number. So many schedules times ranks squared are: all for four ranks, for eight the serial ones
+#: number. So many schedules times ranks squared are: for four ranks all, for eight the serial ones
 #: and five others, those that are best where rows are shared equally. That loses, in predicted time
 #: and in the mean, nothing where rows differ by up to 30 %, 0.1 % where by one, and 0.5 to 0.8 %
 #: where half of them are 0 or their distribution is exponential; 14 % at worst (300 problems of 8
 #: ranks on h100-8 and mi300x-8).
 SIMULATED = 320
-#: As many at least, and enough for rows that differ by at most 1/64.
+#: As many at least, and enough, whatever the ranks, for rows that differ by at most 1/64.
 FEWEST, NEARLY = 3, 64
 
 
