@@ -889,8 +889,9 @@ def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["ring:pieces=3", "ring", "one-shot"])
 def test_a_schedule_that_no_operator_takes_is_refused(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
     words = ["bench", "--device", "cpu", "--ranks", "2", "--schedules", name]
     assert cli.run(words) == 2
     said = f"--schedules: schedule {name}: {name.partition(':')[0]} is for"

@@ -43,6 +43,14 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ficco {ficco.__version__}\n"
 
 
+@pytest.fixture
+def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder; a command that starts ranks fails the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
+
+
+@pytest.mark.usefixtures("no_ranks")
 @pytest.mark.parametrize(
     "command",
     [["bench"], ["bench", "--layers"], ["characterize"], ["explain", *SIZES, "--measure"]],
@@ -50,14 +58,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 )
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf", "604801"])
 def test_no_more_seconds_than_can_be_waited_for(
-    command: list[str],
-    seconds: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], seconds: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
-    monkeypatch.chdir(tmp_path)
     device = [] if command[0] == "explain" else ["--device", "cpu"]
     assert cli.run([*command, *device, "--seconds", seconds]) == 2
     said = f"--seconds: required a number above 0 and at most 604800, got {seconds}\n"
@@ -92,6 +94,7 @@ def test_explain_says_what_could_not_be_measured(
     assert "error: --measure: 63 rows do not divide" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_ranks")
 @pytest.mark.parametrize("command", ["demo", "bench", "characterize"])
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     command: str,
@@ -99,7 +102,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
     (tmp_path / "file").touch()
     refused = "--out: required a folder that can be written to, got"
     assert cli.run([command, "--device", "cpu", "--out", str(tmp_path / "file")]) == 2

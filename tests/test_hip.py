@@ -273,6 +273,7 @@ def _memory(at: Rank, asked: str | None) -> str:
             return [data]
 
     torch.version.hip = "7.2"  # type: ignore[assignment]
+    # What an engine that tries PyTorch's memory would find.
     module.symmetric = lambda *_: None  # type: ignore[attr-defined]
     if asked:
         os.environ[module.MEMORY_VARIABLE] = asked

@@ -605,21 +605,26 @@ def test_how_columns_are_copied(
 
 
 def _tells_how_it_is_timed() -> None:
-    """A rate that is not 1 says that a call was by itself, pulled, and with products."""
+    """A rate of 77 says that a call was by itself, pulled, and with products, 55 that it moved
+    columns."""
     checks = selftest.checks
 
     def rate(
         at: Any, group: Any, schedule: str, peers: int, n: int = 0, alone: bool = False
     ) -> float:
+        if "-2d" in schedule:
+            return 55.0
         return 77.0 if "pull" in schedule and n and alone else 1.0
 
     checks.gb_per_s = rate
 
 
-def test_events_are_timed_where_copies_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = on_the_double(monkeypatch, ["FICCO_HIP_EV", "FICCO_HIP_COPY"], _tells_how_it_is_timed)
+def test_ways_are_timed_by_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ["FICCO_HIP_EV", "FICCO_HIP_CO"]
+    found = on_the_double(monkeypatch, ways, _tells_how_it_is_timed)
     assert {name: result.seen.split("; ")[1][:5] for name, result in found.items()} == {
         **{f"FICCO_HIP_COPY={value}": "1.0 G" for value in ("dtod", "peer", "nocu")},
+        **{f"FICCO_HIP_COLUMNS={value}": "55.0 " for value in ("2d", "pack")},
         **{f"FICCO_HIP_EVENTS={value}": "77.0 " for value in ("plain", "write")},
     }
 

@@ -132,8 +132,9 @@ class Decision:
     @property
     def others(self) -> tuple[Schedule, ...]:
         """The schedules that were compared, what a search found among them, the one that loses
-        least first; none where the machine's figures do not allow it. Those of the vendor's
-        collective are left out."""
+        least first; of rows that are not equal also those that were compared as if they were,
+        behind. None where the machine's figures do not allow it. Those of the vendor's collective
+        are left out."""
         if (known := self._known(self.mode)) is None:
             return ()
         problem, machine = known

@@ -50,9 +50,9 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
     assert gemm is not None
     rows = problem.product_rows(made.rank)
     whole = gemm.seconds(rows, problem.n, problem.k, itemsize=problem.itemsize)
-    products = [product for step in made.steps for product in step.products]
     if not whole:
         return 1.0
+    products = [product for step in made.steps for product in step.products]
     parts = sum(
         gemm.seconds(
             p.out.rows,

@@ -282,14 +282,13 @@ def way(
     ``columns`` if about pieces of columns."""
     schedule = all_at_once(at) + ",pull" * pull
     if columns:
-        schedule = f"hetero-fused-2d:pieces=4,copy={max(at.world - 1, 1)}"
+        schedule = schedule.replace("-1d", "-2d")
     before = os.environ.get(variable)
     os.environ[variable] = value
     try:
         count = max(2, at.settings.iterations // 8)
-        names = [*ORDERED, schedule] if columns else ORDERED
-        problems = exact(at, group, names, at.settings.small, count)
-        problems += exact(at, group, names, at.settings.large, 2)
+        problems = exact(at, group, ORDERED, at.settings.small, count)
+        problems += exact(at, group, ORDERED, at.settings.large, 2)
         at.conclude(problems)
         # A pulled copy whose end is told late delays the products of its own call alone.
         n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
@@ -305,7 +304,7 @@ def way(
             os.environ[variable] = before
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
-    calls = (count + 2) * len(names)
+    calls = (count + 2) * len(ORDERED)
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
     return Found(seen + f" with products of {n} columns" * pull, details)
 
