@@ -16,6 +16,7 @@ import pytest
 import test_hip
 import test_operators as operators
 import torch
+import torch.distributed as dist
 from cases import Case, all_exact, equal, exact
 from hip_ranks import SERIES, calls, clean, double, run
 from ranks import Failure, Rank, caught
@@ -297,6 +298,27 @@ def _looked_up(at: Rank) -> tuple[str, str]:
 @pytest.mark.parametrize("series", SERIES)
 def test_the_double_has_the_kernels_of_the_source_alone(series: str) -> None:
     assert run(1, _looked_up, series=series) == [("hipModuleGetFunction", "hipErrorNotFound")]
+
+
+def _streams_of_a_probe(at: Rank) -> list[int]:
+    """Priorities of the streams by which sharing is tried."""
+    from ficco.dma import hip_api, probe
+
+    made, right = [], hip_api.make_stream
+    hip_api.make_stream = lambda priority: made.append(priority) or right(priority)
+
+    def gather(value: Any) -> list[Any]:
+        everyone = [None] * at.world
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    assert probe.share("plain", at.device, at.rank, gather) == ([], [])
+    return [*made, hip_api.URGENT]
+
+
+def test_sharing_is_tried_on_a_stream_as_copies_have() -> None:
+    for made, urgent in run(2, _streams_of_a_probe):
+        assert made == urgent and made is not False
 
 
 # Versions.

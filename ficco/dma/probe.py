@@ -155,7 +155,7 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
 
     def prepare() -> None:
         nonlocal host, stream
-        stream, host = hip.make_stream(False), hip.malloc_host(_BYTES)
+        stream, host = hip.make_stream(hip.URGENT), hip.malloc_host(_BYTES)
         owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
         owned.append(allocate())
         for address in owned:
