@@ -3,21 +3,27 @@
 from ficco.plan.check import PlanError, check
 from ficco.plan.launches import together
 from ficco.plan.model import (
-    SHARED_BUFFERS,
+    OPS,
     Plan,
+    Planned,
     Product,
     Reduction,
     Region,
     Signal,
     Step,
     Transfer,
+    unknown,
 )
+from ficco.plan.parts import in_parts
 from ficco.plan.render import render
+from ficco.specification import Buffer
 
 __all__ = [
-    "SHARED_BUFFERS",
+    "OPS",
+    "Buffer",
     "Plan",
     "PlanError",
+    "Planned",
     "Product",
     "Reduction",
     "Region",
@@ -25,6 +31,8 @@ __all__ = [
     "Step",
     "Transfer",
     "check",
+    "in_parts",
     "render",
     "together",
+    "unknown",
 ]
