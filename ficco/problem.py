@@ -221,9 +221,7 @@ class Problem:
             return tuple((rows(rank), cols) for rank in ranks)
 
         left, right = shapes(self.left_rows, self.k), shapes(self.b_rows, self.n)
-        a = Buffer(
-            "a", "A", self.dtype, left, "operand", self.symmetric, leaves=not kind.scatters
-        )
+        a = Buffer("a", "A", self.dtype, left, "operand", self.symmetric, leaves=not kind.scatters)
         b = Buffer("b", "B", self.dtype, right, "operand")
         first = self.offsets[:-1] if kind.sums and not kind.returns else ()
         shape = shapes(self.out_rows, self.n)

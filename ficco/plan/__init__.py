@@ -12,6 +12,7 @@ from ficco.plan.model import (
     Signal,
     Step,
     Transfer,
+    aligned,
     unknown,
 )
 from ficco.plan.parts import in_parts
@@ -30,6 +31,7 @@ __all__ = [
     "Signal",
     "Step",
     "Transfer",
+    "aligned",
     "check",
     "in_parts",
     "render",

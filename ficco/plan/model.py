@@ -259,6 +259,11 @@ class Plan:
         """Bytes of a region."""
         return region.elements * self.buffer[region.buffer].itemsize
 
+    def wide(self, product: Product) -> bool:
+        """Whether a product is a float32 sum of narrower operands, to be rounded later."""
+        a, out = self.buffer[product.a.buffer], self.buffer[product.out.buffer]
+        return a.itemsize < 4 <= out.itemsize
+
     @property
     def lanes(self) -> tuple[str, ...]:
         """Lanes in the order of their first step."""

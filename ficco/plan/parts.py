@@ -94,7 +94,9 @@ def _announced_early(parts: list[_Part], last: int) -> list[_Part]:
     count = len(parts)
     if not last:
         return parts
-    key = [(i, 0) if i < count - last else (max(parts[i].after, default=0), i) for i in range(count)]
+    key = [
+        (i, 0) if i < count - last else (max(parts[i].after, default=0), i) for i in range(count)
+    ]
     order = sorted(range(count), key=key.__getitem__)
     place = {old: new for new, old in enumerate(order)}
     return [parts[i]._replace(after=tuple(place[j] for j in parts[i].after)) for i in order]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ficco.plan.model import Plan, Planned, Signal, Step
 from ficco.problem import Problem
@@ -84,21 +84,18 @@ class World:
     ) -> None:
         self.problem, self.schedule, self.words = problem, schedule, words
         self.world = problem.world
-        if operands is None:
-            asked = problem.specification
-            operands = (*asked.operands[:2], asked.results[0])
-        self.a, self.b, self.out = operands
+        asked = problem.specification
+        self.a, self.b, self.out = operands or (*asked.operands, asked.results[0])
         self.suffix = suffix
         self.buffers: list[Buffer] = []
 
     def buffer(
-        self, name: str, like: Buffer, shapes: Shapes, memory: str = "slot", **fields: bool | str
+        self, name: str, like: Buffer, shapes: Shapes, memory: str = "slot", **fields: Any
     ) -> Buffer:
         """Add a buffer that holds the same matrix as another."""
         made = Buffer(name + self.suffix, like.holds, like.dtype, shapes, memory)
-        made = made._replace(**fields)
-        self.buffers.append(made)
-        return made
+        self.buffers.append(made._replace(**fields))
+        return self.buffers[-1]
 
 
 class Builder:

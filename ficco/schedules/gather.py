@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
-from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer, new
+from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
 from ficco.schedules.builder import Builder, Stage, Words, World
 from ficco.schedules.groups import Arrivals, Unit, names
@@ -159,7 +159,7 @@ class GatherWorld(World):
             self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
 
     def _add_slot_buffers(self, packs_columns: bool) -> None:
-        problem, schedule = self.problem, self.schedule
+        schedule = self.schedule
         #: One row pitch on all ranks, so that a sender knows the receiver's.
         pitch = max(staging.cols for staging in self.landing)
         packs = packs_columns and schedule.dims == 2 and not schedule.pull
@@ -271,7 +271,8 @@ class Gather(Stage):
     def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
         """The same group by group, for what follows: yields each group once it is multiplied,
         ``OWN`` for the own rows. ``tell``: what else to post to peers once slots are acquired."""
-        schedule, published = self.schedule, ()
+        schedule = self.schedule
+        published: tuple[int, ...] = ()
         if self.world.source is not self.world.a and self.problem.left_rows(self.me):
             published = self._publish()
         if self._own_is_separate():
@@ -319,7 +320,7 @@ class Gather(Stage):
                         f"{name}>{target}",
                         waits=room,
                         posts=(signal,),
-                        transfer=new(Transfer, (source, region, 0)),
+                        transfer=new(Transfer, (source, region, 0, "")),
                         mover=mover,
                     )
                 )
@@ -414,7 +415,10 @@ class Gather(Stage):
             posts = tuple(self._done(self.me, peer) for peer in empty)
             if empty:
                 self.add(Step("sync", lane, "nothing to pull", waits=waits, posts=posts))
-        for lane, peers in self.builder.copy_lanes():  # a separate loop: no wait comes before a post
+        for (
+            lane,
+            peers,
+        ) in self.builder.copy_lanes():  # a separate loop: no wait comes before a post
             waits = tuple(self._done(peer, self.me) for peer in peers)
             self.add(Step("sync", lane, "peers have read", waits=waits))
 
@@ -435,7 +439,9 @@ class Gather(Stage):
 
     def _own_product(self, src: Region) -> Product:
         rows, n = self._block(self.me, self.me), self.problem.n
-        return Product(src, self._right(0, self.problem.k), Region(self.world.out.name, self.me, *rows, 0, n))
+        return Product(
+            src, self._right(0, self.problem.k), Region(self.world.out.name, self.me, *rows, 0, n)
+        )
 
     def _right(self, first: int, last: int) -> Region:
         """Rows of the local b."""

@@ -342,7 +342,7 @@ class Scatter(Stage):
         ready = world.of_units("ready", me, target, owner)
         pieces = zip(names(owner, len(made)), ready, made, landings, strict=True)
         return [
-            (lane, f"{name}>{target}", (signal,), new(Transfer, (product.out, landing, terms)))
+            (lane, f"{name}>{target}", (signal,), new(Transfer, (product.out, landing, terms, "")))
             for name, signal, product, landing in pieces
         ]
 
@@ -364,7 +364,7 @@ class Scatter(Stage):
                     f"{name}>{me}",
                     waits=(signal,),
                     posts=(self._done(me, peer),) if unit is units[-1] else (),
-                    transfer=new(Transfer, (src, dst, 1 << peer)),
+                    transfer=new(Transfer, (src, dst, 1 << peer, "")),
                     mover=self.schedule.mover,
                 )
                 found[unit.group].append((peer, step))
