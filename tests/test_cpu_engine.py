@@ -513,7 +513,7 @@ def broken(at: Rank, name: str) -> Any:
         a, b = operands(of, 0)
         call = call_for(one, a, b)
         if at.rank == 1:
-            call.tensors["b"] = call.tensors["b"][:-1]
+            del call.tensors["b"]
         begin = time.monotonic()
         failure = caught(lambda: made.execute(program, call))
         seconds = time.monotonic() - begin
@@ -524,7 +524,7 @@ def broken(at: Rank, name: str) -> Any:
 def test_an_error_of_a_lane_is_raised_by_the_call() -> None:
     for name in ("serial", "hetero-unfused-1d:pull,compute=2"):
         failure, seconds = run(2, broken, name)[1]
-        assert failure.type == "RuntimeError" and seconds < 1.5
+        assert failure.type == "KeyError" and seconds < 1.5
 
 
 def seeded(at: Rank) -> list[float]:

@@ -82,9 +82,9 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
         return Fit(_ring(workspace, whole, schedule, cap), single=True)
     words = engine.slot_bytes(whole.words, 0)
     left = max(0, cap - words)
-    if whole.slot_bytes <= left:
+    if words + whole.slot_bytes <= cap:
         return Fit(whole, single=True)
-    columns = problem.n * left // whole.slot_bytes // GRANULE * GRANULE
+    columns = problem.n * left // max(whole.slot_bytes, 1) // GRANULE * GRANULE
     while columns and _bytes_of(whole, columns) > left:  # buffers are rounded up
         columns -= GRANULE
     if not columns:

@@ -121,7 +121,7 @@ def _whole(stage: Gather | Scatter | OneShot) -> Plan:
     if builder.peers:
         builder.retire(stage.silent())
     stages = stage.staging.stages if isinstance(stage, Gather) else 0
-    return builder.plan(str(stage.schedule), [world], world.words, stages)
+    return builder.plan(str(stage.schedule), world.buffers, world.words, stages)
 
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:

@@ -148,16 +148,12 @@ class Builder:
         """The last step of each lane."""
         return tuple({step.lane: i for i, step in enumerate(self.steps)}.values())
 
-    def plan(self, schedule: str, worlds: Iterable[World], words: Words, stages: int = 0) -> Plan:
-        """The Plan of the steps so far, of some stages."""
+    def plan(self, schedule: str, buffers: Iterable[Buffer], words: Words, stages: int = 0) -> Plan:
+        """The Plan of the steps so far. Of the local buffers it lists those that are used."""
         asked = self.problem.specification
         written = {product.out.buffer for step in self.steps for product in step.products}
-        added = [
-            buffer
-            for world in worlds
-            for buffer in world.buffers
-            if buffer.memory == "slot" or buffer.name in written
-        ]
+        written |= {step.transfer.dst.buffer for step in self.steps if step.transfer}
+        added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=self.problem,
             schedule=schedule,

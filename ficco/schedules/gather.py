@@ -126,7 +126,10 @@ class _Staging:
 
 class GatherWorld(World):
     """What all ranks know: who sends what when, where it lands, and by which words that is
-    signalled."""
+    signalled.
+
+    ``scales`` are those of the rows of a, which travel with them, and of the columns of b.
+    """
 
     def __init__(
         self,
@@ -135,6 +138,7 @@ class GatherWorld(World):
         words: Words,
         cap: int | None = None,
         operands: tuple[Buffer, Buffer, Buffer] | None = None,
+        scales: tuple[Buffer, Buffer] | None = None,
         suffix: str = "",
         packs_columns: bool = False,
     ) -> None:
@@ -154,6 +158,10 @@ class GatherWorld(World):
         self.source = self.a  # where copies read
         if self.world > 1:
             self._add_slot_buffers(packs_columns)
+        self.scales = scales
+        self.scale_of: dict[str, str] = {}  # by buffer with rows of a, the one with their scales
+        if scales is not None:
+            self._add_scales(scales[0])
         self.product = self.out  # where products go
         if (self.partial or problem.kind.inner) and self.out.itemsize < 4:
             self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
@@ -173,6 +181,14 @@ class GatherWorld(World):
         )
         if schedule.pull and not self.a.symmetric:
             self.source = self.buffer("publish", self.a, self.a.shapes, leaves=True)
+
+    def _add_scales(self, scale: Buffer) -> None:
+        """Each buffer in which rows of a lie has one beside it for their scales."""
+        self.scale_of[self.a.name] = scale.name
+        for buffer in list(self.buffers):
+            shapes = tuple((rows, 1) for rows, _ in buffer.shapes)
+            made = self.buffer(f"{buffer.name} {scale.name}", scale, shapes, leaves=buffer.leaves)
+            self.scale_of[buffer.name] = made.name
 
     def _make_rings(self, cap: int) -> None:
         for staging in self.landing:
@@ -313,23 +329,49 @@ class Gather(Stage):
             called = names(me, len(units))
             pieces = zip(units, called, self._rooms(target), ready, sources, regions, strict=True)
             for unit, name, room, signal, source, region in pieces:
-                found[unit.group].append(
-                    Step(
-                        "copy",
-                        lane,
-                        f"{name}>{target}",
-                        waits=room,
-                        posts=(signal,),
-                        transfer=new(Transfer, (source, region, 0, "")),
-                        mover=mover,
-                    )
+                copy = Step(
+                    "copy",
+                    lane,
+                    f"{name}>{target}",
+                    waits=room,
+                    posts=(signal,),
+                    transfer=new(Transfer, (source, region, 0, "")),
+                    mover=mover,
                 )
+                found[unit.group] += self._with_scales(copy, unit)
         return found
 
     def _pulls(self) -> list[list[Step]]:
         return [
-            [self._pull(unit) for unit in units if unit.peer != self.me] for units in self.groups
+            [
+                step
+                for unit in units
+                if unit.peer != self.me
+                for step in self._with_scales(self._pull(unit), unit)
+            ]
+            for units in self.groups
         ]
+
+    def _with_scales(self, copy: Step, unit: Unit) -> list[Step]:
+        """A copy of rows after that of their scales, so that its signal is for both."""
+        if self.world.scales is None or copy.transfer is None:
+            return [copy]
+        if self.schedule.dims == 2 and unit.ordinal:  # they came with the first columns
+            return [copy]
+        ends = Transfer(self._scale(copy.transfer.src), self._scale(copy.transfer.dst))
+        first = copy._replace(label=f"scale {copy.label}", posts=(), transfer=ends)
+        return [first, copy._replace(waits=())]
+
+    def _scale(self, region: Region) -> Region:
+        """The scales of rows of a, wherever those are."""
+        return region._replace(buffer=self.world.scale_of[region.buffer], col=0, col_stop=1)
+
+    def _scales(self, region: Region) -> tuple[Region, ...]:
+        """The scales of a product with these rows of a."""
+        if self.world.scales is None:
+            return ()
+        right = self.world.scales[1].name
+        return self._scale(region), Region(right, self.me, 0, 1, 0, self.problem.n)
 
     def _pull(self, unit: Unit) -> Step:
         peer = unit.peer
@@ -406,7 +448,12 @@ class Gather(Stage):
         world, whole = self.world, (0, self.problem.left_rows(self.me), 0, self.problem.k)
         here, there = (Region(name, self.me, *whole) for name in (world.a.name, world.source.name))
         move = Transfer(here, there)
-        return (self.add(Step("place", "compute0", "publish", transfer=move)),)
+        ends = [move]
+        if world.scales is not None:
+            ends.append(Transfer(self._scale(here), self._scale(there)))
+        return tuple(
+            [self.add(Step("place", "compute0", "publish", transfer=each)) for each in ends]
+        )
 
     def _close_pull(self) -> None:
         for lane, peers in self.builder.copy_lanes():
@@ -439,9 +486,8 @@ class Gather(Stage):
 
     def _own_product(self, src: Region) -> Product:
         rows, n = self._block(self.me, self.me), self.problem.n
-        return Product(
-            src, self._right(0, self.problem.k), Region(self.world.out.name, self.me, *rows, 0, n)
-        )
+        out = Region(self.world.out.name, self.me, *rows, 0, n)
+        return Product(src, self._right(0, self.problem.k), out, scales=self._scales(src))
 
     def _right(self, first: int, last: int) -> Region:
         """Rows of the local b."""
@@ -459,7 +505,9 @@ class Gather(Stage):
         posts: tuple[Signal, ...] = (),
     ) -> int:
         label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst)
-        mover = self.schedule.mover if src.buffer == self.world.a.name else "dma"
+        # The copy kernel brings own rows to their place in the launch that sends others.
+        by_kernel = self.schedule.mover == "kernel" and src.buffer == self.world.a.name
+        mover = "kernel" if by_kernel else "dma"
         return self.add(
             Step("place", lane, label, posts=posts, after=after, transfer=move, mover=mover)
         )
@@ -524,7 +572,10 @@ class Gather(Stage):
         after = tuple(i for i in used if self.steps[i].lane != lane)
         for unit in self.beside[group]:
             there = self.regions[self.me][unit.ordinal]
-            self._place(lane, self.shard[unit.ordinal], there, after)
+            here = self.shard[unit.ordinal]
+            self._place(lane, here, there, after)
+            if self.world.scales is not None and (self.schedule.dims == 1 or not unit.ordinal):
+                self._place(lane, self._scale(here), self._scale(there), after)
 
     def _products(self, group: int) -> tuple[Product, ...]:
         return merged(self.products[group])
@@ -542,7 +593,8 @@ class Gather(Stage):
         for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
             first, last = (start, stop) if by_columns else (0, k)
             out = new(Region, (buffer, me, row, row_stop, 0, n))
-            found.append(Product(a, self._right(first, last), out, adds and ordinal > 0))
+            right, scales = self._right(first, last), self._scales(a)
+            found.append(Product(a, right, out, adds and ordinal > 0, scales=scales))
         return found
 
     def completed(self, group: int) -> Iterable[Rows]:
