@@ -367,8 +367,9 @@ def report(
     yield ""
     yield (
         "`ficco/dma/hip_driver.py` through hip-python on a `libamdhip64.so` that hands HIP's calls "
-        "to the CUDA driver (`tests/hip_forward/forward.cpp`). No AMD GPU took part: what this shows "
-        "is the engine's own code on real queues, copy engines and graphs, not HIP's or an AMD GPU's "
+        "to the CUDA driver (`tests/hip_forward/forward.cpp`). No AMD GPU took part: what this "
+        "shows is the engine's own code on real queues, copy engines and graphs, not HIP's or an "
+        "AMD GPU's "
         f"behaviour. Made by `tests/hip_on_cuda.py`, {date.today()}."
     )
     yield from ("", "| | |", "|---|---|")

@@ -81,7 +81,7 @@ class Means:
         words: ``"slot"`` if signal words lie in the memory of the slot, else the kind of memory
             that is allocated for them.
         kernels: ficco's kernels post and wait, not the stream.
-        rectangles: the vendor copies columns.
+        rectangles: the vendor copies columns; without, Plans have to pack them.
         captures: whether graphs capture signals; otherwise ``uncaptured`` says what to do.
         writes_before_events: a stream write goes between a copy and an event, which would be seen
             late otherwise.

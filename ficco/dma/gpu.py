@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.dma import buffers
 from ficco.dma.buffers import Buffers
 from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, Streams
 from ficco.dma.engine import (
@@ -167,6 +166,7 @@ class GpuEngine(Engine):
         self.side, self._rescue = driver.stream_for("side"), driver.stream_for("rescue")
         self.watched = driver.host((2 * MAX_WATCHED + 2) * WORD)
         self.means = driver.means(self)
+        self.packs_columns = not self.means.rectangles
         self._memory = MEMORIES[self.means.memory](self)
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
@@ -216,14 +216,14 @@ class GpuEngine(Engine):
             self.graveyard.bury(state.words)
         super().discard(slot)
 
-    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        return self._first(words) + buffers.data_bytes(room)
+    def slot_bytes(self, words: int, nbytes: int) -> int:
+        return self._data(words) + nbytes
 
-    def _first(self, words: int) -> int:
+    def _data(self, words: int) -> int:
         """Where the data of a slot begin."""
         return align((words + SCRATCH) * WORD) if self.means.words == "slot" else 0
 
-    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+    def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         assert isinstance(memory, Mapped)
         with self.driver.aside():
             tried = self._writes_reach is None
@@ -245,11 +245,11 @@ class GpuEngine(Engine):
                     for peer in range(self.world)
                     if peer != self.rank
                 )
-        offsets = buffers.data_offsets(room, self._first(words))
-        return Slot(memory, words, room, offsets, captured, state=self._state(found, captured))
+        state = self._state(found, captured)
+        return Slot(memory, words, nbytes, self._data(words), captured, state=state)
 
     def watch(self, captured: bool) -> Slot:
-        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(None, captured))
+        return Slot(None, captured=captured, state=self._state(None, captured))
 
     def _state(self, words: Words | None, captured: bool) -> SlotState:
         driver = self.driver
@@ -342,8 +342,7 @@ class GpuEngine(Engine):
     def _buffers(self, program: Program) -> Buffers:
         found: Buffers | None = program.state.get("buffers")
         if found is None:
-            found = Buffers(program, self.rank, packs=not self.means.rectangles)
-            program.state["buffers"] = found
+            found = program.state["buffers"] = Buffers(program, self.rank)
         return found
 
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
@@ -370,7 +369,7 @@ class GpuEngine(Engine):
         if mover == "kernel":
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, self._buffers(program)
-        src, dst, _ = transfer
+        src, dst = transfer.src, transfer.dst
         width, height = places.row_bytes(src), src.rows
         to, dst_pitch = places.place(dst)
         source = places.source(src)
@@ -404,7 +403,8 @@ class GpuEngine(Engine):
         """Copies parts of rows where the vendor has no 2D copies: packs them where they arrive
         packed, else by ficco's kernel or row by row."""
         lane, places = program.plan.steps[step].lane, self._buffers(program)
-        (src, dst, _), ranks = transfer, (transfer.dst.rank, transfer.src.rank)
+        src, dst = transfer.src, transfer.dst
+        ranks = dst.rank, src.rank
         width, height = places.row_bytes(src), src.rows
         to, dst_pitch = places.place(dst)
         # Compiled now: in a call that would be taken for a peer that is late.
@@ -480,7 +480,7 @@ class GpuEngine(Engine):
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         places, batch = self._buffers(program), product.batch
-        right = places.right(product)
+        right = places.view(product.b)
         if batch > 1:
             left = places.batch(product.a, batch, product.a_stride)
             result = places.batch(product.out, batch, product.out_stride)
