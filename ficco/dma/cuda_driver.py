@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
-from ficco.dma.driver import URGENT, Driver, Means, Recording, Stream
+from ficco.dma.driver import URGENT, Driver, Means
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
 from ficco.errors import BackendError
@@ -176,6 +176,8 @@ class CudaDriver(Driver):
     watches_by_events = True
     fuses = True
     records = True
+    event, uncaptured = staticmethod(Event), staticmethod(uncaptured)
+    record = staticmethod(GraphRecording)
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -199,9 +201,6 @@ class CudaDriver(Driver):
 
     def use(self) -> None:
         check("cuCtxSetCurrent", driver.cuCtxSetCurrent(self._context))
-
-    def uncaptured(self) -> uncaptured:
-        return uncaptured()
 
     def means(self, engine: GpuEngine) -> Means:
         order = (
@@ -244,9 +243,6 @@ class CudaDriver(Driver):
         check("cuStreamQuery", result)
         return True
 
-    def event(self, timing: bool = False) -> Event:
-        return Event(timing)
-
     def capture_id(self, stream: Any) -> int:
         result = driver.cuStreamGetCaptureInfo(stream)
         if result[0]:
@@ -269,9 +265,6 @@ class CudaDriver(Driver):
         only = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
         result = driver.cuStreamUpdateCaptureDependencies(stream, nodes, *edges, count, only)
         check("cuStreamUpdateCaptureDependencies", result)
-
-    def record(self, stream: Stream, enqueue: Callable[[], None]) -> Recording:
-        return GraphRecording(stream.handle, enqueue)
 
     # Words and copies.
 

@@ -353,25 +353,19 @@ class Driver(ABC):
         letting the stream wait for it."""
         event.hold(stream)
 
-    def record(self, stream: Stream, enqueue: Callable[[], None]) -> Recording:
-        """Record what is enqueued, in place of carrying it out."""
+    def record(self, stream: Any, enqueue: Callable[[], None]) -> Recording:
+        """Record what is enqueued from a stream on, in place of carrying it out."""
         raise NotImplementedError
 
     def recorder(self) -> tuple[Stream, Any]:
         """A stream to record on, and a pool for the memory of what is recorded."""
         return self.stream_for("recorded compute0"), torch.cuda.MemPool()
 
-    def recording(self, stream: Stream, pool: Any) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def recording(self, stream: Stream, pool: Any) -> Iterator[None]:
         """Within this block PyTorch enqueues on a recorder's stream, with memory of its pool."""
-        return _both(torch.cuda.stream(stream.torch), torch.cuda.use_mem_pool(pool))
-
-
-@contextlib.contextmanager
-def _both(*contexts: Any) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        with torch.cuda.stream(stream.torch), torch.cuda.use_mem_pool(pool):
+            yield
 
 
 class _Bytes:

@@ -96,6 +96,19 @@ class HipDriver(Driver):
     name = "hip"
     word_bytes = hip.SIGNAL_BYTES
     waits_to_close = True
+    batch = staticmethod(Batch)
+    capture_id = staticmethod(hip.capture_id)
+    close_shared = staticmethod(hip.close_shared)
+    copy_to_host = staticmethod(hip.copy_to_host)
+    fill = staticmethod(hip.fill)
+    forgive = staticmethod(hip.forgive)
+    free = staticmethod(hip.free)
+    idle = staticmethod(hip.idle)
+    open_shared = staticmethod(hip.open_shared)
+    share = staticmethod(hip.share)
+    stream = staticmethod(hip.stream)
+    uncaptured = staticmethod(hip.uncaptured)
+    writes_reach = staticmethod(hip.writes_reach)
 
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
@@ -264,9 +277,6 @@ class HipDriver(Driver):
     def use(self) -> None:
         hip.use(self.index)
 
-    def uncaptured(self) -> hip.uncaptured:
-        return hip.uncaptured()
-
     def synchronize(self) -> None:
         self.use()
         for stream in list(self.streams):  # by asking, or the binding would lock the interpreter
@@ -277,33 +287,15 @@ class HipDriver(Driver):
         # AsyncEngineCount is no help: AMD's runtime answers with 8 queues, whatever the device.
         return None
 
-    def forgive(self) -> None:
-        hip.forgive()
-
-    def stream(self, raw: int) -> Any:
-        return hip.stream(raw)
-
     def make_stream(self, priority: int) -> int:
         return int(hip.make_stream(priority).as_c_void_p().value)
-
-    def idle(self, stream: Any) -> bool:
-        return hip.idle(stream)
 
     def event(self, timing: bool = False) -> hip.Event:
         made = hip.Event(timing)
         self._events.add(made)
         return made
 
-    def capture_id(self, stream: Any) -> int:
-        return hip.capture_id(stream)
-
     # Words and copies.
-
-    def batch(self, ops: Sequence[MemOp]) -> Batch:
-        return Batch(ops)
-
-    def writes_reach(self, stream: Any, address: int) -> bool:
-        return hip.writes_reach(stream, address)
 
     def copy(
         self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
@@ -320,9 +312,6 @@ class HipDriver(Driver):
         copy = hip.copy_2d
         return lambda src, pitch, stream: copy(dst, dst_pitch, src, pitch, width, height, stream)
 
-    def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
-        hip.copy_to_host(dst, src, nbytes, stream)
-
     # Memory.
 
     def host(self, nbytes: int) -> int:
@@ -338,21 +327,6 @@ class HipDriver(Driver):
         if kind == "signal":
             return hip.malloc_signal()
         return hip.malloc_uncached(nbytes) if kind == "uncached" else hip.malloc(nbytes)
-
-    def free(self, address: int) -> None:
-        hip.free(address)
-
-    def fill(self, address: int, nbytes: int, stream: Any) -> None:
-        hip.fill(address, nbytes, stream)
-
-    def share(self, address: int) -> bytes:
-        return hip.share(address)
-
-    def open_shared(self, handle: bytes) -> int:
-        return hip.open_shared(handle)
-
-    def close_shared(self, address: int) -> None:
-        hip.close_shared(address)
 
     # ficco's kernels.
 

@@ -112,7 +112,7 @@ class Replays:
                 recorder = self._recorders[raw] = _Recorder(self._driver)
             call.state = recorder.lanes
             with self._driver.recording(recorder.stream, recorder.pool):
-                return self._driver.record(recorder.stream, lambda: enqueue(run, call))
+                return self._driver.record(recorder.stream.handle, lambda: enqueue(run, call))
         except (RuntimeError, BackendError) as error:
             warnings.warn(
                 f"ficco enqueues calls step by step, since one could not be recorded: {error}",
