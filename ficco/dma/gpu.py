@@ -57,9 +57,10 @@ from ficco.dma.memories import (
     SCRATCH,
     Graveyard,
     Mapped,
-    Memory,
     OwnWords,
+    SharedMemory,
     SlotWords,
+    TorchMemory,
     Words,
     align,
     open_engines,
@@ -147,7 +148,7 @@ class GpuEngine(Engine):
         self._streams = {False: Streams(driver), True: Streams(driver, "captured ")}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._read_into = 0, 0  # pinned memory for words: address and how many
-        self._memory: Memory | None = None
+        self._memory: SharedMemory | TorchMemory | None = None
         self._batch: MakeBatch = driver.batch
         self.means = Means()
         try:
@@ -200,7 +201,7 @@ class GpuEngine(Engine):
 
     def free(self, memory: Symmetric) -> None:
         assert self._memory is not None
-        self._memory.free(memory)
+        self._memory.free(memory)  # type: ignore[arg-type]  # made by it
 
     def quiet(self) -> bool:
         """Whether no call is in flight here."""

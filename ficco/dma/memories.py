@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -84,18 +84,6 @@ class Mapped(Symmetric):
     @abstractmethod
     def part(self, rank: int) -> torch.Tensor:
         """A rank's part as bytes, for kernels of this device to read."""
-
-
-class Memory(Protocol):
-    """Where an engine's symmetric memory comes from, chosen once."""
-
-    def allocate(self, nbytes: int, serial: int) -> Mapped:
-        """Zeroed memory. Collective."""
-
-    def free(self, memory: Any) -> None:
-        """Give it back once nobody uses it."""
-
-    def close(self) -> None: ...
 
 
 # PyTorch's.
@@ -332,35 +320,15 @@ _left: deque[Any] = deque()
 # Signal words.
 
 
-class Words(Protocol):
-    """The signal words of a slot, on every rank, at rest.
+class SlotWords:
+    """The signal words of a slot, on every rank, at rest. They lie in the slot's own memory, in
+    front of the data.
 
     Attributes:
         count: how many.
         own: addresses of this rank's, as far as they are one range.
         nobodys: address of a word of this rank that nobody reads.
     """
-
-    count: int
-    own: range
-    nobodys: int
-
-    def address(self, rank: int, word: int) -> int:
-        """Where a word of a rank is mapped here. That after the last one may be written as a
-        trial."""
-
-    def constant(self, value: int) -> int:
-        """Address of a word of this rank that is 0 or 1."""
-
-    def counter(self, lane: int) -> int:
-        """Address of the word where blocks of a lane's launches are counted; 0 if there is none."""
-
-    def runs(self, rank: int) -> Sequence[tuple[int, int]]:
-        """Address and number of those that lie together."""
-
-
-class SlotWords:
-    """In the slot's own memory, in front of the data."""
 
     def __init__(self, memory: Mapped, count: int, rank: int) -> None:
         self.count, self._addresses = count, memory.addresses
@@ -369,22 +337,25 @@ class SlotWords:
         self.nobodys = self.constant(2)
 
     def address(self, rank: int, word: int) -> int:
-        # For the trial, the word that nobody reads.
+        """Where a word of a rank is mapped here; after the last one, a word to try writes on."""
         return self._addresses[rank] + (word if word < self.count else word + 2) * WORD
 
     def constant(self, value: int) -> int:
+        """Address of a word of this rank that is 0 or 1."""
         return self.own.stop + value * WORD
 
     def counter(self, lane: int) -> int:
+        """Address of the word where blocks of a lane's launches are counted; 0 if there is none."""
         return self.constant(CONSTANTS + lane) if lane < COUNTED_LANES else 0
 
     def runs(self, rank: int) -> Sequence[tuple[int, int]]:
+        """Address and number of those that lie together."""
         return [(self._addresses[rank], self.count)]
 
 
 class OwnWords:
-    """In allocations of their own: one of the kind ``"signal"`` for each, since such memory comes
-    by a word, or one for all."""
+    """As :class:`SlotWords`, in allocations of their own: one of the kind ``"signal"`` for each,
+    since such memory comes by a word, or one for all."""
 
     own = range(0)
 
@@ -414,3 +385,6 @@ class OwnWords:
 
     def runs(self, rank: int) -> Sequence[tuple[int, int]]:
         return [(self.address(rank, word), 1) for word in range(self.count)]
+
+
+Words = SlotWords | OwnWords
