@@ -29,6 +29,7 @@ series         several calls timed against each other, alone and beside others
 characterize   what cutting and overlapping cost; ``characterize_plots`` draws it
 progress       a bar over something that takes long
 command        the options of ``ficco bench``
+extra          the packages that figures, pictures and tables need
 demo           every schedule and operator once, proven exact
 =============  =====================================================================
 """
