@@ -19,16 +19,18 @@ import torch
 
 import ficco
 from ficco import cli
-from ficco.bench import bounds, cases, command, layers, report, stats
-from ficco.bench.accuracy import Accuracy
-from ficco.bench.bounds import block_bytes, moved_bytes, movements
+from ficco.bench import candidates as compared
+from ficco.bench import cases, layers, report, stats
 from ficco.bench.calls import Runner, build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
     REFERENCES,
     SCHEDULES,
     Candidate,
+    block_bytes,
     choose,
+    moved_bytes,
+    movements,
     named_again,
     of_problem,
     parse,
@@ -41,6 +43,8 @@ from ficco.bench.inputs import Operands
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
+from ficco.bench.verify import Accuracy
+from ficco.cli import bench as command
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates
 from ficco.problem import OPERATORS, Problem
@@ -348,7 +352,7 @@ def test_references_give_what_each_operator_promises() -> None:
 
 
 def test_what_moves_moves_as_many_bytes_alone() -> None:
-    assert doctest.testmod(bounds) == (0, 1)
+    assert doctest.testmod(compared) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
         alone = movements(problem)
@@ -631,10 +635,10 @@ def test_a_schedule_that_no_operator_takes_is_refused(
 
 def test_shapes_of_the_command_line() -> None:
     parser = argparse.ArgumentParser()
-    command.add(parser)
+    command.add(parser.add_subparsers())
 
     def shapes(*words: str, device: str = "cuda") -> tuple[list[tuple[str, str]], str]:
-        found, name = command.chosen(parser.parse_args(words), device)
+        found, name = command.chosen(parser.parse_args(["bench", *words]), device)
         return [(case.operator, case.name) for case in found], name
 
     assert shapes() == ([(OPERATOR, case.name) for case in cases.measured()], "measured")

@@ -6,12 +6,10 @@ module          subject
 extra           the packages that figures, pictures and tables need
 cases           shapes, in sets
 inputs          operands with one right product, and operands to time with
-candidates      what is compared, as one table
+candidates      what is compared, as one table, and what of a problem goes alone
 calls           how each of it is called
-bounds          what of a problem goes alone
-accuracy        how far sums are from those in float64
 exact           calls in shuffled order, compared exactly, for demo, verify and self-test
-verify          proving candidates right before they are timed
+verify          proving candidates right before they are timed; errors of float sums
 measure         rounds, modes, clocks
 series          several calls timed against each other, alone and under contention
 run             one bench, on every rank
@@ -28,7 +26,6 @@ decisions       decisions in words and pictures, and the paper's Table I
 traces          a traced call per schedule, planned and measured
 draw            Timelines as pictures and as traces
 progress        a bar over something that takes long
-command         the options of ``ficco bench``
 demo            every schedule and operator once, proven exact
 ==============  ====================================================================
 """

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.bounds import movements
-from ficco.bench.candidates import Candidate
+from ficco.bench.candidates import Candidate, movements
 from ficco.bench.inputs import Operands
 from ficco.heuristics import Decision, decide
 from ficco.options import current

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ficco.bench.bounds import block_bytes
 from ficco.bench.cases import OPERATOR
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
 from ficco.problem import Problem
@@ -64,6 +63,9 @@ REFERENCES: tuple[tuple[Candidate, tuple[str, ...]], ...] = (
     (Candidate("pytorch-fused", "pytorch"), (OPERATOR, "matmul_reduce_scatter")),
     (Candidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
 )
+
+#: Baselines that no figure of the others needs.
+OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
 
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
 #: than those by the copy engine (2 H200, 12 of the unseen shapes, 2026-11-21, commit 7a76eddfe07e).
@@ -151,3 +153,42 @@ def refused(candidate: Candidate, problem: Problem) -> str:
     if candidate.schedule == "auto":
         return ""
     return refusal(problem, Schedule.parse(candidate.schedule))
+
+
+# What of a problem can be called without the rest.
+
+
+def movements(problem: Problem) -> tuple[Problem, ...]:
+    """Problems without products which, one behind the other, move what a problem moves.
+
+    What is scattered travels as blocks of an all-to-all. The sum of what arrives is not in it, nor
+    the memory traffic of that; sums that return are gathered.
+
+    >>> [str(one) for one in movements(Problem("matmul_reduce_scatter", (2, 2), 8, 4, "float32"))]
+    ['all_to_all_matmul(m=4 (4 x 2 ranks), n=0, k=8, float32)']
+    """
+    kind, width, dtype = problem.kind, problem.n, problem.dtype
+    if not kind.scatters:
+        return (replace(problem, n=0),)
+    table = problem.blocks or (problem.rows,) * problem.world
+    away = Problem.of_blocks("all_to_all_matmul", table, 0, width, dtype)
+    if not kind.returns:
+        return (away,)
+    return away, Problem("all_gather_matmul", problem.rows, 0, width, dtype)
+
+
+def moved_bytes(problem: Problem) -> int:
+    """Bytes of what is exchanged on a rank: the gathered A, or the product."""
+    return problem.m * _width(problem) * problem.itemsize
+
+
+def block_bytes(problem: Problem) -> int:
+    """Bytes of the largest block that a rank sends to another."""
+    ranks = range(problem.world)
+    rows = [problem.block(src, dst) for src in ranks for dst in ranks if src != dst]
+    return max(rows, default=0) * _width(problem) * problem.itemsize
+
+
+def _width(problem: Problem) -> int:
+    """Columns of what travels."""
+    return problem.n if problem.kind.scatters else problem.k

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from ficco.errors import ConfigError
@@ -122,9 +123,13 @@ def _limit(free_bytes: int) -> float:
     return MEMORY_SHARE * free_bytes
 
 
+def _named(*sizes: tuple[int, int, int], **more: str) -> list[Case]:
+    return [Case(f"{m}x{n}x{k}", m, n, k, **more) for m, n, k in sizes]  # type: ignore[arg-type]
+
+
 def measured() -> list[Case]:
     """Layers of dense models, large and small, at four ranks."""
-    shapes = [
+    return _named(
         (32768, 2048, 8192),
         (8192, 7168, 8192),
         (8192, 3584, 4096),
@@ -133,33 +138,24 @@ def measured() -> list[Case]:
         (8192, 2048, 32768),
         (8192, 12288, 12288),
         (16384, 13312, 16384),
-    ]
-    return [Case(f"{m}x{n}x{k}", m, n, k) for m, n, k in shapes]
+    )
 
 
 def small() -> list[Case]:
     """Products of less than about half a millisecond on one H200."""
-    return [
-        Case(f"{m}x{n}x4096", m, n, 4096) for m in (2048, 4096, 8192) for n in (1024, 2048, 4096)
-    ]
+    return _named(*product((2048, 4096, 8192), (1024, 2048, 4096), (4096,)))
 
 
 def decode() -> list[Case]:
     """A few rows for layers of Llama 3 8B and 70B on four ranks: the products in front of attention
     and in the MLP."""
-    return [
-        Case(f"{m}x{n}x{k}", m, n, k)
-        for m in (128, 512, 1024)
-        for n, k in ((1536, 4096), (3584, 4096), (2560, 8192), (7168, 8192))
-    ]
+    layers = ((1536, 4096), (3584, 4096), (2560, 8192), (7168, 8192))
+    return _named(*((m, n, k) for m in (128, 512, 1024) for n, k in layers))
 
 
 def tiny() -> list[Case]:
     """Shapes for the CPU engine."""
-    return [
-        Case(f"{m}x{n}x{k}", m, n, k, "float32")
-        for m, n, k in ((256, 64, 256), (512, 128, 256), (512, 256, 512))
-    ]
+    return _named((256, 64, 256), (512, 128, 256), (512, 256, 512), dtype="float32")
 
 
 def unseen(count: int = 32, seed: int = 17) -> list[Case]:
@@ -170,14 +166,14 @@ def unseen(count: int = 32, seed: int = 17) -> list[Case]:
     """
     hidden = (2048, 2560, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384, 18432, 28672)
     columns = (1280, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 11008, 14336, 18432, 28672, 53248)
-    dice, found = random.Random(seed), dict[str, Case]()
-    while len(found) < count:
+    dice, drawn = random.Random(seed), dict[tuple[int, int, int], None]()
+    while len(drawn) < count:
         m = 512 * round(2 ** dice.uniform(0, 7))
         n = dice.choice(columns) // dice.choice((1, 2, 4, 8))
         k = dice.choice(hidden)
         if 512 <= n <= 16384 and m * n * k <= MOST_UNSEEN:
-            found.setdefault(f"{m}x{n}x{k}", Case(f"{m}x{n}x{k}", m, n, k))
-    return list(found.values())
+            drawn[m, n, k] = None
+    return _named(*drawn)
 
 
 def scenarios() -> list[Case]:
@@ -211,11 +207,8 @@ def experts() -> list[Case]:
 def experts_gain() -> list[Case]:
     """Experts whose products take about as long as their rows travel: an eighth of the hidden layer
     of a large expert, or a small one."""
-    return [
-        Case(f"{m}x{n}x{k}", m, n, k, operator="all_to_all_matmul")
-        for m in (4096, 8192, 16384, 32768)
-        for n, k in ((1024, 7168), (2048, 4096), (4096, 7168))
-    ]
+    tokens, layers = (4096, 8192, 16384, 32768), ((1024, 7168), (2048, 4096), (4096, 7168))
+    return _named(*((m, n, k) for m in tokens for n, k in layers), operator="all_to_all_matmul")
 
 
 def weight_gradients() -> list[Case]:

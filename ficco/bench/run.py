@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.about import describe, write_description
-from ficco.bench.accuracy import Accuracy
-from ficco.bench.bounds import moved_bytes
 from ficco.bench.calls import taken
-from ficco.bench.candidates import Candidate, named_again, of_problem
+from ficco.bench.candidates import Candidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH, append
@@ -30,7 +28,7 @@ from ficco.bench.report import show_shape
 from ficco.bench.series import Stopwatch, slowest
 from ficco.bench.stats import summarise
 from ficco.bench.traces import trace_all
-from ficco.bench.verify import Checked, Verifier
+from ficco.bench.verify import Accuracy, Checked, Verifier
 from ficco.launch import local_device
 from ficco.timeline import dumps
 from ficco.workspace import SLOTS
