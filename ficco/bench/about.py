@@ -1,4 +1,4 @@
-"""The description of a run, which lies beside its CSV file."""
+"""The description of a run, in a JSON file next to its CSV file."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def commit() -> str:
 
 
 def write_description(path: Path, description: dict[str, Any]) -> None:
-    """Write the description of a CSV file beside it."""
+    """Write the description of a CSV file next to it."""
     path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The description that lies beside a CSV file; empty if there is none."""
-    beside = path.with_suffix(".json")
-    if not beside.exists():
+    """The description next to a CSV file; empty if there is none."""
+    file = path.with_suffix(".json")
+    if not file.exists():
         return {}
     try:
-        found = json.loads(beside.read_text())
+        description = json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigError(str(beside), "file", f"required JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(str(beside), "file", "required a JSON object")
-    return found
+        raise ConfigError(str(file), "file", f"required JSON: {error}") from None
+    if not isinstance(description, dict):
+        raise ConfigError(str(file), "file", "required a JSON object")
+    return description

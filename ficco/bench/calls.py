@@ -84,7 +84,7 @@ def build(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runn
 
 
 def expected(runner: Runner, operands: Operands) -> torch.Tensor:
-    """What a runner's result must equal, from what this rank made alone."""
+    """What a runner's result must equal, from what only this rank computed."""
     if runner.expected == "whole":
         return operands.whole_OK
     if runner.expected == "product":
@@ -122,22 +122,22 @@ def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
     peers = range(problem.world)
 
     def gathered(a: torch.Tensor) -> torch.Tensor:
-        found = a.new_empty(problem.m, a.shape[1])
-        all_gather(found, a, group=group)
-        return found
+        whole = a.new_empty(problem.m, a.shape[1])
+        all_gather(whole, a, group=group)
+        return whole
 
     def scattered(product: torch.Tensor) -> torch.Tensor:
-        found = product.new_empty(problem.rows[rank], product.shape[1])
-        reduce_scatter(found, product, group=group)
-        return found
+        mine = product.new_empty(problem.rows[rank], product.shape[1])
+        reduce_scatter(mine, product, group=group)
+        return mine
 
     sent = [problem.block(rank, peer) for peer in peers]
     received = [problem.block(peer, rank) for peer in peers]
 
     def exchanged(rows: torch.Tensor) -> torch.Tensor:
-        found = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(found, rows, received, sent, group=group)
-        return found
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows, received, sent, group=group)
+        return arrived
 
     def reduced(product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=group)
@@ -177,7 +177,7 @@ def _collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -
 
 
 def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """The copies of a schedule alone: calls with a B of no columns, whose products are empty."""
+    """Only the copies of a schedule: calls with a B of no columns, whose products are empty."""
     problem, rank, schedule = operands.problem, operands.rank, candidate.schedule
     moved: list[tuple[Problem, torch.Tensor, torch.Tensor]] = []
     for one in movements(problem):
@@ -188,12 +188,12 @@ def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
 
     def run() -> torch.Tensor:
         for one, a, b in moved:
-            found: torch.Tensor = call(one, a, b, group, schedule)
-        return found
+            result: torch.Tensor = call(one, a, b, group, schedule)
+        return result
 
     def gathered() -> torch.Tensor:
-        found: torch.Tensor = call(*moved[0], group, schedule, return_gathered=True)[1]
-        return found
+        whole: torch.Tensor = call(*moved[0], group, schedule, return_gathered=True)[1]
+        return whole
 
     if problem.operator == "all_gather_matmul":
         return Runner(run, "whole", proof=gathered)
@@ -279,8 +279,8 @@ def _ficco(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Run
 
     def run() -> torch.Tensor:
         a = getattr(operands, name)
-        found: torch.Tensor = call(operands.problem, a, operands.b_KN, group, candidate.schedule)
-        return found
+        result: torch.Tensor = call(operands.problem, a, operands.b_KN, group, candidate.schedule)
+        return result
 
     if not candidate.stages:
         return Runner(run)

@@ -16,7 +16,7 @@ class Candidate:
     """One thing that is timed.
 
     Attributes:
-        name: its name in reports; for ficco the schedule's name and, behind ``@``, what else is
+        name: its name in reports; for ficco the schedule's name and, after ``@``, what else is
             special about the call.
         kind: how it is called, a key of ``ficco.bench.calls.BUILDERS``.
         schedule: for ficco.
@@ -104,7 +104,7 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candid
     """The candidates of a bench: the references but some, and the schedules of these names, or all.
 
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
-    by kernel where copies are small, and those that sum where the peers made it.
+    by kernel where copies are small, and those that sum in the memory of the peers.
     """
     ours = SCHEDULES
     if names is not None:
@@ -117,15 +117,15 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candid
 def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate, ...]:
     """The candidates that a problem's operator has."""
     having = {one.name: operators for one, operators in REFERENCES if operators}
-    found: dict[Candidate, None] = {}
+    available: dict[Candidate, None] = {}
     for one in chosen:
         if one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
             there = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
-            found |= dict.fromkeys(map(parse, there))
+            available |= dict.fromkeys(map(parse, there))
         elif problem.operator in having.get(one.name, (problem.operator,)):
-            found[one] = None
-    return tuple(one for one in found if not refused(one, problem))
+            available[one] = None
+    return tuple(one for one in available if not refused(one, problem))
 
 
 def named_again(candidates: Iterable[Candidate], problem: Problem) -> dict[Candidate, Candidate]:
@@ -155,11 +155,11 @@ def refused(candidate: Candidate, problem: Problem) -> str:
     return refusal(problem, Schedule.parse(candidate.schedule))
 
 
-# What of a problem can be called without the rest.
+# The movement of a problem without its product.
 
 
 def movements(problem: Problem) -> tuple[Problem, ...]:
-    """Problems without products which, one behind the other, move what a problem moves.
+    """Problems without products which, one after the other, move what a problem moves.
 
     What is scattered travels as blocks of an all-to-all. The sum of what arrives is not in it, nor
     the memory traffic of that; sums that return are gathered.

@@ -61,7 +61,7 @@ class Case:
     def on(self, operator: str) -> Case:
         """The same layer for another operator.
 
-        What scatters belongs to the row-parallel layer behind the column-parallel one: its n and k
+        What scatters belongs to the row-parallel layer after the column-parallel one: its n and k
         are exchanged.
         """
         if operator == self.operator:
@@ -82,8 +82,8 @@ class Case:
         Counted are B; A four times, as it is given, in symmetric memory, and published in two
         slots; and the result three times. What is gathered counts four times, as the reference's, a
         collective's and in the staging of two slots, and its product once in float32, for sums.
-        What is scattered counts eight times: as the collective's, as what is copied alone, as a
-        call's own and as the product alone, in the staging of two slots, and published in two; what
+        What is scattered counts eight times: as the collective's, as what is only copied, as a
+        call's own and as the plain product, in the staging of two slots, and published in two; what
         the reference is made of counts once.
         """
         problem = self.problem(world)
@@ -100,12 +100,12 @@ class Case:
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
-        found, parts = self, 1
-        while self.halves and found.m >= 2 * world and found.memory(world) > _limit(free_bytes):
+        smaller, parts = self, 1
+        while self.halves and smaller.m >= 2 * world and smaller.memory(world) > _limit(free_bytes):
             parts *= 2
             label = f"{self.label}, m / {parts} for lack of memory"
-            found = replace(self, m=self.m // parts, label=label)
-        return found
+            smaller = replace(self, m=self.m // parts, label=label)
+        return smaller
 
     def skipped(self, world: int, free_bytes: int) -> str:
         """Why this shape is not measured with so much free memory; empty if it is."""
@@ -200,8 +200,10 @@ def scenarios() -> list[Case]:
 def experts() -> list[Case]:
     """The all-to-alls of that table: large experts, whose products take far longer than the rows
     travel."""
-    found = read(configs() / "scenarios.csv")
-    return [replace(case, halves=True) for case in found if case.operator == "all_to_all_matmul"]
+    all_scenarios = read(configs() / "scenarios.csv")
+    return [
+        replace(case, halves=True) for case in all_scenarios if case.operator == "all_to_all_matmul"
+    ]
 
 
 def experts_gain() -> list[Case]:
@@ -214,14 +216,14 @@ def experts_gain() -> list[Case]:
 def weight_gradients() -> list[Case]:
     """Scenarios of the paper whose k are tokens, each as it is listed and as the gradient of a
     weight that it stands for: tokens are gathered by rows, as in the forward, and summed over."""
-    found = []
+    both = []
     for case in scenarios():
         if case.name in ("g1", "g3", "g5", "g7"):
             label = f"{case.label}; its k are the rows that are gathered"
             sizes = (case.k, case.n, case.m, case.dtype)
             turned = Case(f"{case.name}-gradient", *sizes, label, operator=WEIGHT_GRADIENT)
-            found += [case, turned]
-    return found
+            both += [case, turned]
+    return both
 
 
 SETS: dict[str, Callable[[], list[Case]]] = {

@@ -1,7 +1,7 @@
 """What cutting and overlapping cost, each by itself (FiCCO, sections IV-B to IV-E).
 
 Decomposition loss: the parts one after the other, against the whole. Contention loss: the same
-work while other work runs beside it, against the same work alone. Both are medians of ratios that
+work during other work, against the same work by itself. Both are medians of ratios that
 are taken round by round, of the slowest rank's times.
 """
 
@@ -36,7 +36,7 @@ PIECES, SHARDS, COLLECTIVE = "dma-pieces", "dma-shards", "collective"
 #: Seconds that a call may wait for its peers.
 TIMEOUT_S = 30.0
 
-#: Parts of the seconds of a run that communication alone and each shape may take.
+#: Parts of the seconds of a run that pure communication and each shape may take.
 COMMUNICATION_SHARE = 0.15
 
 
@@ -193,21 +193,20 @@ class LossBench:
             SHARDS: operands.copies("shard-overlap", nbytes),
             COLLECTIVE: operands.collective(nbytes),
         }
-        alone: dict[str, Any] = {"product": product, **moves}
-        guess = self._time(alone, seconds * 0.2, most=5)
-        calls = dict(alone)
+        calls: dict[str, Any] = {"product": product, **moves}
+        guess = self._time(calls, seconds * 0.2, most=5)
         for mover, move in moves.items():
             back = behind(guess["product"].times, guess[mover].times)
-            calls[f"product beside {mover}"] = beside(product, move, back, self.device)
+            calls[f"product during {mover}"] = beside(product, move, back, self.device)
             back = behind(guess[mover].times, guess["product"].times)
-            calls[f"{mover} beside product"] = beside(move, product, back, self.device)
+            calls[f"{mover} during product"] = beside(move, product, back, self.device)
         times = self._time(calls, seconds * 0.8)
         what = {"nbytes": nbytes, "cut": "rows", "parts": world}
         for mover in moves:
-            measured = ratio(times, "product", f"product beside {mover}")
+            measured = ratio(times, "product", f"product during {mover}")
             yield {"loss": GEMM_CIL, "mover": mover, **what, **measured}
         for mover in moves:
-            measured = ratio(times, mover, f"{mover} beside product")
+            measured = ratio(times, mover, f"{mover} during product")
             yield {"loss": COPY_CIL, "mover": mover, **what, **measured}
 
 
@@ -216,9 +215,9 @@ def pieces(world: int) -> str:
     return f"hetero-fused-1d:pieces={world}"
 
 
-def ratio(times: Mapping[str, Series], alone: str, other: str) -> Loss:
+def ratio(times: Mapping[str, Series], reference: str, other: str) -> Loss:
     """The figures of a loss: the times under one name against those under another."""
-    before, after = (1e6 * np.array(times[name].times) for name in (alone, other))
+    before, after = (1e6 * np.array(times[name].times) for name in (reference, other))
     return {
         "status": "ok",
         "rounds": len(before),

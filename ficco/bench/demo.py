@@ -32,7 +32,7 @@ from ficco.schedules import NAMED
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Schedules beside the named ones: other movers, directions, lanes and pieces.
+#: Schedules besides the named ones: other movers, directions, lanes and pieces.
 KNOBS = (
     "serial:collective",
     "shard-overlap:pull",
@@ -49,7 +49,7 @@ TORCH = Candidate("torch.distributed, then matmul", "serial-collective")
 #: Rounds of calls of all schedules, each round with inputs of its own.
 CALLS = 7
 
-#: Rounds of an operator beside torch's composition.
+#: Rounds of an operator and torch's composition.
 TURNS = 15
 
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
@@ -196,10 +196,10 @@ def _times(
     exact = calls.groupby("schedule")["exact"].min().astype(object)
     ms = calls.iloc[len(served) :].groupby("schedule")["ms"].median()
     names = [candidate.name for candidate in candidates]
-    found = pd.DataFrame({"exact": exact.reindex(names), "ms": ms.reindex(names)})
-    found["exact"] = found["exact"].where(found["exact"].notna(), None)
-    found["note"] = found.index.map(lambda name: notes.get(name, ""))
-    return found.rename_axis("schedule").reset_index()
+    table = pd.DataFrame({"exact": exact.reindex(names), "ms": ms.reindex(names)})
+    table["exact"] = table["exact"].where(table["exact"].notna(), None)
+    table["note"] = table.index.map(lambda name: notes.get(name, ""))
+    return table.rename_axis("schedule").reset_index()
 
 
 def _slow_copies(device: torch.device) -> Any:

@@ -100,17 +100,17 @@ class Bench:
             if "graph" in settings.modes:
                 about["calls_in_graph"] = CALLS_IN_GRAPH
             write_description(settings.csv, about)
-        found = [BENCH.frame(())]
+        frames = [BENCH.frame(())]
         for number, case in enumerate(settings.cases):
             left = self.deadline - time.monotonic()
             rows = BENCH.frame(self._case(case, number, left, len(settings.cases) - number))
             if self.rank == 0:
-                found.append(rows)
+                frames.append(rows)
                 append(settings.csv, rows)
                 if not settings.quiet:
                     show_shape(rows)
         self.watch.close()
-        return pd.concat(found, ignore_index=True) if self.rank == 0 else None
+        return pd.concat(frames, ignore_index=True) if self.rank == 0 else None
 
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         """Measure one of so many shapes in its share of the seconds that are left."""
@@ -179,7 +179,7 @@ class Bench:
         """What is left of exactness on random operands."""
         accuracy = Accuracy(operands, self.group)
         for one in checked:
-            if one.runner is not None and one.runner.proof is None and not one.alone:
+            if one.runner is not None and one.runner.proof is None and not one.is_part:
                 with one.runner.context():
                     mine = accuracy.error(one.runner.run())
                 one.error = max(self.watch.gather(mine))
@@ -214,8 +214,8 @@ class Bench:
         times: dict[str, dict[str, list[float]]] = {mode: {} for mode in self.settings.modes}
         host: dict[tuple[str, str], float] = {}
         for mode, name in mine:
-            times[mode][name] = slowest([found[mode, name][0] for found in everyone])
-            host[mode, name] = max(found[mode, name][1] for found in everyone) * 1e6
+            times[mode][name] = slowest([timed[mode, name][0] for timed in everyone])
+            host[mode, name] = max(timed[mode, name][1] for timed in everyone) * 1e6
         by_name = {one.candidate.name: one for one in checked}
         rows = []
         for mode, series in times.items():
@@ -244,8 +244,8 @@ class Bench:
         if one.candidate.schedule != "auto":
             return ""
         kind = "idle" if not self.watch.on_gpu else "queued" if mode == "graph" else "eager"
-        made = taken(case.problem(self.world), self.group, self.device, kind)
-        return f"is {made.schedule} ({made.source})"
+        decision = taken(case.problem(self.world), self.group, self.device, kind)
+        return f"is {decision.schedule} ({decision.source})"
 
     def _shape(self, case: Case) -> BenchRow:
         names = ("operator", "label", "m", "n", "k", "dtype")
@@ -253,13 +253,13 @@ class Bench:
 
     def _timelines(self, operands: Operands, checked: list[Checked]) -> None:
         names = [one.candidate.schedule for one in checked if one.runner and one.candidate.ours]
-        found = trace_all(list(dict.fromkeys(names)), operands, self.group)
+        timelines = trace_all(list(dict.fromkeys(names)), operands, self.group)
         if self.rank == 0:
             stem = self.settings.csv.with_suffix("")
             note = f"{operands.problem}, rank 0 of {self.world}; planned at the rates measured"
-            draw(found, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
-            trace(found, f"{stem}_trace.json")
-            Path(f"{stem}_timelines.json").write_text(dumps(found))
+            draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
+            trace(timelines, f"{stem}_trace.json")
+            Path(f"{stem}_timelines.json").write_text(dumps(timelines))
 
     @contextmanager
     def _progress(self, title: str, candidates: int) -> Iterator[Tick]:

@@ -41,7 +41,7 @@ class Checked:
     Attributes:
         runner: it, ready to be called; None if it is not to be timed.
         status, note: as in a :class:`ficco.bench.table.Row`.
-        extra_bytes: most memory beside operands and result, on the rank that takes most.
+        extra_bytes: most memory besides operands and result, on the rank that takes most.
         error: as in a Row.
         replay: it, captured in a graph.
         graph_status, graph_note: why there is no replay.
@@ -58,8 +58,8 @@ class Checked:
     graph_note: str = ""
 
     @property
-    def alone(self) -> bool:
-        """Whether it is a part of the operator alone."""
+    def is_part(self) -> bool:
+        """Whether it is only a part of the operator."""
         return self.runner is not None and self.runner.expected != "result"
 
 

@@ -101,7 +101,7 @@ def add(commands: Any) -> None:
     result.add_argument("--json", action="store_true", help="print the rows as JSON")
     later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
     later.add_argument("--plot", type=Path, metavar="CSV", help="draw its pictures")
-    later.add_argument("--report", type=Path, metavar="CSV", help="write its report beside it")
+    later.add_argument("--report", type=Path, metavar="CSV", help="write its report next to it")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -143,8 +143,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
-    """The bench of products: the function of the ranks, what it takes, and what is made of the
-    rows."""
+    """The bench of products: the function of the ranks, what it takes, and what follows from
+    the rows."""
     from ficco.bench.candidates import choose
     from ficco.bench.frames import records
     from ficco.bench.measure import modes_of
@@ -213,23 +213,23 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
     Raises:
         ValueError: there is no shape of a name that was asked for.
     """
-    found, what = _of_sets(arguments, device)
+    shapes, what = _of_sets(arguments, device)
     if arguments.only:
-        there = [case.name for case in found]
+        there = [case.name for case in shapes]
         for name in arguments.only:
             if name not in there:
                 raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
-        found = [case for case in found if case.name in arguments.only]
-    return found, what
+        shapes = [case for case in shapes if case.name in arguments.only]
+    return shapes, what
 
 
 def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
     wanted = arguments.operator
     if arguments.shapes:
-        found = list(cases.read(arguments.shapes))
+        shapes = list(cases.read(arguments.shapes))
         what = [arguments.shapes.stem]
     elif arguments.set:
-        found = [case for name in arguments.set for case in cases.SETS[name]()]
+        shapes = [case for name in arguments.set for case in cases.SETS[name]()]
         what = list(arguments.set)
     else:
         wanted = wanted or [cases.OPERATOR]
@@ -237,8 +237,8 @@ def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], st
         what = list(dict.fromkeys(name for _, name in pairs))
         return [case.on(one) for one, name in pairs for case in cases.SETS[name]()], "-".join(what)
     if wanted:
-        found = [case.on(operator) for operator in wanted for case in found]
-    return found, "-".join(what)
+        shapes = [case.on(operator) for operator in wanted for case in shapes]
+    return shapes, "-".join(what)
 
 
 def _servable(candidates: Sequence[Candidate], shapes: Sequence[Case]) -> None:
@@ -268,7 +268,7 @@ def command_line() -> str:
 
 
 def writable(folder: Path) -> Path:
-    """A folder of ``--out``, which is made; refused before anything is measured in vain.
+    """A folder of ``--out``, which is created; refused before anything is measured in vain.
 
     Raises:
         ValueError: it cannot be written to.

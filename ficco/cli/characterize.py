@@ -10,7 +10,7 @@ from typing import Any
 from ficco.cli.bench import START_S, command_line, fresh, named
 from ficco.cli.tune import at_least_two
 
-#: Bytes of the shards whose communication is measured alone, and seconds for everything.
+#: Bytes of the shards whose communication is measured without products, and seconds for everything.
 SIZES = {
     "cuda": tuple(size << 20 for size in (1, 2, 4, 8, 16, 32, 64, 128)),
     "cpu": tuple(size << 10 for size in (64, 256, 1024)),
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
         "--plot",
         type=Path,
         metavar="CSV",
-        help="measure nothing; draw the pictures of an earlier run beside its CSV",
+        help="measure nothing; draw the pictures of an earlier run next to its CSV",
     )
     parser.set_defaults(run=_characterize)
 
