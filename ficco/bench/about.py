@@ -1,15 +1,40 @@
-"""The description of a run, in a JSON file next to its CSV file."""
+"""What every run is told, and its description, in a JSON file next to its CSV file."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ficco import doctor
 from ficco.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What every run is told.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        rounds: most rounds of a shape.
+        seconds: time for everything, shared among the shapes.
+        csv: the file that rows are appended to, shape by shape.
+        command: the command line, for the description of the figures.
+    """
+
+    device: str
+    rounds: int
+    seconds: float
+    csv: Path
+    command: str = ""
+
+    def write_description(self, ranks: int, **more: Any) -> None:
+        """Write the description of the run next to its CSV file."""
+        description = {**describe(self.device, ranks, self.command), **more}
+        self.csv.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def describe(device: str, ranks: int, command: str) -> dict[str, Any]:
@@ -36,11 +61,6 @@ def commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def write_description(path: Path, description: dict[str, Any]) -> None:
-    """Write the description of a CSV file next to it."""
-    path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def read_description(path: Path) -> dict[str, Any]:

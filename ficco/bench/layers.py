@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
-from ficco.bench.about import describe, write_description
+from ficco.bench.about import RunSettings
 from ficco.bench.calls import Runner, all_gather, reduce_scatter
 from ficco.bench.frames import LAYERS, append
 from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
@@ -92,17 +91,12 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class LayerSettings:
-    """What is timed, and where the rows go; as in :class:`ficco.bench.run.BenchSettings`."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(RunSettings):
+    """What is timed."""
 
     layers: tuple[Layer, ...]
     modes: tuple[str, ...]
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
 
 
 # The ways.
@@ -326,8 +320,7 @@ def layers(settings: LayerSettings) -> pd.DataFrame | None:
     rows: list[pd.DataFrame] = []
     began = time.monotonic()
     if watch.rank == 0:
-        about = describe(settings.device, watch.world, settings.command)
-        write_description(settings.csv, about)
+        settings.write_description(watch.world)
     for number, layer in enumerate(settings.layers):
         left = settings.seconds - (time.monotonic() - began)
         share = left / (len(settings.layers) - number)

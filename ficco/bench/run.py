@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from ficco.bench.about import describe, write_description
+from ficco.bench.about import RunSettings
 from ficco.bench.calls import taken
 from ficco.bench.candidates import Candidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
@@ -42,17 +42,12 @@ BenchRow = dict[str, Any]
 LEAST_SHARE = 0.25
 
 
-@dataclass(frozen=True)
-class BenchSettings:
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(RunSettings):
     """What is benched, and how.
 
     Attributes:
         cases, candidates, modes: what; of the candidates, each operator those that it has.
-        device: ``"cpu"`` or ``"cuda"``.
-        rounds: most rounds of a shape.
-        seconds: time for everything, shared among the shapes.
-        csv: the file that rows are appended to, shape by shape.
-        command: the command line, for the description of the figures.
         timelines: draw one traced call per schedule of the first shape.
         quiet: print no tables.
         seed: of the order in a round and of the random operands.
@@ -61,11 +56,6 @@ class BenchSettings:
     cases: tuple[Case, ...]
     candidates: tuple[Candidate, ...]
     modes: tuple[str, ...]
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
     timelines: bool = False
     quiet: bool = False
     seed: int = 0
@@ -96,10 +86,8 @@ class Bench:
     def run(self) -> pd.DataFrame | None:
         settings = self.settings
         if self.rank == 0:
-            about = describe(settings.device, self.world, settings.command)
-            if "graph" in settings.modes:
-                about["calls_in_graph"] = CALLS_IN_GRAPH
-            write_description(settings.csv, about)
+            graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in settings.modes else {}
+            settings.write_description(self.world, **graphs)
         frames = [BENCH.frame(())]
         for number, case in enumerate(settings.cases):
             left = self.deadline - time.monotonic()
