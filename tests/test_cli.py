@@ -22,7 +22,7 @@ import ficco
 from ficco import cli, doctor
 from ficco.bench import demo
 from ficco.bench.calls import Runner
-from ficco.bench.candidates import Candidate, parse
+from ficco.bench.candidates import BenchCandidate, parse
 from ficco.bench.demo import verdict
 from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH
@@ -359,7 +359,7 @@ def _orders() -> list[str]:
     group, called = dist.group.WORLD, []
     operands = demo._operands("all_gather_matmul", group, torch.device("cpu"))
 
-    def build(candidate: Candidate, *_: object) -> Runner:
+    def build(candidate: BenchCandidate, *_: object) -> Runner:
         def run() -> torch.Tensor:
             called.append(candidate.name)
             return operands.reference()
@@ -401,7 +401,7 @@ def _one_off(number: int) -> pd.DataFrame:
     operands = demo._operands("all_gather_matmul", group, torch.device("cpu"))
     calls = []
 
-    def build(candidate: Candidate, *_: object) -> Runner:
+    def build(candidate: BenchCandidate, *_: object) -> Runner:
         def run() -> torch.Tensor:
             if candidate.name == "serial":
                 raise NotImplementedError("not here")

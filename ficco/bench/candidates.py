@@ -12,7 +12,7 @@ from ficco.schedules import NAMED, Schedule, refusal, same_plans
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BenchCandidate:
     """One thing that is timed.
 
     Attributes:
@@ -36,7 +36,7 @@ class Candidate:
         return self.kind == "ficco"
 
 
-def parse(name: str) -> Candidate:
+def parse(name: str) -> BenchCandidate:
     """A ficco candidate from its name: ``shard-overlap:pull@symmetric``, ``growing@stages=2``."""
     schedule, *marks = name.split("@")
     if schedule != "auto":
@@ -50,18 +50,18 @@ def parse(name: str) -> Candidate:
             stages = int(value)
         else:
             raise ValueError(f"{name!r}: required @symmetric or @stages=2, got @{mark}")
-    return Candidate("@".join([schedule, *marks]), "ficco", schedule, symmetric, stages)
+    return BenchCandidate("@".join([schedule, *marks]), "ficco", schedule, symmetric, stages)
 
 
 #: What every shape is held against, and the operators that have it; none for all of them.
-REFERENCES: tuple[tuple[Candidate, tuple[str, ...]], ...] = (
-    (Candidate("gemm", "gemm"), ()),
-    (Candidate("collective", "collective"), ()),
-    (Candidate("copies", "copies", "shard-overlap"), ()),
-    (Candidate("serial-collective", "serial-collective"), ()),
-    (Candidate("ficco-rccl", "pieces"), (OPERATOR,)),
-    (Candidate("pytorch-fused", "pytorch"), (OPERATOR, "matmul_reduce_scatter")),
-    (Candidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
+REFERENCES: tuple[tuple[BenchCandidate, tuple[str, ...]], ...] = (
+    (BenchCandidate("gemm", "gemm"), ()),
+    (BenchCandidate("collective", "collective"), ()),
+    (BenchCandidate("copies", "copies", "shard-overlap"), ()),
+    (BenchCandidate("serial-collective", "serial-collective"), ()),
+    (BenchCandidate("ficco-rccl", "pieces"), (OPERATOR,)),
+    (BenchCandidate("pytorch-fused", "pytorch"), (OPERATOR, "matmul_reduce_scatter")),
+    (BenchCandidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
 )
 
 #: Baselines that no figure of the others needs.
@@ -72,7 +72,7 @@ OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
 KERNEL_BYTES = 4 << 20
 
 #: Stands for the schedules that ``auto`` compares.
-COMPARED = Candidate("candidates", "compared")
+COMPARED = BenchCandidate("candidates", "compared")
 
 #: The schedules that are benched unless others are named: every named one, then knobs. An operator
 #: has those that serve it.
@@ -100,7 +100,7 @@ SCHEDULES = tuple(
 )
 
 
-def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candidate, ...]:
+def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchCandidate, ...]:
     """The candidates of a bench: the references but some, and the schedules of these names, or all.
 
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
@@ -114,10 +114,10 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candid
     return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
-def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate, ...]:
+def of_problem(chosen: Iterable[BenchCandidate], problem: Problem) -> tuple[BenchCandidate, ...]:
     """The candidates that a problem's operator has."""
     having = {one.name: operators for one, operators in REFERENCES if operators}
-    available: dict[Candidate, None] = {}
+    available: dict[BenchCandidate, None] = {}
     for one in chosen:
         if one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
@@ -128,7 +128,9 @@ def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate
     return tuple(one for one in available if not refused(one, problem))
 
 
-def named_again(candidates: Iterable[Candidate], problem: Problem) -> dict[Candidate, Candidate]:
+def named_again(
+    candidates: Iterable[BenchCandidate], problem: Problem
+) -> dict[BenchCandidate, BenchCandidate]:
     """Those that go through the same steps as one before them, and that one.
 
     They are timed once: of several clocks on one plan the fastest would win by chance.
@@ -142,7 +144,7 @@ def named_again(candidates: Iterable[Candidate], problem: Problem) -> dict[Candi
     return {plain[one]: plain[first] for one, first in same.items() if one != first}
 
 
-def refused(candidate: Candidate, problem: Problem) -> str:
+def refused(candidate: BenchCandidate, problem: Problem) -> str:
     """Why a problem cannot be served by a candidate's schedule; empty if it can."""
     if not candidate.ours:
         return ""

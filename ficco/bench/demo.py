@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import build, taken
-from ficco.bench.candidates import Candidate, of_problem, parse
+from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.decisions import examples, show_table_i
 from ficco.bench.draw import draw, trace
-from ficco.bench.exact import Outcome, exact_calls, seconds
+from ficco.bench.exact import ExactCall, exact_calls, seconds
 from ficco.bench.inputs import Operands
 from ficco.bench.progress import bar
 from ficco.bench.tables import cells, show
@@ -44,7 +44,7 @@ KNOBS = (
 )
 
 #: What everything is compared with.
-TORCH = Candidate("torch.distributed, then matmul", "serial-collective")
+TORCH = BenchCandidate("torch.distributed, then matmul", "serial-collective")
 
 #: Rounds of calls of all schedules, each round with inputs of its own.
 CALLS = 7
@@ -156,7 +156,7 @@ def _operator(operator: str, group: ProcessGroup, device: torch.device) -> dict[
 
 
 def _times(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[BenchCandidate],
     operands: Operands,
     group: ProcessGroup,
     rounds: int,
@@ -169,7 +169,7 @@ def _times(
     slowest rank's ``ms``; and a ``note`` that says why it is not served.
     """
     served: dict[str, Callable[[], torch.Tensor]] = {}
-    outcomes: list[Outcome] = []
+    outcomes: list[ExactCall] = []
     notes: dict[str, str] = {}
     measure = seconds(group, operands.device)
     for number, candidate in enumerate(candidates):

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import Runner
-from ficco.bench.candidates import Candidate
+from ficco.bench.candidates import BenchCandidate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -144,7 +144,7 @@ class Item:
     """
 
     mode: str
-    candidate: Candidate
+    candidate: BenchCandidate
     runner: Runner
     replay: Callable[[], None] | None = None
     sleep_s: float = SLEEP_LEAST_S

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ficco.bench.about import RunSettings
 from ficco.bench.calls import taken
-from ficco.bench.candidates import Candidate, moved_bytes, named_again, of_problem
+from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH, append
@@ -54,7 +54,7 @@ class BenchSettings(RunSettings):
     """
 
     cases: tuple[Case, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[BenchCandidate, ...]
     modes: tuple[str, ...]
     timelines: bool = False
     quiet: bool = False
@@ -149,7 +149,7 @@ class Bench:
         return rows
 
     def _verify(
-        self, candidates: Sequence[Candidate], operands: Operands, tick: Tick
+        self, candidates: Sequence[BenchCandidate], operands: Operands, tick: Tick
     ) -> list[Checked]:
         """Every candidate, proven right or with the reason why not."""
         operands.exact_b()
@@ -211,7 +211,7 @@ class Bench:
             queued = times.get("queued") if mode == "graph" else None
             figures = summarise(series, queued).to_dict("index") if series else {}
             for name, own in figures.items():
-                one = by_name.get(name) or Checked(Candidate(name, "bound"))
+                one = by_name.get(name) or Checked(BenchCandidate(name, "bound"))
                 what = {"candidate": name, "kind": one.candidate.kind, "status": "ok"}
                 what |= {"note": self._chosen(case, one, mode), "rounds": done}
                 seen = {"extra_bytes": one.extra_bytes, "error": one.error}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ficco
 from ficco.bench.calls import Runner, all_gather
-from ficco.bench.candidates import Candidate
+from ficco.bench.candidates import BenchCandidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Stopwatch:
     ) -> dict[str, Series]:
         """Time all calls for about so many seconds; the same on every rank."""
         items = {
-            name: Item(mode or self.mode, Candidate(name, "call"), _runner(call))
+            name: Item(mode or self.mode, BenchCandidate(name, "call"), _runner(call))
             for name, call in calls.items()
         }
         rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)

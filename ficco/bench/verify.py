@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import ficco
 from ficco.bench.calls import Runner, build, expected, unavailable
-from ficco.bench.candidates import Candidate
+from ficco.bench.candidates import BenchCandidate
 from ficco.bench.exact import exact_calls, wrong_elements
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
@@ -47,7 +47,7 @@ class Checked:
         graph_status, graph_note: why there is no replay.
     """
 
-    candidate: Candidate
+    candidate: BenchCandidate
     runner: Runner | None = None
     status: str = "ok"
     note: str = ""
@@ -91,7 +91,7 @@ class Verifier:
                 a.shape, dtype=a.dtype, group=self.watch.group, device=self.watch.device
             )
 
-    def eager(self, candidate: Candidate, operands: Operands) -> Checked:
+    def eager(self, candidate: BenchCandidate, operands: Operands) -> Checked:
         """Build a candidate and prove its calls right; note what memory they take."""
         if why := unavailable(candidate, operands):
             return Checked(candidate, status="skipped", note=why)
@@ -164,7 +164,7 @@ class Verifier:
         ranks = [rank for rank, equal in enumerate(self.watch.gather(right)) if not equal]
         return f"wrong result on ranks {ranks}" if ranks else ""
 
-    def _symmetric_bytes(self, candidate: Candidate, operands: Operands) -> int:
+    def _symmetric_bytes(self, candidate: BenchCandidate, operands: Operands) -> int:
         if candidate.ours:
             return ficco.memory(self.watch.group)
         if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):

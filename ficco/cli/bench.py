@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from ficco.bench.candidates import Candidate
+    from ficco.bench.candidates import BenchCandidate
     from ficco.bench.cases import Case
 
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
@@ -241,7 +241,7 @@ def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], st
     return shapes, "-".join(what)
 
 
-def _servable(candidates: Sequence[Candidate], shapes: Sequence[Case]) -> None:
+def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
     from ficco.bench.candidates import refused
 
