@@ -272,14 +272,14 @@ def test_pictures_need_their_rows(tmp_path: Path) -> None:
     assert plots.draw(only.assign(status="failed"), tmp_path / "x", "") == []
 
 
-def test_bars_are_the_ratios_of_their_shapes() -> None:
+def test_bars_are_the_ratios_of_their_shapes(tmp_path: Path) -> None:
     rows = [
         row("gemm-dil", 1.5, cut="rows", parts=2),
         row("gemm-dil", 2.5, cut="rows", parts=4),
         row("gemm-dil", 1.25, cut="columns", parts=2),
         row("gemm-dil", 3.5, cut="columns", parts=4),
     ]
-    (axes,) = plots.gemm_dil(LOSSES.frame(rows)).axes
+    (axes,) = plots.gemm_dil(LOSSES.frame(rows), tmp_path / "x.png", "").axes
     assert [bar.get_height() for bar in axes.patches] == [1.5, 2.5, 1.25, 3.5]
     shares = [
         row("gemm-dil", 1.3, cut="rows", parts=2),
@@ -287,7 +287,7 @@ def test_bars_are_the_ratios_of_their_shapes() -> None:
         row("communication-dil", 1.2, mover=PIECES, nbytes=64, m=0),
         row("copy-cil", 1.2, mover=PIECES, nbytes=60),
     ]
-    figure = plots.proportion(LOSSES.frame(shares))
+    figure = plots.proportion(LOSSES.frame(shares), tmp_path / "y.png", "")
     heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [pytest.approx([0.75, 0.25]), pytest.approx([0.5, 0.5])]
 

@@ -15,6 +15,7 @@ import pandas as pd
 
 from ficco.bench.cases import Case, scenarios
 from ficco.bench.frames import append
+from ficco.bench.pictures import BLACK, BLUE, GREEN, LIGHT, picture
 from ficco.bench.simulated import simulate_case
 from ficco.bench.tables import markdown
 from ficco.heuristics.candidates import suited
@@ -301,36 +302,30 @@ def _assumptions(machine: Machine) -> str:
 
 def _draw(lines: Sequence[Line], path: Path, title: str) -> None:
     """Speed-ups by the balance of GEMM and communication, as in the paper's figure 13."""
-    from matplotlib.figure import Figure
-
     series = (
-        ("ideal", "ideal", "#333333"),
-        ("shard overlap", "overlap", "#7a9a3a"),
-        ("FiCCO, pieces of rows", "best_1d", "#2a5d8f"),
-        ("FiCCO, pieces of columns", "two_d", "#6f9fca"),
+        ("ideal", "ideal", BLACK),
+        ("shard overlap", "overlap", GREEN),
+        ("FiCCO, pieces of rows", "best_1d", BLUE),
+        ("FiCCO, pieces of columns", "two_d", LIGHT),
     )
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    axes = figure.subplots()
     ordered = sorted(lines, key=lambda line: line.balance)
     width = 0.8 / len(series)
-    for i, (label, name, colour) in enumerate(series):
-        left = [x - 0.4 + (i + 0.5) * width for x in range(len(ordered))]
-        values = [getattr(line, name) for line in ordered]
-        axes.bar(left, values, width, label=label, color=colour)
-    axes.axhline(1, color="#333333", linewidth=0.8)
-    names = [
-        f"{line.case.name}{'' if line.gathers else '*'}\n{line.balance:.2f}" for line in ordered
-    ]
-    axes.set_xticks(range(len(ordered)), names, fontsize=7)
-    axes.set_xlabel(
-        "time of the GEMM / time of the communication; *: an all-to-all in the paper", fontsize=8
-    )
-    axes.set_ylabel("speed-up over serial", fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.legend(fontsize=7)
-    axes.set_title(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    with picture(path, 11, 3.8, title) as figure:
+        axes = figure.subplots()
+        for i, (label, name, colour) in enumerate(series):
+            left = [x - 0.4 + (i + 0.5) * width for x in range(len(ordered))]
+            values = [getattr(line, name) for line in ordered]
+            axes.bar(left, values, width, label=label, color=colour)
+        axes.axhline(1, color=BLACK, linewidth=0.8)
+        names = [
+            f"{line.case.name}{'' if line.gathers else '*'}\n{line.balance:.2f}" for line in ordered
+        ]
+        axes.set_xticks(range(len(ordered)), names)
+        axes.set_xlabel(
+            "time of the GEMM / time of the communication; *: an all-to-all in the paper"
+        )
+        axes.set_ylabel("speed-up over serial")
+        axes.legend()
 
 
 def main(path: Path) -> None:

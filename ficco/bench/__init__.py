@@ -21,6 +21,7 @@ stats           figures from times
 roles           one line per shape: the fastest row in each role
 tables          frames as Markdown, and in a terminal
 report, plots   reports and pictures from a CSV
+pictures        the style of all pictures
 simulated       shapes on a machine, simulated
 decisions       decisions in words and pictures, and the paper's Table I
 traces          a traced call per schedule, planned and measured

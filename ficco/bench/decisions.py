@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from ficco.bench.cases import Case
+from ficco.bench.pictures import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
 from ficco.bench.simulated import BOUNDS, simulate_case
 from ficco.bench.tables import show
 from ficco.heuristics import Decision, candidates, decide
@@ -55,8 +56,6 @@ def examples(machine: Machine) -> Iterator[str]:
 
 def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: Path) -> Path:
     """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
-    from matplotlib.figure import Figure
-
     if not decision.candidates or decision.problem is None or decision.machine is None:
         raise ValueError(f"--draw: required predictions to draw, got none: {decision}")
     shown = decision.candidates[::-1]
@@ -67,26 +66,22 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
         "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
     }
     there = {name: values for name, values in series.items() if any(values)}
-    colours = ("#2a5d8f", "#9cc0de", "#e08a1e", "#f3cf9f")
-    figure = Figure(figsize=(8.0, 0.32 * len(shown) + 1.4), layout="constrained")
-    axes = figure.subplots()
+    colours = dict(zip(series, (BLUE, LIGHT, ORANGE, SAND), strict=True))
     height = 0.8 / len(there)
-    for i, (name, values) in enumerate(there.items()):
-        colour = colours[list(series).index(name)]
-        places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
-        widths = [(value or 0.0) * 1e3 for value in values]
-        axes.barh(places, widths, height=height, color=colour, label=name)
     machine = described(decision.machine, decision.problem.world)
     assert machine is not None  # or nothing could have been predicted
     bound = ideal(decision.problem, machine, predict) * 1e3
-    axes.axvline(bound, color="#444444", linewidth=1, linestyle="--", label="ideal")
-    chosen = str(decision.schedule)
-    names = [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown]
-    axes.set_yticks(range(len(shown)), names, fontsize=7)
-    axes.tick_params(axis="x", labelsize=7)
-    axes.set_xlabel("ms", fontsize=8)
-    axes.set_title(f"{decision.problem} on {decision.machine.name}", fontsize=8, loc="left")
-    axes.legend(fontsize=7, loc="upper right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    title = f"{decision.problem} on {decision.machine.name}"
+    with picture(path, 8.0, 0.32 * len(shown) + 1.4, title) as figure:
+        axes = figure.subplots()
+        for i, (name, values) in enumerate(there.items()):
+            places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
+            widths = [(value or 0.0) * 1e3 for value in values]
+            axes.barh(places, widths, height=height, color=colours[name], label=name)
+        axes.axvline(bound, color=BLACK, linewidth=1, linestyle="--", label="ideal")
+        chosen = str(decision.schedule)
+        names = [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown]
+        axes.set_yticks(range(len(shown)), names)
+        axes.set_xlabel("ms")
+        axes.legend(loc="upper right")
     return path
