@@ -20,7 +20,7 @@ import torch
 import ficco
 from ficco import cli
 from ficco.bench import candidates as compared
-from ficco.bench import cases, layers, report, stats
+from ficco.bench import cases, layers, report, stats, ways
 from ficco.bench.calls import Runner, build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
@@ -608,7 +608,7 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> pd.DataFrame | None:
         factor = 1 + at.rank
         setattr(ficco, spoilt, lambda *args, **more: right(*args, **more) * factor)
     settings = layers.LayerSettings(
-        layers=layers.SHAPES["cpu"],
+        layers=ways.SHAPES["cpu"],
         modes=("idle",),
         device="cpu",
         rounds=2,
@@ -626,15 +626,15 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> pd.DataFrame | None:
 
 def test_layers_are_proven_and_timed(tmp_path: Path) -> None:
     rows, none = ranks.run(2, _layered, tmp_path, "")
-    assert none is None and len(rows) == 2 * len(layers.WAYS)
+    assert none is None and len(rows) == 2 * len(ways.WAYS)
     for row in rows.itertuples():
-        if row.way == layers.ASYNC_TP:
+        if row.way == ways.ASYNC_TP:
             assert row.status == "skipped" and "GPU" in row.note
         else:
             assert row.status == "ok" and row.ms > 0 and row.error <= layers.TOLERANCE["float32"], (
                 row
             )
-    fastest = rows["speedup"][rows["way"].isin(layers.COLLECTIVES)]
+    fastest = rows["speedup"][rows["way"].isin(ways.COLLECTIVES)]
     assert len(fastest) == 6 and (fastest == 1.0).sum() >= 2
     text = layers.report(LAYERS.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
@@ -646,8 +646,8 @@ def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> 
     rows, _ = ranks.run(2, _layered, tmp_path, spoilt)
     refused = rows[rows["status"] == "wrong"]
     wrong = set(zip(refused["layer"], refused["way"], strict=True))
-    ours = [way for way in layers.WAYS if way.startswith("ficco")]
-    assert wrong == {(layer.name, way) for layer in layers.SHAPES["cpu"] for way in ours}
+    ours = [way for way in ways.WAYS if way.startswith("ficco")]
+    assert wrong == {(layer.name, way) for layer in ways.SHAPES["cpu"] for way in ours}
     assert (refused["note"] != "").all()
 
 

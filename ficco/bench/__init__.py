@@ -13,7 +13,7 @@ verify          proving candidates right before they are timed; errors of float 
 measure         rounds, modes, clocks
 series          several calls timed against each other, exclusively or under contention
 run             one bench, on every rank
-layers          forward and backward of tensor-parallel layers
+layers          forward and backward of tensor-parallel layers; ``ways`` of making them
 characterize    what cutting and overlapping cost; ``characterize_plots`` draws it
 frames          the columns of the rows, and their CSV files
 about           the description of a run, next to its CSV

@@ -306,9 +306,9 @@ class Parts:
 
         ``wide``: the result is float32 and is added to.
         """
-        a, b = self.matrix("a", batch * m, k), self.matrix("b", k, n)
         if wide:
             return self.accumulated(m, n, k, 1)
+        a, b = self.matrix("a", batch * m, k), self.matrix("b", k, n)
         out = self.matrix("out", batch * m, n)
         if batch > 1:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)

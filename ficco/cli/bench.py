@@ -181,7 +181,7 @@ def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[A
 
 def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
     """The bench of layers, as :func:`_products`."""
-    from ficco.bench import layers
+    from ficco.bench import layers, ways
     from ficco.bench.about import read_description
     from ficco.bench.measure import modes_of
 
@@ -189,7 +189,7 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any
         if getattr(arguments, name):
             raise ValueError(f"--layers: required without --{name}, which is for products")
     settings = layers.LayerSettings(
-        layers=layers.SHAPES[device],
+        layers=ways.SHAPES[device],
         modes=tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph"),
         device=device,
         rounds=arguments.rounds,
