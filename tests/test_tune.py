@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -123,6 +124,30 @@ def test_host_costs_are_taken_apart_exactly() -> None:
     assert found == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize(("columns", "signed"), [(4, None), (7, 6), (13, None), (30, 29)])
+def test_least_squares_are_nonnegative_and_least_for_any_number_of_columns(
+    columns: int, signed: int | None
+) -> None:
+    draw = np.random.default_rng(columns)
+    matrix = draw.integers(0, 9, size=(3 * columns, columns)).astype(float)
+    seconds = np.exp(draw.normal(size=3 * columns))
+    a = matrix / seconds[:, None]
+    assert np.linalg.lstsq(a, np.ones(len(a)), rcond=None)[0].min() < 0, "bounds matter"
+    found = np.array(fits.least_squares(matrix, seconds, signed))
+    bounded = np.arange(columns) != (-1 if signed is None else signed)
+    assert (found[bounded] >= 0).all() and (found[bounded] == 0).any()
+    # No step that is allowed makes the errors smaller.
+    gains = a.T @ (1 - a @ found)
+    assert gains[bounded & (found == 0)].max() < 1e-9
+    assert gains[(found != 0) | ~bounded] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_are_none_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="required finite numbers and times above 0"):
+        fits.memory([(1e6, 1.0), (2e6, seconds)])
+
+
 def test_host_costs_are_never_negative() -> None:
     found = fits.host(enqueued(20 * US, 9 * US, 2 * US, -0.2 * US))
     assert found["signal"] == 0.0
@@ -143,8 +168,8 @@ def test_links_of_their_own_show_in_copies_at_once(at_once: float, found: Any) -
 
 
 def test_contention_is_the_median_slowdown_and_no_gain() -> None:
-    assert fits.contention([1.0, 2.0, 4.0], [1.5, 2.2, 5.0]) == pytest.approx(1.25)
-    assert fits.contention([1.0, 1.0], [0.9, 0.9]) == 1.0
+    assert fits.slowdown([1.0, 2.0, 4.0], [1.5, 2.2, 5.0]) == pytest.approx(1.25)
+    assert fits.slowdown([1.0, 1.0], [0.9, 0.9]) == 1.0
 
 
 def test_a_hot_round_is_taken_out_by_its_references() -> None:

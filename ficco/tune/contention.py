@@ -37,7 +37,7 @@ def _crowded_contention(site: Site) -> Contention:
 
     def factor(move: str) -> float:
         more = [
-            fits.contention(
+            fits.slowdown(
                 [a + b for a, b in zip(found[name].times, found[move].times, strict=True)],
                 found[f"{name} and {move}"].times,
             )
@@ -89,7 +89,7 @@ def _contention(site: Site) -> Contention:
 
     def factor(front: Callable[[str, str], str], move: str) -> float:
         slow = [
-            fits.contention(
+            fits.slowdown(
                 found[front(product, move)].times,
                 found[_under(front(product, move), product, move)].times,
             )
