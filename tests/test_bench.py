@@ -38,6 +38,7 @@ from ficco.bench.candidates import (
     refused,
 )
 from ficco.bench.cases import OPERATOR, Case
+from ficco.bench.exact import exact_calls
 from ficco.bench.inputs import Operands
 from ficco.bench.lines import lines, mean_and_worst, modes, summary
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
@@ -475,6 +476,45 @@ def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> 
         assert re.search(r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided", top), page
         assert re.search(r"`h[12]00-[24]` \(digest [0-9a-f]{10}\)", top), page
         assert f"[`{name}.csv`]({name}.csv), measured {date}." in top, page
+
+
+# Exact calls.
+
+
+def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -> None:
+    operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
+    operands.exact_b()
+    inputs: list[torch.Tensor] = []
+
+    def right() -> torch.Tensor:
+        inputs.append(operands.a_LK.clone())
+        return operands.reference()
+
+    def one_off() -> torch.Tensor:
+        result = right()
+        result[0, 0] += 1
+        return result
+
+    stale = operands.reference()
+    calls = {"right": right, "off": one_off, "stale": lambda: stale, "short": lambda: stale[1:]}
+    first, second = (list(exact_calls(calls, operands, 20, seed=3)) for _ in range(2))
+    order = [outcome.name for outcome in first]
+    assert order == [outcome.name for outcome in second]
+    rounds_of = [order[i : i + 4] for i in range(0, 80, 4)]
+    assert all(sorted(one) == sorted(calls) for one in rounds_of)
+    assert len({one[0] for one in rounds_of}) == 4
+    assert len({a.numpy().tobytes() for a in inputs}) == len(inputs) // 2 == 40
+    wrong = {name: [int(o.wrong) for o in first if o.name == name] for name in calls}
+    assert set(wrong["right"]) == {0} and set(wrong["off"]) == {1}
+    assert min(wrong["stale"]) > 100 and min(wrong["short"]) == stale.numel()
+    later = list(exact_calls({"stale": lambda: stale}, operands, 1, first=7, measure=_timed_once))
+    operands.exact(7)
+    assert int(later[0].wrong) == int((operands.reference() != stale).sum())
+    assert later[0].figure == 0.5
+
+
+def _timed_once(call: Any) -> tuple[torch.Tensor, float]:
+    return call(), 0.5
 
 
 class _Clock:

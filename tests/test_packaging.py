@@ -229,3 +229,70 @@ def test_this_interpreter_is_supported() -> None:
     """The tests run on a Python that the package says it supports."""
     text = (ROOT / "pyproject.toml").read_text()
     assert f"Python :: {sysconfig.get_python_version()}" in text
+
+
+#: A command line in an interpreter where the packages of the extra cannot be imported.
+WITHOUT_EXTRA = """
+import sys
+for name in ("pandas", "matplotlib", "rich"):
+    sys.modules[name] = None
+from ficco import cli
+sys.exit(cli.run(sys.argv[1:]))
+"""
+
+SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "2"]
+
+
+def without_extra(*words: str) -> tuple[int, str, str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRA, *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=env,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", *SIZES, "--machine", "h200-4"], "predicted"),
+        (["doctor", "--device", "cpu", "--ranks", "2"], "right on every rank"),
+        (["plan", "growing", *SIZES], "checked for all 2 ranks"),
+        (["plan", "growing", *SIZES, "--trace", os.devnull], "checked for all 2 ranks"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_needs_no_extra_works_without_it(words: list[str], said: str) -> None:
+    code, out, err = without_extra(*words)
+    assert code == 0, err
+    assert said in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--device", "cpu"],
+        ["bench", "--device", "cpu"],
+        ["tune", "--device", "cpu", "--quick"],
+        ["characterize", "--device", "cpu"],
+        ["plot", "none.json"],
+        ["simulate"],
+        ["plan", "growing", *SIZES, "--draw", "x.png"],
+        ["explain", *SIZES, "--machine", "h200-4", "--draw", "x.png"],
+        ["explain", *SIZES, "--measure"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_what_needs_the_extra_says_how_to_install_it(words: list[str]) -> None:
+    code, out, err = without_extra(*words)
+    assert (code, out) == (2, ""), err
+    (line,) = err.splitlines()
+    assert 'pip install "ficco[bench]"' in line
+
+
+def test_the_runtime_needs_three_packages() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^dependencies = \["torch\S*", "numpy", "pyyaml\S*"\]$', text, re.M)

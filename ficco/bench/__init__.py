@@ -9,6 +9,7 @@ candidates     what is compared, as one table
 calls          how each of it is called
 bounds         what of a problem goes alone
 accuracy       how far sums are from those in float64
+exact          calls in shuffled order, compared exactly, for demo, verify and self-test
 verify         proving candidates right before they are timed
 measure        rounds, modes, clocks
 stats          figures from times; knows no device
@@ -29,6 +30,7 @@ series         several calls timed against each other, alone and beside others
 characterize   what cutting and overlapping cost; ``characterize_plots`` draws it
 progress       a bar over something that takes long
 command        the options of ``ficco bench``
+extra          the packages that figures, pictures and tables need
 demo           every schedule and operator once, proven exact
 =============  =====================================================================
 """

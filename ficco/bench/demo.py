@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from ficco.bench.candidates import Candidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.decisions import examples, table_i
 from ficco.bench.draw import draw, trace
+from ficco.bench.exact import Outcome, exact_calls, seconds
 from ficco.bench.inputs import Operands
 from ficco.bench.stats import slowest
 from ficco.bench.traces import trace_all
@@ -209,54 +208,45 @@ def _rounds(
     count: int,
     advance: Callable[[], object] = lambda: None,
 ) -> list[Result]:
-    """Call all candidates in turns, so many times and once to warm up, each round on inputs of its
-    own and in an order of its own, the same on all ranks: the first of a round has it easiest.
-    Compare every result, and time. ``advance`` is called behind every call."""
-    served: dict[int, Callable[[], torch.Tensor]] = {}
-    notes: dict[int, str] = {}
-    times: list[list[float]] = [[] for _ in candidates]
-    exact = [True] * len(candidates)
+    """Call all candidates ``count`` times and once to warm up; compare every result, and time.
 
-    def turn(i: int) -> None:
-        _wait(operands.device)
-        dist.barrier(group)
-        start = time.perf_counter()
-        result = served[i]()
-        _wait(operands.device)
-        times[i].append(time.perf_counter() - start)
-        exact[i] = exact[i] and torch.equal(result, operands.reference())
-        advance()
-
-    operands.exact(0)
-    for i, candidate in enumerate(candidates):
+    ``advance`` is called after every call.
+    """
+    served: dict[str, Callable[[], torch.Tensor]] = {}
+    outcomes: list[Outcome] = []
+    notes: dict[str, str] = {}
+    measure = seconds(group, operands.device)
+    for number, candidate in enumerate(candidates):
+        one = {candidate.name: build(candidate, operands, group).run}
         try:
-            served[i] = build(candidate, operands, group).run
-            turn(i)
+            outcomes += exact_calls(one, operands, 1, first=number, measure=measure)
         except NotImplementedError as error:
-            notes[i] = str(error)
-            served.pop(i, None)
-    dice = random.Random(0)
-    for number in range(count):
-        operands.exact(1 + number)
-        for i in dice.sample(list(served), len(served)):
-            turn(i)
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (times, exact), group=group)
+            notes[candidate.name] = str(error)
+        else:
+            served |= one
+            advance()
+    warm = len(outcomes)
+    for outcome in exact_calls(served, operands, count, first=len(candidates), measure=measure):
+        outcomes.append(outcome)
+        advance()
+    times: dict[str, list[float]] = {name: [] for name in served}
+    exact = dict.fromkeys(served, True)
+    for number, (name, wrong, taken_s) in enumerate(outcomes):
+        exact[name] = exact[name] and not wrong.item()
+        if number >= warm:
+            times[name].append(taken_s)
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, (times, exact), group=group)
     return [
         Result(
-            candidate.name,
-            all(right[i] for _, right in found),
-            median(slowest([ran[i][1:] for ran, _ in found])) * 1e3,
+            name,
+            all(right[name] for _, right in by_rank),
+            median(slowest([taken_s[name] for taken_s, _ in by_rank])) * 1e3,
         )
-        if i in served
-        else Result(candidate.name, None, float("nan"), notes[i])
-        for i, candidate in enumerate(candidates)
+        if name in served
+        else Result(name, None, float("nan"), notes[name])
+        for name in (candidate.name for candidate in candidates)
     ]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _slow_copies(device: torch.device) -> Any:

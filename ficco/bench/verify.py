@@ -13,6 +13,7 @@ import torch
 import ficco
 from ficco.bench.calls import Runner, build, expected, unavailable
 from ficco.bench.candidates import Candidate
+from ficco.bench.exact import exact_calls, wrong_elements
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
 from ficco.bench.series import Stopwatch
@@ -57,7 +58,7 @@ class Verifier:
     """The ranks of a group, which verify together: a candidate that fails on one is out on all."""
 
     watch: Stopwatch
-    iteration: int = field(default=0, init=False)
+    iteration: int = field(default=1, init=False)
 
     def free_bytes(self) -> int:
         """Free memory where there is least: of a GPU, or a rank's part of the host's."""
@@ -90,10 +91,8 @@ class Verifier:
         def action() -> tuple[Runner, bool, int]:
             runner = build(candidate, operands, self.watch.group)
             with runner.context():
-                proof = runner.proof or runner.run
-                found = [self._check(runner, operands, proof) for _ in range(CHECKS)]
-            extra = found[-1][1] + self._symmetric_bytes(candidate, operands)
-            return runner, all(right for right, _ in found), extra
+                right, peak = self._prove(runner, operands, runner.proof or runner.run)
+            return runner, right, peak + self._symmetric_bytes(candidate, operands)
 
         value, why = self._together(action)
         if value is None:
@@ -123,8 +122,7 @@ class Verifier:
 
             if runner.proof is not None:  # its result shows nothing; the eager call's did
                 return replay, True
-            found = [self._check(runner, operands, again) for _ in range(CHECKS)]
-            return replay, all(right for right, _ in found)
+            return replay, self._prove(runner, operands, again)[0]
 
         value, why = self._together(action)
         if value is None:
@@ -134,14 +132,23 @@ class Verifier:
         else:
             checked.replay = value[0]
 
-    def _check(
+    def _prove(
         self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
     ) -> tuple[bool, int]:
-        """Whether a call with inputs never used before is right, and its peak memory."""
-        self.iteration += 1
-        operands.exact(self.iteration)
-        result, peak = peak_bytes(call, self.watch.device)
-        return torch.equal(result, expected(runner, operands)), peak
+        """Whether calls with inputs never used before are right, and the last one's peak memory."""
+        outcomes = list(
+            exact_calls(
+                {"": call},
+                operands,
+                CHECKS,
+                first=self.iteration,
+                compare=lambda result: wrong_elements(result, expected(runner, operands)),
+                measure=lambda one: peak_bytes(one, self.watch.device),
+            )
+        )
+        self.iteration += CHECKS
+        right = not any(outcome.wrong.item() for outcome in outcomes)
+        return right, int(outcomes[-1].figure)
 
     def _wrong(self, right: bool) -> str:
         ranks = [rank for rank, equal in enumerate(self.watch.gather(right)) if not equal]

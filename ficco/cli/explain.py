@@ -120,6 +120,7 @@ def _measure(
     Raises:
         ValueError: this problem cannot be measured here.
     """
+    from ficco.bench import extra
     from ficco.bench.candidates import parse
     from ficco.bench.cases import Case
     from ficco.bench.command import START_S
@@ -127,6 +128,7 @@ def _measure(
     from ficco.bench.run import Settings, bench
     from ficco.launch import default_device, launch
 
+    extra.require()
     asked, device = decision.problem, default_device()
     case = Case("explained", asked.m, asked.n, asked.k, asked.dtype, operator=asked.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
