@@ -91,7 +91,7 @@ def fit(
     if not samples:
         raise ValueError("samples: required at least one measured product, got none")
     for sample in samples:
-        if min(sample.m, sample.n, sample.k, sample.batch) < 1 or not sample.seconds > 0:
+        if min(sample.m, sample.n, sample.k, sample.batch) < 1 or not 0 < sample.seconds < np.inf:
             raise ValueError(f"samples: required sizes and seconds above 0, got {sample}")
     columns, seconds = _columns(samples), np.array([s.seconds for s in samples])
     sizes = sorted({s.itemsize for s in samples})
@@ -162,8 +162,8 @@ def _columns(samples: Sequence[Sample]) -> list[Any]:
 def _predict(gemm: Gemm, columns: list[Any]) -> Any:
     """:meth:`Gemm.seconds` of many products at once."""
     m, n, k, batch, itemsize, wide = columns
-    share = dict(gemm.shares)
-    rate = gemm.peak * gemm.efficiency * np.array([share.get(i, 1.0) for i in itemsize])
+    share = {size: interpolate(gemm.shares, size) for size in set(itemsize)}
+    rate = gemm.peak * gemm.efficiency * np.array([share[size] for size in itemsize])
     best = np.full(len(m), np.inf)
     for rows in gemm.tile_rows:
         for cols in gemm.tile_cols:
