@@ -6,7 +6,7 @@ import os
 import re
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,8 @@ from ficco.dma import probe
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED, Schedule
-from ficco.selftest.exact import (
-    exact,
-    exact_on,
-    in_turn,
-    operands_of,
-    sentences,
-    uneven_operands,
-    wrong_rows,
-)
-from ficco.selftest.rank import Found, NotOffered, Rank
+from ficco.selftest.exact import compared, exact, in_turn, operands_of, uneven_operands
+from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.selftest.speed import all_at_once, gb_per_s
 
 if TYPE_CHECKING:
@@ -37,7 +29,7 @@ if TYPE_CHECKING:
 SLACK_S = 6.0
 
 
-def device(at: Rank, group: ProcessGroup) -> Found:
+def device(at: Rank, group: ProcessGroup) -> Passed:
     at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
     engine = at.engine(group)
     mine = {
@@ -56,7 +48,7 @@ def device(at: Rank, group: ProcessGroup) -> Found:
         ]
     at.conclude(problems)
     details = "\n".join(f"{name}: {value}" for name, value in mine.items())
-    return Found(f"{mine['engine']} engine on {at.world} x {mine['device']}", details)
+    return Passed(f"{mine['engine']} engine on {at.world} x {mine['device']}", details)
 
 
 #: Schedules that copy whole rows, and columns, in both directions.
@@ -66,7 +58,7 @@ MOVED = (
 )
 
 
-def memory(at: Rank, group: ProcessGroup) -> Found:
+def memory(at: Rank, group: ProcessGroup) -> Passed:
     rows, k, _ = at.settings.large
     count = torch.arange(rows * k, device=at.device, dtype=torch.int64)
 
@@ -96,10 +88,10 @@ def memory(at: Rank, group: ProcessGroup) -> Found:
                         )
     at.conclude(problems)
     nbytes = rows * k * 4
-    return Found(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+    return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
 
 
-def signals(at: Rank, group: ProcessGroup, way: str) -> Found:
+def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
     names = ["growing", "shrinking:pull", "hetero-fused-1d:pieces=2"]
     with ficco.options(signals=way):
         try:
@@ -110,17 +102,17 @@ def signals(at: Rank, group: ProcessGroup, way: str) -> Found:
     at.conclude(problems)
     if way != "auto" and "asked for" not in post:
         raise NotOffered(f"this engine has one way: {post}")
-    return Found(post)
+    return Passed(post)
 
 
-#: Schedules whose products come right behind a signal, by pushed and by pulled pieces.
+#: Schedules whose products come right after a signal, by pushed and by pulled pieces.
 ORDERED = (
     *("growing", "shard-overlap:pull", "hetero-fused-1d:pieces=4", "hetero-unfused-1d:pull"),
     *("uniform-fused-1d:pieces=2,copy=2", "hetero-fused-2d:pieces=2"),
 )
 
 
-def ordering(at: Rank, group: ProcessGroup) -> Found:
+def ordering(at: Rank, group: ProcessGroup) -> Passed:
     settings, problems, calls = at.settings, [], 0
     for replay in (True, False):
         with ficco.options(replay=replay):
@@ -129,10 +121,10 @@ def ordering(at: Rank, group: ProcessGroup) -> Found:
                 problems += exact(at, group, ORDERED, shape, count)
                 calls += count * len(ORDERED)
     at.conclude(problems)
-    return Found(f"{calls} calls with changing data, none stale")
+    return Passed(f"{calls} calls with changing data, none stale")
 
 
-def columns(at: Rank, group: ProcessGroup) -> Found:
+def columns(at: Rank, group: ProcessGroup) -> Passed:
     names = [f"{name}:{knob}" for name in NAMED if "2d" in name for knob in ("pieces=3", "pull")]
     found = in_turn(at, group, names, " with pieces of columns")
     capabilities = at.engine(group).capabilities()
@@ -145,10 +137,10 @@ def columns(at: Rank, group: ProcessGroup) -> Found:
         seen += f"; {of_columns} takes {rows / cols:.2f} times as long as {of_rows}"
     if by and "want of a 2D copy" in by[0]:
         raise NotOffered(seen)
-    return Found(seen)
+    return Passed(seen)
 
 
-def schedule(at: Rank, group: ProcessGroup, name: str) -> Found:
+def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
     names = [name, f"{name}:pull", f"{name}:pieces=3", f"{name}:pieces=3,pull,copy=2"]
     return in_turn(at, group, names, ", push and pull, whole and in pieces")
 
@@ -167,7 +159,7 @@ VARIED = (
 )
 
 
-def operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
+def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
     settings = at.settings
     uneven = uneven_operands(at, operator)
     movers = (*at.engine(group).capabilities().movers, "collective")
@@ -184,17 +176,17 @@ def operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
         (operands_of(at, large, operator), ORDERED, max(2, settings.iterations // 8)),
         (uneven, names, few),
     ):
-        problems += exact_on(at, group, some, operands, count)
+        problems += exact(at, group, some, operands, count)
         calls += count * len(some)
     at.conclude(problems)
-    return Found(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
+    return Passed(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
 
 
-def collective(at: Rank, group: ProcessGroup) -> Found:
+def collective(at: Rank, group: ProcessGroup) -> Passed:
     return in_turn(at, group, ["serial:collective"], f" by {dist.get_backend(group)}")
 
 
-def mover(at: Rank, group: ProcessGroup) -> Found:
+def mover(at: Rank, group: ProcessGroup) -> Passed:
     at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
     engine = at.engine(group)
     if "kernel" not in engine.capabilities().movers:
@@ -204,7 +196,7 @@ def mover(at: Rank, group: ProcessGroup) -> Found:
     return in_turn(at, group, names, " with copies by the kernel")
 
 
-def graph(at: Rank, group: ProcessGroup) -> Found:
+def graph(at: Rank, group: ProcessGroup) -> Passed:
     problems = exact(at, group, ["growing"], at.settings.small, 1)
     at.conclude(problems)
     if at.device.type == "cpu" or not at.engine(group).capabilities().capture:
@@ -220,21 +212,19 @@ def graph(at: Rank, group: ProcessGroup) -> Found:
             product = ficco.all_gather_matmul(
                 operands.a_LK, operands.b_KN, group=group, schedule=name
             )
-        wrong = []
-        for number in range(count):
-            at.iteration += 1
-            operands.exact(at.iteration)
+
+        def replay(graph: Any = graph, product: torch.Tensor = product) -> torch.Tensor:
             graph.replay()
-            wrong.append((f"{name}, replay {number}", wrong_rows(product, operands)))
-        ficco.synchronize(group)
-        problems += sentences(wrong)
+            return product
+
+        problems += compared(at, group, {f"{name}, replayed": replay}, operands, count)
         at.settle()
-        del graph, product
+        del graph, product, replay
     at.conclude(problems)
-    return Found(f"{len(names) * count} replays of {len(names)} graphs exact")
+    return Passed(f"{len(names) * count} replays of {len(names)} graphs exact")
 
 
-def timeout(at: Rank, group: ProcessGroup) -> Found:
+def timeout(at: Rank, group: ProcessGroup) -> Passed:
     if at.world == 1:
         raise NotOffered("one rank has no peer to wait for")
     at.conclude(exact(at, group, ["growing"], at.settings.small, 2))
@@ -267,7 +257,9 @@ def timeout(at: Rank, group: ProcessGroup) -> Found:
     ficco.close(other)
     at.settle()
     dist.destroy_process_group(other)
-    return Found(f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well")
+    return Passed(
+        f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well"
+    )
 
 
 def way(
@@ -277,7 +269,7 @@ def way(
     value: str,
     pull: bool = False,
     columns: bool = False,
-) -> Found:
+) -> Passed:
     """One of the ways that an engine can be told to go; ``pull`` if it is about pulled copies,
     ``columns`` if about pieces of columns."""
     schedule = all_at_once(at) + ",pull" * pull
@@ -290,9 +282,9 @@ def way(
         problems = exact(at, group, ORDERED, at.settings.small, count)
         problems += exact(at, group, ORDERED, at.settings.large, 2)
         at.conclude(problems)
-        # A pulled copy whose end is told late delays the products of its own call alone.
+        # A pulled copy whose end is told late delays only the products of its own call.
         n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
-        rate = gb_per_s(at, group, schedule, at.world - 1, n, alone=pull)
+        rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
     except RuntimeError as error:  # of the engine, or of PyTorch's memory
@@ -306,17 +298,17 @@ def way(
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
     calls = (count + 2) * len(ORDERED)
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
-    return Found(seen + f" with products of {n} columns" * pull, details)
+    return Passed(seen + f" with products of {n} columns" * pull, details)
 
 
-def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Found:
+def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Passed:
     found = at.gather(probe.attribute(engine, name, at.device, at.rank))
     if not all(found):
         raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(found) if not value]}")
-    return Found(", ".join(map(str, dict.fromkeys(found))))
+    return Passed(", ".join(map(str, dict.fromkeys(found))))
 
 
-def sharing(at: Rank, group: ProcessGroup, kind: str) -> Found:
+def sharing(at: Rank, group: ProcessGroup, kind: str) -> Passed:
     if at.world == 1:
         raise NotOffered("one rank has nobody to share with")
     seen = probe.share(kind, at.device, at.rank, at.gather)
@@ -324,4 +316,4 @@ def sharing(at: Rank, group: ProcessGroup, kind: str) -> Found:
         if refused:
             raise NotOffered(f"rank {rank}: {refused[0]}")
     at.conclude(seen.wrong)
-    return Found("every rank read what its peers wrote in theirs, and what one wrote in its own")
+    return Passed("every rank read what its peers wrote in theirs, and what one wrote in its own")

@@ -24,7 +24,7 @@ from ficco.dma.choose import engine_name
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
 from ficco.options import current
-from ficco.selftest.rank import NotOffered, PeerLeft, Rank, Settings, Wrong
+from ficco.selftest.rank import CheckFailed, NotOffered, PeerLeft, Rank, SelftestSettings
 from ficco.selftest.table import CHECKS, COLLECTIVE, WAYS, Check
 
 #: Seconds that ranks may take to start, with everything that a first use of a library takes.
@@ -37,7 +37,7 @@ LOG_LINES = 60
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What came out of a check: ``verdict`` is ``"ok"``, ``"failed"`` or ``"not offered"``."""
 
     check: str
@@ -49,7 +49,7 @@ class Result:
 
 
 @dataclass
-class _Journal:
+class _RankJournal:
     """What a rank begins, finds and ends, a JSON object per line."""
 
     path: Path
@@ -69,12 +69,12 @@ class _Journal:
         return found
 
 
-def _files(folder: Path, rank: int) -> tuple[_Journal, Path]:
+def _files(folder: Path, rank: int) -> tuple[_RankJournal, Path]:
     """Where a rank notes what it does, and where its output goes."""
-    return _Journal(folder / f"rank{rank}.jsonl"), folder / f"rank{rank}.log"
+    return _RankJournal(folder / f"rank{rank}.jsonl"), folder / f"rank{rank}.log"
 
 
-def _on_a_rank(names: Sequence[str], settings: Settings, device: str, folder: str) -> None:
+def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, folder: str) -> None:
     """Run checks on this rank, one behind the other."""
     rank, world = dist.get_rank(), dist.get_world_size()
     journal, log = _files(Path(folder), rank)
@@ -113,7 +113,7 @@ def _warm(at: Rank) -> None:
         probe.own_kernels(at.device)
 
 
-def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
+def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
     """Run one check in a group of its own; note what came out. Raises where this rank cannot go
     on."""
     began = time.monotonic()
@@ -128,14 +128,14 @@ def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
     try:
         found = check.run(at, group)
         note("ok", found.seen, found.details)
-    except Wrong as error:
+    except CheckFailed as error:
         note("failed", str(error))
     except (NotOffered, NotImplementedError) as error:
         trace = "".join(traceback.format_exception(error))
         note("not offered", str(error), getattr(error, "details", "") or trace)
         if error.__cause__ is not None:  # who knows where the peers are
             raise
-    except (SignalTimeout, RankMismatch, PeerFailed) as error:
+    except (SignalTimeout, RankMismatch, PeerFailed, TimeoutError) as error:
         note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
     except PeerLeft as error:
         note("left", str(error))
@@ -161,8 +161,8 @@ class Selftest:
 
     device: str
     ranks: int
-    settings: Settings
-    results: list[Result] = field(default_factory=list)
+    settings: SelftestSettings
+    results: list[CheckResult] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     starts: int = 0
     seconds: float = 0.0
@@ -177,7 +177,9 @@ def default_ranks(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else 2
 
 
-def selftest(device: str, ranks: int | None = None, settings: Settings | None = None) -> Selftest:
+def selftest(
+    device: str, ranks: int | None = None, settings: SelftestSettings | None = None
+) -> Selftest:
     """Run all checks on ranks of this machine; goes on behind those that fail.
 
     Raises:
@@ -187,29 +189,28 @@ def selftest(device: str, ranks: int | None = None, settings: Settings | None = 
         raise ValueError("the self-test starts its ranks by itself; run it without torchrun")
     if ranks is None and device == "cpu":
         ranks = default_ranks(device)
-    run = Selftest(device, check_ranks(ranks, device), settings or Settings.of(device))
+    run = Selftest(device, check_ranks(ranks, device), settings or SelftestSettings.of(device))
     began = time.monotonic()
     engine = engine_name(torch.device(device), current().engine)
     checks = (*CHECKS, *WAYS[engine])
     left = list(checks)
-    found: dict[str, Result] = {}
+    results: dict[str, CheckResult] = {}
     while left:
-        batch = [left[0]] if left[0].alone else [check for check in left if not check.alone]
+        batch = [left[0]] if left[0].exclusive else [one for one in left if not one.exclusive]
         new = _launched(run, batch)
-        found |= new
+        results |= new
         if not any(check.name in new for check in batch):  # they do not even start
-            why = new["start of ranks"].seen if new else "nothing was noted"
-            for check in left:
-                found[check.name] = Result(check.name, "failed", f"not run: {why}", check.instead)
-        left = [check for check in left if check.name not in found]
+            why = f"not run: {new['start of ranks'].seen if new else 'nothing was noted'}"
+            results |= {one.name: CheckResult(one.name, "failed", why, one.instead) for one in left}
+        left = [check for check in left if check.name not in results]
     names = [check.name for check in checks]
-    run.results = [found[name] for name in names]
-    run.results += [result for name, result in found.items() if name not in names]
+    run.results = [results[name] for name in names]
+    run.results += [result for name, result in results.items() if name not in names]
     run.seconds = time.monotonic() - began
     return run
 
 
-def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, Result]:
+def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
     """Run checks on new ranks; the results of those that they began."""
     settings, error = run.settings, None
     run.starts += 1
@@ -228,21 +229,21 @@ def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, Result]:
             if error is not None and log.exists():
                 lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
                 run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
-    found = {}
+    results = {}
     for check in batch:
         events = [journal.get(check.name, {}) for journal in journals]
         if any(events):
-            found[check.name] = _result(check, events, error, settings)
-    broken = any(len(journal.get(name, {})) < 3 for journal in journals for name in found)
+            results[check.name] = _result(check, events, error, settings)
+    broken = any(len(journal.get(name, {})) < 3 for journal in journals for name in results)
     if error is not None and not broken:
-        name = "end of ranks" if found else "start of ranks"
-        found[name] = Result(name, "failed", str(error), COLLECTIVE, details=error.details)
-    return found
+        name = "end of ranks" if results else "start of ranks"
+        results[name] = CheckResult(name, "failed", str(error), COLLECTIVE, details=error.details)
+    return results
 
 
 def _result(
-    check: Check, events: list[dict[str, Any]], error: RankFailed | None, settings: Settings
-) -> Result:
+    check: Check, events: list[dict[str, Any]], error: RankFailed | None, settings: SelftestSettings
+) -> CheckResult:
     """The verdict on a check, from what each rank noted of it."""
     outcomes = {rank: one["outcome"] for rank, one in enumerate(events) if "outcome" in one}
     unfinished = [rank for rank, one in enumerate(events) if "begin" in one and "end" not in one]
@@ -266,4 +267,6 @@ def _result(
         if one["details"] and (one["verdict"] != "ok" or rank == 0):
             details.append(f"rank {rank}:\n{one['details']}")
     instead = "" if verdict == "ok" else check.instead
-    return Result(check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details)))
+    return CheckResult(
+        check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details))
+    )
