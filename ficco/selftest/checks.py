@@ -17,7 +17,14 @@ from ficco.dma import probe
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED, Schedule
-from ficco.selftest.exact import compared, exact, in_turn, operands_of, uneven_operands
+from ficco.selftest.exact import (
+    compared,
+    exact,
+    in_turn,
+    operands_of,
+    proven,
+    uneven_operands,
+)
 from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.selftest.speed import all_at_once, gb_per_s
 
@@ -30,15 +37,14 @@ SLACK_S = 6.0
 
 
 def device(at: Rank, group: ProcessGroup) -> Passed:
-    at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
+    proven(at, group, ["serial"], (at.settings.small, 1))
     engine = at.engine(group)
     mine = {
         "device": engine.fingerprint().accelerator,
         **asdict(engine.capabilities()),
         "attributes": probe.attributes(at.device),
     }
-    found = at.gather(mine)
-    problems = [] if found[0] == mine else [f"differs from rank 0: {mine}"]
+    problems = [] if at.gather(mine)[0] == mine else [f"differs from rank 0: {mine}"]
     if at.device.type == "cuda":
         here = torch.cuda.current_device()
         problems += [
@@ -75,13 +81,12 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
         for schedule in MOVED:
             for turn in (1, 2):
                 shard.copy_(pattern(at.rank, turn))
-                _, found = ficco.all_gather_matmul(
+                _, gathered = ficco.all_gather_matmul(
                     shard, b, group=group, schedule=schedule, return_gathered=True
                 )
                 ficco.synchronize(group)
-                for rank, part in enumerate(found.view(at.world, rows, k)):
-                    wrong = int((part != pattern(rank, turn)).sum())
-                    if wrong:
+                for rank, part in enumerate(gathered.view(at.world, rows, k)):
+                    if wrong := int((part != pattern(rank, turn)).sum()):
                         problems.append(
                             f"{schedule} from {where}: {wrong} of {rows * k} elements that rank "
                             f"{rank} wrote arrived wrong"
@@ -126,10 +131,10 @@ def ordering(at: Rank, group: ProcessGroup) -> Passed:
 
 def columns(at: Rank, group: ProcessGroup) -> Passed:
     names = [f"{name}:{knob}" for name in NAMED if "2d" in name for knob in ("pieces=3", "pull")]
-    found = in_turn(at, group, names, " with pieces of columns")
+    passed = in_turn(at, group, names, " with pieces of columns")
     capabilities = at.engine(group).capabilities()
     by = re.search(r"columns by .*?(?=, ends told|; |$)", capabilities.copy)
-    seen = f"{found.seen}, {by[0]}" if by else found.seen
+    seen = f"{passed.seen}, {by[0]}" if by else passed.seen
     if at.world > 1 and capabilities.engine != "cpu":  # whose threads share the cores
         of_rows = all_at_once(at)
         of_columns = of_rows.replace("-1d", "-2d")
@@ -165,20 +170,13 @@ def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
     movers = (*at.engine(group).capabilities().movers, "collective")
     served = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
     names = [name for name in served if Schedule.parse(name).mover in movers]
-    few, problems, calls = min(settings.repeat, 2), [], 0
-    rows, k, n = settings.large
+    few, (rows, k, n) = min(settings.repeat, 2), settings.large
     if OPERATORS[operator].scatters:  # what travels is wide
         n, k = k, n
-    large = (max(rows // at.world, 1), k, n)
-    for operands, some, count in (
-        (operands_of(at, settings.small, operator), names, settings.repeat),
-        (operands_of(at, large, operator), names, few),
-        (operands_of(at, large, operator), ORDERED, max(2, settings.iterations // 8)),
-        (uneven, names, few),
-    ):
-        problems += exact(at, group, some, operands, count)
-        calls += count * len(some)
-    at.conclude(problems)
+    small = operands_of(at, settings.small, operator)
+    large = operands_of(at, (max(rows // at.world, 1), k, n), operator)
+    calls = proven(at, group, names, (small, settings.repeat), (large, few), (uneven, few))
+    calls += proven(at, group, ORDERED, (large, max(2, settings.iterations // 8)))
     return Passed(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
 
 
@@ -187,7 +185,7 @@ def collective(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def mover(at: Rank, group: ProcessGroup) -> Passed:
-    at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
+    proven(at, group, ["serial"], (at.settings.small, 1))
     engine = at.engine(group)
     if "kernel" not in engine.capabilities().movers:
         raise NotOffered("the engine has no such mover: no compiler for ficco's kernels is here")
@@ -197,12 +195,12 @@ def mover(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def graph(at: Rank, group: ProcessGroup) -> Passed:
-    problems = exact(at, group, ["growing"], at.settings.small, 1)
-    at.conclude(problems)
+    proven(at, group, ["growing"], (at.settings.small, 1))
     if at.device.type == "cpu" or not at.engine(group).capabilities().capture:
         raise NotOffered("this engine does not serve captured calls")
     # The last has a lane for every peer, so that many branches begin at one place.
     names, count = ("growing", "shrinking:pull", "hetero-fused-1d:pieces=4", all_at_once(at)), 10
+    problems = []
     for name in names:
         operands = operands_of(at, at.settings.small)
         operands.exact(0)
@@ -227,7 +225,7 @@ def graph(at: Rank, group: ProcessGroup) -> Passed:
 def timeout(at: Rank, group: ProcessGroup) -> Passed:
     if at.world == 1:
         raise NotOffered("one rank has no peer to wait for")
-    at.conclude(exact(at, group, ["growing"], at.settings.small, 2))
+    proven(at, group, ["growing"], (at.settings.small, 2))
     at.settle()
     absent, limit = at.world - 1, at.settings.timeout_s / 2
     problems, waited = [], 0.0
@@ -252,7 +250,7 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
     at.settle()
     ficco.close(group)
     other = dist.new_group(list(range(at.world)))
-    at.conclude(exact(at, other, ["growing"], at.settings.small, 2))
+    proven(at, other, ["growing"], (at.settings.small, 2))
     at.settle()
     ficco.close(other)
     at.settle()
@@ -279,9 +277,7 @@ def way(
     os.environ[variable] = value
     try:
         count = max(2, at.settings.iterations // 8)
-        problems = exact(at, group, ORDERED, at.settings.small, count)
-        problems += exact(at, group, ORDERED, at.settings.large, 2)
-        at.conclude(problems)
+        calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
         # A pulled copy whose end is told late delays only the products of its own call.
         n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
         rate = gb_per_s(at, group, schedule, at.world - 1, n)
@@ -296,16 +292,15 @@ def way(
             os.environ[variable] = before
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
-    calls = (count + 2) * len(ORDERED)
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
     return Passed(seen + f" with products of {n} columns" * pull, details)
 
 
 def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Passed:
-    found = at.gather(probe.attribute(engine, name, at.device, at.rank))
-    if not all(found):
-        raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(found) if not value]}")
-    return Passed(", ".join(map(str, dict.fromkeys(found))))
+    values = at.gather(probe.attribute(engine, name, at.device, at.rank))
+    if not all(values):
+        raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(values) if not value]}")
+    return Passed(", ".join(map(str, dict.fromkeys(values))))
 
 
 def sharing(at: Rank, group: ProcessGroup, kind: str) -> Passed:

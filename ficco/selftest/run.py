@@ -60,13 +60,13 @@ class _RankJournal:
 
     def read(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The events of each check."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        events: dict[str, dict[str, dict[str, Any]]] = {}
         if self.path.exists():
             for line in self.path.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # the rank died while it wrote
                     event = json.loads(line)
-                    found.setdefault(event["check"], {})[event["event"]] = event
-        return found
+                    events.setdefault(event["check"], {})[event["event"]] = event
+        return events
 
 
 def _files(folder: Path, rank: int) -> tuple[_RankJournal, Path]:
@@ -75,7 +75,7 @@ def _files(folder: Path, rank: int) -> tuple[_RankJournal, Path]:
 
 
 def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, folder: str) -> None:
-    """Run checks on this rank, one behind the other."""
+    """Run checks on this rank, one after the other."""
     rank, world = dist.get_rank(), dist.get_world_size()
     journal, log = _files(Path(folder), rank)
     screen = os.fdopen(os.dup(2), "w")
@@ -126,8 +126,8 @@ def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
 
     group = dist.new_group(list(range(at.world)))
     try:
-        found = check.run(at, group)
-        note("ok", found.seen, found.details)
+        passed = check.run(at, group)
+        note("ok", passed.seen, passed.details)
     except CheckFailed as error:
         note("failed", str(error))
     except (NotOffered, NotImplementedError) as error:
@@ -156,7 +156,7 @@ class Selftest:
         results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
         logs: what ranks printed, by launch and rank.
         starts: how often new ranks were started: for the checks, for those that have ranks to
-            themselves, and behind one after which ranks could not go on.
+            themselves, and after one from which ranks could not go on.
     """
 
     device: str
