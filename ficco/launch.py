@@ -196,17 +196,17 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: f
         ready = wait(list(left.values()), max(deadline - time.monotonic(), 0))
         if not ready:
             break
-        found: list[RankFailed] = []
+        new: list[RankFailed] = []
         for rank in [rank for rank, pipe in left.items() if pipe in ready]:
             outcome = _outcome(rank, processes[rank], left.pop(rank))
             if isinstance(outcome, RankFailed):
-                found.append(outcome)
+                new.append(outcome)
             else:
                 results[rank] = outcome[0]
-        if found and not failed:
+        if new and not failed:
             deadline = time.monotonic() + GRACE_S
         # A rank that died comes first: it makes others fail, which may show at the same moment.
-        failed += sorted(found, key=lambda failure: failure.kind != "exit")
+        failed += sorted(new, key=lambda failure: failure.kind != "exit")
     if failed:
         raise failed[0]
     if left:

@@ -132,7 +132,9 @@ def _refuse(arguments: argparse.Namespace) -> None:
     """
     if not arguments.check:
         if arguments.tolerance is not None:
-            raise ValueError(f"--tolerance: required with --check, got {arguments.tolerance} alone")
+            raise ValueError(
+                f"--tolerance: required with --check, got {arguments.tolerance} without it"
+            )
         return
     for name in NOT_CHECKED:
         if getattr(arguments, name):
@@ -145,7 +147,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def at_least_two(ranks: int) -> int:
-    """A number of ranks that have something to say to each other.
+    """A number of ranks between which something passes.
 
     Raises:
         ValueError: it is 1.
@@ -160,10 +162,10 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
     from ficco.problem import OPERATORS
     from ficco.tune.calls import from_cases, from_log
 
-    found = []
+    problems = []
     if arguments.shapes:
         read = cases.read(arguments.shapes)
-        found += from_cases(read, ranks, device, arguments.operator or ())
+        problems += from_cases(read, ranks, device, arguments.operator or ())
     if arguments.from_log:
         wanted = arguments.operator or OPERATORS
         logged = [one for one in from_log(arguments.from_log, ranks) if one.operator in wanted]
@@ -173,8 +175,8 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
                 f"--from-log: required a problem of {ranks} ranks{of} in {arguments.from_log}, got "
                 "none; run the program with FICCO_LOG_PROBLEMS on as many ranks"
             )
-        found += logged
-    return list(dict.fromkeys(found))
+        problems += logged
+    return list(dict.fromkeys(problems))
 
 
 def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:

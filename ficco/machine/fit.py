@@ -135,15 +135,15 @@ def fit(
         off = np.abs(np.log(_predict(made(x), columns) / seconds))
         return float(off.mean() + _PULL * np.abs(x).sum())
 
-    found = made(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
+    fitted = made(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
     if known is None:
-        return found
+        return fitted
     # Shares are of the smallest dtype that was measured: one of the known model's, too, perhaps.
-    scale = dict(found.shares)[sizes[0]] / interpolate(known.shares, sizes[0])
+    scale = dict(fitted.shares)[sizes[0]] / interpolate(known.shares, sizes[0])
     shares = {size: min(1.0, share * scale) for size, share in known.shares if size > sizes[0]}
-    shares |= dict(found.shares)
+    shares |= dict(fitted.shares)
     return replace(
-        found,
+        fitted,
         shares=tuple(sorted(shares.items())),
         burst=known.burst,
         sustained=known.sustained,
@@ -186,9 +186,9 @@ def _descend(loss: Callable[[Any], float], x: Any) -> Any:
             for step in (steps[axis], -steps[axis]):
                 tried = x.copy()
                 tried[axis] += step
-                found = loss(tried)
-                if found < best - 1e-9:
-                    x, best = tried, found
+                new = loss(tried)
+                if new < best - 1e-9:
+                    x, best = tried, new
                     steps[axis] *= 1.3
                     break
             else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ficco.bench.calls import reduce_scatter
 from ficco.bench.series import Parts, Series, behind, beside
-from ficco.bench.stats import geomean
 from ficco.machine import Collective, Contention, Copies, Topology
 from ficco.plan import together
 from ficco.problem import Problem
@@ -226,7 +225,7 @@ def contention(site: Site) -> Contention:
     def under(move: str) -> tuple[float, float]:
         """Of products during a move, and of the move during products."""
         pairs = [(slowed[one, move], slowed[move, one]) for one in products]
-        return tuple(map(geomean, zip(*pairs, strict=True)))  # type: ignore[return-value]
+        return tuple(map(geometric_mean, zip(*pairs, strict=True)))  # type: ignore[return-value]
 
     note = f"{len(products)} products, shards of {traffic} bytes; medians of paired ratios"
     return Contention(

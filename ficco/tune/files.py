@@ -1,5 +1,4 @@
-"""The files of a tuning run: the machine's, and beside it the journal from which an interrupted run
-continues.
+"""The files of a tuning run: the machine's, and the journal that an interrupted run continues from.
 
 The machine is saved before the journal is, so that a step that is noted is in the file. Both are
 replaced as a whole: whatever is killed when, the next run finds one state or the other.
@@ -137,7 +136,7 @@ class Journal:
 
     @classmethod
     def read(cls, machine: Path) -> Journal | None:
-        """The journal beside a file; None if there is none, or a damaged one."""
+        """The journal of a machine's file; None if there is none, or a damaged one."""
         try:
             data: Any = json.loads(cls.path(machine).read_text())
             return cls(str(data["settings"]), str(data["began"]), tuple(map(str, data["done"])))
