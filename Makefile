@@ -57,8 +57,8 @@ gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, b
 BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
 
 readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md
-	$(PY) -m ficco bench --readme $(BENCHES:%=docs/results/%.csv)
-	$(PY) -m ficco bench --readme $(BENCHES:%=docs/results/%.csv) --readme-file docs/results/README.md --readme-table all
+	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv)
+	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check

@@ -286,7 +286,7 @@ def _shape(
     at: Any, shape: tuple[int, int, int], seconds: float, barrier: Any, clock: Any
 ) -> Iterator[Timed]:
     from ficco.bench.measure import MODES, Candidate, Item, Runner, capture, rounds
-    from ficco.bench.stats import slowest
+    from ficco.bench.series import slowest
 
     m, n, k = shape
     generator = torch.Generator(at.device).manual_seed(at.rank)

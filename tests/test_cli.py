@@ -23,9 +23,9 @@ from ficco import cli, doctor
 from ficco.bench import demo
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import Candidate, parse
-from ficco.bench.demo import Result, verdict
+from ficco.bench.demo import DemoResult, verdict
 from ficco.bench.draw import draw, trace
-from ficco.bench.table import Row
+from ficco.bench.frames import BENCH
 from ficco.bench.traces import machine_of, measured
 from ficco.dma.engine import Span
 from ficco.errors import ConfigError, InvalidArgument
@@ -76,15 +76,15 @@ def test_what_is_measured_to_explain_has_the_time_that_was_asked_for(
     assert limits[0] > 3600
 
 
-def _row(candidate: str, status: str, note: str) -> Row:
-    return Row("explained", "", 64, 8, 32, "bfloat16", 4, "idle", candidate, "", status, note, 0)
+def _row(candidate: str, status: str, note: str) -> dict[str, str]:
+    return {"mode": "idle", "candidate": candidate, "status": status, "note": note}
 
 
 def test_explain_says_what_could_not_be_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [_row("growing", "wrong", "3 elements"), _row("serial", "skipped", "no memory")]
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: rows)
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: BENCH.frame(rows))
     asked = ["explain", *SIZES, "--measure"]
     assert cli.run(asked) == 1
     assert "wrong: growing: 3 elements\nskipped: serial: no mem" in capsys.readouterr().err
@@ -402,9 +402,9 @@ def test_no_candidate_of_the_demo_is_always_the_first() -> None:
 
 
 def test_a_wrong_result_fails_the_demo() -> None:
-    right, absent = Result("a", True, 1.0), Result("b", None, 1.0)
+    right, absent = DemoResult("a", True, 1.0), DemoResult("b", None, 1.0)
     assert verdict([right, right, absent], 4) == ("demo ok: 1 schedules exact on 4 ranks", 0)
-    text, code = verdict([right, right, Result("growing", False, 1.0)], 4)
+    text, code = verdict([right, right, DemoResult("growing", False, 1.0)], 4)
     assert "growing" in text and code == 1
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from ficco import cli
 from ficco.bench.draw import draw, trace
-from ficco.bench.simulated import BOUNDS
 from ficco.errors import ConfigError
 from ficco.machine import (
     Collective,
@@ -867,33 +866,9 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert picture.read_text().count("growing") >= 2
 
 
-def test_the_papers_claims_beside_a_simulation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    command = ["simulate", "--set", "scenarios", "--machine", "mi300x-8", "--report", str(page)]
-    assert cli.run([*command, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    found = {(row["case"], row["candidate"]): row for row in rows}
-    gathers = [f"g{i}" for i in range(1, 13)]
-    # What the paper says of the mesh: shard overlap gains nothing there, finer pieces do.
-    assert all(found[case, "shard-overlap"]["speedup"] < 1.05 for case in gathers)
-    assert max(found[case, "hetero-fused-1d:copy=7"]["speedup"] for case in gathers) > 1.4
-    for row in rows:
-        assert row["share"] <= 1.0 + 1e-9 or row["candidate"] in BOUNDS, row
-    text = page.read_text()
-    assert "Nothing on this page was measured" in text and "all-to-all" in text
-    assert all(f"| {case} |" in text for case in [*gathers, "g13", "g16"])
-    assert {path.name for path in (tmp_path / "simulated").iterdir()} == {
-        "mi300x-8.csv",
-        "mi300x-8.png",
-    }
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["growing", "--set", "scenarios", "--report", "x.md"], "no schedules"),
         (["slowing", *SIZES], "shard-overlap"),
         (["--mode", "graph"], "queued, idle"),
         (["--set", "nothing"], "measured"),
@@ -905,7 +880,6 @@ def test_the_papers_claims_beside_a_simulation(
         (["--draw", "x", *SIZES], "--draw: required a file with one of the suffixes"),
         (["--draw", "x.", *SIZES], "png"),
         (["auto"], "got 'auto', which stands for one of them; `ficco explain`"),
-        (["--report", "x.md"], "scenarios"),
     ],
 )
 def test_bad_input_of_simulate(

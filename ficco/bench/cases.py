@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ficco.bench.rows import lines
 from ficco.errors import ConfigError
 from ficco.heuristics import problem_of_sizes
 from ficco.machine import configs
@@ -263,7 +262,9 @@ def read(path: Path) -> Iterable[Case]:
         ConfigError: a column is missing, a size is not a whole number above 0, or there is no such
             operator.
     """
-    rows = lines(path, ("m", "n", "k"))
+    from ficco.bench.frames import read_text
+
+    rows = read_text(path, ("m", "n", "k")).fillna("").to_dict("records")
     if not rows:
         raise ConfigError(str(path), "file", "required a header and one line per shape, got none")
     return [_case(path, line, row) for line, row in enumerate(rows, 2)]
@@ -291,8 +292,8 @@ def _case(path: Path, line: int, row: dict[str, str]) -> Case:
 
 
 def _size(path: Path, line: int, row: dict[str, str], column: str) -> int:
-    value = row.get(column)
-    if value is None or not value.isdecimal() or int(value) < 1:
+    value = row[column]
+    if not value.isdecimal() or int(value) < 1:
         expected = f"required a whole number above 0, got {value!r}"
         raise ConfigError(str(path), f"line {line}, column {column}", expected)
     return int(value)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ficco.bench.characterize import (
     COLLECTIVE,
     COPY_CIL,
@@ -14,7 +16,6 @@ from ficco.bench.characterize import (
     GEMM_DIL,
     PIECES,
     SHARDS,
-    Row,
 )
 from ficco.bench.stats import geomean
 
@@ -28,9 +29,9 @@ MOVERS = (
 )
 
 
-def draw(rows: Sequence[Row], stem: Path, title: str) -> list[Path]:
+def draw(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
     """Draw all pictures for which there are rows, to files that begin with ``stem``."""
-    there = [row for row in rows if row.ok]
+    there = rows[rows["status"] == "ok"]
     stem.parent.mkdir(parents=True, exist_ok=True)
     pictures: tuple[tuple[str, tuple[str, ...], Callable[..., Any]], ...] = (
         ("gemm-dil", (GEMM_DIL,), gemm_dil),
@@ -38,15 +39,15 @@ def draw(rows: Sequence[Row], stem: Path, title: str) -> list[Path]:
         ("cil", (GEMM_CIL, COPY_CIL), cil),
         ("proportion", (GEMM_DIL, GEMM_CIL, COPY_DIL, COPY_CIL), proportion),
     )
-    found = []
+    drawn = []
     for name, needs, make in pictures:
-        if all(any(row.loss == loss for row in there) for loss in needs):
+        if set(needs) <= set(there["loss"]):
             figure = make(there)
             figure.suptitle(title, fontsize=9)
             path = stem.with_name(f"{stem.name}_{name}.png")
             figure.savefig(path, dpi=130)
-            found.append(path)
-    return found
+            drawn.append(path)
+    return drawn
 
 
 def _figure(panels: int, width: float) -> tuple[Any, Any]:
@@ -56,8 +57,8 @@ def _figure(panels: int, width: float) -> tuple[Any, Any]:
     return figure, figure.subplots(1, panels, squeeze=False)[0]
 
 
-def _cases(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row.case for row in rows if row.m))
+def _cases(rows: pd.DataFrame) -> list[str]:
+    return list(rows["case"][rows["m"] > 0].unique())
 
 
 def _bars(axes: Any, names: Sequence[str], series: Sequence[tuple[str, list[float], str]]) -> None:
@@ -72,44 +73,39 @@ def _bars(axes: Any, names: Sequence[str], series: Sequence[tuple[str, list[floa
     axes.legend(fontsize=6, title="geometric means", title_fontsize=6)
 
 
-def _ratios(rows: Sequence[Row], names: Sequence[str], **where: Any) -> list[float]:
-    found = {
-        row.case: row.ratio
-        for row in rows
-        if all(getattr(row, key) == value for key, value in where.items())
-    }
-    return [found.get(name, float("nan")) for name in names]
+def _ratios(rows: pd.DataFrame, names: Sequence[str], **where: Any) -> list[float]:
+    """The ratios of some cases, of the rows whose columns have these values."""
+    there = rows[(rows[list(where)] == pd.Series(where)).all(axis=1)]
+    return list(
+        there.drop_duplicates("case", keep="last").set_index("case")["ratio"].reindex(names)
+    )
 
 
-def gemm_dil(rows: Sequence[Row]) -> Any:
+def gemm_dil(rows: pd.DataFrame) -> Any:
     """Decomposition loss of products by shape and cut (figure 7)."""
-    of = [row for row in rows if row.loss == GEMM_DIL]
-    names, numbers = _cases(of), sorted({row.parts for row in of})
+    of = rows[rows["loss"] == GEMM_DIL]
+    names = _cases(of)
     figure, (axes,) = _figure(1, max(6.0, 1.2 * len(names) + 2))
     colours = {"rows": (_BLUE, _LIGHT), "columns": (_ORANGE, _SAND)}
     series = [
         (f"{parts} parts by {cut}", _ratios(of, names, cut=cut, parts=parts), colours[cut][i % 2])
         for cut in ("rows", "columns")
-        for i, parts in enumerate(numbers)
+        for i, parts in enumerate(sorted(of["parts"].unique()))
     ]
     _bars(axes, names, series)
     axes.set_ylabel("time of the parts / of the whole", fontsize=8)
     return figure
 
 
-def communication_dil(rows: Sequence[Row]) -> Any:
+def communication_dil(rows: pd.DataFrame) -> Any:
     """Decomposition loss of communication over the size of a shard (figure 8)."""
     figure, (axes,) = _figure(1, 6.0)
     for mover, label, colour in MOVERS:
-        points = sorted(
-            (row.nbytes / 2**20, row.ratio)
-            for row in rows
-            if row.loss == COPY_DIL and row.mover == mover
-        )
-        if points:
-            text = f"{label}: {geomean(ratio for _, ratio in points):.2f}"
-            axes.plot([x for x, _ in points], [y for _, y in points], "o-", label=text,
-                      color=colour, markersize=4, linewidth=1)  # fmt: skip
+        of = rows[(rows["loss"] == COPY_DIL) & (rows["mover"] == mover)]
+        points = of.set_index(of["nbytes"] / 2**20)["ratio"].sort_index()
+        if len(points):
+            text = f"{label}: {geomean(points):.2f}"
+            axes.plot(points, "o-", label=text, color=colour, markersize=4, linewidth=1)
     axes.axhline(1, color=_GREY, linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -120,7 +116,7 @@ def communication_dil(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def cil(rows: Sequence[Row]) -> Any:
+def cil(rows: pd.DataFrame) -> Any:
     """Contention loss of products and of communication (figure 9)."""
     names = _cases(rows)
     figure, panels = _figure(2, max(9.0, 2.2 * len(names) + 2))
@@ -137,24 +133,24 @@ def cil(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def proportion(rows: Sequence[Row]) -> Any:
+def proportion(rows: pd.DataFrame) -> Any:
     """How much of what is lost is decomposition, and how much contention (figure 10).
 
     Shapes are sorted by operations. The communication of a shape takes the decomposition loss of
     the shard whose size is nearest to its own.
     """
-    flops = {row.case: 2 * row.m * row.n * row.k for row in rows if row.m}
-    names = sorted(flops, key=flops.__getitem__)
-    numbers = sorted({row.parts for row in rows if row.loss == GEMM_DIL})
+    products = rows[rows["m"] > 0].drop_duplicates("case")
+    flops = products["m"].astype(float) * products["n"] * products["k"]
+    names = list(products["case"].loc[flops.sort_values(kind="stable").index])
     under = _ratios(rows, names, loss=GEMM_CIL, mover=PIECES)
-    panels: list[tuple[str, list[float], list[float]]] = [
-        (f"product, {parts} parts",
-         _ratios(rows, names, loss=GEMM_DIL, cut="rows", parts=parts), under)
-        for parts in numbers
-    ]  # fmt: skip
-    sizes = {row.nbytes: row.ratio for row in rows if row.loss == COPY_DIL and row.mover == PIECES}
-    of = {row.case: row.nbytes for row in rows if row.loss == COPY_CIL}
-    cut = [sizes[min(sizes, key=lambda s: abs(s - of.get(name, 0)))] for name in names]
+    panels = [
+        (f"product, {n} parts", _ratios(rows, names, loss=GEMM_DIL, cut="rows", parts=n), under)
+        for n in sorted(rows["parts"][rows["loss"] == GEMM_DIL].unique())
+    ]
+    sizes = rows[(rows["loss"] == COPY_DIL) & (rows["mover"] == PIECES)].set_index("nbytes")
+    of = rows[rows["loss"] == COPY_CIL].drop_duplicates("case", keep="last").set_index("case")
+    nearest = (abs(sizes.index - nbytes).argmin() for nbytes in of["nbytes"].reindex(names))
+    cut = [sizes["ratio"].iloc[row] for row in nearest]
     copied = _ratios(rows, names, loss=COPY_CIL, mover=PIECES)
     panels.append(("communication in pieces", cut, copied))
     figure, all_axes = _figure(len(panels), 3.2 * len(panels) + 1)

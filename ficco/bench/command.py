@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from ficco.bench.candidates import Candidate
     from ficco.bench.cases import Case
-    from ficco.bench.table import Row
 
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
 START_S = 180.0
+
+#: Statuses of rows that make a bench fail.
+BAD = ("wrong", "failed")
 
 #: What no figure of the others needs.
 OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
@@ -100,37 +102,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
     later.add_argument("--plot", type=Path, metavar="CSV", help="draw its pictures")
     later.add_argument("--report", type=Path, metavar="CSV", help="write its report beside it")
-    later.add_argument("--regret", type=Path, metavar="CSV", help="write beside it what auto loses")
-    later.add_argument("--machine", help="machine that --regret decides by (default: this host's)")
-    later.add_argument(
-        "--readme",
-        type=Path,
-        nargs="+",
-        metavar="CSV",
-        help="put a table of these results into a README",
-    )
-    later.add_argument(
-        "--readme-file",
-        type=Path,
-        default=Path("README.md"),
-        metavar="FILE",
-        help="that README (default: README.md)",
-    )
-    later.add_argument(
-        "--readme-table",
-        choices=("auto", "all"),
-        default="auto",
-        help="auto: what auto reaches; all: also the fastest schedules (default: auto)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out ``ficco bench``; the exit code."""
-    if arguments.plot or arguments.report or arguments.readme or arguments.regret:
-        return _later(arguments)
+    if arguments.plot or arguments.report:
+        for path in _pictures(arguments.plot) if arguments.plot else ():
+            print(f"wrote {path}")
+        if arguments.report:
+            print(f"wrote {_report(arguments.report)}")
+        return 0
     from ficco.bench.candidates import choose
+    from ficco.bench.frames import records
     from ficco.bench.measure import modes_of
-    from ficco.bench.run import Settings, bench
+    from ficco.bench.report import show_best
+    from ficco.bench.run import BenchSettings, bench
     from ficco.launch import check_ranks, check_seconds, default_device, launch
 
     device = arguments.device or default_device()
@@ -147,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schedules:
         _servable(candidates, shapes)
     name = arguments.name or _name(what, device, ranks)
-    settings = Settings(
+    settings = BenchSettings(
         cases=tuple(shapes),
         candidates=candidates,
         modes=modes_of(device, arguments.mode),
@@ -167,21 +153,19 @@ def run(arguments: argparse.Namespace) -> int:
         device=device,
         timeout_s=arguments.seconds + START_S,
     )
-    if not rows:  # under torchrun, a rank other than 0
+    if rows is None:  # under torchrun, a rank other than 0
         return 0
-    from ficco.bench.table import as_json
-
     if arguments.json:
-        print(json.dumps(as_json(rows)))
+        print(json.dumps(records(rows)))
     else:
-        _print_summary(rows)
+        show_best(rows)
     written = [settings.csv, *_pictures(settings.csv), _report(settings.csv)]
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-    bad = [row for row in rows if row.status in ("wrong", "failed")]
-    for row in bad:
+    bad = rows[rows["status"].isin(BAD)]
+    for row in bad.itertuples():
         print(f"{row.status}: {row.candidate} on {row.case}: {row.note}", file=sys.stderr)
-    return 1 if bad else 0
+    return 1 if len(bad) else 0
 
 
 def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
@@ -194,8 +178,8 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
         if getattr(arguments, name):
             raise ValueError(f"--layers: required without --{name}, which is for products")
     modes = modes_of(device, arguments.mode)
-    settings = layers.Settings(
-        layers=layers.LAYERS[device],
+    settings = layers.LayerSettings(
+        layers=layers.SHAPES[device],
         modes=tuple(mode for mode in modes if mode != "graph"),
         device=device,
         rounds=arguments.rounds,
@@ -206,14 +190,14 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> int:
     given = arguments.ranks if arguments.ranks is None else ranks
     limit = arguments.seconds + START_S
     rows = launch(layers.layers, given, settings, device=device, timeout_s=limit)
-    if not rows:  # under torchrun, a rank other than 0
+    if rows is None:  # under torchrun, a rank other than 0
         return 0
     path = settings.csv.with_suffix(".md")
     text = layers.report(rows, read_description(settings.csv), settings.csv.stem)
     path.write_text(text)
     print(text)
     print(f"wrote {settings.csv}\nwrote {path}", file=sys.stderr)
-    return 1 if any(row.status in ("wrong", "failed") for row in rows) else 0
+    return 1 if rows["status"].isin(BAD).any() else 0
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
@@ -261,16 +245,6 @@ def _servable(candidates: Sequence[Candidate], shapes: Sequence[Case]) -> None:
             raise ValueError(f"--schedules: {reasons[0]}")
 
 
-def _print_summary(rows: list[Row]) -> None:
-    from rich.console import Console
-
-    from ficco.bench.lines import summary
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in summary(rows):
-        console.print(table, highlight=False)
-
-
 def _name(what: str, device: str, ranks: int) -> str:
     from ficco import doctor
 
@@ -308,67 +282,22 @@ def fresh(path: Path) -> Path:
     return found
 
 
-def _later(arguments: argparse.Namespace) -> int:
-    if arguments.plot:
-        for path in _pictures(arguments.plot):
-            print(f"wrote {path}")
-    if arguments.report:
-        print(f"wrote {_report(arguments.report)}")
-    if arguments.regret:
-        print(f"wrote {_regret(arguments.regret, arguments.machine)}")
-    if arguments.readme:
-        from ficco.bench import table
-        from ficco.bench.about import read_description
-        from ficco.bench.report import TABLES, put_between
-
-        folder = arguments.readme_file.resolve().parent
-        benches = [
-            (
-                table.read(csv),
-                read_description(csv),
-                os.path.relpath(csv.resolve().with_suffix(".md"), folder),
-            )
-            for csv in arguments.readme
-        ]
-        text = TABLES[arguments.readme_table](benches)
-        put_between(arguments.readme_file, "results", text)
-        print(f"wrote {arguments.readme_file}")
-    return 0
-
-
 def _pictures(csv: Path) -> list[Path]:
-    from ficco.bench import plots, table
+    from ficco.bench import plots
     from ficco.bench.about import read_description
+    from ficco.bench.frames import BENCH
 
     about = read_description(csv)
     title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
-    return plots.draw(table.read(csv), csv.with_suffix(""), title)
-
-
-def _regret(csv: Path, machine: str | None) -> Path:
-    from ficco.bench import regret, table
-    from ficco.bench.about import read_description
-    from ficco.machine import Fingerprint, find, nearest
-
-    rows, about = table.read(csv), read_description(csv)
-    device, ranks = str(about.get("device", "")), int(about.get("ranks", 0))
-    here = Fingerprint(device, ranks)
-    found = find(machine, here) or (nearest(here) if ranks else None)
-    if found is None:
-        raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
-    path = csv.with_name(f"{csv.stem}_regret.md")
-    path.write_text(regret.report(rows, found, csv.stem, str(about.get("date", ""))))
-    return path
+    return plots.draw(BENCH.read(csv), csv.with_suffix(""), title)
 
 
 def _report(csv: Path) -> Path:
-    from ficco.bench import table
     from ficco.bench.about import read_description
+    from ficco.bench.frames import BENCH
     from ficco.bench.report import report
 
-    stem = csv.with_suffix("").name
-    pictures = sorted(path for path in csv.parent.glob(f"{stem}_*.png"))
-    text = report(table.read(csv), read_description(csv), stem, pictures)
+    pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))
     path = csv.with_suffix(".md")
-    path.write_text(text)
+    path.write_text(report(BENCH.read(csv), read_description(csv), csv.stem, pictures))
     return path

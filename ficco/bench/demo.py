@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,17 +10,19 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import Candidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
-from ficco.bench.decisions import examples, table_i
+from ficco.bench.decisions import examples, show_table_i
 from ficco.bench.draw import draw, trace
 from ficco.bench.exact import Outcome, exact_calls, seconds
 from ficco.bench.inputs import Operands
-from ficco.bench.stats import slowest
+from ficco.bench.series import slowest
+from ficco.bench.tables import show
 from ficco.bench.traces import trace_all
 from ficco.launch import local_device
 from ficco.machine import find
@@ -30,7 +30,6 @@ from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch.distributed import ProcessGroup
 
 #: Schedules beside the named ones: other movers, directions, lanes and pieces.
@@ -48,7 +47,7 @@ KNOBS = (
 TORCH = Candidate("torch.distributed, then matmul", "serial-collective")
 
 #: What is said of a product.
-WORDS = {True: "exact", False: "[bold red]wrong[/]", None: "not served"}
+WORDS = {True: "exact", False: "WRONG", None: "not served"}
 
 #: Rounds of calls of all schedules, each round with inputs of its own.
 CALLS = 7
@@ -59,8 +58,8 @@ TURNS = 15
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
 SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
 
-#: Machines on which the demo decides, and the one on which it simulates.
-DECIDED_ON = ("h200-4",)
+#: The machine on which the demo decides, and the one on which it simulates.
+DECIDED_ON = "h200-4"
 SIMULATED_ON = "mi300x-8"
 
 #: On CPUs the drawn calls copy at this many bytes per second, or the copies could not be seen.
@@ -68,7 +67,7 @@ DRAWN_BANDWIDTH = 3e8
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the demo shows.
 
     Attributes:
@@ -81,7 +80,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """One schedule.
 
     Attributes:
@@ -103,11 +102,11 @@ class Served:
 
     operator: str
     schedule: str
-    result: Result
-    torchs: Result
+    result: DemoResult
+    torchs: DemoResult
 
 
-def demo(settings: Settings) -> int:
+def demo(settings: DemoSettings) -> int:
     """Run the demo on this rank; the exit code."""
     from rich.console import Console
     from rich.progress import Progress
@@ -121,8 +120,8 @@ def demo(settings: Settings) -> int:
         TORCH,
         *of_problem([parse(name) for name in (*NAMED, *KNOBS)], problem),
     ]
-    console = Console(quiet=not first, width=None if sys.stdout.isatty() else 100)
-    console.print(f"{problem} on {device.type}")
+    if first:
+        print(f"{problem} on {device.type}", flush=True)
     out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-") if first else "")
     show = Progress(console=Console(stderr=True, quiet=not first), transient=True)
     with show:
@@ -150,31 +149,32 @@ def demo(settings: Settings) -> int:
             traced = trace(timelines, out / "trace.json")
     if not first:
         return 0
-    _write(out / "demo.csv", results)
-    _print(console, results)
-    _print_operators(console, served)
-    console.print(f"timelines, planned beside measured: {picture}", soft_wrap=True, highlight=False)
-    console.print(f"trace for https://ui.perfetto.dev: {traced}", soft_wrap=True, highlight=False)
-    _decisions(console)
+    pd.DataFrame(results).rename(columns={"name": "schedule"}).to_csv(
+        out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f", na_rep="nan"
+    )
+    _show_schedules(results)
+    _show_operators(served)
+    print(f"timelines, planned and measured: {picture}")
+    print(f"trace for https://ui.perfetto.dev: {traced}")
+    _decisions()
     text, code = verdict(results, group.size(), served)
     print(text, flush=True)
     return code
 
 
-def _decisions(console: Console) -> None:
+def _decisions() -> None:
     """What ``auto`` takes elsewhere, and the paper's Table I on its machine, both on paper."""
-    for name in DECIDED_ON:
-        machine = find(name, None)
-        assert machine is not None
-        console.print(f"\nschedule='auto' on {name}:", highlight=False)
-        for text in examples(machine):
-            console.print(text, soft_wrap=True, highlight=False)
+    machine = find(DECIDED_ON, None)
+    assert machine is not None
+    print(f"\nschedule='auto' on {machine.name}:", *examples(machine), sep="\n")
     machine = find(SIMULATED_ON, None)
     assert machine is not None
-    console.print(table_i(machine, scenarios()), highlight=False)
+    show_table_i(machine, scenarios())
 
 
-def verdict(results: list[Result], world: int, served: Sequence[Served] = ()) -> tuple[str, int]:
+def verdict(
+    results: list[DemoResult], world: int, served: Sequence[Served] = ()
+) -> tuple[str, int]:
     """The last line, and the exit code. The first result is not a schedule's."""
     wrong = [result.name for result in results if result.exact is False]
     wrong += [one.operator for one in served if not one.result.exact]
@@ -207,7 +207,7 @@ def _rounds(
     group: ProcessGroup,
     count: int,
     advance: Callable[[], object] = lambda: None,
-) -> list[Result]:
+) -> list[DemoResult]:
     """Call all candidates ``count`` times and once to warm up; compare every result, and time.
 
     ``advance`` is called after every call.
@@ -238,13 +238,13 @@ def _rounds(
     by_rank: list[Any] = [None] * group.size()
     dist.all_gather_object(by_rank, (times, exact), group=group)
     return [
-        Result(
+        DemoResult(
             name,
             all(right[name] for _, right in by_rank),
             median(slowest([taken_s[name] for taken_s, _ in by_rank])) * 1e3,
         )
         if name in served
-        else Result(name, None, float("nan"), notes[name])
+        else DemoResult(name, None, float("nan"), notes[name])
         for name in (candidate.name for candidate in candidates)
     ]
 
@@ -257,41 +257,27 @@ def _slow_copies(device: torch.device) -> Any:
     return disturb(Disturbance(bandwidth=DRAWN_BANDWIDTH))
 
 
-def _write(path: Path, results: list[Result]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("schedule", "exact", "ms", "note"))
-        for one in results:
-            writer.writerow((one.name, one.exact, f"{one.ms:.4f}", one.note))
+def _show_schedules(results: Sequence[DemoResult]) -> None:
+    torch_ms = results[0].ms  # of torch's own composition
+    rows = [
+        (one.name, "", "", WORDS[None])
+        if one.exact is None
+        else (one.name, f"{one.ms:.2f}", f"{torch_ms / one.ms:.2f}", WORDS[one.exact])
+        for one in results
+    ]
+    heads = ["schedule", "ms", "x torch", "product"]
+    title = "all_gather_matmul by every schedule"
+    show(title, pd.DataFrame(rows, columns=heads), left=(0, 3), width=100)
 
 
-def _print(console: Console, results: list[Result]) -> None:
-    from rich.table import Table
-
-    torchs = results[0].ms
-    table = Table(title="all_gather_matmul by every schedule", title_justify="left")
-    table.add_column("schedule", overflow="fold")
-    for heading in ("ms", "x torch"):  # times as fast as torch's own composition, the first row
-        table.add_column(heading, justify="right")
-    table.add_column("product")
-    for one in results:
-        word = WORDS[one.exact]
-        figures = ("", "") if one.exact is None else (f"{one.ms:.2f}", f"{torchs / one.ms:.2f}")
-        table.add_row(one.name, *figures, word)
-    console.print(table)
-
-
-def _print_operators(console: Console, served: Sequence[Served]) -> None:
-    from rich.table import Table
-
-    table = Table(title="Every operator by schedule='auto'", title_justify="left")
-    table.add_column("operator")
-    table.add_column("took", overflow="fold")
-    for heading in ("ms", "x torch"):
-        table.add_column(heading, justify="right")
-    table.add_column("result")
-    for one in served:
-        ms, torchs = one.result.ms, one.torchs.ms
-        figures = (f"{ms:.2f}", f"{torchs / ms:.2f}")
-        table.add_row(one.operator, one.schedule, *figures, WORDS[one.result.exact])
-    console.print(table)
+def _show_operators(served: Sequence[Served]) -> None:
+    rows = [
+        (
+            *(one.operator, one.schedule, f"{one.result.ms:.2f}"),
+            *(f"{one.torchs.ms / one.result.ms:.2f}", WORDS[one.result.exact]),
+        )
+        for one in served
+    ]
+    heads = ["operator", "took", "ms", "x torch", "result"]
+    title = "Every operator by schedule='auto'"
+    show(title, pd.DataFrame(rows, columns=heads), left=(0, 1, 4), width=100)

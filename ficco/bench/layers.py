@@ -13,11 +13,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,12 +27,12 @@ from torch.profiler import ProfilerActivity, profile
 import ficco
 from ficco.bench.about import describe, write_description
 from ficco.bench.calls import Runner, all_gather, reduce_scatter
+from ficco.bench.frames import LAYERS, append
 from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
-from ficco.bench.report import MODE_WORDS, about_table, markdown
-from ficco.bench.rows import append
-from ficco.bench.rows import read as read_rows
+from ficco.bench.report import MODE_WORDS, about_table
 from ficco.bench.series import Stopwatch
-from ficco.bench.stats import NONE, better, paired, quartiles
+from ficco.bench.stats import fastest, over, spread
+from ficco.bench.tables import cells, markdown
 from ficco.errors import FiccoError
 from ficco.launch import local_device
 
@@ -79,7 +80,7 @@ class Layer:
 
 
 #: Llama 3 70B: a feed-forward width of 28672 with a gate; 64 heads and 8 of keys and values.
-LAYERS = {
+SHAPES = {
     "cuda": (
         Layer("mlp", 8192, 8192, 2 * 28672, 28672),
         Layer("attention", 8192, 8192, 10240, 8192),
@@ -92,47 +93,8 @@ LAYERS = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way of one layer in one mode. A figure that does not exist is NaN, empty in CSV.
-
-    Attributes:
-        layer, tokens, hidden, columns, inner, dtype, world: what was asked.
-        mode, way, status, note, rounds: as in :class:`ficco.bench.table.Row`.
-        ms, ms_low, ms_high: milliseconds of a step on the slowest rank, and their quartiles.
-        speedup: over the faster way by collectives, paired.
-        vs_pytorch: over PyTorch's Async TP, paired.
-        error: largest difference from the step by collectives, as a share of the root mean square.
-        extra_bytes: most memory beside operands, gradients and result, on the rank that takes most.
-    """
-
-    layer: str
-    tokens: int
-    hidden: int
-    columns: int
-    inner: int
-    dtype: str
-    world: int
-    mode: str
-    way: str
-    status: str
-    note: str = ""
-    rounds: int = 0
-    ms: float = NONE
-    ms_low: float = NONE
-    ms_high: float = NONE
-    speedup: float = NONE
-    vs_pytorch: float = NONE
-    error: float = NONE
-    extra_bytes: float = NONE
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is timed, and where the rows go; as in :class:`ficco.bench.run.Settings`."""
+class LayerSettings:
+    """What is timed, and where the rows go; as in :class:`ficco.bench.run.BenchSettings`."""
 
     layers: tuple[Layer, ...]
     modes: tuple[str, ...]
@@ -300,7 +262,7 @@ ASYNC_TP = "pytorch-async-tp"
 
 
 @dataclass
-class Step:
+class LayerStep:
     """The operands of a layer on one rank, and its steps on them."""
 
     layer: Layer
@@ -358,66 +320,62 @@ def difference(found: Tensors, wanted: Tensors) -> float:
     return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
 
-def layers(settings: Settings) -> list[Row]:
-    """Measure; collective. The rows on rank 0, nothing elsewhere."""
+def layers(settings: LayerSettings) -> pd.DataFrame | None:
+    """Measure; collective. The rows on rank 0, None elsewhere."""
     group = dist.group.WORLD
     assert group is not None
     watch = Stopwatch(group, local_device(settings.device))
-    rows: list[Row] = []
+    rows: list[pd.DataFrame] = []
     began = time.monotonic()
     if watch.rank == 0:
         about = describe(settings.device, watch.world, settings.command)
         write_description(settings.csv, about)
     for number, layer in enumerate(settings.layers):
         left = settings.seconds - (time.monotonic() - began)
-        found = list(_layer(layer, watch, settings, left / (len(settings.layers) - number)))
+        share = left / (len(settings.layers) - number)
+        rows.append(LAYERS.frame(_layer(layer, watch, settings, share)))
         if watch.rank == 0:
-            rows += found
-            append(settings.csv, Row, found)
+            append(settings.csv, rows[-1])
         watch.release()
     watch.close()
-    return rows
+    return pd.concat(rows, ignore_index=True) if watch.rank == 0 else None
 
 
-def _layer(layer: Layer, watch: Stopwatch, settings: Settings, seconds: float) -> Iterator[Row]:
+def _layer(
+    layer: Layer, watch: Stopwatch, settings: LayerSettings, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """The rows of a layer, as columns of ``ficco.bench.frames.LAYERS``."""
     began = time.monotonic()
     # The compiler would take another layer's sizes for a sign that sizes change, and compile for
     # any; and of many layers it would refuse the last.
     torch.compiler.reset()
-    step = Step(layer, watch.rank, watch.world, watch.device)
-    sizes = (layer.name, layer.tokens, layer.hidden, layer.columns, layer.inner, layer.dtype)
-    named = Row(*sizes, watch.world, "", "", "ok")
+    step = LayerStep(layer, watch.rank, watch.world, watch.device)
+    sizes = {name: value for name, value in vars(layer).items() if name != "name"}
+    shape = {"layer": layer.name, **sizes, "world": watch.world}
     runners: dict[str, Runner] = {}
     figures: dict[str, dict[str, Any]] = {}
     for way in WAYS:
         forward, figures[way], why = _proven(way, step, watch)
         if forward is None:
-            yield replace(named, way=way, **figures[way], note=why)
+            yield {**shape, "way": way, **figures[way], "note": why}
         else:
             runners[way] = Runner(partial(step.run, forward), context=WAYS[way].context)
     step.fill(0)
     rest = max(seconds - (time.monotonic() - began), 0.0) / len(settings.modes)
     for mode in settings.modes:
-        times = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
-        series = {way: one.times for way, one in times.items()}
-        serial = better(*(series.get(way) for way in COLLECTIVES))
-        for way, own in series.items():
-            low, high = quartiles(own)
-            yield replace(
-                named,
-                mode=mode,
-                way=way,
-                rounds=len(own),
-                ms=times[way].seconds * 1e3,
-                ms_low=low * 1e3,
-                ms_high=high * 1e3,
-                speedup=paired(serial, own),
-                vs_pytorch=paired(series.get(ASYNC_TP), own),
-                **figures[way],
-            )
+        series = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
+        times = pd.DataFrame({way: one.times for way, one in series.items()})
+        found = spread(times)
+        found["speedup"] = over(fastest(times, COLLECTIVES), times)
+        found["vs_pytorch"] = over(times.get(ASYNC_TP), times)
+        for way, own in found.to_dict("index").items():
+            timed = {"mode": mode, "way": way, "status": "ok", "rounds": len(times)}
+            yield {**shape, **timed, **own, **figures[way]}
 
 
-def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dict[str, Any], str]:
+def _proven(
+    way: str, step: LayerStep, watch: Stopwatch
+) -> tuple[Forward | None, dict[str, Any], str]:
     """A way that agrees with the first one, and what was seen; None if it does not, and why."""
     reference = WAYS[COLLECTIVES[0]].forward(step.layer, watch.group)
 
@@ -445,7 +403,7 @@ def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dic
     if error > limit:
         return None, {"status": "wrong", "error": error}, f"differs by {error:.2g} of {limit:.2g}"
     on_gpu = watch.device.type == "cuda"
-    return forward, {"error": error, "extra_bytes": float(extra) if on_gpu else NONE}, ""
+    return forward, {"error": error, "extra_bytes": float(extra) if on_gpu else math.nan}, ""
 
 
 def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
@@ -467,28 +425,29 @@ def _symmetric_bytes(way: str, group: ProcessGroup) -> int:
     return 0 if way in COLLECTIVES else ficco.memory(group)
 
 
-def report(rows: Sequence[Row], about: dict[str, Any], name: str) -> str:
+def report(rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
     """The rows as Markdown."""
     parts = [f"# {name}", about_table(about), HOW]
-    for mode in dict.fromkeys(row.mode for row in rows if row.mode):
-        body = [
-            (
-                f"{row.layer}: {row.tokens} tokens, {row.hidden}, {row.columns}, {row.inner}",
-                row.way,
-                f"{row.ms:.3f}",
-                _number(row.speedup, ".2f"),
-                _number(row.vs_pytorch, ".2f"),
-                _number(row.extra_bytes / 2**20, ".0f"),
-                _number(row.error, ".1e"),
-            )
-            for row in rows
-            if row.mode == mode
-        ]
-        heads = ("layer", "way", "ms", "x collectives", "x Async TP", "extra MiB", "differs by")
-        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(heads, body)]
-    missing = [f"- {row.way} of {row.layer}: {row.status}: {row.note}" for row in rows if row.note]
-    if missing:
-        parts += ["## Not measured", "\n".join(missing)]
+    for mode, found in rows[rows["mode"] != ""].groupby("mode", sort=False):
+        text = found.astype(str)
+        sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
+        columns = {
+            "layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes,
+            "way": text["way"],
+            "ms": cells(found["ms"], ".3f"),
+            "x collectives": cells(found["speedup"]),
+            "x Async TP": cells(found["vs_pytorch"]),
+            "extra MiB": cells(found["extra_bytes"] / 2**20, ".0f"),
+            "differs by": cells(found["error"], ".1e"),
+        }
+        table = pd.DataFrame(columns)
+        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
+    missing = rows[rows["note"] != ""]
+    if len(missing):
+        names = ("way", "layer", "status", "note")
+        texts = missing[list(names)].itertuples(index=False)
+        lines = [f"- {way} of {layer}: {status}: {note}" for way, layer, status, note in texts]
+        parts += ["## Not measured", "\n".join(lines)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -504,12 +463,3 @@ HOW = (
     "gradients, within what rounding explains, and must be seen to call the fused operators that "
     "it is named after."
 )
-
-
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a CSV file of layers. Raises as :func:`ficco.bench.rows.read`."""
-    return read_rows(path, Row)

@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import Candidate
-from ficco.bench.stats import NONE
 from ficco.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class Item:
     replay: Callable[[], None] | None = None
     sleep_s: float = SLEEP_LEAST_S
     times_s: list[float] = field(default_factory=list)
-    host_s: float = NONE
+    host_s: float = math.nan
 
     @property
     def call(self) -> Callable[[], Any]:
@@ -184,7 +183,7 @@ class HostClock:
 
     def host(self, item: Item) -> float:
         """Not told apart from the call's own time."""
-        return NONE
+        return math.nan
 
 
 class DeviceClock:

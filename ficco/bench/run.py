@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 
-from ficco.bench import table
 from ficco.bench.about import describe, write_description
 from ficco.bench.accuracy import Accuracy
 from ficco.bench.bounds import moved_bytes
@@ -22,12 +22,13 @@ from ficco.bench.calls import taken
 from ficco.bench.candidates import Candidate, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
+from ficco.bench.frames import BENCH, append
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
 from ficco.bench.progress import bar
-from ficco.bench.series import Stopwatch
-from ficco.bench.stats import NONE, slowest, summarise
-from ficco.bench.table import Row
+from ficco.bench.report import show_shape
+from ficco.bench.series import Stopwatch, slowest
+from ficco.bench.stats import summarise
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier
 from ficco.launch import local_device
@@ -36,12 +37,15 @@ from ficco.workspace import SLOTS
 
 Tick = Callable[[str], None]
 
+#: A row, as columns of ``ficco.bench.frames.BENCH``.
+BenchRow = dict[str, Any]
+
 #: Of a shape's seconds, what its rounds have however long it took to prepare them.
 LEAST_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What is benched, and how.
 
     Attributes:
@@ -69,13 +73,15 @@ class Settings:
     seed: int = 0
 
 
-def bench(settings: Settings) -> list[Row]:
-    """Measure; collective. The rows on rank 0, nothing elsewhere."""
-    return _Bench(settings).run()
+def bench(settings: BenchSettings) -> pd.DataFrame | None:
+    """Measure; collective. The rows on rank 0, None elsewhere."""
+    return Bench(settings).run()
 
 
-class _Bench:
-    def __init__(self, settings: Settings) -> None:
+class Bench:
+    """The ranks of a job, which bench together."""
+
+    def __init__(self, settings: BenchSettings) -> None:
         from rich.console import Console
 
         self.settings = settings
@@ -88,29 +94,27 @@ class _Bench:
         self.rank, self.world = self.watch.rank, self.watch.world
         self.verifier = Verifier(self.watch)
         self.console = Console(stderr=True, quiet=self.rank != 0)
-        quiet = self.rank != 0 or settings.quiet
-        self.out = Console(quiet=quiet, width=None if sys.stdout.isatty() else 140)
 
-    def run(self) -> list[Row]:
+    def run(self) -> pd.DataFrame | None:
         settings = self.settings
         if self.rank == 0:
             about = describe(settings.device, self.world, settings.command)
             if "graph" in settings.modes:
                 about["calls_in_graph"] = CALLS_IN_GRAPH
             write_description(settings.csv, about)
-        found: list[Row] = []
+        found = [BENCH.frame(())]
         for number, case in enumerate(settings.cases):
             left = self.deadline - time.monotonic()
-            rows = self._case(case, number, left, len(settings.cases) - number)
+            rows = BENCH.frame(self._case(case, number, left, len(settings.cases) - number))
             if self.rank == 0:
-                found += rows
-                table.write(settings.csv, rows)
-                for part in table.show(rows):
-                    self.out.print(part, highlight=False)
+                found.append(rows)
+                append(settings.csv, rows)
+                if not settings.quiet:
+                    show_shape(rows)
         self.watch.close()
-        return found
+        return pd.concat(found, ignore_index=True) if self.rank == 0 else None
 
-    def _case(self, case: Case, number: int, left: float, cases: int) -> list[Row]:
+    def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         """Measure one of so many shapes in its share of the seconds that are left."""
         began = time.monotonic()
         free_bytes = self.verifier.free_bytes()
@@ -119,7 +123,7 @@ class _Bench:
         if self.watch.barrier.decide(left < self.preparing):
             why = why or f"out of time ({self.settings.seconds:.0f} s)"
         if why:
-            return [self._row(case, "", Candidate("", ""), "skipped", why)]
+            return [{**self._shape(case), "status": "skipped", "note": why}]
         problem = case.problem(self.world)
         operands = Operands(problem, self.rank, self.device)
         candidates = of_problem(self.settings.candidates, problem)
@@ -146,10 +150,10 @@ class _Bench:
             )
         rows = self._rows(case, checked, items, done)
         rows += [
-            replace(row, candidate=one.name, note=f"the same steps as {timed.name}")
+            {**row, "candidate": one.name, "note": f"the same steps as {timed.name}"}
             for one, timed in again.items()
             for row in rows
-            if row.candidate == timed.name
+            if row["candidate"] == timed.name
         ]
         if self.settings.timelines and number == 0:
             self._timelines(operands, checked)
@@ -204,7 +208,9 @@ class _Bench:
                 replay = one.replay if mode == "graph" else None
                 yield Item(mode, one.candidate, one.runner, replay)
 
-    def _rows(self, case: Case, checked: list[Checked], items: list[Item], done: int) -> list[Row]:
+    def _rows(
+        self, case: Case, checked: list[Checked], items: list[Item], done: int
+    ) -> list[BenchRow]:
         mine = {(i.mode, i.candidate.name): (i.times_s, i.host_s) for i in items}
         everyone = self.watch.gather(mine)
         times: dict[str, dict[str, list[float]]] = {mode: {} for mode in self.settings.modes}
@@ -215,21 +221,24 @@ class _Bench:
         by_name = {one.candidate.name: one for one in checked}
         rows = []
         for mode, series in times.items():
-            summaries = summarise(series, times.get("queued") if mode == "graph" else None)
-            for name, summary in summaries.items():
+            shape = {**self._shape(case), "mode": mode}
+            queued = times.get("queued") if mode == "graph" else None
+            figures = summarise(series, queued).to_dict("index") if series else {}
+            for name, own in figures.items():
                 one = by_name.get(name) or Checked(Candidate(name, "bound"))
-                row = self._row(
-                    case, mode, one.candidate, "ok", self._chosen(case, one, mode), done
-                )
-                figures = {**vars(summary), "host_us": host.get((mode, name), NONE)}
-                figures |= {"extra_bytes": one.extra_bytes, "error": one.error}
-                rows.append(replace(row, **figures))
+                what = {"candidate": name, "kind": one.candidate.kind, "status": "ok"}
+                what |= {"note": self._chosen(case, one, mode), "rounds": done}
+                seen = {"extra_bytes": one.extra_bytes, "error": one.error}
+                rows.append({**shape, **what, **own, **seen})
+                if (mode, name) in host:
+                    rows[-1]["host_us"] = host[mode, name]
             for one in checked:
-                if one.candidate.name not in summaries:
-                    left_out = (one.status, one.note)
+                if one.candidate.name not in figures:
+                    status, note = one.status, one.note
                     if one.runner is not None:
-                        left_out = (one.graph_status, one.graph_note)
-                    rows.append(self._row(case, mode, one.candidate, *left_out))
+                        status, note = one.graph_status, one.graph_note
+                    what = {"candidate": one.candidate.name, "kind": one.candidate.kind}
+                    rows.append({**shape, **what, "status": status, "note": note})
         return rows
 
     def _chosen(self, case: Case, one: Checked, mode: str) -> str:
@@ -240,31 +249,9 @@ class _Bench:
         made = taken(case.problem(self.world), self.group, self.device, kind)
         return f"is {made.schedule} ({made.source})"
 
-    def _row(
-        self,
-        case: Case,
-        mode: str,
-        candidate: Candidate,
-        status: str,
-        note: str = "",
-        rounds: int = 0,
-    ) -> Row:
-        return Row(
-            operator=case.operator,
-            case=case.name,
-            label=case.label,
-            m=case.m,
-            n=case.n,
-            k=case.k,
-            dtype=case.dtype,
-            world=self.world,
-            mode=mode,
-            candidate=candidate.name,
-            kind=candidate.kind,
-            status=status,
-            note=note,
-            rounds=rounds,
-        )
+    def _shape(self, case: Case) -> BenchRow:
+        names = ("operator", "label", "m", "n", "k", "dtype")
+        return {"case": case.name, "world": self.world, **{n: getattr(case, n) for n in names}}
 
     def _timelines(self, operands: Operands, checked: list[Checked]) -> None:
         names = [one.candidate.schedule for one in checked if one.runner and one.candidate.ours]

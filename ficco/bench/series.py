@@ -22,12 +22,14 @@ import ficco
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.candidates import Candidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
-from ficco.bench.stats import Times, slowest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Call = Callable[[], Any]
+
+#: Seconds, one per round.
+Times = Sequence[float]
 
 #: So many times as long as the call in front takes alone do the calls behind it run: neither
 #: slows the other down by more.
@@ -45,6 +47,11 @@ SWITCH_S = 50e-6
 
 #: Seconds that a rank waits for its peers before it takes them to have failed.
 PEERS_S = 45.0
+
+
+def slowest(by_rank: Sequence[Times]) -> list[float]:
+    """The slowest rank's time of every round, from the times of every rank."""
+    return [max(times) for times in zip(*by_rank, strict=True)]
 
 
 @dataclass(frozen=True)

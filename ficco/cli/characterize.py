@@ -59,12 +59,13 @@ def add(commands: Any) -> None:
 
 def _characterize(arguments: argparse.Namespace) -> int:
     from ficco.bench import cases
-    from ficco.bench.characterize import Settings, characterize, read
+    from ficco.bench.characterize import LossSettings, characterize
     from ficco.bench.command import fresh
+    from ficco.bench.frames import LOSSES
     from ficco.launch import check_ranks, check_seconds, default_device, launch
 
     if arguments.plot:
-        _draw(read(arguments.plot), arguments.plot)
+        _draw(LOSSES.read(arguments.plot), arguments.plot)
         return 0
     device = arguments.device or default_device()
     ranks = at_least_two(check_ranks(arguments.ranks, device))
@@ -76,7 +77,7 @@ def _characterize(arguments: argparse.Namespace) -> int:
     chosen = arguments.set or ("measured" if device == "cuda" else "cpu")
     shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[chosen]()
     name = arguments.name or _name(device, ranks)
-    settings = Settings(
+    settings = LossSettings(
         cases=tuple(shapes),
         sizes=SIZES[device],
         device=device,
@@ -88,14 +89,14 @@ def _characterize(arguments: argparse.Namespace) -> int:
     rows = launch(
         characterize, arguments.ranks, settings, device=device, timeout_s=START_S + 3 * seconds
     )
-    if not rows:  # under torchrun, a rank other than 0
+    if rows is None:  # under torchrun, a rank other than 0
         return 0
     print(f"wrote {settings.csv}", file=sys.stderr)
     _draw(rows, settings.csv)
-    bad = [row for row in rows if row.status == "failed"]
-    for row in bad:
+    bad = rows[rows["status"] == "failed"]
+    for row in bad.itertuples():
         print(f"ficco: error: {row.case}: {row.note}", file=sys.stderr)
-    return 1 if bad else 0
+    return 1 if len(bad) else 0
 
 
 def _name(device: str, ranks: int) -> str:
