@@ -521,7 +521,7 @@ def test_what_is_no_file_is_refused_and_left_alone(tmp_path: Path, capsys: Any) 
 def test_a_journal_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     assert Journal.read(path) is None
-    noted = Journal("s", "2026-01-02").with_done("gemm").with_done("copies")
+    noted = Journal("s").with_done("gemm").with_done("copies")
     noted.write(path)
     assert Journal.read(path) == noted
     assert [p.suffix for p in tmp_path.iterdir()] == [".json"]

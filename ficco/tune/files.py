@@ -121,12 +121,10 @@ class Journal:
 
     Attributes:
         settings: what the run measures, in words; another run with the same continues it.
-        began: when it began.
         done: names of its steps that are in the file.
     """
 
     settings: str
-    began: str
     done: tuple[str, ...] = ()
 
     @staticmethod
@@ -139,7 +137,7 @@ class Journal:
         """The journal of a machine's file; None if there is none, or a damaged one."""
         try:
             data: Any = json.loads(cls.path(machine).read_text())
-            return cls(str(data["settings"]), str(data["began"]), tuple(map(str, data["done"])))
+            return cls(str(data["settings"]), tuple(map(str, data["done"])))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -3,10 +3,10 @@ copies within its memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -146,6 +146,4 @@ def capacity(site: Site) -> float:
     """Bytes of a GPU's memory, or a rank's part of the host's."""
     if site.watch.on_gpu:
         return float(torch.cuda.get_device_properties(site.watch.device).total_memory)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = dict(line.split()[:2] for line in lines)["MemTotal:"]
-    return float(int(kib) * 1024 // site.world)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // site.world)

@@ -140,31 +140,29 @@ class _TuningRun:
         self.group = dist.group.WORLD
         self.rank, self.world = self.group.rank(), self.group.size()
         self.device = local_device(settings.device)
-        self.reporter = _Reporter(self.rank, settings.seconds)
         self.here = fingerprint(settings.device, self.world)
         self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        self.outcome = Outcome()
 
     def run(self) -> Outcome:
         error, machine, journal = self._on_rank_0(self._begin)
         if error:
             return Outcome(error=error)
-        outcome, settings, reporter = self.outcome, self.settings, self.reporter
-        outcome.machine, outcome.earlier = machine, journal.done
-        todo = [name for name in settings.steps if name not in journal.done]
-        reporter.plan(self.here, todo, journal.done, settings.path)
+        outcome, settings = Outcome(machine, earlier=journal.done), self.settings
+        todo = {n: settings.seconds(n) for n in settings.steps if n not in journal.done}
+        self.reporter = reporter = _Reporter(self.rank, todo)
+        reporter.plan(self.here, journal.done, settings.path)
         watch = Stopwatch(self.group, self.device)
-        for number, name in enumerate(todo):
+        for name in todo:
             site = Site(watch, settings.effort, machine, self._source)
             began = time.monotonic()
-            with reporter.progress(number, todo) as site.tick:
+            with reporter.progress(name) as site.tick:
                 measured, why = watch.together(partial(self._measure, name, site), named=True)
             watch, closing = self._after(watch, bool(why))
             why = why or closing
             taken = time.monotonic() - began
             if why:
                 outcome.failures[name] = why
-                reporter.failed(number, todo, taken, why)
+                reporter.failed(name, taken, why)
                 continue
             before, machine = machine, measured
             journal = journal.with_done(name)
@@ -174,8 +172,7 @@ class _TuningRun:
                 break
             outcome.machine = machine
             outcome.done.append(name)
-            reporter.done(number, todo, taken)
-            reporter.change(name, before, machine)
+            reporter.done(name, taken, before, machine)
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:
             Journal.remove(settings.path)
@@ -187,7 +184,7 @@ class _TuningRun:
         text = settings.describe(self.here)
         journal = None if settings.fresh else Journal.read(settings.path)
         if journal is None or journal.settings != text or not settings.path.exists():
-            journal = Journal(text, self.date)
+            journal = Journal(text)
         journal.write(settings.path)  # before anything is measured in vain
         return machine, journal
 
@@ -251,80 +248,73 @@ class _TuningRun:
 class _Reporter:
     """Says what a run does, and about how long it will take.
 
-    ``seconds``: about how long a step takes, by its name.
+    ``seconds``: about how long each step takes.
     """
 
-    def __init__(self, rank: int, seconds: Callable[[str], float]) -> None:
+    def __init__(self, rank: int, seconds: dict[str, float]) -> None:
         from rich.console import Console
 
-        self._seconds = seconds
+        self._seconds, self._names = seconds, list(seconds)
         self._console = Console(stderr=True, quiet=rank != 0)
         self._out = Console(quiet=rank != 0)
         self._taken = self._estimated = 0.0  # seconds of the steps so far
 
-    def say(self, text: str, to: Any = None) -> None:
-        (to or self._console).print(text, markup=False, highlight=False, soft_wrap=True)
+    def say(self, text: str, figures: bool = False) -> None:
+        to = self._out if figures else self._console
+        to.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    @property
-    def _pace(self) -> float:
-        """How much longer than estimated the steps took so far."""
-        return self._taken / self._estimated if self._taken else 1.0
+    def _left(self, first: int) -> float:
+        """Seconds from a step on, if they take as much longer than estimated as those before."""
+        pace = self._taken / self._estimated if self._taken else 1.0
+        return pace * sum(self._seconds[name] for name in self._names[first:])
 
-    def _estimate(self, names: Sequence[str]) -> float:
-        return sum(self._seconds(name) for name in names)
+    def _title(self, name: str) -> str:
+        return f"[{self._names.index(name) + 1}/{len(self._names)}] {name}"
 
-    def plan(
-        self, here: Fingerprint, todo: Sequence[str], earlier: Sequence[str], path: Path
-    ) -> None:
+    def plan(self, here: Fingerprint, earlier: Sequence[str], path: Path) -> None:
         """What is to be done, and what an earlier run has done."""
         if earlier:
             self.say(f"continues an interrupted run; done: {', '.join(earlier)}")
         self.say(
-            f"{here.accelerator}, {here.ranks} ranks: {len(todo)} steps, about "
-            f"{self._estimate(todo):.0f} s; every one is saved to {path}"
+            f"{here.accelerator}, {here.ranks} ranks: {len(self._names)} steps, about "
+            f"{self._left(0):.0f} s; every one is saved to {path}"
         )
 
-    def failed(self, number: int, todo: Sequence[str], taken: float, why: str) -> None:
-        self.say(f"{_title(number, todo)}: failed after {taken:.1f} s: {why}")
+    def failed(self, name: str, taken: float, why: str) -> None:
+        self.say(f"{self._title(name)}: failed after {taken:.1f} s: {why}")
 
-    def done(self, number: int, todo: Sequence[str], taken: float) -> None:
-        self._taken += taken
-        self._estimated += self._seconds(todo[number])
-        left = self._pace * self._estimate(todo[number + 1 :])
-        rest = f"about {left:.0f} s left" if todo[number + 1 :] else "done"
-        self.say(f"{_title(number, todo)}: {taken:.1f} s; {rest}")
-
-    def change(self, name: str, before: Machine, after: Machine) -> None:
+    def done(self, name: str, taken: float, before: Machine, after: Machine) -> None:
         """The figures of a step, old against new."""
+        self._taken += taken
+        self._estimated += self._seconds[name]
+        left = self._left(self._names.index(name) + 1)
+        rest = f"about {left:.0f} s left" if left else "done"
+        self.say(f"{self._title(name)}: {taken:.1f} s; {rest}")
         if name in STEPS:
             for figure, old, new in changes(before, after, name):
-                self.say(f"  {name}.{figure}: {old} -> {new}", self._out)
+                self.say(f"  {name}.{figure}: {old} -> {new}", figures=True)
             return
         entry = after.tuned[-1]
         old_entry = next((t for t in before.tuned if tuned_key(t) == tuned_key(entry)), None)
         for i, mode in enumerate(("queued", "idle")):
-            old = "-" if old_entry is None else f"{getattr(old_entry, mode)}"
-            gain = entry.serial[i] / entry.seconds[i]
             self.say(
-                f"  {name}, {mode}: {old} -> {getattr(entry, mode)}, "
-                f"{entry.seconds[i] * 1e3:.3f} ms, {gain:.2f} times as fast as serial",
-                self._out,
+                f"  {name}, {mode}: {getattr(old_entry, mode, '-')} -> {getattr(entry, mode)}, "
+                f"{entry.seconds[i] * 1e3:.3f} ms, {entry.serial[i] / entry.seconds[i]:.2f} times "
+                "as fast as serial",
+                figures=True,
             )
 
     @contextmanager
-    def progress(self, number: int, todo: Sequence[str]) -> Iterator[Tick]:
+    def progress(self, name: str) -> Iterator[Tick]:
         """A bar over the whole run."""
-        past, whole = self._estimate(todo[:number]), self._estimate(todo)
-        own, began = self._seconds(todo[number]), time.monotonic()
-        with bar(self._console, _title(number, todo), whole, past) as show:
+        whole, own, began = sum(self._seconds.values()), self._seconds[name], time.monotonic()
+        past = sum(self._seconds[one] for one in self._names[: self._names.index(name)])
+        left = self._left(self._names.index(name))
+        with bar(self._console, self._title(name), whole, past) as show:
 
             def tick(what: str) -> None:
                 spent = min(time.monotonic() - began, own)
-                left = self._pace * (whole - past - spent)
-                show(past + spent, f"{what}; about {left:.0f} s left")
+                rest = left * (whole - past - spent) / (whole - past)
+                show(past + spent, f"{what}; about {rest:.0f} s left")
 
             yield tick
-
-
-def _title(number: int, todo: Sequence[str]) -> str:
-    return f"[{number + 1}/{len(todo)}] {todo[number]}"
