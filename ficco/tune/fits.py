@@ -34,7 +34,8 @@ def least_squares(
         ValueError: a number is not finite, or a measured time is not above 0.
     """
     if not (np.isfinite(matrix).all() and np.isfinite(seconds).all() and (seconds > 0).all()):
-        raise ValueError(f"least squares: required finite numbers and times above 0, got {seconds}")
+        times = f"times from {seconds.min():g} to {seconds.max():g} s"
+        raise ValueError(f"fit: required finite numbers and times above 0, got {times}")
     a, y = matrix / seconds[:, None], np.ones(len(seconds))
     count = a.shape[1]
     bounded = np.arange(count) != (-1 if signed is None else signed)
