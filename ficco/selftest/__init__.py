@@ -8,7 +8,7 @@ left run on new ranks.
 
 from ficco.selftest.rank import SelftestSettings
 from ficco.selftest.report import about, as_json, report, show
-from ficco.selftest.run import CheckResult, Selftest, default_ranks, selftest
+from ficco.selftest.run import CheckResult, Selftest, selftest
 
 __all__ = [
     "CheckResult",
@@ -16,7 +16,6 @@ __all__ = [
     "SelftestSettings",
     "about",
     "as_json",
-    "default_ranks",
     "report",
     "selftest",
     "show",

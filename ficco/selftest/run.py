@@ -48,11 +48,11 @@ class CheckResult:
     details: str = ""
 
 
-@dataclass
 class _RankJournal:
-    """What a rank begins, finds and ends, a JSON object per line."""
+    """What a rank begins, sees and ends, a JSON object per line; ``log``: where its output goes."""
 
-    path: Path
+    def __init__(self, folder: str, rank: int) -> None:
+        self.path, self.log = (Path(folder) / f"rank{rank}.{kind}" for kind in ("jsonl", "log"))
 
     def note(self, check: str, event: str, **more: Any) -> None:
         with self.path.open("a") as file:
@@ -69,17 +69,12 @@ class _RankJournal:
         return events
 
 
-def _files(folder: Path, rank: int) -> tuple[_RankJournal, Path]:
-    """Where a rank notes what it does, and where its output goes."""
-    return _RankJournal(folder / f"rank{rank}.jsonl"), folder / f"rank{rank}.log"
-
-
 def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, folder: str) -> None:
     """Run checks on this rank, one after the other."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    journal, log = _files(Path(folder), rank)
+    journal = _RankJournal(folder, rank)
     screen = os.fdopen(os.dup(2), "w")
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(journal.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks share this machine
@@ -172,24 +167,19 @@ class Selftest:
         return sum(result.verdict == "failed" for result in self.results)
 
 
-def default_ranks(device: str) -> int:
-    """As many as there are GPUs, two on CPUs."""
-    return torch.cuda.device_count() if device == "cuda" else 2
-
-
 def selftest(
     device: str, ranks: int | None = None, settings: SelftestSettings | None = None
 ) -> Selftest:
-    """Run all checks on ranks of this machine; goes on behind those that fail.
+    """Run all checks on ranks of this machine, a GPU each, or two on CPUs; goes on after those that
+    fail.
 
     Raises:
         ValueError: that many ranks cannot run here.
     """
     if under_torchrun():
         raise ValueError("the self-test starts its ranks by itself; run it without torchrun")
-    if ranks is None and device == "cpu":
-        ranks = default_ranks(device)
-    run = Selftest(device, check_ranks(ranks, device), settings or SelftestSettings.of(device))
+    ranks = 2 if ranks is None and device == "cpu" else check_ranks(ranks, device)
+    run = Selftest(device, ranks, settings or SelftestSettings.of(device))
     began = time.monotonic()
     engine = engine_name(torch.device(device), current().engine)
     checks = (*CHECKS, *WAYS[engine])
@@ -222,12 +212,11 @@ def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
             launch(_on_a_rank, run.ranks, *args, device=run.device, timeout_s=limit)
         except RankFailed as failure:
             error = failure
-        journals = []
-        for rank in range(run.ranks):
-            journal, log = _files(Path(folder), rank)
-            journals.append(journal.read())
-            if error is not None and log.exists():
-                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        ranks = [_RankJournal(folder, rank) for rank in range(run.ranks)]
+        journals = [journal.read() for journal in ranks]
+        for rank, journal in enumerate(ranks):
+            if error is not None and journal.log.exists():
+                lines = journal.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
                 run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
     results = {}
     for check in batch:
