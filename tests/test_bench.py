@@ -19,16 +19,18 @@ import torch
 
 import ficco
 from ficco import cli
-from ficco.bench import bounds, cases, command, layers, report, stats
-from ficco.bench.accuracy import Accuracy
-from ficco.bench.bounds import block_bytes, moved_bytes, movements
+from ficco.bench import candidates as compared
+from ficco.bench import cases, layers, report, stats
 from ficco.bench.calls import Runner, build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
     REFERENCES,
     SCHEDULES,
-    Candidate,
+    BenchCandidate,
+    block_bytes,
     choose,
+    moved_bytes,
+    movements,
     named_again,
     of_problem,
     parse,
@@ -41,6 +43,8 @@ from ficco.bench.inputs import Operands
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
+from ficco.bench.verify import Accuracy, Checked, Verifier
+from ficco.cli import bench as command
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates
 from ficco.problem import OPERATORS, Problem
@@ -348,7 +352,7 @@ def test_references_give_what_each_operator_promises() -> None:
 
 
 def test_what_moves_moves_as_many_bytes_alone() -> None:
-    assert doctest.testmod(bounds) == (0, 1)
+    assert doctest.testmod(compared) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
         alone = movements(problem)
@@ -445,6 +449,42 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
     assert later[0].figure == 0.5
 
 
+class _OneRank:
+    """Stands for the ranks that verify together, of which there is one; ``device`` is a CPU."""
+
+    device, on_gpu, world = torch.device("cpu"), False, 1
+
+    def together(self, action: Any, fatal: tuple[type[Exception], ...] = ()) -> tuple[Any, str]:
+        return action(), ""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
+def test_replays_are_proven_on_inputs_of_their_own(
+    stale_after: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
+    operands.exact_b()
+    result, replays = operands.reference(), []
+
+    def replay() -> None:
+        replays.append(operands.a_LK.clone())
+        if len(replays) <= stale_after:
+            result.copy_(operands.reference())
+
+    monkeypatch.setattr("ficco.bench.verify.capture", lambda runner, pool: (replay, result))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    checked = Checked(parse("growing"), Runner(operands.reference))
+    verifier = Verifier(_OneRank())  # type: ignore[arg-type]
+    verifier.graph(checked, operands, None)
+    assert len(replays) == 2 and not torch.equal(*replays)
+    assert checked.graph_status == status
+    assert (checked.replay is replay) == (status == "skipped")
+    assert checked.graph_note == ("wrong result on ranks [0]" if status == "wrong" else "")
+
+
 def _timed_once(call: Any) -> tuple[torch.Tensor, float]:
     return call(), 0.5
 
@@ -476,7 +516,9 @@ class _Alone:
 
 
 def _timed(clock: _Clock) -> list[Item]:
-    items = [Item("queued", Candidate(name, "ficco"), Runner(_nothing)) for name in clock.taken]
+    items = [
+        Item("queued", BenchCandidate(name, "ficco"), Runner(_nothing)) for name in clock.taken
+    ]
     assert rounds(items, clock, _Alone(), most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
     return items
 
@@ -631,10 +673,10 @@ def test_a_schedule_that_no_operator_takes_is_refused(
 
 def test_shapes_of_the_command_line() -> None:
     parser = argparse.ArgumentParser()
-    command.add(parser)
+    command.add(parser.add_subparsers())
 
     def shapes(*words: str, device: str = "cuda") -> tuple[list[tuple[str, str]], str]:
-        found, name = command.chosen(parser.parse_args(words), device)
+        found, name = command.chosen(parser.parse_args(["bench", *words]), device)
         return [(case.operator, case.name) for case in found], name
 
     assert shapes() == ([(OPERATOR, case.name) for case in cases.measured()], "measured")

@@ -155,7 +155,15 @@ SIZES = (4096, 65536)
 
 def run_small(at: ranks.Rank, csv: str, cases: tuple[Case, ...]) -> pd.DataFrame | None:
     device = at.device.type
-    settings = characterise.LossSettings(cases, SIZES, device, 1.5, Path(csv), "tests", rounds=4)
+    settings = characterise.LossSettings(
+        cases=cases,
+        sizes=SIZES,
+        device=device,
+        seconds=1.5,
+        csv=Path(csv),
+        command="tests",
+        rounds=4,
+    )
     return characterise.characterize(settings)
 
 
@@ -225,7 +233,9 @@ def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[dict[str, Any]]:
     try:
         dist.barrier()
         # The rank that is left learns of it from the other's absence in nothing but `gather`.
-        settings = characterise.LossSettings((), SIZES, "cpu", 0.5, Path(csv), rounds=2)
+        settings = characterise.LossSettings(
+            cases=(), sizes=SIZES, device="cpu", seconds=0.5, csv=Path(csv), rounds=2
+        )
         run = characterise.LossBench(settings)
         rows = run.attempt("x", lambda: list(begin_parts(run)))
         return rows + run.attempt("y", list)

@@ -70,9 +70,9 @@ class Claim:
 def write_report(machine: Machine, path: Path, command: str) -> pd.DataFrame:
     """Write the page, and a CSV and a picture in the folder ``simulated`` next to it; the rows."""
     cases, mode = scenarios(), "queued"
-    found = [simulate_case(case, machine, machine.ranks, mode) for case in cases]
-    lines = [_line(*both, machine) for both in zip(cases, found, strict=True)]
-    rows = pd.concat(found, ignore_index=True)
+    by_case = [simulate_case(case, machine, machine.ranks, mode) for case in cases]
+    lines = [_line(*both, machine) for both in zip(cases, by_case, strict=True)]
+    rows = pd.concat(by_case, ignore_index=True)
     stem = path.parent / "simulated" / machine.name
     table, picture = stem.with_suffix(".csv"), stem.with_suffix(".png")
     table.unlink(missing_ok=True)
@@ -145,13 +145,13 @@ def page(lines: Sequence[Line], machine: Machine, command: str, table: Path, pic
 
 
 def _claims(lines: Sequence[Line], others: Sequence[Line], machine: Machine) -> str:
-    found = [
+    claims = [
         *_speedup_claims(lines),
         *_communication_claims([*lines, *others], machine),
         _shape_claim(lines),
     ]
     head = ("claim", "paper", "simulated", "difference", "why")
-    rows = [(c.text, c.paper, c.simulated, c.difference, c.why) for c in found]
+    rows = [(c.text, c.paper, c.simulated, c.difference, c.why) for c in claims]
     return markdown(head, rows)
 
 
@@ -215,12 +215,12 @@ def _communication_claims(lines: Sequence[Line], machine: Machine) -> list[Claim
         case = line.case
         rows = case.problem(line.world).rows
         problem = Problem("all_gather_matmul", rows, 0, case.k, case.dtype)
-        for found, schedule in (
+        for times, schedule in (
             (whole, suited(NAMED["shard-overlap"], problem, machine)),
             (peer_by_peer, NAMED["shard-overlap"]),
             (pieces, suited(NAMED["hetero-unfused-1d"], problem, machine)),
         ):
-            found.append(predict(problem, schedule, machine))
+            times.append(predict(problem, schedule, machine))
     slower = geometric_mean([b / a for a, b in zip(whole, peer_by_peer, strict=True)])
     loss = geometric_mean([b / a for a, b in zip(whole, pieces, strict=True)])
     return [

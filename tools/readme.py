@@ -34,10 +34,10 @@ def auto_table(benches: Sequence[Results]) -> str:
     heads = [f"{mode}: {name}" for mode in eager for name in RATIOS.values()]
     body = []
     for place, operator, mine in _operators(benches):
-        found = [lines(mine, mode) for mode in eager]
-        if any(one["auto", "ms"].notna().any() for one in found):
-            cells = [cell for one in found for cell in _reached(one["auto"])]
-            body.append((place, f"`{operator}`", max(map(len, found)), *cells))
+        by_mode = [lines(mine, mode) for mode in eager]
+        if any(one["auto", "ms"].notna().any() for one in by_mode):
+            cells = [cell for one in by_mode for cell in _reached(one["auto"])]
+            body.append((place, f"`{operator}`", max(map(len, by_mode)), *cells))
     words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in eager)
     return f"{MEANS} {words}.\n\n" + markdown(("measured on", "operator", "shapes", *heads), body)
 
@@ -51,10 +51,10 @@ def whole_table(benches: Sequence[Results]) -> str:
     for place, operator, mine in _operators(benches):
         for mode in modes(mine):
             if mode != "graph":
-                found = lines(mine, mode)
+                shapes = lines(mine, mode)
                 seen.add(mode)
-                reached = [*_reached(found["best"]), *_reached(found["auto"])]
-                body.append((place, f"`{operator}`", mode, len(found), *reached))
+                reached = [*_reached(shapes["best"]), *_reached(shapes["auto"])]
+                body.append((place, f"`{operator}`", mode, len(shapes), *reached))
     words = "; ".join(f"*{mode}*: {text}" for mode, text in MODE_WORDS.items() if mode in seen)
     return f"{MEANS} {words}. {HINDSIGHT}\n\n" + markdown((*heads, *of_auto), body)
 
@@ -72,9 +72,9 @@ def _operators(benches: Sequence[Results]) -> Iterator[tuple[str, str, pd.DataFr
             yield f"[{where}, {date}]({link})", operator, mine
 
 
-def _reached(found: pd.DataFrame) -> list[str]:
+def _reached(role: pd.DataFrame) -> list[str]:
     """The ratios of a role over several shapes: their mean, and the worst."""
-    both = [(geomean(found[name]), found[name].min()) for name in RATIOS]
+    both = [(geomean(role[name]), role[name].min()) for name in RATIOS]
     return ["" if pd.isna(mean) else f"{mean:.2f} ({worst:.2f})" for mean, worst in both]
 
 

@@ -32,7 +32,7 @@ from ficco.schedules import Schedule, same_plans
 from ficco.simulate import predict
 from ficco.version import version
 
-#: Kinds of rows that ``auto`` must not fall behind.
+#: Kinds of rows that ``auto`` must be no slower than.
 OTHERS = ("serial-collective", "pytorch", "pytorch-native")
 
 #: The other one, by copy engine.
@@ -149,21 +149,21 @@ def _plain(candidate: str) -> bool:
     return candidate != "auto" and "@" not in candidate
 
 
-def summary(found: Sequence[Regret], left_out: int) -> str:
+def summary(regrets_found: Sequence[Regret], left_out: int) -> str:
     """The figures of one mode as Markdown, with how many shapes are not in them."""
-    losses = [one.loss for one in found]
-    errors = [abs(error) for one in found for error in one.errors.values()]
-    ranked = [one.first / one.best[1] - 1.0 <= NEAR for one in found]
-    ruled = [one.rule[1] / one.best[1] - 1.0 for one in found if one.rule]
+    losses = [one.loss for one in regrets_found]
+    errors = [abs(error) for one in regrets_found for error in one.errors.values()]
+    ranked = [one.first / one.best[1] - 1.0 <= NEAR for one in regrets_found]
+    ruled = [one.rule[1] / one.best[1] - 1.0 for one in regrets_found if one.rule]
     lines = [
-        ("shapes", str(len(found))),
+        ("shapes", str(len(regrets_found))),
         ("shapes left out, since what `auto` takes was not measured", str(left_out)),
         ("`auto` against the best: mean loss", f"{mean(losses):.1%}"),
         ("worst loss", f"{max(losses):.1%}"),
         (f"within {NEAR:.0%} of the best", f"{mean(loss <= NEAR for loss in losses):.0%}"),
         (
             "against the best of serial (collective, copy engine) and PyTorch, worst",
-            f"{min(one.against_others for one in found):.2f}",
+            f"{min(one.against_others for one in regrets_found):.2f}",
         ),
         ("prediction against measurement, mean absolute error", f"{mean(errors):.1%}"),
         (f"predicted best is within {NEAR:.0%} of the best", f"{mean(ranked):.0%}"),
@@ -176,7 +176,7 @@ def summary(found: Sequence[Regret], left_out: int) -> str:
     return markdown(("", ""), lines)
 
 
-def table(found: Sequence[Regret]) -> str:
+def table(regrets_found: Sequence[Regret]) -> str:
     """Every shape of one mode as Markdown."""
     body = [
         (
@@ -188,7 +188,7 @@ def table(found: Sequence[Regret]) -> str:
             f"{one.loss:.1%}",
             f"{one.against_others:.2f}",
         )
-        for one in found
+        for one in regrets_found
     ]
     heads = ("m x n x k", "`auto` takes", "ms", "best", "ms", "loss", "x others")
     return markdown(heads, body)
@@ -213,11 +213,11 @@ def report(rows: pd.DataFrame, machine: Machine, name: str, date: str = "") -> s
             "`ficco bench --schedules candidates` measures all that it compares"
         )
     for (operator, mode), every in by_mode.items():
-        found = [one for one in every if one]
+        known = [one for one in every if one]
         heading = f"{operator}, {mode}" if several else mode.capitalize()
         parts.append(f"## {heading}: {MODE_WORDS[mode]}")
-        if found:
-            parts += [summary(found, len(every) - len(found)), table(found)]
+        if known:
+            parts += [summary(known, len(every) - len(known)), table(known)]
         else:
             parts.append(f"What `auto` takes was measured on none of {len(every)} shapes.")
     return "\n\n".join(parts) + "\n"

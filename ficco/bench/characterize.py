@@ -1,7 +1,7 @@
 """What cutting and overlapping cost, each by itself (FiCCO, sections IV-B to IV-E).
 
 Decomposition loss: the parts one after the other, against the whole. Contention loss: the same
-work while other work runs beside it, against the same work alone. Both are medians of ratios that
+work during other work, against the same work by itself. Both are medians of ratios that
 are taken round by round, of the slowest rank's times.
 """
 
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.about import describe, write_description
-from ficco.bench.cases import MEMORY_SHARE, Case
+from ficco.bench.about import RunSettings
+from ficco.bench.cases import Case
 from ficco.bench.frames import LOSSES, append
 from ficco.bench.series import Parts, Series, Stopwatch, behind, beside
+from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 
 #: What a row is about. ``dil``: decomposition, ``cil``: contention loss.
@@ -36,7 +36,7 @@ PIECES, SHARDS, COLLECTIVE = "dma-pieces", "dma-shards", "collective"
 #: Seconds that a call may wait for its peers.
 TIMEOUT_S = 30.0
 
-#: Parts of the seconds of a run that communication alone and each shape may take.
+#: Parts of the seconds of a run that pure communication and each shape may take.
 COMMUNICATION_SHARE = 0.15
 
 
@@ -44,26 +44,17 @@ COMMUNICATION_SHARE = 0.15
 Loss = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """What is characterised, and where the rows go.
+@dataclass(frozen=True, kw_only=True)
+class LossSettings(RunSettings):
+    """What is characterised.
 
     Attributes:
         cases: products.
         sizes: bytes of the shards whose communication is measured without products.
-        device: ``"cpu"`` or ``"cuda"``.
-        seconds: time for everything.
-        csv: the file that rows are appended to, shape by shape.
-        command: the command line, for the description of the figures.
     """
 
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
-    device: str
-    seconds: float
-    csv: Path
-    command: str = ""
-    rounds: int = 25
 
 
 def characterize(settings: LossSettings) -> pd.DataFrame | None:
@@ -87,7 +78,7 @@ class LossBench:
         settings = self.settings
         losses: list[Loss] = []
         if self.rank == 0:
-            write_description(settings.csv, describe(settings.device, self.world, settings.command))
+            settings.write_description(self.world)
         each = settings.seconds * (1 - COMMUNICATION_SHARE) / max(len(settings.cases), 1)
         steps = [
             ("communication", self.communication, settings.seconds * COMMUNICATION_SHARE),
@@ -151,21 +142,10 @@ class LossBench:
         """The losses of a product."""
         sizes = {"m": case.m, "n": case.n, "k": case.k}
         what = {"case": case.name, **sizes, "dtype": case.dtype, "world": self.world}
-        if why := self._skipped(case):
+        if why := case.skipped(self.world, Verifier(self.watch).free_bytes()):
             return [{**what, "status": "skipped", "note": why}]
         rows = [*self._decomposed(case, seconds * 0.4), *self._contended(case, seconds * 0.6)]
         return [{**what, **row} for row in rows]
-
-    def _skipped(self, case: Case) -> str:
-        if case.skip:
-            return case.skip
-        if self.settings.device == "cuda":
-            torch.cuda.empty_cache()
-            free = min(self.watch.gather(torch.cuda.mem_get_info()[0]))
-            need = case.memory(self.world)
-            if need > MEMORY_SHARE * free:
-                return f"needs {need / 2**30:.0f} GiB on a rank, {free / 2**30:.0f} are free"
-        return ""
 
     def _decomposed(self, case: Case, seconds: float) -> Iterator[Loss]:
         """The product cut by rows and by columns into W and W * W parts (figure 7)."""
@@ -193,21 +173,20 @@ class LossBench:
             SHARDS: operands.copies("shard-overlap", nbytes),
             COLLECTIVE: operands.collective(nbytes),
         }
-        alone: dict[str, Any] = {"product": product, **moves}
-        guess = self._time(alone, seconds * 0.2, most=5)
-        calls = dict(alone)
+        calls: dict[str, Any] = {"product": product, **moves}
+        guess = self._time(calls, seconds * 0.2, most=5)
         for mover, move in moves.items():
             back = behind(guess["product"].times, guess[mover].times)
-            calls[f"product beside {mover}"] = beside(product, move, back, self.device)
+            calls[f"product during {mover}"] = beside(product, move, back, self.device)
             back = behind(guess[mover].times, guess["product"].times)
-            calls[f"{mover} beside product"] = beside(move, product, back, self.device)
+            calls[f"{mover} during product"] = beside(move, product, back, self.device)
         times = self._time(calls, seconds * 0.8)
         what = {"nbytes": nbytes, "cut": "rows", "parts": world}
         for mover in moves:
-            measured = ratio(times, "product", f"product beside {mover}")
+            measured = ratio(times, "product", f"product during {mover}")
             yield {"loss": GEMM_CIL, "mover": mover, **what, **measured}
         for mover in moves:
-            measured = ratio(times, mover, f"{mover} beside product")
+            measured = ratio(times, mover, f"{mover} during product")
             yield {"loss": COPY_CIL, "mover": mover, **what, **measured}
 
 
@@ -216,9 +195,9 @@ def pieces(world: int) -> str:
     return f"hetero-fused-1d:pieces={world}"
 
 
-def ratio(times: Mapping[str, Series], alone: str, other: str) -> Loss:
+def ratio(times: Mapping[str, Series], reference: str, other: str) -> Loss:
     """The figures of a loss: the times under one name against those under another."""
-    before, after = (1e6 * np.array(times[name].times) for name in (alone, other))
+    before, after = (1e6 * np.array(times[name].times) for name in (reference, other))
     return {
         "status": "ok",
         "rounds": len(before),

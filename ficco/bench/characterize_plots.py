@@ -1,4 +1,4 @@
-"""Pictures of losses in the manner of figures 7 to 10 of the FiCCO paper, from rows alone."""
+"""Pictures of losses in the manner of figures 7 to 10 of the FiCCO paper, from rows."""
 
 from __future__ import annotations
 

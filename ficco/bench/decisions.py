@@ -54,7 +54,7 @@ def examples(machine: Machine) -> Iterator[str]:
 
 
 def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: Path) -> Path:
-    """Candidates as bars, predicted and, if measured, beside that; the suffix is the format."""
+    """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
     from matplotlib.figure import Figure
 
     if not decision.candidates or decision.problem is None or decision.machine is None:

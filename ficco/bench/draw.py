@@ -66,8 +66,8 @@ def draw(
             grid.flat[i].set_axis_off()
             continue
         row = i // columns
-        beside = timelines[row * columns : (row + 1) * columns]
-        _draw_one(grid.flat[i], timeline, names, max(t.stop_s for t in beside))
+        row_of_grid = timelines[row * columns : (row + 1) * columns]
+        _draw_one(grid.flat[i], timeline, names, max(t.stop_s for t in row_of_grid))
     there = {bar.kind for timeline in timelines for bars in timeline.ranks for bar in bars}
     kinds = [kind for kind in COLOURS if kind in there]
     figure.legend(

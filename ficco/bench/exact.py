@@ -21,7 +21,7 @@ Call = Callable[[], torch.Tensor]
 Measure = Callable[[Call], tuple[torch.Tensor, float]]
 
 
-class Outcome(NamedTuple):
+class ExactCall(NamedTuple):
     """One call.
 
     Attributes:
@@ -75,7 +75,7 @@ def exact_calls(
     compare: Callable[[torch.Tensor], torch.Tensor] | None = None,
     measure: Measure = enqueue,
     seed: int = 0,
-) -> Iterator[Outcome]:
+) -> Iterator[ExactCall]:
     """Make all calls ``count`` times, in an order that is shuffled anew each time: the first has
     it easiest. Every call has integers of its own, so that stale data shows.
 
@@ -97,4 +97,4 @@ def exact_calls(
             iteration += 1
             result, figure = measure(calls[name])
             wrong = compare(result) if compare else wrong_elements(result, operands.reference())
-            yield Outcome(name, wrong, figure)
+            yield ExactCall(name, wrong, figure)

@@ -46,8 +46,9 @@ class Schema:
         filled = [{**empty, **row} for row in rows]
         if unknown := {name for row in filled for name in row} - empty.keys():
             raise KeyError(f"required columns of the schema, got {sorted(unknown)}")
-        made = pd.DataFrame(filled, columns=list(empty))
-        return made.astype({name: KINDS[kind][0] for name, kind in self.columns.items()})
+        return pd.DataFrame(filled, columns=list(empty)).astype(
+            {name: KINDS[kind][0] for name, kind in self.columns.items()}
+        )
 
     def read(self, path: Path) -> pd.DataFrame:
         """The rows of a CSV file.
@@ -55,13 +56,13 @@ class Schema:
         Raises:
             ConfigError: the file cannot be read, or is not of this kind.
         """
-        found = read_text(path, [name for name in self.columns if name not in self.later])
+        rows = read_text(path, [name for name in self.columns if name not in self.later])
         for name, kind in self.columns.items():
-            if name in found:
-                found[name] = _parsed(path, found[name], kind)
+            if name in rows:
+                rows[name] = _parsed(path, rows[name], kind)
             else:
-                found[name] = self.later[name]
-        return found[list(self.columns)]
+                rows[name] = self.later[name]
+        return rows[list(self.columns)]
 
 
 def _parsed(path: Path, cells: pd.Series, kind: type) -> pd.Series:
@@ -92,7 +93,7 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # rows longer than the header
             # The other engine does not tell a row that was cut off from one with empty cells.
-            found = pd.read_csv(
+            cells = pd.read_csv(
                 path, dtype=object, keep_default_na=False, index_col=False, engine="python"
             )
     except OSError as error:
@@ -101,11 +102,11 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
         raise ConfigError(str(path), "file", f"required a CSV file as text: {error}") from None
     except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
         raise ConfigError(str(path), "file", f"required a CSV file: {error}") from None
-    if missing := [name for name in required if name not in found]:
-        there = ", ".join(map(str, found.columns))
+    if missing := [name for name in required if name not in cells]:
+        there = ", ".join(map(str, cells.columns))
         required_text = f"required columns {', '.join(missing)}, got {there}"
         raise ConfigError(str(path), "header", required_text)
-    return found
+    return cells
 
 
 def append(path: Path, rows: pd.DataFrame) -> Path:
@@ -124,8 +125,8 @@ def append(path: Path, rows: pd.DataFrame) -> Path:
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows for JSON: what does not exist is None."""
-    found: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    return found
+    plain: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    return plain
 
 
 def _columns(kind: type, names: str) -> dict[str, type]:

@@ -1,6 +1,6 @@
-"""Steps of tensor-parallel layers, forward and backward: ficco beside the collectives.
+"""Steps of tensor-parallel layers, forward and backward: ficco compared with the collectives.
 
-A layer is a column-parallel product and the row-parallel one behind it. Between two steps the
+A layer is a column-parallel product and the row-parallel one that follows. Between two steps the
 sequence is sharded, so that the first gathers it and the second scatters its sums; backward the
 second gathers and the first scatters. What stands between the products in a model is an activation
 here (``mlp``), or nothing (``attention``: the queries go on, attention itself is not timed).
@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 import torch
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
-from ficco.bench.about import describe, write_description
+from ficco.bench.about import RunSettings
 from ficco.bench.calls import Runner, all_gather, reduce_scatter
 from ficco.bench.frames import LAYERS, append
 from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
@@ -92,34 +91,29 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class LayerSettings:
-    """What is timed, and where the rows go; as in :class:`ficco.bench.run.BenchSettings`."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(RunSettings):
+    """What is timed."""
 
     layers: tuple[Layer, ...]
     modes: tuple[str, ...]
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
 
 
 # The ways.
 
 
 def _gather(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    found = x.new_empty(x.shape[0] * group.size(), x.shape[1])
-    return found, all_gather(found, x.contiguous(), group=group, async_op=not wait)
+    whole = x.new_empty(x.shape[0] * group.size(), x.shape[1])
+    return whole, all_gather(whole, x.contiguous(), group=group, async_op=not wait)
 
 
 def _scatter(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    found = x.new_empty(x.shape[0] // group.size(), x.shape[1])
-    return found, reduce_scatter(found, x.contiguous(), group=group, async_op=not wait)
+    mine = x.new_empty(x.shape[0] // group.size(), x.shape[1])
+    return mine, reduce_scatter(mine, x.contiguous(), group=group, async_op=not wait)
 
 
-class _Column(torch.autograd.Function):
-    """The first product. ``again``: gathered anew in backward, and there beside products, as
+class ColumnParallel(torch.autograd.Function):
+    """The first product. ``again``: gathered anew in backward, overlapped with products, as
     Megatron-LM does it; otherwise kept."""
 
     @staticmethod
@@ -146,7 +140,7 @@ class _Column(torch.autograd.Function):
         return mine, of_weight, None, None
 
 
-class _Row(torch.autograd.Function):
+class RowParallel(torch.autograd.Function):
     """The second product."""
 
     @staticmethod
@@ -166,9 +160,8 @@ class _Row(torch.autograd.Function):
 
 def _by_collectives(layer: Layer, group: ProcessGroup, again: bool) -> Forward:
     def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        y = _Column.apply(x, first, group, again)
-        found: torch.Tensor = _Row.apply(layer.between(y), second, group)
-        return found
+        y = ColumnParallel.apply(x, first, group, again)
+        return cast(torch.Tensor, RowParallel.apply(layer.between(y), second, group))
 
     return forward
 
@@ -201,8 +194,7 @@ def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
 
     def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         y = gather(x, 0, group) @ first.t()
-        found: torch.Tensor = scatter(layer.between(y) @ second.t(), "sum", 0, group)
-        return found
+        return cast(torch.Tensor, scatter(layer.between(y) @ second.t(), "sum", 0, group))
 
     return forward
 
@@ -300,22 +292,22 @@ class LayerStep:
         """One step; its result. The gradients stay with the operands."""
         for tensor in self.operands:
             tensor.grad = None
-        found = forward(*self.operands)
-        found.backward(self.grad)
-        return found
+        result = forward(*self.operands)
+        result.backward(self.grad)
+        return result
 
     def results(self, forward: Forward) -> Tensors:
         """A step's result and gradients."""
-        found = self.run(forward)
+        result = self.run(forward)
         grads = [tensor.grad for tensor in self.operands]
-        return found.detach(), *(grad for grad in grads if grad is not None)
+        return result.detach(), *(grad for grad in grads if grad is not None)
 
 
-def difference(found: Tensors, wanted: Tensors) -> float:
+def difference(results: Tensors, wanted: Tensors) -> float:
     """Root mean square of the difference over that of what is wanted; the largest of several."""
     shares = [
         float((one.double() - other.double()).norm() / other.double().norm())
-        for one, other in zip(found, wanted, strict=True)
+        for one, other in zip(results, wanted, strict=True)
     ]
     return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
@@ -328,8 +320,7 @@ def layers(settings: LayerSettings) -> pd.DataFrame | None:
     rows: list[pd.DataFrame] = []
     began = time.monotonic()
     if watch.rank == 0:
-        about = describe(settings.device, watch.world, settings.command)
-        write_description(settings.csv, about)
+        settings.write_description(watch.world)
     for number, layer in enumerate(settings.layers):
         left = settings.seconds - (time.monotonic() - began)
         share = left / (len(settings.layers) - number)
@@ -380,17 +371,17 @@ def _proven(
     reference = WAYS[COLLECTIVES[0]].forward(step.layer, watch.group)
 
     def action() -> tuple[Forward, float, int]:
-        made, error, extra = WAYS[way].forward(step.layer, watch.group), 0.0, 0
+        ours, error, extra = WAYS[way].forward(step.layer, watch.group), 0.0, 0
         for turn in range(CHECKS):
             step.fill(turn + 1)
             wanted = step.results(reference)
             with WAYS[way].context():
-                error = max(error, difference(step.results(made), wanted))
+                error = max(error, difference(step.results(ours), wanted))
                 del wanted
-                _, extra = peak_bytes(partial(step.run, made), watch.device)
+                _, extra = peak_bytes(partial(step.run, ours), watch.device)
                 extra += _symmetric_bytes(way, watch.group)
-        require(WAYS[way].calls, partial(step.run, made))
-        return made, error, extra
+        require(WAYS[way].calls, partial(step.run, ours))
+        return ours, error, extra
 
     # After one of ficco's own errors peers may be stuck: there is no way on.
     value, why = watch.together(action, fatal=(FiccoError,))
@@ -419,7 +410,7 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
 
 
 def _symmetric_bytes(way: str, group: ProcessGroup) -> int:
-    """What a way takes beside PyTorch's own memory, and keeps."""
+    """What a way takes besides PyTorch's own memory, and keeps."""
     if way == ASYNC_TP:
         return pytorch_workspace_bytes(group)
     return 0 if way in COLLECTIVES else ficco.memory(group)

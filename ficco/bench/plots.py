@@ -1,4 +1,4 @@
-"""Pictures of a bench, from its rows alone."""
+"""Pictures of a bench, from its rows."""
 
 from __future__ import annotations
 

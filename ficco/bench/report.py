@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 
 from ficco.bench import stats
-from ficco.bench.accuracy import ERROR_ROWS
-from ficco.bench.bounds import moved_bytes
+from ficco.bench.candidates import moved_bytes
 from ficco.bench.cases import Case
 from ficco.bench.roles import RATIOS, by_operator, left_out, lines, measured, modes, shape_text
 from ficco.bench.tables import cells, markdown, show
+from ficco.bench.verify import ERROR_ROWS
 from ficco.problem import OPERATORS
 
 MODE_WORDS = {
@@ -89,7 +89,7 @@ def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{
 
 
 def _bounds(rows: pd.DataFrame, mode: str) -> str:
-    found = lines(rows, mode)
+    shapes = lines(rows, mode)
     figures = RATIOS | {"vs_queued": "x queued"} if mode == "graph" else RATIOS
     timed = {
         "GEMM": "gemm",
@@ -100,18 +100,18 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
         "ficco": "best",
     }
     # The name of a column is its heading, but for the second of two alike.
-    table = pd.DataFrame({"shape": shape_text(found)})
+    table = pd.DataFrame({"shape": shape_text(shapes)})
     for head, role in timed.items():
-        table[head] = cells(found[role, "ms"], ".3f")
-    table["schedule"] = found["best", "candidate"].fillna("")
-    ratios = {head: found["best", name] for name, head in figures.items()}
+        table[head] = cells(shapes[role, "ms"], ".3f")
+    table["schedule"] = shapes["best", "candidate"].fillna("")
+    ratios = {head: shapes["best", name] for name, head in figures.items()}
     table = table.assign(**{head: cells(values) for head, values in ratios.items()})
-    table["overlap"] = cells(found["best", "efficiency"])
+    table["overlap"] = cells(shapes["best", "efficiency"])
     heads = list(table)
-    if found["auto", "ms"].notna().any():
-        table["auto"] = cells(found["auto", "ms"], ".3f")
+    if shapes["auto", "ms"].notna().any():
+        table["auto"] = cells(shapes["auto", "ms"], ".3f")
         of_auto = {f"auto: {RATIOS[name]}": name for name in ("speedup", "vs_pytorch")}
-        ratios |= {head: found["auto", name] for head, name in of_auto.items()}
+        ratios |= {head: shapes["auto", name] for head, name in of_auto.items()}
         table = table.assign(**{head: cells(ratios[head]) for head in of_auto})
         heads += ["auto: ms", *(RATIOS[name] for name in of_auto.values())]
     sizes = _sizes(rows["operator"].iloc[0])
@@ -211,18 +211,18 @@ def show_shape(rows: pd.DataFrame) -> None:
         print(f"{title}: {first['status']}: {first['note']}")
         return
     by_mode = {
-        mode: found.sort_values("ms", kind="stable").set_index("candidate")
-        for mode, found in there.groupby("mode", sort=False)
+        mode: mine.sort_values("ms", kind="stable").set_index("candidate")
+        for mode, mine in there.groupby("mode", sort=False)
     }
-    names = list(dict.fromkeys(name for found in by_mode.values() for name in found.index))
+    names = list(dict.fromkeys(name for mine in by_mode.values() for name in mine.index))
     notes = there.drop_duplicates("candidate").set_index("candidate")["note"].reindex(names)
     table = pd.DataFrame(
         {"candidate": [f"{n} ({note})" if note else n for n, note in notes.items()]}
     )
-    for mode, found in by_mode.items():
+    for mode, mine in by_mode.items():
         for heading, column, form in BY_MODE:
-            if found[column].notna().any():
-                table[f"{mode}\n{heading}"] = cells(found[column].reindex(names), form).to_numpy()
+            if mine[column].notna().any():
+                table[f"{mode}\n{heading}"] = cells(mine[column].reindex(names), form).to_numpy()
     extra = there.drop_duplicates("candidate").set_index("candidate")["extra_bytes"].reindex(names)
     if extra.notna().any():
         table["extra MiB"] = cells(extra / 2**20, ".1f").to_numpy()
@@ -236,13 +236,13 @@ def show_best(rows: pd.DataFrame) -> None:
     """Print what the best schedule reaches on each shape, a table per operator and mode."""
     for operator, mine in by_operator(rows):
         for mode in modes(mine):
-            found = lines(mine, mode)
-            found = found[found["best", "ms"].notna()]
-            if found.empty:
+            shapes = lines(mine, mode)
+            shapes = shapes[shapes["best", "ms"].notna()]
+            if shapes.empty:
                 continue
-            best = found["best"]
+            best = shapes["best"]
             ratios = {head: best[name] for name, head in RATIOS.items()}
-            table = pd.DataFrame({"shape": found["shape", "case"], "ms": cells(best["ms"], ".3f")})
+            table = pd.DataFrame({"shape": shapes["shape", "case"], "ms": cells(best["ms"], ".3f")})
             table = table.assign(**{head: cells(values) for head, values in ratios.items()})
             table = with_means(table.assign(schedule=best["candidate"]), ratios)
             title, last = f"{operator}: best schedule per shape, {mode}", len(table) - 1

@@ -90,13 +90,13 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
     )
 
 
-def balance(found: pd.DataFrame) -> pd.Series:
+def balance(shapes: pd.DataFrame) -> pd.Series:
     """The GEMM's time over that of the fastest communication, of each line."""
-    moves = pd.concat([found["collective", "ms"], found["copies", "ms"]], axis=1)
-    return found["gemm", "ms"] / moves.min(axis=1)
+    moves = pd.concat([shapes["collective", "ms"], shapes["copies", "ms"]], axis=1)
+    return shapes["gemm", "ms"] / moves.min(axis=1)
 
 
-def shape_text(found: pd.DataFrame) -> pd.Series:
+def shape_text(shapes: pd.DataFrame) -> pd.Series:
     """The sizes of each line's shape in words, with its name and origin if it has some."""
 
     def text(row: pd.Series) -> str:
@@ -107,7 +107,7 @@ def shape_text(found: pd.DataFrame) -> pd.Series:
             + f" ({row['label']})" * bool(row["label"])
         )
 
-    return found["shape"].apply(text, axis=1)
+    return shapes["shape"].apply(text, axis=1)
 
 
 def left_out(rows: pd.DataFrame) -> list[str]:

@@ -15,11 +15,9 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from ficco.bench.about import describe, write_description
-from ficco.bench.accuracy import Accuracy
-from ficco.bench.bounds import moved_bytes
+from ficco.bench.about import RunSettings
 from ficco.bench.calls import taken
-from ficco.bench.candidates import Candidate, named_again, of_problem
+from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH, append
@@ -30,7 +28,7 @@ from ficco.bench.report import show_shape
 from ficco.bench.series import Stopwatch, slowest
 from ficco.bench.stats import summarise
 from ficco.bench.traces import trace_all
-from ficco.bench.verify import Checked, Verifier
+from ficco.bench.verify import Accuracy, Checked, Verifier
 from ficco.launch import local_device
 from ficco.timeline import dumps
 from ficco.workspace import SLOTS
@@ -44,30 +42,20 @@ BenchRow = dict[str, Any]
 LEAST_SHARE = 0.25
 
 
-@dataclass(frozen=True)
-class BenchSettings:
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(RunSettings):
     """What is benched, and how.
 
     Attributes:
         cases, candidates, modes: what; of the candidates, each operator those that it has.
-        device: ``"cpu"`` or ``"cuda"``.
-        rounds: most rounds of a shape.
-        seconds: time for everything, shared among the shapes.
-        csv: the file that rows are appended to, shape by shape.
-        command: the command line, for the description of the figures.
         timelines: draw one traced call per schedule of the first shape.
         quiet: print no tables.
         seed: of the order in a round and of the random operands.
     """
 
     cases: tuple[Case, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[BenchCandidate, ...]
     modes: tuple[str, ...]
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
     timelines: bool = False
     quiet: bool = False
     seed: int = 0
@@ -98,21 +86,19 @@ class Bench:
     def run(self) -> pd.DataFrame | None:
         settings = self.settings
         if self.rank == 0:
-            about = describe(settings.device, self.world, settings.command)
-            if "graph" in settings.modes:
-                about["calls_in_graph"] = CALLS_IN_GRAPH
-            write_description(settings.csv, about)
-        found = [BENCH.frame(())]
+            graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in settings.modes else {}
+            settings.write_description(self.world, **graphs)
+        frames = [BENCH.frame(())]
         for number, case in enumerate(settings.cases):
             left = self.deadline - time.monotonic()
             rows = BENCH.frame(self._case(case, number, left, len(settings.cases) - number))
             if self.rank == 0:
-                found.append(rows)
+                frames.append(rows)
                 append(settings.csv, rows)
                 if not settings.quiet:
                     show_shape(rows)
         self.watch.close()
-        return pd.concat(found, ignore_index=True) if self.rank == 0 else None
+        return pd.concat(frames, ignore_index=True) if self.rank == 0 else None
 
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         """Measure one of so many shapes in its share of the seconds that are left."""
@@ -163,7 +149,7 @@ class Bench:
         return rows
 
     def _verify(
-        self, candidates: Sequence[Candidate], operands: Operands, tick: Tick
+        self, candidates: Sequence[BenchCandidate], operands: Operands, tick: Tick
     ) -> list[Checked]:
         """Every candidate, proven right or with the reason why not."""
         operands.exact_b()
@@ -181,7 +167,7 @@ class Bench:
         """What is left of exactness on random operands."""
         accuracy = Accuracy(operands, self.group)
         for one in checked:
-            if one.runner is not None and one.runner.proof is None and not one.alone:
+            if one.runner is not None and one.runner.proof is None and not one.is_part:
                 with one.runner.context():
                     mine = accuracy.error(one.runner.run())
                 one.error = max(self.watch.gather(mine))
@@ -216,8 +202,8 @@ class Bench:
         times: dict[str, dict[str, list[float]]] = {mode: {} for mode in self.settings.modes}
         host: dict[tuple[str, str], float] = {}
         for mode, name in mine:
-            times[mode][name] = slowest([found[mode, name][0] for found in everyone])
-            host[mode, name] = max(found[mode, name][1] for found in everyone) * 1e6
+            times[mode][name] = slowest([timed[mode, name][0] for timed in everyone])
+            host[mode, name] = max(timed[mode, name][1] for timed in everyone) * 1e6
         by_name = {one.candidate.name: one for one in checked}
         rows = []
         for mode, series in times.items():
@@ -225,7 +211,7 @@ class Bench:
             queued = times.get("queued") if mode == "graph" else None
             figures = summarise(series, queued).to_dict("index") if series else {}
             for name, own in figures.items():
-                one = by_name.get(name) or Checked(Candidate(name, "bound"))
+                one = by_name.get(name) or Checked(BenchCandidate(name, "bound"))
                 what = {"candidate": name, "kind": one.candidate.kind, "status": "ok"}
                 what |= {"note": self._chosen(case, one, mode), "rounds": done}
                 seen = {"extra_bytes": one.extra_bytes, "error": one.error}
@@ -246,8 +232,8 @@ class Bench:
         if one.candidate.schedule != "auto":
             return ""
         kind = "idle" if not self.watch.on_gpu else "queued" if mode == "graph" else "eager"
-        made = taken(case.problem(self.world), self.group, self.device, kind)
-        return f"is {made.schedule} ({made.source})"
+        decision = taken(case.problem(self.world), self.group, self.device, kind)
+        return f"is {decision.schedule} ({decision.source})"
 
     def _shape(self, case: Case) -> BenchRow:
         names = ("operator", "label", "m", "n", "k", "dtype")
@@ -255,13 +241,13 @@ class Bench:
 
     def _timelines(self, operands: Operands, checked: list[Checked]) -> None:
         names = [one.candidate.schedule for one in checked if one.runner and one.candidate.ours]
-        found = trace_all(list(dict.fromkeys(names)), operands, self.group)
+        timelines = trace_all(list(dict.fromkeys(names)), operands, self.group)
         if self.rank == 0:
             stem = self.settings.csv.with_suffix("")
             note = f"{operands.problem}, rank 0 of {self.world}; planned at the rates measured"
-            draw(found, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
-            trace(found, f"{stem}_trace.json")
-            Path(f"{stem}_timelines.json").write_text(dumps(found))
+            draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
+            trace(timelines, f"{stem}_trace.json")
+            Path(f"{stem}_timelines.json").write_text(dumps(timelines))
 
     @contextmanager
     def _progress(self, title: str, candidates: int) -> Iterator[Tick]:

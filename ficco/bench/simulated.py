@@ -39,7 +39,7 @@ def simulate_case(
     """The bounds of a shape, then every schedule, as ``ficco.bench.frames.SIMULATED``.
 
     As in measured reports, ideal is the longer of one whole GEMM and the faster of the vendor's
-    collective and the copies alone, and serial the better of the two with the GEMM behind.
+    collective and the copies, and serial the better of the two followed by the GEMM.
     """
     problem = case.problem(world)
     by_copies = suited(NAMED["serial"], problem, machine)

@@ -28,8 +28,8 @@ def geomean(values: Iterable[float]) -> float:
 
 def spread(times: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds by candidate: median ``ms``, and the quartiles ``ms_low`` and ``ms_high``."""
-    found = times.quantile([0.5, 0.25, 0.75]).T * 1e3
-    return found.set_axis(["ms", "ms_low", "ms_high"], axis=1)
+    quartiles = times.quantile([0.5, 0.25, 0.75]).T * 1e3
+    return quartiles.set_axis(["ms", "ms_low", "ms_high"], axis=1)
 
 
 def fastest(times: pd.DataFrame, names: Sequence[str]) -> pd.Series | None:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ficco.cli.bench import START_S
 from ficco.cli.site import add_operator, missing, picture, problem, site
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
@@ -101,7 +102,6 @@ def _measure(
     from ficco.bench import extra
     from ficco.bench.candidates import parse
     from ficco.bench.cases import Case
-    from ficco.bench.command import START_S
     from ficco.bench.measure import modes_of
     from ficco.bench.run import BenchSettings, bench
     from ficco.launch import default_device, launch

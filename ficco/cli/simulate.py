@@ -135,7 +135,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     if one:
         if absent := missing(arguments):
             given = ", ".join(f"--{name}" for name in "mnk" if f"--{name}" not in absent)
-            raise ValueError(f"{absent}: required beside {given}, got none")
+            raise ValueError(f"{absent}: required with {given}, got none")
         for name, size in zip("mnk", sizes, strict=True):
             if size < 0:
                 raise ValueError(f"--{name}: required a size of at least 0, got {size}")
@@ -145,8 +145,8 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     name = arguments.set or "measured"
     if not arguments.shapes and name not in cases.SETS:
         raise ValueError(f"--set: required one of {', '.join(cases.SETS)}, got {name!r}")
-    found = list(cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]())
-    return [case.on(arguments.operator) for case in found] if arguments.operator else found
+    shapes = list(cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]())
+    return [case.on(arguments.operator) for case in shapes] if arguments.operator else shapes
 
 
 def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode: str) -> None:
