@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH
 from ficco.bench.traces import machine_of, measured
 from ficco.dma.engine import Span
-from ficco.errors import ConfigError
+from ficco.errors import ConfigError, InvalidArgument
 from ficco.launch import RankFailed, check_ranks, launch, own_rank
 from ficco.plan import Plan
 from ficco.problem import Problem
@@ -223,15 +224,34 @@ def test_other_commands_refuse_bad_input_too(
     assert said in capsys.readouterr().err
 
 
-def test_only_options_of_the_command_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InvalidArgument("world", "required fewer"), "error: --world: required fewer"),
+        (InvalidArgument("ranks", "required fewer"), "error: ranks: required fewer"),  # no --ranks
+        (ValueError("world: the text begins so"), "error: world: the text begins so"),
+        (ValueError("m: n: required"), "error: m: n: required"),
+    ],
+)
+def test_an_error_names_an_option_by_its_type_not_by_its_text(
+    error: ValueError,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise ValueError("ranks: required fewer")
+        raise error
 
-    monkeypatch.setattr("ficco.heuristics.decide", refuse)
-    assert cli.run(["explain", *SIZES]) == 2  # has no --ranks
-    assert "error: ranks: required fewer" in capsys.readouterr().err
+    for path in ("decide", "where", "problem_of_sizes"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ficco.heuristics.{path}", refuse)
+            assert cli.run(["explain", *SIZES]) == 2
+        assert f"{said}\n" in capsys.readouterr().err
+
+
+def test_an_invalid_argument_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(InvalidArgument("ranks", "required fewer")))
+    assert (error.argument, str(error)) == ("ranks", "ranks: required fewer")
 
 
 def test_the_help_has_every_option_and_its_default() -> None:

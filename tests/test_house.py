@@ -45,7 +45,8 @@ LAYERS = (
     ("ficco",),
     ("launch", "doctor"),
     ("bench",),
-    ("selftest", "tune"),
+    ("tune",),
+    ("selftest",),
     ("cli",),
     ("__main__",),
 )

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import BenchCandidate
+from ficco.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,7 +76,9 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(wanted.split(",")))
     for mode in chosen:
         if mode not in there:
-            raise ValueError(f"mode: required one of {', '.join(there)} on {device}, got {mode!r}")
+            raise InvalidArgument(
+                "mode", f"required one of {', '.join(there)} on {device}, got {mode!r}"
+            )
     return chosen
 
 

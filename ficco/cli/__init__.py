@@ -18,9 +18,6 @@ from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, si
 
 PROGRAM = "ficco"
 
-#: Options that are checked as arguments of the same name, by what a command calls.
-CHECKED_LATER = ("device", "mode", "ranks", "seconds")
-
 #: Commands that need the extra ``bench`` whatever they are asked for; others need it for pictures.
 WITH_EXTRA = ("demo", "bench", "characterize", "simulate", "plot", "tune")
 
@@ -57,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:  # argparse has printed what is wrong, or the help
         return int(end.code or 0)
     from ficco.bench import extra
-    from ficco.errors import ConfigError, FiccoError
+    from ficco.errors import ConfigError, FiccoError, InvalidArgument
     from ficco.launch import RankFailed
 
     try:
@@ -75,10 +72,10 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(extra.missing(package), 2)
     except BrokenPipeError as error:
         return READER_LEFT if _reader_left() else _fail(error, 1)
+    except InvalidArgument as error:
+        return _fail(f"--{error}" if error.argument in parsed else error, 2)
     except (ValueError, NotImplementedError, ConfigError, OSError) as error:
-        name = str(error).partition(":")[0]
-        option = name in CHECKED_LATER and hasattr(parsed, name)
-        return _fail(f"--{error}" if option else error, 2)
+        return _fail(error, 2)
     except FiccoError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from typing import Any
 from ficco.cli.bench import START_S
 from ficco.cli.site import add_operator, missing, picture, problem, site
 
-#: Seconds that ``--measure`` takes, beside starting the ranks and proving every candidate right.
+#: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
 
 
@@ -75,9 +75,11 @@ def _refuse(arguments: argparse.Namespace) -> None:
     from ficco.launch import check_seconds
 
     if arguments.rows and arguments.measure:
-        raise ValueError("--measure: required without --rows; it times equal ranks alone")
+        raise ValueError("--measure: required without --rows; it times equal rows only")
     if arguments.seconds is not None and not arguments.measure:
-        raise ValueError(f"--seconds: required with --measure, got {arguments.seconds:g} alone")
+        raise ValueError(
+            f"--seconds: required with --measure, got {arguments.seconds:g} without it"
+        )
     if arguments.seconds is not None:
         check_seconds(arguments.seconds)
     if sizes := missing(arguments):
@@ -121,11 +123,11 @@ def _measure(
         )
         limit = settings.seconds + START_S
         rows = launch(bench, asked.world, settings, device=device, timeout_s=limit)
-    found: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, float]] = {}
     left_out: dict[str, bool] = {}  # once, not in every mode
     for row in () if rows is None else rows.itertuples():
         if row.status == "ok":
-            found.setdefault(row.candidate, {})[row.mode] = row.ms * 1e-3
+            measured.setdefault(row.candidate, {})[row.mode] = row.ms * 1e-3
         elif not row.candidate:  # the problem itself
             raise ValueError(f"--measure: {row.note}")
         else:
@@ -133,7 +135,7 @@ def _measure(
             left_out[said] = row.status in ("wrong", "failed")
     for said in left_out:
         print(said, file=sys.stderr)
-    return found, any(left_out.values())
+    return measured, any(left_out.values())
 
 
 def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -176,6 +178,6 @@ def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     if decision.candidates:
         on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
         print(decision.table(measured, shutil.get_terminal_size().columns if on_terminal else None))
-    else:  # measured alone
+    else:  # measured only
         for mode, seconds in measured.get(str(decision.schedule), {}).items():
             print(f"measured {mode}: {seconds_text(seconds)}")
