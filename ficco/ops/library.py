@@ -19,17 +19,15 @@ PyTorch's ``FlopCounterMode`` counts the products that this rank computes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib.machinery import ModuleSpec, PathFinder
 from math import prod
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.utils.flop_counter import register_flop_formula
 
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
@@ -314,39 +312,11 @@ def _backward_flops(
     return 2 * rows * shape[-1] * grad[1] * (needs_a + needs_b)
 
 
-def _register_flops(counter: ModuleType) -> None:
-    for operator, ops in OPS.items():
-        for op, formula in (
-            (ops.product, partial(_forward_flops, operator, False)),
-            (ops.gathered, partial(_forward_flops, operator, True)),
-            (ops.backward, partial(_backward_flops, operator)),
-        ):
-            if op:
-                counter.register_flop_formula(op.overloadpacket)(formula)
-
-
-class _Counter:
-    """Registers the formulas when PyTorch's counter is imported, since each instance of it takes
-    the formulas that exist when it is made. Importing it here would import Triton, too, which
-    takes longer than importing ficco."""
-
-    name = "torch.utils.flop_counter"
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The counter's own spec, with one more step after its import; None for other modules."""
-        found = PathFinder.find_spec(name, path, target) if name == self.name else None
-        if found is not None and found.loader is not None:
-            run = found.loader.exec_module
-
-            def run_and_register(module: ModuleType) -> None:
-                run(module)
-                _register_flops(module)
-
-            found.loader.exec_module = run_and_register  # type: ignore[method-assign]
-        return found
-
-
-if _Counter.name in sys.modules:
-    _register_flops(sys.modules[_Counter.name])
-else:
-    sys.meta_path.insert(0, _Counter())
+for _operator_name, _ops in OPS.items():
+    for _op, _formula in (
+        (_ops.product, partial(_forward_flops, _operator_name, False)),
+        (_ops.gathered, partial(_forward_flops, _operator_name, True)),
+        (_ops.backward, partial(_backward_flops, _operator_name)),
+    ):
+        if _op:
+            register_flop_formula(_op.overloadpacket)(_formula)
