@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -347,53 +345,3 @@ def test_public_names_are_documented() -> None:
         or getattr(ficco, name).__doc__.startswith(f"{name}(")  # made up by dataclass
     ]
     assert bare == []
-
-
-# What importing does.
-
-#: Prints what `import ficco` changed of the state that a process shares, after `import torch`.
-IMPORTED = """
-import logging, os, signal, sys, threading, warnings
-import torch, torch.distributed
-
-def state():
-    return {
-        "sys.path": list(sys.path),
-        "sys.meta_path": list(sys.meta_path),
-        "sys.path_hooks": list(sys.path_hooks),
-        "excepthook": (sys.excepthook, threading.excepthook),
-        "warnings.filters": list(warnings.filters),
-        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "threads": threading.enumerate(),
-        "environment": dict(os.environ),
-        "log handlers": list(logging.root.handlers),
-        "torch threads": torch.get_num_threads(),
-        "torch dtype": torch.get_default_dtype(),
-    }
-
-def changed(code):
-    before = state()
-    exec(code)
-    after = state()
-    return [name for name in before if before[name] != after[name]]
-
-for code in sys.argv[1:]:
-    print(*changed(code), sep=", ")
-"""
-
-SIDE_EFFECTS = {
-    "sys.meta_path.insert(0, object())": "sys.meta_path",
-    "sys.path_hooks.append(object())": "sys.path_hooks",
-    "warnings.simplefilter('error')": "warnings.filters",
-    "signal.signal(signal.SIGUSR1, signal.SIG_IGN)": "signal handlers",
-    "threading.Thread(target=threading.Event().wait, daemon=True).start()": "threads",
-    "os.environ['FICCO_X'] = ''": "environment",
-}
-
-
-def test_importing_has_no_side_effect() -> None:
-    program = [sys.executable, "-c", IMPORTED, "import ficco", *SIDE_EFFECTS]
-    answer = subprocess.run(program, capture_output=True, text=True, check=True)
-    of_ficco, *of_others = answer.stdout.splitlines()
-    assert of_ficco == ""
-    assert of_others == list(SIDE_EFFECTS.values())
