@@ -53,6 +53,9 @@ _context.set_forkserver_preload(
     ]
 )
 
+#: Left out by ``make quick``.
+SLOW = pytest.mark.slow
+
 #: Ranks that may share a GPU. With more than one, tests of large groups run on few GPUs and prove
 #: what is computed, nothing about time. Their group is gloo's: NCCL wants a GPU for each rank.
 RANKS_PER_GPU = int(os.environ.get("FICCO_TESTS_RANKS_PER_GPU", "1"))
@@ -93,8 +96,9 @@ class Died:
 
 
 def ranks(*worlds: int) -> pytest.MarkDecorator:
-    """Run a test once for each world, its argument ``world``."""
-    return pytest.mark.parametrize("world", worlds)
+    """Run a test once for each world, its argument ``world``; ``make quick`` takes two ranks."""
+    params = [pytest.param(world, marks=() if world == 2 else SLOW) for world in worlds]
+    return pytest.mark.parametrize("world", params)
 
 
 def most_gpu_ranks() -> int:

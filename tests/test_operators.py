@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import _hash, _span, compare
-from ranks import Rank, run
+from ranks import Rank, ranks, run
 
 import ficco
 from ficco.dma.disturbance import Disturbance, disturb
@@ -206,7 +206,7 @@ def every_schedule(operator: str, world: int, dtypes: Sequence[str]) -> list[Cas
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@ranks(1, 2, 3, 4)
 def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
     cases = every_schedule(operator, world, DTYPES if device == "cpu" else DTYPES[:3])
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
@@ -416,7 +416,7 @@ def _in_any_order(at: Rank, calls: int, chance: random.Random) -> int:
     return calls
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@ranks(2, 4)
 def test_operators_in_any_order(device: str, world: int) -> None:
     calls = 100 if device == "cpu" else 400
     assert run(world, _mixed, calls, world, device=device) == [calls] * world

@@ -319,6 +319,7 @@ def _all_same(at: Rank, names: list[str], options: dict[str, Any]) -> list[list[
     return [_same(at, program, options) for program in chosen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}],
@@ -418,6 +419,7 @@ def test_a_parallelised_model_has_its_collectives_replaced() -> None:
     assert "passes.py:" in told[0][0][3] and "self.w1(x)" in told[0][0][3]
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_gated_model_adds_products() -> None:
     told = run(WORLD, _compiled, True, True, "aot_eager")[0]
     assert _sums(told) == [("all-gather", AGM), ("reduce-scatter", MRS)] * 2
@@ -453,6 +455,7 @@ def _inductor(at: Rank) -> tuple[str, int]:
     return str(backend.report), len(seen)
 
 
+@pytest.mark.slow
 def test_inductor_runs_the_pass_behind_the_users_own() -> None:
     report, others = run(WORLD, _inductor, timeout=150)[0]
     assert "1 collective in 1 graph: 1 replaced" in report and others == 1
@@ -847,7 +850,10 @@ def test_labels_follow_the_rows(data: st.DataObject) -> None:
             now = now.reshape(*shape[:dim], 2, shape[dim] // 2, *shape[dim + 1 :])
         elif kind == "permute":
             perm = data.draw(st.permutations(range(len(shape))))
-            order = permuted(order, shape, perm, _plain)
+            try:
+                order = permuted(order, shape, perm, _plain)
+            except Unclear:
+                return  # 3 x 2 was merged and split into 2 x 3
             now = now.permute(*perm)
         elif kind == "pieces" and shape[dim] % 2 == 0:
             target = data.draw(st.integers(0, len(shape) - 1))

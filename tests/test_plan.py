@@ -1629,6 +1629,7 @@ def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: 
 LIMIT, SLACK = 5, 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operator", "name", "stages"),
     [
