@@ -138,7 +138,7 @@ REPLACED = [
         ((2, 3, 8), (5, 8), (5,)),
         lambda x, w, b, g: nn.functional.linear(gather(x, 0, g), w, b),
         (AGM,),
-        "the bias is added behind it",
+        "the bias is added to its result",
     ),
     Program("batch of one", ((1, 3, 8), (8, 5)), lambda x, w, g: gather(x, 1, g) @ w, (AGM,)),
     Program(
@@ -234,14 +234,14 @@ REPLACED = [
         ((3, 4, 8), (8, 5), (3, 4, 2), (5, 2), (12, 3), (3, 5)),
         lambda x, w, y, v, z, u, g: scatter(x @ w + y @ v.t() + (z @ u).view(3, 4, 5), 1, g),
         (MRS,),
-        "3 products that are added",
+        "sum of 3 products",
     ),
     Program(
         "reduced sum",
         ((6, 8), (8, 5), (6, 2), (2, 5)),
         lambda x, w, y, v, g: reduce(x @ w + y @ v, g),
         (MAR,),
-        "2 products that are added",
+        "sum of 2 products",
     ),
     Program("a layer", ((2, 3, 8), (8, 6), (6, 8)), _mlp, (AGM, MRS)),
     Program("a slice of all", ((2, 3, 8), (8, 6)), _sliced, (AGM,)),
@@ -423,7 +423,7 @@ def test_a_parallelised_model_has_its_collectives_replaced() -> None:
 def test_the_backward_of_a_gated_model_adds_products() -> None:
     told = run(WORLD, _compiled, True, True, "aot_eager")[0]
     assert _sums(told) == [("all-gather", AGM), ("reduce-scatter", MRS)] * 2
-    assert "2 products that are added are one" in told[3][2]
+    assert "sum of 2 products is one" in told[3][2]
 
 
 def test_a_model_without_sequence_parallelism_reduces() -> None:
@@ -807,7 +807,7 @@ def test_a_pytorch_without_the_hook_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(passes.compiling, "HOOK", "a_hook_of_another_version")
     with pytest.raises(NotImplementedError, match="Inductor does not take the pass"):
         passes.inductor_pass()
-    with pytest.raises(ValueError, match="inner='inductor' alone"):
+    with pytest.raises(ValueError, match="only with inner='inductor'"):
         passes.backend("aot_eager")(None, [], mode="max-autotune")
 
 

@@ -22,7 +22,7 @@ from ficco.board import Board
 from ficco.heuristics import Saved, decide, problem_of_sizes
 from ficco.heuristics import saved as saved_decisions
 from ficco.machine import Machine, digest, find
-from ficco.ops import operate
+from ficco.ops import call, operate
 from ficco.plan import check
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plans
@@ -113,9 +113,9 @@ def calling() -> Iterator[Limit]:
     yield Limit("board: post", best(lambda: board.post(next(numbers), 12345), calls=10_000), 5e-6)
     a, b = torch.ones(4, 4), torch.ones(4, 4)
     ficco.matmul_all_reduce(a, b)
-    run, operate.run = operate.run, lambda *_: (a, None)  # type: ignore[assignment]
+    vars(operate)["run"] = lambda *_: (a, None)
     seconds = best(lambda: ficco.matmul_all_reduce(a, b), repeats=20, calls=100)
-    operate.run = run
+    vars(operate)["run"] = call.run
     yield Limit("the public function, above the call itself", seconds, 10e-6)
     dist.destroy_process_group()
 

@@ -35,12 +35,12 @@ from ficco.ops.gradients import (
     DUAL,
     GATHERS,
     REFUSAL,
-    Asked,
-    Kept,
+    OperatorCall,
+    SavedTensors,
     backward,
-    keep,
     matrix,
     rows_multiplied,
+    save,
 )
 from ficco.ops.operands import check_operands, frozen
 from ficco.options import carried, current, from_text, saves_gathered, to_text
@@ -91,15 +91,15 @@ def _flat(rows: Any) -> list[int]:
     return [number for row in rows for number in (row if isinstance(row, (list, tuple)) else [row])]
 
 
-def _asked(operator: str, group: str, schedule: str, rows: Rows) -> Asked:
-    found = distributed_c10d._resolve_process_group(group)
-    world = found.size()
+def _called(operator: str, group: str, schedule: str, rows: Rows) -> OperatorCall:
+    ranks = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    world = ranks.size()
     if rows is None:
-        return Asked(operator, found, schedule, None)
+        return OperatorCall(operator, ranks, schedule, None)
     if OPERATORS[operator].blocks and len(rows) == world * world:
         table = tuple(tuple(rows[i : i + world]) for i in range(0, world * world, world))
-        return Asked(operator, found, schedule, table)
-    return Asked(operator, found, schedule, tuple(rows))  # checked by the call path
+        return OperatorCall(operator, ranks, schedule, table)
+    return OperatorCall(operator, ranks, schedule, tuple(rows))  # checked by the call path
 
 
 def _forward(
@@ -112,9 +112,9 @@ def _forward(
     rows: Rows = None,
     options: str = "",
 ) -> Any:
-    asked = _asked(operator, group, schedule, rows)
+    called = _called(operator, group, schedule, rows)
     with carried(from_text(options)) if options else nullcontext():
-        result = run(operator, a, b, asked.group, schedule, asked.rows, return_gathered)
+        result = run(operator, a, b, called.group, schedule, called.rows, return_gathered)
     return result if return_gathered else result[0]
 
 
@@ -129,9 +129,9 @@ def _fake_forward(
     options: str = "",
 ) -> Any:
     check_operands(operator, a, b)  # the call itself checks the rest
-    asked = _asked(operator, group, schedule, rows)
+    called = _called(operator, group, schedule, rows)
     m, (_, n), k = prod(a.shape[:-1]), b.shape, a.shape[-1]
-    multiplied = rows_multiplied(asked, m)
+    multiplied = rows_multiplied(called, m)
     out = a.new_empty((k if OPERATORS[operator].inner else multiplied, n))
     return (out, a.new_empty((multiplied, k))) if return_gathered else out
 
@@ -140,7 +140,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, ctx.group, ctx.schedule, ctx.rows, text = inputs
     ctx.text = text or to_text(current())
     saves = isinstance(output, tuple) and from_text(ctx.text).save_gathered
-    keep(ctx, a, b, output[1] if saves else None)
+    save(ctx, a, b, output[1] if saves else None)
 
 
 def _autograd(
@@ -149,9 +149,9 @@ def _autograd(
     a, b, gathered = ctx.saved_tensors
     needs_a = ctx.needs_input_grad[0] and not (grad is None and grad_gathered is None)
     needs_b = ctx.needs_input_grad[1] and grad is not None
-    found: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
     if needs_a or needs_b:
-        found = OPS[operator].backward(
+        grads = OPS[operator].backward(
             grad,
             grad_gathered,
             a,
@@ -166,7 +166,7 @@ def _autograd(
             ctx.rows,
             ctx.text,
         )
-    rest = iter(found)
+    rest = iter(grads)
     return next(rest) if needs_a else None, next(rest) if needs_b else None, *[None] * 4
 
 
@@ -186,13 +186,14 @@ def _backward(
     rows: Rows = None,
     options: str = "",
 ) -> list[torch.Tensor]:
-    asked = _asked(operator, group, schedule, rows)
-    kept = Kept(matrix(a), b, gathered, columns)
-    grads = [None if one is None else one.contiguous() for one in (grad, grad_gathered)]
+    called = _called(operator, group, schedule, rows)
+    saved = SavedTensors(matrix(a), b, gathered, columns)
+    grad = None if grad is None else grad.contiguous()
+    grad_gathered = None if grad_gathered is None else grad_gathered.contiguous()
     with carried(from_text(options)):
-        grad_a, grad_b = backward(asked, *grads, kept, (needs_a, needs_b))
-    found = (None if grad_a is None else grad_a.view(shape), grad_b)
-    return [gradient for gradient in found if gradient is not None]
+        grad_a, grad_b = backward(called, grad, grad_gathered, saved, (needs_a, needs_b))
+    grads = (None if grad_a is None else grad_a.view(shape), grad_b)
+    return [gradient for gradient in grads if gradient is not None]
 
 
 def _fake_backward(
@@ -213,13 +214,13 @@ def _fake_backward(
 ) -> list[torch.Tensor]:
     like = grad if grad is not None else grad_gathered
     assert like is not None
-    found = [like.new_empty(tuple(shape))] if needs_a else []
+    grads = [like.new_empty(tuple(shape))] if needs_a else []
     if needs_b:
         k, n = shape[-1], like.shape[1]
         if OPERATORS[operator].inner:
-            k = rows_multiplied(_asked(operator, group, schedule, rows), prod(shape[:-1]))
-        found.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
-    return found
+            k = rows_multiplied(_called(operator, group, schedule, rows), prod(shape[:-1]))
+        grads.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
+    return grads
 
 
 def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -231,7 +232,7 @@ def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[.
 
 def _operator(operator: str) -> Registered:
     """Define and register the ``torch.library`` operators of one of ficco's operators."""
-    found = []
+    forwards = []
     for gathered in (False, True) if operator in GATHERS else (False,):
         name = f"{operator}_gathered" if gathered else operator
         op = _register(
@@ -245,7 +246,7 @@ def _operator(operator: str) -> Registered:
             partial(_autograd, operator),
             setup_context=_setup_context,
         )
-        found.append(op)
+        forwards.append(op)
     back = _register(
         f"{operator}_backward",
         _BACKWARD,
@@ -253,7 +254,7 @@ def _operator(operator: str) -> Registered:
         partial(_fake_backward, operator),
     )
     torch.library.register_autograd(f"ficco::{operator}_backward", _second_derivative)
-    return Registered(found[0], found[1] if len(found) > 1 else None, back)
+    return Registered(forwards[0], forwards[1] if len(forwards) > 1 else None, back)
 
 
 def _second_derivative(ctx: Any, *grads: Any) -> Any:
