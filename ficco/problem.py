@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
+
+from ficco.specification import Buffer, Contraction, Exchange, Specification
 
 #: Bytes per element of the supported dtypes.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -209,13 +211,52 @@ class Problem:
         row = (each,) * self.world
         return replace(self, rows=(sum(row),) * self.world, blocks=(row,) * self.world)
 
+    @cached_property
+    def specification(self) -> Specification:
+        """What its Plans have to compute."""
+        kind, ranks = self.kind, range(self.world)
+        product = "A.T @ B" if kind.inner else "A @ B"
+
+        def shapes(rows: Callable[[int], int], cols: int) -> tuple[tuple[int, int], ...]:
+            return tuple((rows(rank), cols) for rank in ranks)
+
+        left, right = shapes(self.left_rows, self.k), shapes(self.b_rows, self.n)
+        a = Buffer("a", "A", self.dtype, left, "operand", self.symmetric, leaves=not kind.scatters)
+        b = Buffer("b", "B", self.dtype, right, "operand")
+        first = self.offsets[:-1] if kind.sums and not kind.returns else ()
+        shape = shapes(self.out_rows, self.n)
+        results = [Buffer("out", product, self.dtype, shape, "result", first=first)]
+        if self.return_gathered:
+            results.append(self.gathered("result"))
+        exchange = Exchange(self.block, self.leaves, self.lands, terms=kind.scatters)
+        if kind.sums:  # each rank has the whole product
+            exchange = Exchange(self._whole, self._start, self._start, sums=True, terms=True)
+        summed = tuple(map(self.b_rows, ranks))
+        return Specification(
+            operands=(a, b),
+            results=tuple(results),
+            contractions=(Contraction("A", "B", product, summed, kind.inner),),
+            exchanges={product if kind.scatters else "A": exchange},
+        )
+
+    def _whole(self, src: int, dst: int) -> int:
+        return self.m
+
+    def _start(self, src: int, dst: int) -> int:
+        return 0
+
+    def gathered(self, memory: str) -> Buffer:
+        """The buffer of the gathered A."""
+        shapes = tuple((self.product_rows(rank), self.k) for rank in range(self.world))
+        return Buffer("gathered", "A", self.dtype, shapes, memory)
+
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
         return ITEMSIZE[self.dtype]
 
     @property
-    def rounds(self) -> bool:
+    def needs_fp32_sum(self) -> bool:
         """Whether partial sums need a wider dtype than that of the product."""
         return self.itemsize < 4
 

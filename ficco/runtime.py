@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ficco.dma.engine import Engine, Op, Program, Slot, Symmetric
-from ficco.plan import Plan, together
+from ficco.plan import Plan, in_parts, together, unknown
 
 
 def compile(
@@ -15,7 +15,12 @@ def compile(
     source: tuple[Symmetric, int] | None = None,
     trace: bool = False,
 ) -> Program:
-    """Turn a Plan into a Program on a slot; with ``trace``, one that records when its steps ran."""
+    """Turn a Plan into a Program on a slot; with ``trace``, one that records when its steps ran.
+
+    Raises:
+        NotImplementedError: the engine cannot do what the Plan wants.
+    """
+    plan = _taken_apart(plan, engine)
     program = Program(plan, slot, [], source)
     needed = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
@@ -45,19 +50,46 @@ def _operations(
         yield from (engine.stamp(program, one, end=False) for one in run)
     if len(run) > 1:
         yield engine.copies(program, run)
-    elif step.op == "copy" and step.transfer and step.transfer.src.elements:
-        yield engine.copy(program, index, step.transfer, step.mover)
-    if step.op == "collective":
+    elif step.op == "copy":
+        if step.transfer and step.transfer.src.elements:
+            yield engine.copy(program, index, step.transfer, step.mover)
+    elif step.op == "place":
+        if step.transfer and step.transfer.src.elements:
+            yield engine.place(program, index, step.transfer)
+    elif step.op == "collective":
         yield engine.collective(program, index)
-    if step.op == "place" and step.transfer and step.transfer.src.elements:
-        yield engine.place(program, index, step.transfer)
-    if step.products:
+    elif step.op == "matmul":
         yield engine.matmul(program, index, step.products)
-    if step.reduction is not None and step.reduction.out.elements:
-        yield engine.reduce(program, index, step.reduction)
+    elif step.op == "reduce":
+        if step.reduction and step.reduction.out.elements:
+            yield engine.reduce(program, index, step.reduction)
+    elif step.op != "sync":
+        raise unknown(step, f"the {engine.name} engine")
     if trace:
         yield from (engine.stamp(program, one, end=True) for one in run)
     if posts := [signal for one in run for signal in program.plan.steps[one].posts]:
         yield engine.post(program, last, posts)
     for one in needed.intersection(run):
         yield engine.record(program, one)
+
+
+def _taken_apart(plan: Plan, engine: Engine) -> Plan:
+    """The Plan as the engine carries it out."""
+    steps = plan.steps
+    whole = all(step.whole for step in steps)
+    scaled = any(product.scales for step in steps for product in step.products)
+    functions = {step.transfer.function for step in steps if step.transfer} - {""}
+    if whole and not scaled and not functions:
+        return plan
+    can = engine.capabilities()
+    lacks = []
+    if not (whole or can.partial_signals):
+        lacks.append("signals that gate or announce some rows of a product")
+    if scaled and not can.scaled:
+        lacks.append("products with scales")
+    lacks += [f"the function {name!r}" for name in sorted(functions.difference(can.functions))]
+    if lacks:
+        raise NotImplementedError(
+            f"schedule {plan.schedule}: the {engine.name} engine does not offer {', '.join(lacks)}"
+        )
+    return in_parts(plan)

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ficco.errors import ConfigError
-from ficco.plan import Plan, Step
+from ficco.plan import OPS, Plan, Step, unknown
+from ficco.problem import Problem
 
 #: Kinds of bars: the operations of steps, and ``"wait"``.
-KINDS = ("matmul", "copy", "collective", "place", "reduce", "sync", "wait")
+KINDS = (*OPS, "wait")
 
 #: Names of kinds in files of earlier versions.
 OLD_KINDS = {"gather": "collective"}
@@ -62,23 +63,24 @@ def _counts(bar: Bar) -> bool:
 def work(plan: Plan, step: Step) -> tuple[float, float]:
     """Floating-point operations of a step, and the bytes that it moves, or reads and writes for a
     sum."""
-    flops = sum(2.0 * p.batch * p.out.elements * (p.k_last - p.k_first) for p in step.products)
-    moved = step.transfer.src.elements if step.transfer else 0
-    if step.reduction:  # all bytes that are read and written
-        moved = sum(region.elements for region in (*step.reduction.parts, step.reduction.out))
+    flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in step.products)
     if step.op == "collective":
-        moved = _received(plan)
-    return flops, float(moved * plan.problem.itemsize)
+        return flops, float(_received(plan, step))
+    moved = plan.nbytes(step.transfer.src) if step.transfer else 0
+    if step.reduction:  # all bytes that are read and written
+        moved = sum(map(plan.nbytes, (*step.reduction.parts, step.reduction.out)))
+    return flops, float(moved)
 
 
-def _received(plan: Plan) -> int:
-    """Elements that a collective brings to a rank from all others."""
+def _received(plan: Plan, step: Step) -> int:
+    """Bytes that a collective brings to a rank from all others."""
     problem, rank = plan.problem, plan.rank
+    assert isinstance(problem, Problem) and step.transfer is not None
     peers = [peer for peer in range(problem.world) if peer != rank]
     rows = sum(problem.block(peer, rank) for peer in peers)
     if problem.kind.returns:
         rows += sum(problem.rows[peer] for peer in peers)
-    return rows * (problem.n if problem.kind.scatters else problem.k)
+    return plan.nbytes(step.transfer.src._replace(row=0, row_stop=rows))
 
 
 def assemble(title: str, ranks: Sequence[Sequence[tuple[Step, float, float]]]) -> Timeline:
@@ -89,6 +91,8 @@ def assemble(title: str, ranks: Sequence[Sequence[tuple[Step, float, float]]]) -
         bars: list[Bar] = []
         before: dict[str, float] = {}
         for step, start, stop in steps:
+            if step.op not in OPS:
+                raise unknown(step, "a timeline")
             since = before.get(step.lane, 0.0)
             if (step.waits or step.after) and start - since > SHORT_WAIT * whole:
                 bars.append(Bar(step.lane, f"wait: {step.label}", "wait", since, start))

@@ -211,10 +211,9 @@ class Workspace:
         return slot
 
     def _grow(self, slots: list[Slot | None], index: int, plan: Plan, captured: bool) -> Slot:
-        words, room, old = plan.words, plan.room, slots[index]
+        words, nbytes, old = plan.words, plan.slot_bytes, slots[index]
         if old is not None:
-            words = max(words, old.words)
-            room = (max(room[0], old.room[0]), max(room[1], old.room[1]))
+            words, nbytes = max(words, old.words), max(nbytes, old.nbytes)
             if captured:
                 slots[index] = None
                 self._pinned.append(old)
@@ -225,8 +224,8 @@ class Workspace:
                 self.engine.synchronize()
                 slots[index] = None
                 self._free(old)
-        memory = self.engine.symmetric(self.engine.slot_bytes(words, room))
-        return self.engine.slot(memory, words, room, captured)
+        memory = self.engine.symmetric(self.engine.slot_bytes(words, nbytes))
+        return self.engine.slot(memory, words, nbytes, captured)
 
     def _free(self, slot: Slot) -> None:
         for bound in self.programs.values():

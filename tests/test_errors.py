@@ -172,12 +172,12 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
         lambda: _with({"workspace_bytes": 100}, _schedule("growing")),
         "ValueError",
         # Words and marks, 11 cache lines, and a shard.
-        ("workspace_bytes: required at least 832 for one step", "got 100", "pieces="),
+        ("workspace_bytes: required at least 1216 for one step", "got 100", "pieces="),
     ),
     "memory is a byte short": (
-        lambda: _with({"workspace_bytes": 831}, _schedule("growing")),
+        lambda: _with({"workspace_bytes": 1215}, _schedule("growing")),
         "ValueError",
-        ("required at least 832 ", "got 831"),
+        ("required at least 1216 ", "got 1215"),
     ),
     # Rows.
     "rows too short": (

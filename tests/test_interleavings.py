@@ -61,7 +61,7 @@ class Rank:
     def __init__(self, calls: list[Plan], seed: int) -> None:
         self.calls = calls
         self.dice = np.random.default_rng(seed)
-        shared = max(plan.room[0] + plan.room[1] for plan in calls)  # bytes: more than enough
+        shared = max(plan.slot_bytes for plan in calls)  # bytes: more than enough
         self.memory = {name: np.zeros(shared, np.int64) for name in ("staging", "publish")}
         self.words = {peer: 1 for peer in range(calls[0].problem.world)}
         self.call = -1
@@ -71,8 +71,9 @@ class Rank:
         self.plan = self.calls[self.call]
         self.b = inputs.b[self.plan.rank]
         self.memory["a"] = inputs.a[self.plan.rank].copy()
-        for name in ("sum", "partial", "out", "gathered"):
-            self.memory[name] = self.nonsense(self.plan.shape(name))
+        for buffer in self.plan.buffers:
+            if buffer.memory in ("result", "local"):
+                self.memory[buffer.name] = self.nonsense(self.plan.shape(buffer.name))
         self.done: set[int] = set()
         lanes = {step.lane: 0 if one_queue else lane for lane, step in enumerate(self.plan.steps)}
         self.queues = [
@@ -177,7 +178,8 @@ class World:
             for i in range(product.batch):
                 a = down(product.a, i * product.a_stride)
                 out = down(product.out, i * product.out_stride)
-                b = rank.b[product.k_first : product.k_last, product.out.col : product.out.col_stop]
+                right = product.b
+                b = rank.b[right.row : right.row_stop, right.col : right.col_stop]
                 sources = [a] if product.addend is None else [a, product.addend]
                 yield list(map(at, sources)), at(out), multiply(b, product)
 

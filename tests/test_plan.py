@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pace import slower
 
-from ficco.plan import Plan, PlanError, Reduction, Signal, Step, Transfer, check
+from ficco.plan import Buffer, Plan, PlanError, Reduction, Signal, Step, Transfer, aligned, check
 from ficco.plan.check.execution import execute
 from ficco.plan.check.signals import Signals
 from ficco.plan.check.steps import Steps
@@ -98,6 +98,10 @@ def problems(draw: st.DrawFn) -> Problem:
     return replace(found, n=n, k=k, dtype=dtype, return_gathered=flags[0], symmetric=flags[1])
 
 
+def publish_bytes(plan: Plan) -> int:
+    return plan.slot_bytes - plan.offsets.get("publish", plan.slot_bytes)
+
+
 @settings(deadline=None, max_examples=250)
 @given(problem=problems(), data=st.data(), share=st.sampled_from([None, 1.0, 0.5, 0.25]))
 def test_plans_pass_the_proof(problem: Problem, data: st.DataObject, share: float | None) -> None:
@@ -110,7 +114,7 @@ def test_plans_pass_the_proof(problem: Problem, data: st.DataObject, share: floa
         return
     check(found)
     for plan in found:
-        assert cap is None or plan.room[0] <= cap
+        assert cap is None or plan.slot_bytes <= aligned(cap) + publish_bytes(plan)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -146,6 +150,17 @@ def test_sums_are_rounded_once_where_nothing_else_is_asked_for() -> None:
 
 
 # Broken plans.
+
+
+def without_buffer(plan: Plan, name: str) -> Plan:
+    return replace(plan, buffers=tuple(one for one in plan.buffers if one.name != name))
+
+
+def with_buffer(plan: Plan, which: str, /, **fields: Any) -> Plan:
+    return replace(
+        plan,
+        buffers=tuple(one._replace(**fields) if one.name == which else one for one in plan.buffers),
+    )
 
 
 def edited(found: list[Plan], rank: int, edit: Callable[[list[Step]], Any]) -> list[Plan]:
@@ -341,7 +356,7 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
     ),
     "a term that comes twice": (
         "uniform-fused-2d",
-        change(adds, products=multiplied(k_first=0, k_last=8, a={"col": 0, "col_stop": 8})),
+        change(adds, products=multiplied(b={"row": 0, "row_stop": 8}, a={"col": 0, "col_stop": 8})),
         "adds the same part of k twice|reads another piece",
     ),
     "a sum without a first term": (
@@ -351,7 +366,7 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
     ),
     "a sum without a last term": (
         "hetero-fused-1d",
-        change(awaits_data, products=multiplied(k_last=31, a={"col_stop": 31})),
+        change(awaits_data, products=multiplied(b={"row_stop": 31}, a={"col_stop": 31})),
         "does not cover all of k",
     ),
     "sums in a dtype that rounds": (
@@ -401,10 +416,27 @@ BROKEN: dict[str, tuple[str, Callable[[list[Step]], Any], str]] = {
     "an empty batch": ("growing", change(multiplies, products=multiplied(batch=0)), "do not fit"),
     "part of the columns": (
         "growing",
-        change(multiplies, products=multiplied(out={"col_stop": 23})),
-        "part of the columns",
+        change(multiplies, products=multiplied(out={"col_stop": 23}, b={"col_stop": 23})),
+        "elements of out are written",
     ),
-    "no such buffer": ("growing", change(is_copy, transfer=moved("src", buffer="b")), "no buffer"),
+    "columns of b that do not fit": (
+        "growing",
+        change(multiplies, products=multiplied(out={"col_stop": 23})),
+        "do not fit",
+    ),
+    "rows of b that do not fit": (
+        "growing",
+        change(multiplies, products=multiplied(b={"row_stop": 31})),
+        "do not fit",
+    ),
+    "other columns of b": (
+        "growing",
+        change(multiplies, products=multiplied(b={"col": 1, "col_stop": 25})),
+        "do not fit",
+    ),
+    "b of a peer": ("growing", change(multiplies, products=multiplied(b={"rank": 2})), "at a peer"),
+    "A for b": ("growing", change(multiplies, products=multiplied(b={"buffer": "a"})), "wrong buf"),
+    "no such buffer": ("growing", change(is_copy, transfer=moved("src", buffer="c")), "no buffer"),
     "no such rank": ("growing", change(is_copy, transfer=moved("dst", rank=9)), "no rank"),
     "no such lane": ("growing", change(is_copy, lane="copy"), "there is no lane"),
     "no such operation": ("growing", change(is_copy, op="move"), "does not hold"),
@@ -690,7 +722,10 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
     "columns of b elsewhere": (
         SUMMED,
         COLUMNS,
-        change(multiplies, products=multiplied(out={"col": 1, "col_stop": 7})),
+        change(
+            multiplies,
+            products=multiplied(out={"col": 1, "col_stop": 7}, b={"col": 1, "col_stop": 7}),
+        ),
         "nobody has written|is written twice",
     ),
     "a product in other rows": (
@@ -711,7 +746,7 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
     "part of k": (
         SUMMED,
         FUSED,
-        change(multiplies, products=multiplied(k_last=31, a={"col_stop": 31})),
+        change(multiplies, products=multiplied(b={"row_stop": 31}, a={"col_stop": 31})),
         "multiplies part of k",
     ),
     "a product of products": (
@@ -724,7 +759,7 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
         SUMMED,
         FUSED,
         change(sends, transfer=moved("src", buffer="a")),
-        "between the wrong buffers",
+        "says so of an operand",
     ),
     "sums of rows that do not match": (
         SUMMED,
@@ -794,7 +829,12 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
         change(sends, transfer=told(terms=0)),
         "does not say whose products",
     ),
-    "A under a name": (TAKEN, FUSED, change(is_copy, transfer=told(terms=1)), "or says so of A"),
+    "A under a name": (
+        TAKEN,
+        FUSED,
+        change(is_copy, transfer=told(terms=1)),
+        "or says so of an operand",
+    ),
     "terms of A": (
         TAKEN,
         FUSED,
@@ -914,7 +954,7 @@ BROKEN_PRODUCTS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]
         SUMMED,
         "one-shot",
         change(sums, reduction=summed(lambda parts: [p._replace(buffer="staging") for p in parts])),
-        "sums in the wrong buffers",
+        "names no buffer",
     ),
 }
 
@@ -944,9 +984,9 @@ def test_rows_of_the_result_need_no_sums() -> None:
     for plan in made("uniform-fused-2d", TURNED):
         products = [product for step in plan.steps for product in step.products]
         assert [(p.a.rows, p.out.rows) for p in products] == [(64, 8)] * 4
-        assert not plan.sums and not any(p.accumulate for p in products)
+        assert "sum" not in plan.buffer and not any(p.accumulate for p in products)
     serial = made("serial", replace(TURNED, rows=(16, 0, 0, 0)))
-    assert not any(plan.sums for plan in serial)
+    assert not any("sum" in plan.buffer for plan in serial)
 
 
 def again(step: Step) -> Any:
@@ -958,8 +998,7 @@ def swap_rows(steps: list[Step]) -> None:
     """Two pieces, each with the rows of b of the other."""
     i, j, *_ = (i for i, step in enumerate(steps) if awaits_data(step))
     one, two = steps[i].products[0], steps[j].products[0]
-    first = one._replace(k_first=two.k_first, k_last=two.k_last)
-    second = two._replace(k_first=one.k_first, k_last=one.k_last)
+    first, second = one._replace(b=two.b), two._replace(b=one.b)
     steps[i] = steps[i]._replace(products=(first, *steps[i].products[1:]))
     steps[j] = steps[j]._replace(products=(second, *steps[j].products[1:]))
 
@@ -991,7 +1030,8 @@ UNEVEN = Problem.of_blocks(
 def one_row_on(step: Step) -> Any:
     """The step's products, the first with the rows of b that lie one further on."""
     first, *rest = step.products
-    return (first._replace(k_first=first.k_first + 1, k_last=first.k_last + 1), *rest)
+    b = first.b._replace(row=first.b.row + 1, row_stop=first.b.row_stop + 1)
+    return (first._replace(b=b), *rest)
 
 
 BROKEN_SUMS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]] = {
@@ -1031,7 +1071,8 @@ BROKEN_SUMS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]] = 
         change(
             awaits_data,
             products=lambda step: multiplied(
-                k_last=step.products[0].k_last - 1, a={"row_stop": step.products[0].a.row_stop - 1}
+                b={"row_stop": step.products[0].b.row_stop - 1},
+                a={"row_stop": step.products[0].a.row_stop - 1},
             )(step),
         ),
         "does not cover all",
@@ -1076,7 +1117,7 @@ BROKEN_SUMS: dict[str, tuple[Problem, str, Callable[[list[Step]], Any], str]] = 
     "own rows with others of b": (
         TURNED,
         "growing",
-        change(multiplies, products=multiplied(k_first=16, k_last=32)),
+        change(multiplies, products=multiplied(b={"row": 16, "row_stop": 32})),
         "into a peer's",
     ),
     "columns in other rows": (
@@ -1283,17 +1324,41 @@ def test_circles_of_sums_and_queues_of_sums_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"publish": False}, "leaves the buffer"), ({"room": (9999, 100)}, "something else")],
+    ("edit", "words"),
+    [
+        (lambda plan: without_buffer(plan, "publish"), "something else"),
+        (lambda plan: with_buffer(plan, "staging", shapes=((99, 24),) * 4), "something else"),
+        (lambda plan: with_buffer(plan, "staging", dtype="float16"), "another buffer staging"),
+        (lambda plan: with_buffer(plan, "staging", shapes=((48, 24),) * 3), "another buffer"),
+        (lambda plan: with_buffer(plan, "b", name="c"), "not those that are specified"),
+        (lambda plan: replace(plan, buffers=plan.buffers + plan.buffers[:1]), "of one name"),
+    ],
 )
-def test_products_that_are_fetched_have_their_room(fields: dict[str, Any], words: str) -> None:
+def test_ranks_list_the_same_buffers(edit: Callable[[Plan], Plan], words: str) -> None:
     found = made(f"{FUSED}:pull", SUMMED)
-    found[1] = replace(found[1], **fields)
+    with pytest.raises(PlanError, match=words):
+        check([*found[:1], edit(found[1]), *found[2:]])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("a", {"dtype": "float16"}, "not those that are specified"),
+        ("out", {"shapes": ((15, 24),) * 4}, "not those that are specified"),
+        ("staging", {"shapes": ((47, 24),) * 4}, "leaves the buffer"),
+        ("staging", {"shapes": ((48, 24),) * 3}, "a shape for each rank"),
+        ("staging", {"holds": "A"}, "between the wrong buffers"),
+        ("staging", {"dtype": "float32"}, "between the wrong buffers"),
+        ("publish", {"memory": "local"}, "not symmetric"),
+        ("publish", {"leaves": False}, "wrong buffers|block|peer's"),
+    ],
+)
+def test_buffers_are_what_the_steps_take_them_for(
+    name: str, fields: dict[str, Any], words: str
+) -> None:
+    found = [with_buffer(plan, name, **fields) for plan in made(f"{FUSED}:pull", SUMMED)]
     with pytest.raises(PlanError, match=words):
         check(found)
-    found = [replace(plan, room=(plan.room[0], 64 * 24 * 2 - 1)) for plan in found]
-    with pytest.raises(PlanError, match="publish is larger than its room|something else"):
-        check([replace(plan, publish=True) for plan in found])
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -1471,7 +1536,7 @@ def test_words_are_cleared_before_they_are_posted_again() -> None:
 
 def test_a_rank_publishes_its_own_rows() -> None:
     found = [
-        replace(plan, problem=replace(plan.problem, symmetric=True))
+        with_buffer(replace(plan, problem=replace(PROBLEM, symmetric=True)), "a", symmetric=True)
         for plan in made("growing:pull")
     ]
     check(found)
@@ -1492,24 +1557,17 @@ def test_two_signals_do_not_share_a_word() -> None:
         check(edited(made("growing"), 2, edit))
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "words"),
-    [
-        ("growing", {"staging": (47, 32)}, "leaves the buffer"),
-        ("growing", {"staging": (48, 33)}, "another row pitch"),
-        ("growing", {"room": (0, 0)}, "something else"),
-        ("growing:pull", {"publish": False}, "leaves the buffer"),
-        ("uniform-fused-2d", {"sums": False}, "leaves the buffer"),
-        ("growing", {"rank": 0}, "something else"),
-    ],
-)
-def test_plans_that_need_more_than_they_say_are_caught(
-    name: str, fields: dict[str, Any], words: str
-) -> None:
-    found = made(name)
-    found[1] = replace(found[1], **fields)
-    with pytest.raises(PlanError, match=words):
+def test_a_rank_has_the_local_buffers_that_it_uses() -> None:
+    found = made("uniform-fused-2d")
+    found[1] = without_buffer(found[1], "sum")
+    with pytest.raises(PlanError, match="leaves the buffer"):
         check(found)
+
+
+def test_plans_are_those_of_all_ranks() -> None:
+    found = made("growing")
+    with pytest.raises(PlanError, match="something else"):
+        check([found[0], *found[:3]])
 
 
 def test_rows_of_the_gathered_a_lie_where_they_belong() -> None:
@@ -1528,17 +1586,12 @@ def test_memory_is_not_shared_without_signals() -> None:
     (plan,) = made("growing", replace(PROBLEM, rows=(16,)))
     a = plan.steps[0].products[0].a
     extra = Step("place", "compute0", "in", transfer=Transfer(a, a._replace(buffer="staging")))
-    plan = replace(plan, steps=(*plan.steps, extra), staging=(16, 32), room=(4096, 0))
+    staging = Buffer("staging", "A", "bfloat16", ((16, 32),), "slot")
+    plan = replace(plan, steps=(*plan.steps, extra), buffers=(*plan.buffers, staging))
     with pytest.raises(PlanError, match="without a signal"):
         check([plan])
     with pytest.raises(PlanError, match="no plans"):
         check([])
-
-
-def test_staging_fits_into_its_room() -> None:
-    found = [replace(plan, room=(100, 0)) for plan in made("growing")]
-    with pytest.raises(PlanError, match="larger than its room"):
-        check(found)
 
 
 def test_rows_written_twice_do_not_make_up_for_rows_left_out() -> None:

@@ -102,20 +102,28 @@ def bars_of(timeline: Timeline, rank: int, kind: str) -> list[tuple[float, float
 
 
 def own_plan(*steps: Step, problem: Problem | None = None) -> Plan:
-    return Plan(
-        problem or problem_of(100, n=100, k=1), "by hand", 0, steps, (0, 0), (0, 0), 0, 0, 0
+    problem = problem or problem_of(100, n=100, k=1)
+    asked = problem.specification
+    a, _, out = *asked.operands, asked.results[0]
+    added = (
+        a._replace(name="staging", memory="slot", leaves=False),
+        a._replace(name="publish", memory="slot"),
+        out._replace(name="sum", memory="local", dtype="float32"),
+        out._replace(name="partial", memory="local"),
     )
+    return Plan(problem, "by hand", 0, steps, (*asked.operands, *asked.results, *added), 0)
 
 
 def multiply(lane: str, rows: int, n: int = 1, k: int = 1, batch: int = 1, **more: object) -> Step:
     a, out = Region("a", 0, 0, rows, 0, k), Region("out", 0, 0, rows, 0, n)
-    return Step("matmul", lane, "x", products=(Product(a, 0, k, out, batch=batch),), **more)  # type: ignore[arg-type]
+    product = Product(a, Region("b", 0, 0, k, 0, n), out, batch=batch)
+    return Step("matmul", lane, "x", products=(product,), **more)  # type: ignore[arg-type]
 
 
-def send(lane: str, src: int, dst: int, nbytes: int, **more: object) -> Step:
+def send(lane: str, src: int, dst: int, nbytes: int, terms: int = 0, **more: object) -> Step:
     here = Region("a", src, 0, nbytes // 4, 0, 1)
     there = Region("staging", dst, 0, nbytes // 4, 0, 1)
-    return Step("copy", lane, "c", transfer=Transfer(here, there), **more)  # type: ignore[arg-type]
+    return Step("copy", lane, "c", transfer=Transfer(here, there, terms), **more)  # type: ignore[arg-type]
 
 
 def two(*steps: Step, problem: Problem | None = None) -> list[Plan]:
@@ -221,7 +229,7 @@ def test_a_batch_is_one_product() -> None:
 def test_sums_are_read_and_written_in_float32() -> None:
     assert ONE.gemm
     by_memory = replace(ONE, gemm=replace(ONE.gemm, peak=1e30, bandwidth=1.0))
-    a, out = Region("a", 0, 0, 3, 0, 5), Region("out", 0, 0, 3, 0, 7)
+    a, b, out = Region("a", 0, 0, 3, 0, 5), Region("b", 0, 0, 5, 0, 7), Region("out", 0, 0, 3, 0, 7)
     operands = (3 * 5 + 5 * 7) * 2
     for region, more, each in (
         (out, {}, 2),
@@ -229,7 +237,7 @@ def test_sums_are_read_and_written_in_float32() -> None:
         (out, {"addend": out._replace(buffer="staging")}, 4),
         (out._replace(buffer="sum"), {}, 8),
     ):
-        step = Step("matmul", "compute0", "x", products=(Product(a, 0, 5, region, **more),))
+        step = Step("matmul", "compute0", "x", products=(Product(a, b, region, **more),))
         made = own_plan(step, problem=problem_of(3, n=7, k=5, dtype="bfloat16"))
         assert simulate([made], by_memory).stop_s == pytest.approx(operands + 3 * 7 * each)
 
@@ -365,15 +373,16 @@ def test_senders_share_the_port_of_their_receiver() -> None:
 
 def test_copies_of_products_meet_those_of_ranks_that_are_not_in_step() -> None:
     problem = Problem("matmul_reduce_scatter", (100,) * 3, 100, 1, "float32")
-    steps = (
-        multiply("compute0", 350),  # 700 s, so that ranks are 21 s apart
-        send("copy0", 0, 1, 40, after=(0,)),
-        send("copy0", 0, 1, 40),
-        send("copy0", 0, 2, 28),
-        send("copy0", 0, 1, 8),
-    )
 
     def copies_of(machine: Machine, problem: Problem) -> list[float]:
+        terms = int(problem.kind.scatters)
+        steps = (
+            multiply("compute0", 350),  # 700 s, so that ranks are 21 s apart
+            send("copy0", 0, 1, 40, terms, after=(0,)),
+            send("copy0", 0, 1, 40, terms),
+            send("copy0", 0, 2, 28, terms),
+            send("copy0", 0, 1, 8, terms),
+        )
         others = [own_plan(problem=problem) for _ in problem.rows[1:]]
         made = [own_plan(*steps, problem=problem), *others]
         made = [replace(one, rank=rank) for rank, one in enumerate(made)]

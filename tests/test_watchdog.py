@@ -63,7 +63,7 @@ class Workspace:
     def __init__(self, running: int, ending: bool, error: RankMismatch | None) -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
         program = Program(plan(problem, NAMED["growing"], 0), None, [])
-        slot = Slot(None, 0, (0, 0), (0, 0), programs={7: program})  # type: ignore
+        slot = Slot(None, programs={7: program})  # type: ignore
         self.slots = [slot]
         self.engine = Engine(program, running, ending)
         self.board = Board(error)

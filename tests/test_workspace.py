@@ -39,7 +39,7 @@ class Engine:
     def capturing(self) -> int:
         return 0
 
-    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
+    def slot_bytes(self, words: int, nbytes: int) -> int:
         return words
 
     def retire(self, slot: Slot) -> None:
@@ -80,7 +80,7 @@ def a_plan() -> Plan:
 
 def test_a_slot_that_could_not_grow_is_given_back_once() -> None:
     engine = Engine()
-    small = Slot(None, 1, (0, 0), (0, 0))
+    small = Slot(None, 1)
     workspace = workspace_on(engine, small, None)
     with pytest.raises(FiccoError, match="did not come"):
         workspace.slot(a_plan(), False)
@@ -129,7 +129,7 @@ class Failing(Engine):
 
 def _on_failing(error: FiccoError | None) -> tuple[Any, list[str]]:
     engine = Failing()
-    slots = [Slot(None, 1, (0, 0), (0, 0)) for _ in range(2)]
+    slots = [Slot(None, 1) for _ in range(2)]
     found = workspace_on(engine, *slots)
     board = SimpleNamespace(
         close=lambda: engine.did.append("board"),
@@ -176,7 +176,7 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(workspaces, "KINDS", 4)
-    slot, graphs = Slot(None, 1, (0, 0), (0, 0)), Slot(None, 1, (0, 0), (0, 0), captured=True)
+    slot, graphs = Slot(None, 1), Slot(None, 1, captured=True)
     engine = Engine()
     workspace = workspace_on(engine, slot, None)
     made = {

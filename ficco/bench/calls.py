@@ -17,9 +17,9 @@ from ficco.bench.candidates import Candidate
 from ficco.bench.inputs import Operands
 from ficco.heuristics import Decision, decide
 from ficco.options import current
-from ficco.plan import Plan
+from ficco.plan import Plan, aligned
 from ficco.problem import Problem
-from ficco.schedules import Schedule, plans
+from ficco.schedules import Schedule, plan
 from ficco.schedules.groups import cut
 from ficco.workspace import workspace_of
 
@@ -292,11 +292,11 @@ def _ficco(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Run
 def capped_bytes(candidate: Candidate, operands: Operands, group: ProcessGroup) -> int:
     """Symmetric memory for so many steps of a schedule, signals included."""
     schedule, problem = Schedule.parse(candidate.schedule), operands.problem
-    whole = plans(problem, schedule)
-    step = step_bytes(whole[0])
+    whole = plan(problem, schedule, 0)
     engine = workspace_of(group, operands.device).engine
-    words = engine.slot_bytes(whole[0].words, (0, 0))
-    return words + whole[0].room[1] + candidate.stages * step
+    staging = aligned(candidate.stages * step_bytes(whole))
+    others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(0))
+    return engine.slot_bytes(whole.words, others + staging)
 
 
 def step_bytes(plan: Plan) -> int:
@@ -305,7 +305,7 @@ def step_bytes(plan: Plan) -> int:
         sum(p.batch * p.a.elements for p in step.products if p.a.buffer == "staging")
         for step in plan.steps
     ]
-    return max(read, default=0) * plan.problem.itemsize
+    return max(read, default=0) * plan.buffer["a"].itemsize
 
 
 BUILDERS: dict[str, Callable[[Candidate, Operands, Any], Runner]] = {

@@ -95,7 +95,17 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
         "rank": plan.rank,
         "lanes": plan.lanes,
         "words": plan.words,
-        "staging": plan.staging,
+        "buffers": [
+            {
+                "name": buffer.name,
+                "holds": buffer.holds,
+                "dtype": buffer.dtype,
+                "shape": plan.shape(buffer.name),
+                "memory": buffer.memory,
+                "layout": buffer.layout,
+            }
+            for buffer in plan.buffers
+        ],
         "stages": plan.stages,
         "extra_bytes": plan.extra_bytes,
         "steps": [
@@ -108,7 +118,10 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                 "after": step.after,
                 "transfer": step.transfer and [end._asdict() for end in step.transfer[:2]],
                 "products": [
-                    {**p._asdict(), "a": p.a._asdict(), "out": p.out._asdict()}
+                    {
+                        **p._asdict(),
+                        **{name: getattr(p, name)._asdict() for name in ("a", "b", "out")},
+                    }
                     for p in step.products
                 ],
                 "reduction": step.reduction

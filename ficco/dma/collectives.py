@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from ficco.plan import Plan
 from ficco.problem import Problem
 
 if TYPE_CHECKING:
@@ -26,22 +27,20 @@ class Collectives:
     a broadcast from each rank, or a reduction to each, does the same.
     """
 
-    def __init__(self, problem: Problem, rank: int, group: ProcessGroup) -> None:
+    def __init__(self, plan: Plan, step: int, rank: int, group: ProcessGroup) -> None:
+        problem, transfer = plan.problem, plan.steps[step].transfer
+        assert isinstance(problem, Problem) and transfer is not None
         self.problem, self.rank, self.group = problem, rank, group
+        self.ends = transfer.src.buffer, transfer.dst.buffer
         self.bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
 
     def starts(
-        self,
-        a: torch.Tensor,
-        partial_: torch.Tensor | None,
-        gathered: torch.Tensor | None,
-        out: torch.Tensor,
-        timeout: timedelta | None = None,
+        self, tensors: Mapping[str, torch.Tensor], timeout: timedelta | None = None
     ) -> Iterator[Start]:
         """The collectives of one call, each to be begun once the one before is over.
 
         Args:
-            a, partial_, gathered, out: the buffers of :mod:`ficco.plan.model`.
+            tensors: the buffers of the call by name.
             timeout: after which the library gives up by itself; None for the group's own.
         """
 
@@ -55,40 +54,37 @@ class Collectives:
             return found
 
         problem, rank, group = self.problem, self.rank, self.group
-        made = out if partial_ is None else partial_
+        src, dst = (tensors[name] for name in self.ends)
         match problem.kind.collective:
             case "all-gather":
-                assert gathered is not None
                 if problem.equal:
                     yield partial(
                         group._allgather_base,
-                        gathered,
-                        a.contiguous(),
+                        dst,
+                        src.contiguous(),
                         options(c10d.AllgatherOptions),
                     )
                     return
-                gathered[slice(*self.bounds[rank])].copy_(a)
+                dst[slice(*self.bounds[rank])].copy_(src)
                 for root, (first, last) in enumerate(self.bounds):
                     if first < last:
                         one = options(c10d.BroadcastOptions, rootRank=root)
-                        yield partial(group.broadcast, [gathered[first:last]], one)
+                        yield partial(group.broadcast, [dst[first:last]], one)
             case "reduce-scatter":
                 if problem.equal:
                     equal = options(c10d.ReduceScatterOptions)
-                    yield partial(group._reduce_scatter_base, out, made, equal)
+                    yield partial(group._reduce_scatter_base, dst, src, equal)
                     return
                 for root, (first, last) in enumerate(self.bounds):
                     if first < last:
                         one = options(c10d.ReduceOptions, rootRank=root)
-                        yield partial(group.reduce, [made[first:last]], one)
-                out.copy_(made[slice(*self.bounds[rank])])
+                        yield partial(group.reduce, [src[first:last]], one)
+                dst.copy_(src[slice(*self.bounds[rank])])
             case "all-to-all":
-                src, dst = (made, out) if problem.kind.scatters else (a, gathered)
-                assert dst is not None
                 peers = range(problem.world)
                 sent = [problem.block(rank, peer) for peer in peers]
                 received = [problem.block(peer, rank) for peer in peers]
                 how = options(c10d.AllToAllOptions)
                 yield partial(group.alltoall_base, dst, src.contiguous(), received, sent, how)
             case "all-reduce":
-                yield partial(group.allreduce, [out], options(c10d.AllreduceOptions))
+                yield partial(group.allreduce, [dst], options(c10d.AllreduceOptions))

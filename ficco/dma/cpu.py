@@ -22,11 +22,11 @@ import torch
 from ficco.dma.blas import library
 from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives, out_of_step
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, Lane, Run, timed_out
-from ficco.dma.cpu_memory import CpuMemory, offsets
+from ficco.dma.cpu_memory import CpuMemory, data_offset
 from ficco.dma.disturbance import Trouble
 from ficco.dma.engine import Call, Capabilities, Engine, Op, Program, Slot, Span, Symmetric
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
-from ficco.dma.products import multiply
+from ficco.dma.products import FUNCTIONS, multiply
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 
 if TYPE_CHECKING:
@@ -66,17 +66,17 @@ class CpuEngine(Engine):
         assert isinstance(memory, CpuMemory)
         memory.free()
 
-    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        return offsets(words, room)[2]
+    def slot_bytes(self, words: int, nbytes: int) -> int:
+        return data_offset(words) + nbytes
 
-    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+    def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         assert isinstance(memory, CpuMemory)
         first = memory.addresses[self.rank]
         for word in range(words):
             # The words by which peers hand the slot over rest at 1, see ficco.plan.Signal.
             semaphores().init(first + word * SEMAPHORE_STRIDE, int(word < self.world))
         memory.host.barrier(self.timeout_s)
-        return Slot(memory, words, room, offsets(words, room)[:2], captured)
+        return Slot(memory, words, nbytes, data_offset(words), captured)
 
     def retire(self, slot: Slot) -> None:
         pass  # a call is over when it returns
@@ -158,7 +158,7 @@ class CpuEngine(Engine):
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         src, dst = (self._rectangle(program, region) for region in transfer[:2])
-        nbytes = transfer.src.elements * program.plan.problem.itemsize
+        nbytes = program.plan.nbytes(transfer.src)
         move = _move if mover == "dma" else torch.Tensor.copy_
 
         def op(call: Call) -> None:
@@ -168,9 +168,11 @@ class CpuEngine(Engine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         src, dst = (self._rectangle(program, region) for region in transfer[:2])
+        function = FUNCTIONS.get(transfer.function)
 
         def op(call: Call) -> None:
-            dst(call).copy_(src(call))
+            moved = src(call)
+            dst(call).copy_(function(moved) if function else moved)
 
         return self.trouble.disturbed(step, op)
 
@@ -188,37 +190,42 @@ class CpuEngine(Engine):
         With ``batch`` there are several, ``stride`` rows apart.
         """
 
+        buffer = program.plan.buffer[region.buffer]
+
         def view(whole: torch.Tensor) -> torch.Tensor:
             pitch, step = whole.stride()
             start = whole.storage_offset() + region.row * pitch + region.col * step
+            if buffer.layout == "columns":
+                pitch = region.cols
+                start = whole.storage_offset() + region.col * buffer.rows + region.row * pitch
             shape, strides = (region.rows, region.cols), (pitch, step)
             if batch > 1:
                 return whole.as_strided((batch, *shape), (stride * pitch, *strides), start)
             return whole.as_strided(shape, strides, start)
 
-        buffer = region.buffer
-        if buffer in ("staging", "publish") or (buffer == "a" and region.rank != self.rank):
-            found = view(self._shared(program, buffer, region.rank))
-            return lambda call: found
-        name = {"sum": "sums"}.get(buffer, buffer)
-        return lambda call: view(getattr(call, name))
+        if buffer.memory == "slot" or region.rank != self.rank:
+            shared = view(self._shared(program, region))
+            return lambda call: shared
+        return lambda call: view(call.tensors[region.buffer])
 
-    def _shared(self, program: Program, buffer: str, rank: int) -> torch.Tensor:
-        """A symmetric buffer of any rank as a matrix, with as many rows as there is room for."""
+    def _shared(self, program: Program, region: Region) -> torch.Tensor:
+        """A symmetric buffer of any rank as a matrix."""
         plan, slot = program.plan, program.slot
-        rows, cols = plan.shape(buffer, rank)
-        if buffer == "a":
+        buffer = plan.buffer[region.buffer]
+        if buffer.memory == "slot":
+            assert slot is not None
+            memory, start = slot.memory, slot.data + plan.offsets[buffer.name]
+        else:
             assert program.source is not None
             memory, start = program.source
-            nbytes = rows * cols * plan.problem.itemsize
-        else:
-            assert slot is not None
-            index = ("staging", "publish").index(buffer)
-            memory, start, nbytes = slot.memory, slot.offsets[index], slot.room[index]
         assert isinstance(memory, CpuMemory)
-        rows = nbytes // max(cols * plan.problem.itemsize, 1)
-        part = memory.parts[rank][start : start + rows * cols * plan.problem.itemsize]
-        return part.view(getattr(torch, plan.problem.dtype)).as_strided((rows, cols), (cols, 1))
+        # As many rows as the rank has that has most: a view must not leave its storage.
+        shape = (buffer.rows, buffer.shapes[region.rank][1])
+        if buffer.memory != "slot":
+            shape = buffer.shapes[region.rank]
+        nbytes = shape[0] * shape[1] * buffer.itemsize
+        part = memory.parts[region.rank][start : start + nbytes]
+        return part.view(getattr(torch, buffer.dtype)).view(shape)
 
     # Products.
 
@@ -227,26 +234,38 @@ class CpuEngine(Engine):
             (
                 product,
                 self._rectangle(program, product.a, product.batch, product.a_stride),
+                self._rectangle(program, product.b),
                 self._rectangle(program, product.out, product.batch, product.out_stride),
                 product.addend and self._rectangle(program, product.addend),
+                self._factors(program, product),
             )
             for product in products
         ]
 
         def op(call: Call) -> None:
-            for product, a, out, addend in parts:
-                b = call.b[product.k_first : product.k_last, product.out.col : product.out.col_stop]
+            for product, a, b, out, addend, scales in parts:
                 left, to = a(call), out(call)
                 added = addend(call) if addend else to if product.accumulate else None
-                _multiply(left.t() if product.transposed else left, b, to, added)
+                left = left.t() if product.transposed else left
+                _multiply(left, b(call), to, added, [scale(call) for scale in scales])
 
         return self.trouble.disturbed(step, op)
+
+    def _factors(self, program: Program, product: Product) -> list[Callable[[Call], torch.Tensor]]:
+        if not product.scales:
+            return []
+        rows, cols = product.scales
+        return [
+            self._rectangle(program, rows, product.batch, product.a_stride),
+            self._rectangle(program, cols),
+        ]
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         parts = [self._rectangle(program, part) for part in reduction.parts]
         out = self._rectangle(program, reduction.out)
         # float64 is served here alone, and keeps its own precision.
-        wide = torch.float64 if program.plan.problem.dtype == "float64" else torch.float32
+        dtype = program.plan.buffer[reduction.out.buffer].dtype
+        wide = torch.float64 if dtype == "float64" else torch.float32
 
         def op(call: Call) -> None:
             # No pass over memory beside the sums themselves. The result comes last: a part may lie
@@ -331,6 +350,9 @@ class CpuEngine(Engine):
             "float32 buffer of the product's size, from float32 copies of the pieces and of their "
             "rows of b, rounded once",
             capture=False,
+            partial_signals=True,
+            scaled=True,
+            functions=tuple(FUNCTIONS),
         )
 
     def copy_engines(self) -> int:
@@ -364,8 +386,19 @@ def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def _multiply(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    addend: torch.Tensor | None,
+    scales: Sequence[torch.Tensor] = (),
 ) -> None:
-    """``out = (addend +) a @ b``, or a batch of such products with a common b, in out's dtype."""
-    a, b = a.to(out.dtype), b.to(out.dtype)
-    multiply(a, b.unsqueeze(0).expand(a.shape[0], -1, -1) if a.dim() == 3 else b, out, addend)
+    """``out = (addend +) a @ b``, or a batch of such products with a common b, in out's dtype;
+    scaled products in float32."""
+    dtype = torch.float32 if scales else out.dtype
+    a, b = a.to(dtype), b.to(dtype)
+    b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if a.dim() == 3 else b
+    if not scales:
+        return multiply(a, b, out, addend)
+    rows, cols = scales
+    product = a @ b * rows * cols
+    out.copy_(product if addend is None else product + addend)

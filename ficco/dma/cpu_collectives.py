@@ -47,7 +47,7 @@ class CpuCollectives:
         rank, group = self.engine.rank, self.engine.group
         counts = [part.view(torch.int64) for part in self.memory.parts]
         pids = self.memory.host.pids
-        exchange = Collectives(program.plan.problem, rank, group)
+        exchange = Collectives(program.plan, step, rank, group)
 
         def missing() -> int | None:
             """The rank that is dead, or has begun fewer collectives than this one."""
@@ -60,10 +60,9 @@ class CpuCollectives:
             counts[rank][0] += 1
             # Its own time limit, which it keeps even where the call is broken off: see _outlive().
             patience = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
-            buffers = call.a, call.partial, call.gathered, call.out
             begun: list[Work] = []
             try:
-                for start in exchange.starts(*buffers, patience):
+                for start in exchange.starts(call.tensors, patience):
                     self.collect(program, call, step, missing, partial(_begin, start, begun))
             except BaseException:
                 _out_of_step.add(group)

@@ -7,9 +7,6 @@ import torch
 from ficco.dma.engine import Engine, Symmetric
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory
 
-#: Buffers in slots begin at multiples of this many bytes.
-ALIGNMENT = 64
-
 
 class CpuMemory(Symmetric):
     """Host memory of all ranks; ``parts`` are theirs as bytes, by rank."""
@@ -39,12 +36,6 @@ class CpuMemory(Symmetric):
         self.host.close()
 
 
-def offsets(words: int, room: tuple[int, int]) -> tuple[int, int, int]:
-    """Where staging, publish and the end of a slot lie, behind the words and the lanes' marks."""
-    staging = (words + 1) * SEMAPHORE_STRIDE
-    publish = staging + _align(room[0])
-    return staging, publish, publish + _align(room[1])
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def data_offset(words: int) -> int:
+    """Where the data of a slot begin, after its words and the marks of its lanes."""
+    return (words + 1) * SEMAPHORE_STRIDE

@@ -334,13 +334,12 @@ class CudaEngine(StreamEngine):
             self._places.give_back(slot.state.index)
         super().discard(slot)
 
-    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        return sum(map(align, ((words + SCRATCH) * WORD, *room)))
+    def slot_bytes(self, words: int, nbytes: int) -> int:
+        return align((words + SCRATCH) * WORD) + nbytes
 
-    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+    def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         assert isinstance(memory, CudaMemory)
-        staging = align((words + SCRATCH) * WORD)
-        publish = staging + align(room[0])
+        data = align((words + SCRATCH) * WORD)
         with cu.uncaptured(), torch.cuda.device(self.device):
             if self._writes_reach is None:
                 # Not a signal's: the peer's first call may have begun.
@@ -350,10 +349,10 @@ class CudaEngine(StreamEngine):
             with torch.cuda.stream(self.side):
                 memory.tensor[words * WORD :].view(torch.int32)[1].fill_(1)
             self.side.synchronize()
-        return Slot(memory, words, room, (staging, publish), captured, state=self._state(captured))
+        return Slot(memory, words, nbytes, data, captured, state=self._state(captured))
 
     def watch(self, captured: bool) -> Slot:
-        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._state(captured))
+        return Slot(None, captured=captured, state=self._state(captured))
 
     def _state(self, captured: bool) -> _Eager | _Captured:
         state: _Eager | _Captured
@@ -425,8 +424,8 @@ class CudaEngine(StreamEngine):
         if mover == "kernel":
             return self.copies(program, (step,))
         lane = program.plan.steps[step].lane
-        src, dst, _ = transfer
-        itemsize = program.plan.problem.itemsize
+        src, dst = transfer.src, transfer.dst
+        itemsize = program.plan.buffer[src.buffer].itemsize
         width, height = src.cols * itemsize, src.rows
         target, dst_pitch = self._target(program, dst)
         to, rectangle = cu.address(target), cu.Copy2D(width, height, dst_pitch)
@@ -642,18 +641,9 @@ class CudaEngine(StreamEngine):
 
     def _recording(self, run: _Run, call: Call, raw: int) -> cu.Recording | None:
         """The body for operands that lie where these do; None at first sight."""
-        sums, gathered, partial = call.sums, call.gathered, call.partial
         key = (
             raw,
-            call.a.data_ptr(),
-            call.a.stride(),
-            call.b.data_ptr(),
-            call.b.stride(),
-            call.out.data_ptr(),
-            call.out.stride(),
-            0 if sums is None else sums.data_ptr(),
-            0 if gathered is None else gathered.data_ptr(),
-            0 if partial is None else partial.data_ptr(),
+            *[(one.data_ptr(), one.stride()) for one in call.tensors.values()],
             *[setting() for setting in _SETTINGS],
         )
         recording = run.recorded.get(key)

@@ -38,6 +38,9 @@ class Capabilities:
         products: the library that multiplies matrices.
         accumulate: how partial sums of column pieces are accumulated, and what memory that costs.
         capture: whether calls can be captured in a graph.
+        partial_signals: whether signals may gate or announce rows of a product.
+        scaled: whether products may be scaled.
+        functions: elementwise functions that a place may apply.
     """
 
     engine: str
@@ -48,6 +51,9 @@ class Capabilities:
     products: str
     accumulate: str
     capture: bool
+    partial_signals: bool = False
+    scaled: bool = False
+    functions: tuple[str, ...] = ()
 
 
 class Symmetric(ABC):
@@ -66,23 +72,23 @@ class Symmetric(ABC):
 
 @dataclass
 class Slot:
-    """Signal words, staging and published shard of the calls that take turns on them.
+    """The signal words and the buffers of the calls that take turns on them.
 
     Attributes:
-        memory: the symmetric memory behind it: words, then staging, then publish; None where
-            calls have nothing but a watchdog in common.
+        memory: the symmetric memory with its data; None where calls have nothing but a watchdog in
+            common.
         words: how many signal words it has.
-        room: bytes of staging and of publish.
-        offsets: where in ``memory`` staging and publish begin.
+        nbytes: bytes of its data, see :attr:`ficco.plan.Plan.offsets`.
+        data: the byte of ``memory`` at which the data begin.
         captured: it belongs to a graph.
         programs: what runs on it, by the number that tells a watchdog which one is running.
         state: what the engine keeps with it.
     """
 
     memory: Symmetric | None
-    words: int
-    room: tuple[int, int]
-    offsets: tuple[int, int]
+    words: int = 0
+    nbytes: int = 0
+    data: int = 0
     captured: bool = False
     programs: dict[int, Program] = field(default_factory=dict)
     state: Any = None
@@ -96,20 +102,15 @@ class Slot:
         return program.number
 
     def fits(self, plan: Plan) -> bool:
-        (staging, publish), (has_staging, has_publish) = plan.room, self.room
-        return plan.words <= self.words and staging <= has_staging and publish <= has_publish
+        return plan.words <= self.words and plan.slot_bytes <= self.nbytes
 
 
 @dataclass
 class Call:
-    """The operands and results of one call, and what the engine keeps for its duration."""
+    """One call: its operands, results and local buffers by name, and what the engine keeps for its
+    duration."""
 
-    a: torch.Tensor
-    b: torch.Tensor
-    out: torch.Tensor
-    gathered: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
-    partial: torch.Tensor | None = None
+    tensors: dict[str, torch.Tensor]
     state: Any = None
 
 
@@ -182,6 +183,7 @@ class Engine(ABC):
         interrupt: called while a call waits; may raise.
         operator: what is being called, for errors.
         replays: it may record what a call enqueues, and replay that for calls that are alike.
+        packs_columns: Plans have to pack columns, since copies cannot leave gaps between rows.
     """
 
     name: str
@@ -190,6 +192,7 @@ class Engine(ABC):
     interrupt: Callable[[], None]
     operator: str = "ficco"
     replays: bool = True
+    packs_columns: bool = False
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -226,7 +229,7 @@ class Engine(ABC):
             self.free(slot.memory)
 
     @abstractmethod
-    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+    def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         """Make a slot of fresh symmetric memory: its words are at rest on every rank.
         Collective."""
 
@@ -235,8 +238,8 @@ class Engine(ABC):
         """Wait until the latest call on a slot is over here, so that it can be freed."""
 
     @abstractmethod
-    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        """Bytes of symmetric memory that a slot takes."""
+    def slot_bytes(self, words: int, nbytes: int) -> int:
+        """Bytes of symmetric memory that a slot with so many words and bytes of data takes."""
 
     # Watching, for an asynchronous engine.
 
@@ -307,12 +310,12 @@ class Engine(ABC):
 
     def collective(self, program: Program, step: int) -> Op:
         """The collective of the group's library that does a Plan's whole exchange."""
-        exchange = Collectives(program.plan.problem, self.rank, self.group)
+        exchange = Collectives(program.plan, step, self.rank, self.group)
         name = program.plan.steps[step].label
 
         def op(call: Call) -> None:
             try:
-                for start in exchange.starts(call.a, call.partial, call.gathered, call.out):
+                for start in exchange.starts(call.tensors):
                     if (work := start()) is not None:
                         work.wait()
             except RuntimeError as error:

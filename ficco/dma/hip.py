@@ -59,7 +59,6 @@ from ficco.dma.streams import (
 from ficco.errors import BackendError, ConfigError
 from ficco.hip_kernels import MAX_PARTS, Kernels, can_compile
 from ficco.plan import Reduction, Region, Signal, Transfer
-from ficco.schedules import Schedule
 from ficco.warn import warn_once
 
 if TYPE_CHECKING:
@@ -269,6 +268,7 @@ class HipEngine(StreamEngine):
         self.way = self._way(meeting)
         self.memory = self._memory(meeting)
         self._rectangles, self._columns = self._how_columns_travel(meeting, rectangles)
+        self.packs_columns = not self._rectangles
         meeting.close()
         if self.way == "kernel":
             self._write, self._wait = self._kernels.post, self._wait_by_kernel
@@ -441,10 +441,10 @@ class HipEngine(StreamEngine):
                 self._memories.remove(memory)
         _sweep_left()
 
-    def slot_bytes(self, words: int, room: tuple[int, int]) -> int:
-        return sum(map(align, room))
+    def slot_bytes(self, words: int, nbytes: int) -> int:
+        return nbytes
 
-    def slot(self, memory: Symmetric, words: int, room: tuple[int, int], captured: bool) -> Slot:
+    def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         assert isinstance(memory, HipMemory)
         hip.use(self.index)
         with hip.uncaptured():
@@ -457,12 +457,11 @@ class HipEngine(StreamEngine):
                     for peer in range(self.world)
                     if peer != self.rank
                 )
-        offsets = 0, align(room[0])
-        return Slot(memory, words, room, offsets, captured, state=self._slot_state(made))
+        return Slot(memory, words, nbytes, 0, captured, state=self._slot_state(made))
 
     def watch(self, captured: bool) -> Slot:
         hip.use(self.index)
-        return Slot(None, 0, (0, 0), (0, 0), captured, state=self._slot_state(None))
+        return Slot(None, captured=captured, state=self._slot_state(None))
 
     def _slot_state(self, words: Words | None) -> _SlotState:
         index = self._places.take()
@@ -522,8 +521,8 @@ class HipEngine(StreamEngine):
         if mover == "kernel":
             return self.copies(program, (step,))
         lane = program.plan.steps[step].lane
-        src, dst, _ = transfer
-        width, height = src.cols * program.plan.problem.itemsize, src.rows
+        src, dst = transfer.src, transfer.dst
+        width, height = src.cols * program.plan.buffer[src.buffer].itemsize, src.rows
         to, dst_pitch = self._target(program, dst)
         by_kernel = None
         # Compiled now: in a call that would be taken for a peer that is late.
@@ -554,34 +553,13 @@ class HipEngine(StreamEngine):
 
     def _cuts_rows(self, program: Program, transfer: Transfer) -> bool:
         """Whether a copy is of parts of rows, for which the runtime has no 2D copies."""
-        plan, (src, dst, _) = program.plan, transfer
-        widths = [plan.shape(end.buffer, end.rank)[1] for end in (src, dst)]
+        src, dst, buffers = transfer.src, transfer.dst, program.plan.buffer
+        widths = [buffers[end.buffer].shapes[end.rank][1] for end in (src, dst)]
         return not self._rectangles and src.rows > 1 and src.cols < max(widths)
-
-    def _target(self, program: Program, region: Region) -> tuple[int, int]:
-        if (room := self._blocks(program, region)) is None:
-            return super()._target(program, region)
-        base, itemsize = self._address(program, region)[0], program.plan.problem.itemsize
-        to = base + (region.col * room + region.row * region.cols) * itemsize
-        return to, region.cols * itemsize
-
-    def _blocks(self, program: Program, region: Region) -> int | None:
-        """Without 2D copies the columns of a piece lie together in staging, all rows of them,
-        blocks of columns one behind the other. The rows of a block; None for plain staging."""
-        if self._rectangles or region.buffer != "staging":
-            return None
-        plan = program.plan
-        cols, schedule = plan.staging[1], Schedule.parse(plan.schedule)
-        if schedule.dims == 1 or schedule.pull or schedule.tail > 1 or plan.stages:
-            return None  # not all rows are cut alike, or the owner does not send
-        if plan.problem.kind.sums and not schedule.uniform:
-            return None  # whole rows are summed
-        return plan.room[0] // max(1, cols * plan.problem.itemsize)
 
     def _pack(self, program: Program, call: Call, lane: str, region: Region) -> int:
         """Bring columns together in front of a copy of the same lane; where they will lie."""
-        itemsize = program.plan.problem.itemsize
-        nbytes = region.elements * itemsize
+        nbytes = program.plan.nbytes(region)
         assert program.slot is not None
         packs = program.slot.state.packs
         if lane not in packs or packs[lane][1].numel() < nbytes:
@@ -590,7 +568,7 @@ class HipEngine(StreamEngine):
                 self._spent.append(address)  # the smaller one may still be in use
                 packs[lane] = address, self.work.tensor(address, nbytes)[0]
         address, room = packs[lane]
-        dtype = getattr(torch, program.plan.problem.dtype)
+        dtype = getattr(torch, program.plan.buffer[region.buffer].dtype)
         packed = room[:nbytes].view(dtype).view(region.rows, region.cols)
         if self._kernels_or_none is not None:
             self._kernels.place(packed, self._view(program, call, region), call.state[lane])
@@ -604,25 +582,9 @@ class HipEngine(StreamEngine):
 
     # Products.
 
-    def _view(self, program: Program, call: Call, region: Region) -> torch.Tensor:
-        if (room := self._blocks(program, region)) is None:
-            return super()._view(program, call, region)
-        whole = self._tensor(program, call, region.buffer)
-        at = whole.storage_offset() + region.col * room + region.row * region.cols
-        return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
-
-    def _batch(
-        self, program: Program, call: Call, region: Region, batch: int, stride: int
-    ) -> torch.Tensor:
-        if self._blocks(program, region) is None:
-            return super()._batch(program, call, region, batch, stride)
-        view = self._view(program, call, region)
-        pitch, step = view.stride()
-        shape, strides = (batch, *view.shape), (stride * pitch, pitch, step)
-        return view.as_strided(shape, strides, view.storage_offset())
-
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
-        lane, dtype = program.plan.steps[step].lane, program.plan.problem.dtype
+        lane = program.plan.steps[step].lane
+        dtype = program.plan.buffer[reduction.out.buffer].dtype
         # float64 is served on a double alone, and keeps its own precision.
         wide = torch.float64 if dtype == "float64" else torch.float32
 

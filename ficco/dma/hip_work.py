@@ -293,6 +293,5 @@ class CallbackWork(Work):
 
 def _storages(call: Call) -> list[torch.UntypedStorage]:
     """Memory of a call that copies read."""
-    tensors = (call.a, call.partial, call.out)
-    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    found = [tensor.untyped_storage() for tensor in call.tensors.values()]
     return [storage for storage in found if storage.nbytes()]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+#: The elementwise functions that a place may apply, by name.
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": torch.relu}
 
 
 def accumulation() -> str:

@@ -19,7 +19,7 @@ from ficco.dma.engine import Call, Engine, Missing, Op, Program, Slot, Span, Sym
 from ficco.dma.products import multiply
 from ficco.errors import BackendError
 from ficco.hip_kernels import Kernels, Signals
-from ficco.plan import SHARED_BUFFERS, Product, Region, Signal, Transfer
+from ficco.plan import Product, Region, Signal, Transfer
 
 #: Bytes of a signal word.
 WORD = 4
@@ -296,32 +296,38 @@ class StreamEngine(Engine):
 
     def _address(self, program: Program, region: Region) -> tuple[int, int]:
         """Address and row pitch in bytes of a symmetric buffer of any rank."""
-        plan, slot = program.plan, program.slot
-        pitch = plan.shape(region.buffer, region.rank)[1] * plan.problem.itemsize
-        if region.buffer == "a":
+        slot, buffer = program.slot, program.plan.buffer[region.buffer]
+        memory: Symmetric | None
+        if buffer.memory != "slot":
             assert program.source is not None
-            memory, offset = program.source
+            memory, start = program.source
         else:
-            assert slot is not None and slot.memory is not None
-            memory, offset = slot.memory, slot.offsets[region.buffer == "publish"]
+            assert slot is not None
+            memory, start = slot.memory, slot.data + program.plan.offsets[buffer.name]
         assert isinstance(memory, Mapped)
-        return memory.addresses[region.rank] + offset, pitch
+        pitch = buffer.shapes[region.rank][1] * buffer.itemsize
+        return memory.addresses[region.rank] + start, pitch
 
     def _at(self, program: Program, region: Region) -> tuple[int, int]:
         """Address and row pitch in bytes of a region of a symmetric buffer."""
+        buffer = program.plan.buffer[region.buffer]
         base, pitch = self._address(program, region)
-        return base + region.row * pitch + region.col * program.plan.problem.itemsize, pitch
+        if buffer.layout == "columns":
+            elements = region.col * buffer.rows + region.row * region.cols
+            return base + elements * buffer.itemsize, region.cols * buffer.itemsize
+        return base + region.row * pitch + region.col * buffer.itemsize, pitch
 
     def _source(self, program: Program, region: Region) -> Callable[[Call], tuple[int, int]]:
         """Address and row pitch in bytes of what a copy reads, for each call: one of its own
         operands or results, or what lies in symmetric memory."""
-        if region.rank != self.rank or region.buffer in SHARED_BUFFERS:
+        buffer = program.plan.buffer[region.buffer]
+        if region.rank != self.rank or buffer.memory == "slot":
             fixed = self._at(program, region)
             return lambda call: fixed
-        itemsize = program.plan.problem.itemsize
+        itemsize, name = buffer.itemsize, buffer.name
 
         def own(call: Call) -> tuple[int, int]:
-            whole = self._tensor(program, call, region.buffer)
+            whole = call.tensors[name]
             pitch = whole.stride(0) * itemsize
             return whole.data_ptr() + region.row * pitch + region.col * itemsize, pitch
 
@@ -329,25 +335,21 @@ class StreamEngine(Engine):
 
     def _tensor(self, program: Program, call: Call, name: str) -> torch.Tensor:
         """A whole buffer of this rank as a matrix."""
-        if name in SHARED_BUFFERS:
-            return self._shared(program, name, self.rank)
-        tensor: torch.Tensor | None = getattr(call, "sums" if name == "sum" else name)
-        assert tensor is not None
-        return tensor
+        tensor = call.tensors.get(name)
+        return self._shared(program, name, self.rank) if tensor is None else tensor
 
     def _shared(self, program: Program, name: str, rank: int) -> torch.Tensor:
         """A whole buffer of any rank in a slot's symmetric memory as a matrix."""
         key = name, rank
         if key not in program.state:
-            plan, slot = program.plan, program.slot
+            slot, buffer = program.slot, program.plan.buffer[name]
             assert slot is not None and isinstance(slot.memory, Mapped)
-            problem, shape = plan.problem, plan.shape(name, rank)
-            start = slot.offsets[name == "publish"]
-            nbytes = shape[0] * shape[1] * problem.itemsize
+            rows, cols = buffer.rows, buffer.shapes[rank][1]
+            start = slot.data + program.plan.offsets[name]
             with torch.inference_mode(False):  # calls of other modes use it, too
                 part = slot.memory.tensor if rank == self.rank else slot.memory.part(rank)
-                flat = part[start : start + nbytes]
-                program.state[key] = flat.view(getattr(torch, problem.dtype)).view(shape)
+                flat = part[start : start + rows * cols * buffer.itemsize]
+                program.state[key] = flat.view(getattr(torch, buffer.dtype)).view(rows, cols)
         found: torch.Tensor = program.state[key]
         return found
 
@@ -356,6 +358,10 @@ class StreamEngine(Engine):
             whole = self._tensor(program, call, region.buffer)
         else:
             whole = self._shared(program, region.buffer, region.rank)
+        buffer = program.plan.buffer[region.buffer]
+        if buffer.layout == "columns":
+            at = whole.storage_offset() + region.col * buffer.rows + region.row * region.cols
+            return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
         view = whole if region.rows == whole.shape[0] else whole[region.row : region.row_stop]
         return view if region.cols == whole.shape[1] else view[:, region.col : region.col_stop]
 
@@ -363,13 +369,10 @@ class StreamEngine(Engine):
         self, program: Program, call: Call, region: Region, batch: int, stride: int
     ) -> torch.Tensor:
         """So many regions, each ``stride`` rows below the one before."""
-        whole = self._tensor(program, call, region.buffer)
-        pitch, step = whole.stride()
-        return whole.as_strided(
-            (batch, region.rows, region.cols),
-            (stride * pitch, pitch, step),
-            whole.storage_offset() + region.row * pitch + region.col * step,
-        )
+        view = self._view(program, call, region)
+        pitch, step = view.stride()
+        shape, strides = (batch, region.rows, region.cols), (stride * pitch, pitch, step)
+        return view.as_strided(shape, strides, view.storage_offset())
 
     # Copies.
 
@@ -386,13 +389,14 @@ class StreamEngine(Engine):
         transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]
         targets = [self._target(program, transfer.dst) for transfer in transfers]
         sources = [self._source(program, transfer.src) for transfer in transfers]
-        width, height = transfers[0].src.cols * plan.problem.itemsize, transfers[0].src.rows
+        first = transfers[0].src
+        width, height = first.cols * plan.buffer[first.buffer].itemsize, first.rows
         return KernelCopies(self._kernels, lane, targets, sources, width, height)
 
     # What PyTorch does.
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst, _ = transfer
+        src, dst = transfer.src, transfer.dst
 
         def op(call: Call) -> None:
             self._view(program, call, dst).copy_(self._view(program, call, src))
@@ -410,15 +414,10 @@ class StreamEngine(Engine):
         return self._on_lane(program, step, parts[0] if len(parts) == 1 else op)
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
-        problem, out_region = program.plan.problem, product.out
-        all_of_b = problem.b_rows(program.plan.rank), problem.n
-        whole = (product.k_last - product.k_first, out_region.cols) == all_of_b
-        terms = slice(product.k_first, product.k_last)
-        columns = slice(out_region.col, out_region.col_stop)
         batched = product.batch > 1
 
         def op(call: Call) -> None:
-            b = call.b if whole else call.b[terms, columns]
+            b = self._view(program, call, product.b)
             if batched:
                 a = self._batch(program, call, product.a, product.batch, product.a_stride)
                 out = self._batch(program, call, product.out, product.batch, product.out_stride)

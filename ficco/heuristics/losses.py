@@ -47,7 +47,7 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
     """DIL of the products of one rank: its parts one after the other, over the whole product; 1.0
     where a table has no rows for it."""
     problem, gemm = made.problem, machine.gemm
-    assert gemm is not None
+    assert gemm is not None and isinstance(problem, Problem)
     rows = problem.product_rows(made.rank)
     whole = gemm.seconds(rows, problem.n, problem.k, itemsize=problem.itemsize)
     if not whole:
@@ -57,11 +57,11 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
         gemm.seconds(
             p.out.rows,
             p.out.cols,
-            p.k_last - p.k_first,
+            p.b.rows,
             batch=p.batch,
             itemsize=problem.itemsize,
-            wide=p.out.buffer == "sum",
-            adds=p.out.buffer != "sum" and (p.accumulate or p.addend is not None),
+            wide=made.wide(p),
+            adds=not made.wide(p) and (p.accumulate or p.addend is not None),
         )
         for p in products
     )
@@ -81,9 +81,9 @@ def copy_loss(made: Plan, machine: Machine) -> float:
     sizes: dict[tuple[int, int], int] = defaultdict(int)  # of what goes together to or from a peer
     for step in moved:
         assert step.transfer is not None
-        src, dst, terms = step.transfer
+        src, dst, terms = step.transfer.src, step.transfer.dst, step.transfer.terms
         peer = dst.rank if src.rank == made.rank else src.rank
-        nbytes = src.elements * made.problem.itemsize
+        nbytes = made.nbytes(src)
         spent[peer] += copy_seconds(nbytes, _copies(step.mover, machine))
         sizes[peer, terms] += nbytes
     for (peer, _), size in sizes.items():

@@ -66,6 +66,15 @@ class Bound:
         """Rows and columns of the result."""
         return self.plan.shape("out")
 
+    @cached_property
+    def allocated(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
+        """Name, shape and dtype of what a call allocates apart from the result."""
+        return [
+            (buffer.name, self.plan.shape(buffer.name), getattr(torch, buffer.dtype))
+            for buffer in self.plan.buffers
+            if buffer.memory in ("result", "local") and buffer.name != "out"
+        ]
+
     def program(self, workspace: Workspace, slot: Slot | None) -> Program:
         found = self.programs.get(id(slot))
         if found is None:
@@ -115,16 +124,17 @@ def run(
             workspace.calls -= 1  # its parts count as calls instead
             for first in range(0, b.shape[1], bound.columns):
                 some = slice(first, first + bound.columns)
-                right, into = call.b[:, some], call.out[:, some]
-                run(operator, call.a, right, group, schedule, bound.rows, out=into)
-            return call.out, None
+                right, into = call.tensors["b"][:, some], call.tensors["out"][:, some]
+                left = call.tensors["a"]
+                run(operator, left, right, group, schedule, bound.rows, out=into)
+            return call.tensors["out"], None
         slot = workspace.slot(bound.plan, bound.single)
         program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
         _execute(workspace, program, call)
     except BaseException as error:
         workspace.end(error)
         raise
-    return call.out, call.gathered if return_gathered else None
+    return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
 
 
 #: The same for backwards and operators of ``torch.library``: Dynamo may be tracing where they run,
@@ -161,7 +171,7 @@ def run_traced(
     except BaseException as error:
         workspace.end(error)
         raise
-    return call.out, bound.plan, spans
+    return call.tensors["out"], bound.plan, spans
 
 
 def _execute(workspace: Workspace, program: Program, call: Call) -> None:
@@ -176,22 +186,20 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
 
 
 def _operands(bound: Bound, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Call:
-    plan = bound.plan
-    call = Call(a, b, a.new_empty(bound.out) if out is None else out)
-    if bound.columns:  # its parts allocate the rest
-        return call
-    if plan.gathers:
-        call.gathered = a.new_empty(plan.shape("gathered"))
-    if plan.partial:
-        call.partial = a.new_empty(plan.shape("partial"))
-    if plan.sums:
-        # In the memory order of the result, so that rounding transposes nothing.
-        columns = call.out.stride(0) == 1 and not call.out.is_contiguous()
-        rows, cols = plan.shape("sum")
-        shape = (cols, rows) if columns else (rows, cols)
-        sums = torch.empty(shape, dtype=torch.float32, device=a.device)
-        call.sums = sums.t() if columns else sums
-    return call
+    """A call with its results and local buffers allocated."""
+    tensors = {"a": a, "b": b, "out": a.new_empty(bound.out) if out is None else out}
+    if not bound.columns:  # else its parts allocate the rest
+        for name, shape, dtype in bound.allocated:
+            if dtype != a.dtype and _by_columns(tensors["out"]):
+                # In the memory order of the result, so that rounding transposes nothing.
+                tensors[name] = a.new_empty(shape[::-1], dtype=dtype).t()
+            else:
+                tensors[name] = a.new_empty(shape, dtype=dtype)
+    return Call(tensors)
+
+
+def _by_columns(out: torch.Tensor) -> bool:
+    return out.stride(0) == 1 and not out.is_contiguous()
 
 
 def _begin(
@@ -297,7 +305,7 @@ def _bound(
     if fit.columns:
         return Bound(made, 0, fit.single, None, fit.columns)
     digest = workspace.board.describe(_text(made, options, known, source if chosen.pull else None))
-    return Bound(made, digest, fit.single, None if made.publish else source)
+    return Bound(made, digest, fit.single, None if "publish" in made.buffer else source)
 
 
 def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, int] | None) -> str:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision
-from ficco.plan import Plan
+from ficco.plan import Plan, aligned
 from ficco.problem import Problem
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
+from ficco.specification import ALIGNMENT
 from ficco.workspace import Workspace
 
 #: What ``auto`` tries under a memory cap if no schedule that it compared keeps to the cap.
@@ -68,7 +69,7 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
             f"schedule {schedule}: the {workspace.name} engine has no mover {schedule.mover!r} "
             "yet; leave the knob out"
         )
-    whole = plan(problem, schedule, engine.rank)
+    whole = plan(problem, schedule, engine.rank, packs_columns=engine.packs_columns)
     if whole.collective and engine.out_of_step:
         raise FiccoError(
             f"schedule {schedule}: a collective of this group was broken off before, so that its "
@@ -79,17 +80,17 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
         return Fit(whole)
     if not problem.kind.scatters:
         return Fit(_ring(workspace, whole, schedule, cap), single=True)
-    words = engine.slot_bytes(whole.words, (0, 0))
+    words = engine.slot_bytes(whole.words, 0)
     left = max(0, cap - words)
-    if (needed := engine.slot_bytes(0, whole.room)) <= left:
+    if words + whole.slot_bytes <= cap:
         return Fit(whole, single=True)
-    columns = problem.n * left // needed // GRANULE * GRANULE
-    while columns and _room_of(workspace, whole, columns) > left:  # buffers are rounded up
+    columns = problem.n * left // max(whole.slot_bytes, 1) // GRANULE * GRANULE
+    while columns and _bytes_of(whole, columns) > left:  # buffers are rounded up
         columns -= GRANULE
     if not columns:
         few = min(GRANULE, problem.n)
         raise _NoRoom(
-            f"workspace_bytes: required at least {words + _room_of(workspace, whole, few)} for "
+            f"workspace_bytes: required at least {words + _bytes_of(whole, few)} for "
             f"{few} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
             "serial:collective"
         )
@@ -99,22 +100,23 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
 def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
     """The plan of a gathering operator, whose staging becomes a ring if needed."""
 
-    def nbytes(staging: int) -> int:
-        return workspace.engine.slot_bytes(whole.words, (staging, whole.room[1]))
-
-    staging = max(0, cap - nbytes(0))
-    while staging and nbytes(staging) > cap:  # buffers are rounded up
-        staging -= 1
+    engine, problem = workspace.engine, whole.problem
+    assert isinstance(problem, Problem)
+    others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(whole.rank))
+    other_bytes = engine.slot_bytes(whole.words, others)
+    staging = max(0, cap - other_bytes) // ALIGNMENT * ALIGNMENT
     try:
-        return plan(whole.problem, schedule, whole.rank, staging)
+        return plan(problem, schedule, whole.rank, staging, engine.packs_columns)
     except StagingTooSmall as error:
         raise _NoRoom(
-            f"workspace_bytes: required at least {nbytes(error.needed)} for one step of schedule "
-            f"{schedule} on {whole.problem}, got {cap}; allow more or cut finer (pieces=)"
+            f"workspace_bytes: required at least {other_bytes + aligned(error.needed)} for one "
+            f"step of schedule {schedule} on {problem}, got {cap}; allow more or cut finer "
+            "(pieces=)"
         ) from None
 
 
-def _room_of(workspace: Workspace, whole: Plan, columns: int) -> int:
-    """Bytes of a slot, without its words, for so many of a plan's columns."""
-    staging, publish = (-(-room * columns // max(whole.problem.n, 1)) for room in whole.room)
-    return workspace.engine.slot_bytes(0, (staging, publish))
+def _bytes_of(whole: Plan, columns: int) -> int:
+    """Bytes of a slot's data for so many columns of b."""
+    n = max(whole.shape("b")[1], 1)
+    sizes = (whole.buffer[name].nbytes(whole.rank) for name in whole.offsets)
+    return sum(aligned(-(-size * columns // n)) for size in sizes)

@@ -3,28 +3,38 @@
 from ficco.plan.check import PlanError, check
 from ficco.plan.launches import together
 from ficco.plan.model import (
-    SHARED_BUFFERS,
+    OPS,
     Plan,
+    Planned,
     Product,
     Reduction,
     Region,
     Signal,
     Step,
     Transfer,
+    aligned,
+    unknown,
 )
+from ficco.plan.parts import in_parts
 from ficco.plan.render import render
+from ficco.specification import Buffer
 
 __all__ = [
-    "SHARED_BUFFERS",
+    "OPS",
+    "Buffer",
     "Plan",
     "PlanError",
+    "Planned",
     "Product",
     "Reduction",
     "Region",
     "Signal",
     "Step",
     "Transfer",
+    "aligned",
     "check",
+    "in_parts",
     "render",
     "together",
+    "unknown",
 ]

@@ -46,6 +46,6 @@ def _follows(plan: Plan, run: list[int], step: Step) -> bool:
     transfers = [other.transfer for other in (*(plan.steps[i] for i in run), step)]
     shapes = {(t.src.buffer, t.dst.buffer, t.src.rows, t.src.cols) for t in transfers if t}
     peers = {t.src.rank + t.dst.rank - plan.rank for t in transfers if t}
-    nbytes = sum(t.src.elements for t in transfers if t) * plan.problem.itemsize
+    nbytes = sum(plan.nbytes(t.src) for t in transfers if t)
     few = nbytes <= TOGETHER_BYTES or step.lane.startswith("compute")
     return len(shapes) == 1 and len(peers) == len(transfers) and few

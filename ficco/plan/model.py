@@ -6,34 +6,30 @@ after the other, except for copies that one launch may carry out (:func:`ficco.p
 Engines execute Plans, :func:`ficco.plan.check` proves them, :func:`ficco.plan.render` draws them.
 Nothing here depends on a device.
 
-Buffers that a Region can name, with their shapes on rank r:
+A Plan lists its buffers (:class:`Buffer`). The caller's own are ``a``, ``b``, ``out`` and, if asked
+for, ``gathered``. Builders add those that a schedule needs:
 
-==========  =====================  ==============================================================
-buffer      shape                  what it is
-==========  =====================  ==============================================================
-a           [left_rows, k]         the caller's operand; peers may read it if it is symmetric
-publish     [left_rows, k]         symmetric copy of it for peers to read (pull); for scattering
-                                   operators [product_rows, n], the product, for the same purpose
-staging     plan.staging           symmetric memory where pieces of peers land
-sum         [out_rows, n]          float32 sums of pieces, if the dtype is narrower
-partial     [product_rows, n]      the product before it travels (scattering operators)
-out         [out_rows, n]          the result
-gathered    [product_rows, k]      the gathered A, if asked for or made by a collective
-==========  =====================  ==============================================================
-
-``left_rows``, ``product_rows`` and ``out_rows`` of rank r are those of the Problem.
+=========  ==========================================================================
+buffer     what it is
+=========  ==========================================================================
+publish    copy of A for peers to read (pull); for scattering operators the product
+staging    where pieces of peers land
+sum        float32 sums of pieces, if the dtype is narrower
+partial    the product before it travels (scattering operators)
+gathered   the gathered A that a collective makes
+=========  ==========================================================================
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ficco.problem import Problem
+from ficco.specification import ALIGNMENT, Buffer, Specification
 
-#: Buffers that peers can reach, and that calls on one workspace slot therefore share.
-SHARED_BUFFERS = frozenset({"staging", "publish"})
+#: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
+OPS = ("copy", "place", "collective", "matmul", "reduce", "sync")
 
 #: Makes a named tuple from all its fields, ``new(Region, (...))``, in half the time that a call of
 #: the class takes. It checks nothing. Only for the few classes with millions of instances.
@@ -97,32 +93,34 @@ class Signal(NamedTuple):
 class Transfer(NamedTuple):
     """One copy of a region to a region of the same size, here or at a peer.
 
-    ``terms``, for scattering operators: the ranks whose products are summed in it, rank r as bit r.
+    Attributes:
+        terms: the ranks whose products are summed in it, rank r as bit r; 0 if it moves operands.
+        function: name of an elementwise function to apply, empty for none; for a place only.
     """
 
     src: Region
     dst: Region
     terms: int = 0
+    function: str = ""
 
 
 class Product(NamedTuple):
-    """``out (+)= a @ b[k_first:k_last]``, or a strided batch of such products.
+    """``out (+)= a @ b``, or a strided batch of such products.
 
     Product ``i`` of the batch reads ``a`` moved down by ``i * a_stride`` rows and writes ``out``
-    moved down by ``i * out_stride`` rows; all share the same rows of b. The columns of ``out`` are
-    those of b.
+    moved down by ``i * out_stride`` rows; all share ``b``.
 
     Attributes:
         terms: the ranks whose products are in the sum that it adds to, see :class:`Transfer`.
         addend: the region of that sum if it is not in ``out``: ``out = addend + a @ b``, and
             ``accumulate`` is not set.
-        transposed: ``a.T`` is multiplied, so that ``k_first`` and ``k_last`` count rows of A among
-            those gathered; never a batch.
+        transposed: ``a.T`` is multiplied; never a batch.
+        scales: of ``a``, a factor for each of its rows, and of ``b``, one for each of its columns,
+            as regions of float32; none for operands without scales. ``a``'s moves down with ``a``.
     """
 
     a: Region
-    k_first: int
-    k_last: int
+    b: Region
     out: Region
     accumulate: bool = False
     batch: int = 1
@@ -131,13 +129,13 @@ class Product(NamedTuple):
     terms: int = 0
     addend: Region | None = None
     transposed: bool = False
+    scales: tuple[Region, ...] = ()
 
 
 class Reduction(NamedTuple):
     """``out = sum of parts``, added in float32 in their order and rounded once.
 
-    ``terms``: for each part, the ranks whose products are in it. Parts in ``publish`` may be those
-    of peers.
+    ``terms``: for each part, the ranks whose products are in it. Parts may be those of peers.
     """
 
     parts: tuple[Region, ...]
@@ -157,6 +155,9 @@ class Step(NamedTuple):
         posts: signals posted once the operation is complete.
         clears: words reset to 0 after the waits.
         after: indices of earlier steps of this rank, on other lanes, that must be complete first.
+        gates: signals that each hold back a part of a matmul: the rows ``first`` to ``last`` of
+            the product. The parts run in this order, rows that no signal holds back first.
+        announces: signals that are posted as soon as those rows of the product are complete.
         transfer: what a copy or place moves; a place may change the dtype.
         products: what a matmul computes.
         reduction: what a reduce adds up.
@@ -174,6 +175,34 @@ class Step(NamedTuple):
     products: tuple[Product, ...] = ()
     mover: str = "dma"
     reduction: Reduction | None = None
+    gates: tuple[Signal, ...] = ()
+    announces: tuple[Signal, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether signals are waited for and posted for the step as a whole."""
+        return not (self.gates or self.announces)
+
+
+def unknown(step: Step, reader: str) -> NotImplementedError:
+    """The error that a reader of Plans raises for an operation that it does not know."""
+    return NotImplementedError(
+        f"{reader} does not know the operation {step.op!r} of step {step.label!r} on {step.lane}; "
+        f"required one of {', '.join(OPS)}"
+    )
+
+
+class Planned(Protocol):
+    """What Plans are made for: a :class:`ficco.problem.Problem`, or several that follow each
+    other."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def specification(self) -> Specification:
+        """What is to be computed."""
 
 
 @dataclass(frozen=True)
@@ -183,26 +212,24 @@ class Plan:
     Attributes:
         problem, schedule, rank: what it is a plan for.
         steps: in enqueue order.
-        staging: rows and columns of the staging buffer on this rank.
-        room: bytes of staging and of publish on the rank that needs most; symmetric memory has the
-            same size on all ranks.
-        publish: whether there is a ``publish`` buffer.
-        sums: whether the float32 ``sum`` buffer is used.
+        buffers: all that the steps of any rank use; the same on every rank.
         words: number of signal words that each rank keeps.
         stages: steps that fit in staging at once if it is a ring; 0 if every step has its own
             place.
     """
 
-    problem: Problem
+    problem: Planned
     schedule: str
     rank: int
     steps: tuple[Step, ...]
-    staging: tuple[int, int]
-    room: tuple[int, int]
-    publish: bool
-    sums: bool
+    buffers: tuple[Buffer, ...]
     words: int
     stages: int = 0
+
+    @cached_property
+    def buffer(self) -> dict[str, Buffer]:
+        """The buffers by name."""
+        return {buffer.name: buffer for buffer in self.buffers}
 
     @cached_property
     def collective(self) -> bool:
@@ -210,27 +237,32 @@ class Plan:
         return any(step.op == "collective" for step in self.steps)
 
     @cached_property
-    def gathers(self) -> bool:
-        """Whether there is a gathered A."""
-        problem = self.problem
-        return problem.return_gathered or (self.collective and not problem.kind.scatters)
+    def offsets(self) -> dict[str, int]:
+        """The byte at which each slot buffer begins in a slot's data, the same on all ranks."""
+        found, end = {}, 0
+        for buffer in self.buffers:
+            if buffer.memory == "slot":
+                found[buffer.name] = end
+                end += aligned(buffer.nbytes(self.rank))
+        return found
 
     @cached_property
-    def partial(self) -> bool:
-        """Whether the product is in a buffer of its own before it travels."""
-        regions = (product.out for step in self.steps for product in step.products)
-        return any(region.buffer == "partial" for region in regions)
+    def slot_bytes(self) -> int:
+        """Bytes of a slot's data."""
+        return sum(aligned(self.buffer[name].nbytes(self.rank)) for name in self.offsets)
 
-    def shape(self, buffer: str, rank: int | None = None) -> tuple[int, int]:
-        """Rows and columns of a buffer of this rank; for ``a`` and ``publish`` also of a peer."""
-        problem, rank = self.problem, self.rank if rank is None else rank
-        if buffer == "staging":
-            return self.staging
-        if buffer in ("out", "sum"):
-            return problem.out_rows(rank), problem.n
-        if buffer == "a" or (buffer == "publish" and not problem.kind.scatters):
-            return problem.left_rows(rank), problem.k
-        return problem.product_rows(rank), problem.k if buffer == "gathered" else problem.n
+    def shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of a buffer of this rank."""
+        return self.buffer[name].shapes[self.rank]
+
+    def nbytes(self, region: Region) -> int:
+        """Bytes of a region."""
+        return region.elements * self.buffer[region.buffer].itemsize
+
+    def wide(self, product: Product) -> bool:
+        """Whether a product is a float32 sum of narrower operands, to be rounded later."""
+        a, out = self.buffer[product.a.buffer], self.buffer[product.out.buffer]
+        return a.itemsize < 4 <= out.itemsize
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -239,11 +271,14 @@ class Plan:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes apart from operands and results: staging, publish, sums, partial, gathered."""
-        problem = self.problem
-        product = problem.product_rows(self.rank) * problem.n
-        sums = problem.out_rows(self.rank) * problem.n * 4 if self.sums else 0
-        partial = product * problem.itemsize if self.partial else 0
-        inside = self.gathers and not problem.return_gathered
-        gathered = problem.product_rows(self.rank) * problem.k * problem.itemsize if inside else 0
-        return sum(self.room) + sums + partial + gathered
+        """Bytes apart from operands and results."""
+        return sum(
+            buffer.nbytes(self.rank)
+            for buffer in self.buffers
+            if buffer.memory in ("slot", "local")
+        )
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes, rounded up to where the next slot buffer may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

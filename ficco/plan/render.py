@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from ficco.amounts import bytes_text
-from ficco.plan.model import Plan
+from ficco.plan.model import OPS, Plan, unknown
+from ficco.plan.parts import in_parts
 
 
 def render(plan: Plan, width: int = 100) -> str:
     """One rank's Plan as a timeline, a line per lane, at most ``width`` columns wide.
 
     Every step takes one tick. All ranks are assumed to run at the same pace: a step that waits for
-    data of a peer begins when this rank has sent as many pieces as it has awaited by then.
+    data of a peer begins when this rank has sent as many pieces as it has awaited by then. A step
+    whose signals gate or announce some of its rows takes a tick for each part.
+
+    Raises:
+        NotImplementedError: a step is of a kind that is not known.
     """
-    problem = plan.problem
+    plan, problem = in_parts(plan), plan.problem
     begin = _ticks(plan)
     cells: dict[tuple[str, int], str] = {}
     for tick, step in zip(begin, plan.steps, strict=True):
+        if step.op not in OPS:
+            raise unknown(step, "render")
         cells[step.lane, tick] = step.label
     order = ("compute", "copy", "reduce", "sync")
     lanes = sorted(plan.lanes, key=lambda lane: (order.index(lane.rstrip("0123456789")), lane))

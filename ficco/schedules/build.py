@@ -8,30 +8,45 @@ from dataclasses import replace
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
+from ficco.schedules.builder import Builder, Words
 from ficco.schedules.gather import Gather, GatherWorld
 from ficco.schedules.inner import InnerGather
 from ficco.schedules.one_shot import OneShot, OneShotWorld
 from ficco.schedules.scatter import Scatter, ScatterWorld
 from ficco.schedules.space import Schedule
+from ficco.specification import Buffer
 
 
-def plan(problem: Problem, schedule: Schedule, rank: int, staging_bytes: int | None = None) -> Plan:
+def plan(
+    problem: Problem,
+    schedule: Schedule,
+    rank: int,
+    staging_bytes: int | None = None,
+    packs_columns: bool = False,
+) -> Plan:
     """The Plan of one rank.
 
     ``staging_bytes`` caps the staging of gathering operators: if the pieces do not all fit, they
-    use it as a ring.
+    use it as a ring. ``packs_columns``: copies cannot leave gaps between rows, so that pieces of
+    columns are packed where they land (:class:`ficco.specification.Buffer`).
 
     Raises:
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
             step.
     """
-    return _plans(problem, schedule, [rank], staging_bytes)[0]
+    return _plans(problem, schedule, [rank], staging_bytes, packs_columns)[0]
 
 
-def plans(problem: Problem, schedule: Schedule, staging_bytes: int | None = None) -> list[Plan]:
+def plans(
+    problem: Problem,
+    schedule: Schedule,
+    staging_bytes: int | None = None,
+    packs_columns: bool = False,
+) -> list[Plan]:
     """The Plans of all ranks."""
     with paused():
-        return _plans(problem, schedule, list(range(problem.world)), staging_bytes)
+        ranks = list(range(problem.world))
+        return _plans(problem, schedule, ranks, staging_bytes, packs_columns)
 
 
 def refusal(problem: Problem, schedule: Schedule) -> str:
@@ -77,44 +92,65 @@ def _all_nameless(problem: Problem, schedule: Schedule) -> list[Plan]:
 
 
 def _plans(
-    problem: Problem, schedule: Schedule, ranks: list[int], staging_bytes: int | None
+    problem: Problem,
+    schedule: Schedule,
+    ranks: list[int],
+    staging_bytes: int | None,
+    packs_columns: bool,
 ) -> list[Plan]:
     if why := refusal(problem, schedule):
         raise ValueError(why)
     if schedule.mover == "collective" and problem.world > 1:
         return [_collective(problem, schedule, rank) for rank in ranks]
+    words = Words(problem.world)
     if schedule.grouping == "one-shot":
-        summed = OneShotWorld(problem, schedule)
-        return [OneShot(summed, rank).build() for rank in ranks]
+        summed = OneShotWorld(problem, schedule, words)
+        return [_whole(OneShot(summed, Builder(problem, rank))) for rank in ranks]
     if problem.kind.scatters:
-        there = ScatterWorld(problem, schedule)
-        return [Scatter(there, rank).build() for rank in ranks]
-    world = GatherWorld(problem, schedule, staging_bytes)
+        scattered = ScatterWorld(problem, schedule, words, packs_columns=packs_columns)
+        return [_whole(Scatter(scattered, Builder(problem, rank))) for rank in ranks]
+    gathered = GatherWorld(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
     gather = InnerGather if problem.kind.inner else Gather
-    return [gather(world, rank).build() for rank in ranks]
+    return [_whole(gather(gathered, Builder(problem, rank))) for rank in ranks]
+
+
+def _whole(stage: Gather | Scatter | OneShot) -> Plan:
+    """The Plan of a call that has one stage."""
+    builder, world = stage.builder, stage.world
+    stage.run()
+    if builder.peers:
+        builder.retire(stage.silent())
+    stages = stage.staging.stages if isinstance(stage, Gather) else 0
+    return builder.plan(str(stage.schedule), world.buffers, world.words, stages)
 
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     """The library's collective and one product: the baseline."""
+    asked, kind = problem.specification, problem.kind
+    (a, b), out, added = asked.operands, asked.results[0], []
 
-    def whole(buffer: str, rows: int, cols: int) -> Region:
-        return Region(buffer, rank, 0, rows, 0, cols)
+    def whole(buffer: Buffer) -> Region:
+        rows, cols = buffer.shapes[rank]
+        return Region(buffer.name, rank, 0, rows, 0, cols)
 
-    rows, n, k = problem.product_rows(rank), problem.n, problem.k
-    a = whole("a", problem.left_rows(rank), k)
-    out = whole("out", problem.out_rows(rank), n)
-    made = out
-    if not problem.kind.scatters:
-        a, moved = whole("gathered", rows, k), Transfer(a, whole("gathered", rows, k))
+    left, made = a, out
+    if not kind.scatters:
+        left = problem.gathered("result" if problem.return_gathered else "local")
+        added = [] if problem.return_gathered else [left]
+        moved = Transfer(whole(a), whole(left))
+    elif kind.returns:  # the library sums in place
+        moved = Transfer(whole(out), whole(out))
     else:
-        if not problem.kind.returns:  # else the library sums in place
-            made = whole("partial", rows, n)
-        moved = Transfer(made, out)
-    product = Product(a, 0, problem.b_rows(rank), made, transposed=problem.kind.inner)
+        shapes = tuple((problem.product_rows(rank), problem.n) for rank in range(problem.world))
+        made = Buffer("partial", out.holds, out.dtype, shapes, "local", leaves=True)
+        added = [made]
+        moved = Transfer(whole(made), whole(out))
+    product = Product(whole(left), whole(b), whole(made), transposed=kind.inner)
     steps = [
-        Step("collective", "compute0", problem.kind.collective, transfer=moved),
+        Step("collective", "compute0", kind.collective, transfer=moved),
         Step("matmul", "compute0", "all", products=(product,)),
     ]
-    if problem.kind.scatters:
+    if kind.scatters:
         steps.reverse()
-    return Plan(problem, str(schedule), rank, tuple(steps), (0, 0), (0, 0), False, False, 0)
+    buffers = (*asked.operands, *asked.results, *added)
+    return Plan(problem, str(schedule), rank, tuple(steps), buffers, 0)

@@ -1,15 +1,61 @@
-"""The base of all builders of Plans."""
+"""What all builders of Plans share: steps, signal words, and stages with their buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from ficco.plan.model import Signal, Step
+from ficco.plan.model import Plan, Planned, Signal, Step
 from ficco.problem import Problem
 from ficco.schedules.space import Schedule
+from ficco.specification import Buffer
 
-#: The lane on which what has arrived is summed, or brought to its place, beside products.
+#: The lane on which what has arrived is summed, or brought to its place, while products run.
 REDUCE_LANE = "reduce0"
+
+#: By rank, rows and columns of a buffer.
+Shapes = tuple[tuple[int, int], ...]
+
+
+class Block(NamedTuple):
+    """Signal words of one stage: as many for each rank that posts.
+
+    Attributes:
+        base: number of the first word.
+        per_poster: how many a rank has.
+    """
+
+    base: int
+    per_poster: int
+
+    def first(self, poster: int) -> int:
+        """The first word of a rank that posts."""
+        return self.base + poster * self.per_poster
+
+    def signal(
+        self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
+    ) -> Signal:
+        """The signal of a word; ``rows``: those that it gates, if any."""
+        return Signal(kind, poster, waiter, slot, self.first(poster) + slot, *rows)
+
+
+class Words:
+    """Gives out the signal words of a call, alike on all ranks.
+
+    The first word for each peer rests at 1 and hands a slot over; the others rest at 0.
+
+    Attributes:
+        count: how many words each rank keeps.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = self.count = world
+
+    def block(self, per_poster: int) -> Block:
+        """More words. Kinds of signals that are never in use together may share a block."""
+        block = Block(self.count, per_poster)
+        self.count += self.world * per_poster
+        return block
 
 
 def released(poster: int, waiter: int) -> Signal:
@@ -17,11 +63,46 @@ def released(poster: int, waiter: int) -> Signal:
     return Signal("released", poster, waiter, 0, poster)
 
 
-class Builder:
-    """Builds the Plan of one rank, ``me``, step by step."""
+class World:
+    """What all ranks know of a stage: who sends what when, where it lands, and the signals.
 
-    def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
-        self.problem, self.schedule, self.me = problem, schedule, rank
+    A stage gathers or scatters the rows of one matrix product.
+
+    Attributes:
+        a, b, out: the operands and the result of the stage.
+        buffers: those that the stage adds.
+        suffix: what their names end with, where a Plan has several stages.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        words: Words,
+        operands: tuple[Buffer, Buffer, Buffer] | None = None,
+        suffix: str = "",
+    ) -> None:
+        self.problem, self.schedule, self.words = problem, schedule, words
+        self.world = problem.world
+        asked = problem.specification
+        self.a, self.b, self.out = operands or (*asked.operands, asked.results[0])
+        self.suffix = suffix
+        self.buffers: list[Buffer] = []
+
+    def buffer(
+        self, name: str, like: Buffer, shapes: Shapes, memory: str = "slot", **fields: Any
+    ) -> Buffer:
+        """Add a buffer that holds the same matrix as another."""
+        made = Buffer(name + self.suffix, like.holds, like.dtype, shapes, memory)
+        self.buffers.append(made._replace(**fields))
+        return self.buffers[-1]
+
+
+class Builder:
+    """The Plan of one rank, ``me``, as stages add their steps to it."""
+
+    def __init__(self, problem: Planned, rank: int) -> None:
+        self.problem, self.me = problem, rank
         self.peers = [peer for peer in range(problem.world) if peer != rank]
         self.lane_of: dict[int, str] = {}  # peer -> the lane of copies from or to it, if any
         self.steps: list[Step] = []
@@ -42,24 +123,69 @@ class Builder:
         """The signals to wait for, and clear, before using the slots of peers."""
         return tuple(released(peer, self.me) for peer in peers)
 
-    def acquire(self, tell: Mapping[int, Signal], after: tuple[int, ...] = ()) -> dict[int, int]:
+    def acquire(
+        self, tell: Mapping[int, tuple[Signal, ...]], after: tuple[int, ...] = ()
+    ) -> dict[int, int]:
         """Take over the slots of all peers on their copy lanes, and post to some of them what tells
         them that this rank's call has begun; by peer, the step."""
-        found: dict[int, int] = {}
+        acquired: dict[int, int] = {}
         for lane, peers in self.copy_lanes():
             free = self.released_by(peers)
-            posts = tuple(tell[peer] for peer in peers if peer in tell)
+            posts = tuple(signal for peer in peers for signal in tell.get(peer, ()))
             step = Step("sync", lane, "acquire", waits=free, clears=free, posts=posts, after=after)
-            found.update(dict.fromkeys(peers, self.add(step)))
-        return found
+            acquired.update(dict.fromkeys(peers, self.add(step)))
+        return acquired
 
-    def retire(self, waits: tuple[Signal, ...], after: tuple[int, ...] = ()) -> None:
+    def retire(self, waits: tuple[Signal, ...]) -> None:
         """Wait for ``waits``, clear all words that this rank waited for, and hand its slot to the
-        peers."""
-        waited = [s for step in self.steps for s in step.waits if not s.released]
+        peers, after all other steps."""
+        waited = [s for step in self.steps for s in (*step.waits, *step.gates) if not s.released]
         posts = tuple(released(self.me, peer) for peer in self.peers)
+        after = () if self.steps[-1].lane == "sync" else self.lasts()
         self.add(Step("sync", "sync", "retire", waits, posts, (*waited, *waits), after))
 
     def lasts(self) -> tuple[int, ...]:
         """The last step of each lane."""
         return tuple({step.lane: i for i, step in enumerate(self.steps)}.values())
+
+    def plan(self, schedule: str, buffers: Iterable[Buffer], words: Words, stages: int = 0) -> Plan:
+        """The Plan of the steps so far. Of the local buffers it lists those that are used."""
+        asked = self.problem.specification
+        written = {product.out.buffer for step in self.steps for product in step.products}
+        written |= {step.transfer.dst.buffer for step in self.steps if step.transfer}
+        added = [one for one in buffers if one.memory == "slot" or one.name in written]
+        return Plan(
+            problem=self.problem,
+            schedule=schedule,
+            rank=self.me,
+            steps=tuple(self.steps),
+            buffers=(*asked.operands, *asked.results, *added),
+            words=words.count if self.peers else 0,
+            stages=stages,
+        )
+
+
+class Stage:
+    """One rank's steps of a stage.
+
+    Attributes:
+        world, problem, schedule: what it is a stage of.
+        builder, steps: the Plan that it adds to.
+        me, peers: its rank, and the others.
+    """
+
+    def __init__(self, world: World, builder: Builder) -> None:
+        self.problem, self.schedule = world.problem, world.schedule
+        self.builder, self.steps, self.add = builder, builder.steps, builder.add
+        self.me, self.peers = builder.me, builder.peers
+
+    def assign_lanes(self, peers: list[int]) -> None:
+        """Give each peer a copy lane, unless an earlier stage has done so."""
+        lanes = self.schedule.copy
+        turns = {peer: f"copy{i % lanes}" for i, peer in enumerate(peers)}
+        self.builder.lane_of = self.builder.lane_of or turns
+
+    @property
+    def lane_of(self) -> dict[int, str]:
+        """The copy lane of each peer."""
+        return self.builder.lane_of

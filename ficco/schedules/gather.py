@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
-from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer, new
+from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import Builder
+from ficco.schedules.builder import Builder, Stage, Words, World
 from ficco.schedules.groups import Arrivals, Unit, names
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
+from ficco.specification import Buffer
 
 #: Groups whose copies are enqueued before the first product that waits for one. Copy engines then
 #: always have work, and a GPU that waits for its host gets its first products early.
@@ -20,6 +21,14 @@ LOOKAHEAD = 2
 #: group uses the stage.
 Room = tuple[tuple[Signal, ...], tuple[int, ...]]
 NO_ROOM: Room = ((), ())
+
+#: The group of the rank's own rows where those have a product of their own.
+OWN = -1
+
+NOTHING: Mapping[int, tuple[Signal, ...]] = {}
+
+#: Rows of the gathered A.
+Rows = tuple[int, int]
 
 
 class StagingTooSmall(ValueError):
@@ -39,9 +48,9 @@ class _Staging:
     are side by side.
     """
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals, operand: str, buffer: str) -> None:
         problem, schedule, rank = arrivals.problem, arrivals.schedule, arrivals.rank
-        self.arrivals = arrivals
+        self.arrivals, self.operand, self.buffer = arrivals, operand, buffer
         self.by_columns = schedule.dims == 2
         own, whole = problem.block(rank, rank), problem.product_rows(rank)
         self.own_rows_absent = 0 if schedule.uniform and schedule.grouping == "fused" else own
@@ -95,7 +104,7 @@ class _Staging:
         units = self.arrivals.units(peer)
         if peer != self.arrivals.rank:
             return self._landing(peer, units)
-        stays, there = self.arrivals.in_shard("a", peer), set(self._landing_groups)
+        stays, there = self.arrivals.in_shard(self.operand, peer), set(self._landing_groups)
         lands = iter(self._landing(peer, [unit for unit in units if unit.group in there]))
         return [
             next(lands) if unit.group in there else region
@@ -106,38 +115,86 @@ class _Staging:
         rank, problem = self.arrivals.rank, self.arrivals.problem
         if not self.stages:
             first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
-            return self.arrivals.regions("staging", rank, first, units)
+            return self.arrivals.regions(self.buffer, rank, first, units)
         found, by_columns, rows, cols = [], self.by_columns, self.arrivals.block(peer), problem.k
         for _, ordinal, start, stop, group in units:
             row, length = self._stage[group] + self._row[peer][ordinal], stop - start
             size = (rows, length) if by_columns else (length, cols)
-            found.append(Region("staging", rank, row, row + size[0], 0, size[1]))
+            found.append(Region(self.buffer, rank, row, row + size[0], 0, size[1]))
         return found
 
 
-class GatherWorld:
-    """Facts that all ranks derive alike: who sends what when, where it lands, and by which words
-    that is signalled."""
+class GatherWorld(World):
+    """What all ranks know: who sends what when, where it lands, and by which words that is
+    signalled.
 
-    def __init__(self, problem: Problem, schedule: Schedule, cap: int | None) -> None:
-        self.problem, self.schedule = problem, schedule
-        self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(problem.world)]
+    ``scales`` are those of the rows of a, which travel with them, and of the columns of b.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        words: Words,
+        cap: int | None = None,
+        operands: tuple[Buffer, Buffer, Buffer] | None = None,
+        scales: tuple[Buffer, Buffer] | None = None,
+        suffix: str = "",
+        packs_columns: bool = False,
+    ) -> None:
+        super().__init__(problem, schedule, words, operands, suffix)
+        self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(self.world)]
         terms = max(arrivals.rounds - 1 + arrivals.tail for arrivals in self.arrivals)
         self.partial = schedule.dims == 2 and terms > 1
-        self.words_per_pair = max(terms, 2)  # of data; pull uses two of them
-        self.landing = [_Staging(arrivals) for arrivals in self.arrivals]
-        needed = max(staging.rows for staging in self.landing) * problem.k * problem.itemsize
+        per_pair = max(terms, 2)
+        self.data = words.block(per_pair)  # pull uses two of the words: for valid and done
+        self.room = words.block(per_pair)  # of a ring
+        name = "staging" + suffix
+        self.landing = [_Staging(arrivals, self.a.name, name) for arrivals in self.arrivals]
+        needed = max(staging.rows for staging in self.landing) * problem.k * self.a.itemsize
         if cap is not None and needed > cap:
             self._make_rings(cap)
-        #: One row pitch on all ranks, so that a sender knows the receiver's.
-        self.pitch = max(staging.cols for staging in self.landing)
         self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
+        self.source = self.a  # where copies read
+        if self.world > 1:
+            self._add_slot_buffers(packs_columns)
+        self.scales = scales
+        self.scale_of: dict[str, str] = {}  # by buffer with rows of a, the one with their scales
+        if scales is not None:
+            self._add_scales(scales[0])
+        self.product = self.out  # where products go
+        if (self.partial or problem.kind.inner) and self.out.itemsize < 4:
+            self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
+
+    def _add_slot_buffers(self, packs_columns: bool) -> None:
+        schedule = self.schedule
+        #: One row pitch on all ranks, so that a sender knows the receiver's.
+        pitch = max(staging.cols for staging in self.landing)
+        packs = packs_columns and schedule.dims == 2 and not schedule.pull
+        # A tail cuts some rows otherwise than the rest, and stages of a ring are shorter.
+        packs = packs and schedule.tail == 1 and not self.landing[0].stages
+        self.buffer(
+            "staging",
+            self.a,
+            tuple((staging.rows, pitch) for staging in self.landing),
+            layout="columns" if packs else "rows",
+        )
+        if schedule.pull and not self.a.symmetric:
+            self.source = self.buffer("publish", self.a, self.a.shapes, leaves=True)
+
+    def _add_scales(self, scale: Buffer) -> None:
+        """Each buffer in which rows of a lie has one beside it for their scales."""
+        self.scale_of[self.a.name] = scale.name
+        for buffer in list(self.buffers):
+            shapes = tuple((rows, 1) for rows, _ in buffer.shapes)
+            made = self.buffer(f"{buffer.name} {scale.name}", scale, shapes, leaves=buffer.leaves)
+            self.scale_of[buffer.name] = made.name
 
     def _make_rings(self, cap: int) -> None:
         for staging in self.landing:
             staging.make_ring()
         pitch = max(staging.cols for staging in self.landing)
-        stage_bytes = max(staging.rows for staging in self.landing) * pitch * self.problem.itemsize
+        stage_bytes = max(staging.rows for staging in self.landing) * pitch * self.a.itemsize
         if stage_bytes > cap:
             raise StagingTooSmall(
                 f"workspace_bytes: required at least {stage_bytes} for one step of schedule "
@@ -145,34 +202,15 @@ class GatherWorld:
                 stage_bytes,
             )
         for staging in self.landing:
-            staging.set_stages(cap // max(staging.rows * pitch * self.problem.itemsize, 1))
-
-    def room(self, publish: bool) -> tuple[int, int]:
-        """Bytes of staging and of published shards on the rank that needs most."""
-        staging = max(staging.rows for staging in self.landing) * self.pitch
-        most = max(map(self.problem.left_rows, range(self.problem.world)))
-        published = most * self.problem.k * publish
-        return staging * self.problem.itemsize, published * self.problem.itemsize
-
-    # Signal words. Every rank has the same layout: first one word per peer that rests at 1, then
-    # `words_per_pair` of them per peer for data, then as many for room in a ring.
-
-    def words(self) -> int:
-        return self.problem.world * (1 + 2 * self.words_per_pair)
-
-    def word(
-        self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
-    ) -> Signal:
-        world = self.problem.world
-        block = world * self.words_per_pair if kind == "room" else 0
-        word = world + block + poster * self.words_per_pair + slot
-        return Signal(kind, poster, waiter, slot, word, *rows)
+            staging.set_stages(cap // max(staging.rows * pitch * self.a.itemsize, 1))
 
     def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
         """Signals of a kind, one for each unit between two ranks, in order of arrival."""
         if (kind, poster, waiter) not in self._of_units:
-            sender, receiver = (waiter, poster) if kind == "room" else (poster, waiter)
-            first = self.word(kind, poster, waiter).word
+            sender, receiver, block = poster, waiter, self.data
+            if kind == "room":
+                sender, receiver, block = waiter, poster, self.room
+            first = block.first(poster)
             rows = self.arrivals[receiver].rows(sender)
             self._of_units[kind, poster, waiter] = [
                 new(Signal, (kind, poster, waiter, slot, first + slot, row, row_stop))
@@ -181,12 +219,12 @@ class GatherWorld:
         return self._of_units[kind, poster, waiter]
 
 
-class Gather(Builder):
-    """Builds one Plan. ``me`` is its rank; ``group`` counts a receiver's groups of units."""
+class Gather(Stage):
+    """One rank's steps; ``group`` counts a receiver's groups of units."""
 
-    def __init__(self, world: GatherWorld, rank: int) -> None:
-        super().__init__(world.problem, world.schedule, rank)
-        self.world = world
+    def __init__(self, world: GatherWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
+        self.world, rank = world, self.me
         self.mine = world.arrivals[rank]
         self.staging = world.landing[rank]
         self.groups = self.mine.by_group
@@ -195,19 +233,19 @@ class Gather(Builder):
         pushers = [] if self.schedule.pull else [peer for peer in self.mine.set_of if peer != rank]
         ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
         self.ready = self.mine.in_groups(ready)
-        self.sum = "sum" if world.partial and self.problem.rounds else "out"
+        self.product = world.product.name
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
-        self.source = "a" if self.problem.symmetric or not self.schedule.pull else "publish"
         self.sources: dict[tuple[int, int, int, int], list[Region]] = {}
+        self.rights: dict[Rows, Region] = {}
         self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
         self.compute_lanes = [
             f"compute{i}" for i in range(min(self.schedule.compute, len(self.groups) + 1))
         ]
         in_turn = sorted(self.peers, key=self._turn)
-        self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
+        self.assign_lanes(in_turn)
         if self._in_line():
-            self.lane_of = dict.fromkeys(in_turn, "compute0")
+            builder.lane_of = dict.fromkeys(in_turn, "compute0")
 
     def _in_line(self) -> bool:
         """Whether copies go on the product's own lane, before it: they are kernel launches, the
@@ -218,7 +256,7 @@ class Gather(Builder):
         return launched and schedule.uniform and most <= 1
 
     @cached_property
-    def room(self) -> list[list[Signal]]:
+    def room_for(self) -> list[list[Signal]]:
         """By group, the signals to peers that there is room for their units in a ring."""
         peers = [peer for peer in self.mine.set_of if peer != self.me]
         return self.mine.in_groups({p: self.world.of_units("room", self.me, p) for p in peers})
@@ -231,7 +269,7 @@ class Gather(Builder):
     @cached_property
     def shard(self) -> list[Region]:
         """The regions of the rank's own units in the operand."""
-        return self.mine.in_shard("a", self.me)
+        return self.mine.in_shard(self.world.a.name, self.me)
 
     def _turn(self, peer: int) -> tuple[int, int, int]:
         """Sort key of peers: when this rank first copies from them (pull) or to them."""
@@ -241,39 +279,41 @@ class Gather(Builder):
         first = next((unit.group for unit in target.units(self.me)), target.group_count)
         return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
 
-    def build(self) -> Plan:
-        problem, schedule = self.problem, self.schedule
-        publish = schedule.pull and not problem.symmetric and bool(self.peers)
-        published = self._publish() if publish and problem.left_rows(self.me) else ()
-        if self._own_is_alone():
+    def run(self) -> None:
+        """Add all steps but the last, which hands over the slot."""
+        for _ in self.flow():
+            pass
+
+    def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
+        """The same group by group, for what follows: yields each group once it is multiplied,
+        ``OWN`` for the own rows. ``tell``: what else to post to peers once slots are acquired."""
+        schedule = self.schedule
+        published: tuple[int, ...] = ()
+        if self.world.source is not self.world.a and self.problem.left_rows(self.me):
+            published = self._publish()
+        if self._own_is_separate():
             self._multiply_own()
-        if schedule.pull:
-            self._open_pull(published)
-            copies = self._pulls()
-        else:
-            self._open_push()
-            copies = self._pushes()
+            yield OWN
+        begun = self._begun()
+        opening = {peer: begun[peer] + tell.get(peer, ()) for peer in self.peers}
+        self.acquired = self.builder.acquire(opening, published)
+        copies = self._pulls() if schedule.pull else self._pushes()
         ahead = self.staging.stages or LOOKAHEAD
         for group in range(-ahead, max(len(self.groups), len(copies))):
             if 0 <= group < len(self.groups):
                 self._consume(group)
+                yield group
             if group + ahead < len(copies):
                 self._copy(group + ahead, copies[group + ahead])
         if schedule.pull:
             self._close_pull()
-        if self.peers:
-            self.retire(self._silent(), self.lasts())
-        return Plan(
-            problem=problem,
-            schedule=str(schedule),
-            rank=self.me,
-            steps=tuple(self.steps),
-            staging=(self.staging.rows, self.world.pitch) if self.peers else (0, 0),
-            room=self.world.room(publish) if self.peers else (0, 0),
-            publish=publish,
-            sums=self.sum == "sum" and any(self.groups),
-            words=self.world.words() if self.peers else 0,
-            stages=self.staging.stages,
+
+    def silent(self) -> tuple[Signal, ...]:
+        """The signals that the calls of peers without data for this rank have begun."""
+        return tuple(
+            self.world.data.signal("ready", peer, self.me)
+            for peer in self.peers
+            if not self.schedule.pull and not self.problem.block(peer, self.me)
         )
 
     # Copies: both directions return the copies of each group.
@@ -289,23 +329,49 @@ class Gather(Builder):
             called = names(me, len(units))
             pieces = zip(units, called, self._rooms(target), ready, sources, regions, strict=True)
             for unit, name, room, signal, source, region in pieces:
-                found[unit.group].append(
-                    Step(
-                        "copy",
-                        lane,
-                        f"{name}>{target}",
-                        waits=room,
-                        posts=(signal,),
-                        transfer=new(Transfer, (source, region, 0)),
-                        mover=mover,
-                    )
+                copy = Step(
+                    "copy",
+                    lane,
+                    f"{name}>{target}",
+                    waits=room,
+                    posts=(signal,),
+                    transfer=new(Transfer, (source, region, 0, "")),
+                    mover=mover,
                 )
+                found[unit.group] += self._with_scales(copy, unit)
         return found
 
     def _pulls(self) -> list[list[Step]]:
         return [
-            [self._pull(unit) for unit in units if unit.peer != self.me] for units in self.groups
+            [
+                step
+                for unit in units
+                if unit.peer != self.me
+                for step in self._with_scales(self._pull(unit), unit)
+            ]
+            for units in self.groups
         ]
+
+    def _with_scales(self, copy: Step, unit: Unit) -> list[Step]:
+        """A copy of rows after that of their scales, so that its signal is for both."""
+        if self.world.scales is None or copy.transfer is None:
+            return [copy]
+        if self.schedule.dims == 2 and unit.ordinal:  # they came with the first columns
+            return [copy]
+        ends = Transfer(self._scale(copy.transfer.src), self._scale(copy.transfer.dst))
+        first = copy._replace(label=f"scale {copy.label}", posts=(), transfer=ends)
+        return [first, copy._replace(waits=())]
+
+    def _scale(self, region: Region) -> Region:
+        """The scales of rows of a, wherever those are."""
+        return region._replace(buffer=self.world.scale_of[region.buffer], col=0, col_stop=1)
+
+    def _scales(self, region: Region) -> tuple[Region, ...]:
+        """The scales of a product with these rows of a."""
+        if self.world.scales is None:
+            return ()
+        right = self.world.scales[1].name
+        return self._scale(region), Region(right, self.me, 0, 1, 0, self.problem.n)
 
     def _pull(self, unit: Unit) -> Step:
         peer = unit.peer
@@ -337,7 +403,7 @@ class Gather(Builder):
         first, rows = self.problem.leaves(peer, arrivals.rank), arrivals.block(peer)
         key = peer, first, rows, len(arrivals.units(peer))
         if key not in self.sources:
-            self.sources[key] = arrivals.in_shard(self.source, peer)
+            self.sources[key] = arrivals.in_shard(self.world.source.name, peer)
         return self.sources[key]
 
     def _rooms(self, target: int) -> list[tuple[Signal, ...]]:
@@ -354,10 +420,10 @@ class Gather(Builder):
         ]
 
     def _valid(self, poster: int, waiter: int) -> Signal:
-        return self.world.word("valid", poster, waiter, 0, self._block(poster, waiter))
+        return self.world.data.signal("valid", poster, waiter, 0, self._block(poster, waiter))
 
     def _done(self, poster: int, waiter: int) -> Signal:
-        return self.world.word("done", poster, waiter, 1, self._block(waiter, poster))
+        return self.world.data.signal("done", poster, waiter, 1, self._block(waiter, poster))
 
     def _block(self, src: int, dst: int) -> tuple[int, int]:
         """Rows of a block at its receiver."""
@@ -366,45 +432,46 @@ class Gather(Builder):
 
     # Opening and closing a call.
 
-    def _open_push(self) -> None:
-        # A peer that gets no data must still learn that this rank's call has begun.
-        bare = {
-            peer: self.world.word("ready", self.me, peer)
+    def _begun(self) -> dict[int, tuple[Signal, ...]]:
+        """By peer, what tells it that this rank's call has begun: that it may read, or that it gets
+        no data."""
+        if self.schedule.pull:
+            return {peer: (self._valid(self.me, peer),) for peer in self.peers}
+        return {
+            peer: ()
+            if self.problem.block(self.me, peer)
+            else (self.world.data.signal("ready", self.me, peer),)
             for peer in self.peers
-            if not self.problem.block(self.me, peer)
         }
-        self.acquired = self.acquire(bare)
 
     def _publish(self) -> tuple[int, ...]:
-        whole = (0, self.problem.left_rows(self.me), 0, self.problem.k)
-        move = Transfer(Region("a", self.me, *whole), Region("publish", self.me, *whole))
-        return (self.add(Step("place", "compute0", "publish", transfer=move)),)
-
-    def _open_pull(self, published: tuple[int, ...]) -> None:
-        self.acquire({peer: self._valid(self.me, peer) for peer in self.peers}, published)
+        world, whole = self.world, (0, self.problem.left_rows(self.me), 0, self.problem.k)
+        here, there = (Region(name, self.me, *whole) for name in (world.a.name, world.source.name))
+        move = Transfer(here, there)
+        ends = [move]
+        if world.scales is not None:
+            ends.append(Transfer(self._scale(here), self._scale(there)))
+        return tuple(
+            [self.add(Step("place", "compute0", "publish", transfer=each)) for each in ends]
+        )
 
     def _close_pull(self) -> None:
-        for lane, peers in self.copy_lanes():
+        for lane, peers in self.builder.copy_lanes():
             empty = [peer for peer in peers if not self.mine.units(peer)]
             waits = tuple(self._valid(peer, self.me) for peer in empty)
             posts = tuple(self._done(self.me, peer) for peer in empty)
             if empty:
                 self.add(Step("sync", lane, "nothing to pull", waits=waits, posts=posts))
-        for lane, peers in self.copy_lanes():  # a separate loop: no wait comes before a post
+        for (
+            lane,
+            peers,
+        ) in self.builder.copy_lanes():  # a separate loop: no wait comes before a post
             waits = tuple(self._done(peer, self.me) for peer in peers)
             self.add(Step("sync", lane, "peers have read", waits=waits))
 
-    def _silent(self) -> tuple[Signal, ...]:
-        """The signals that the calls of peers without data for this rank have begun."""
-        return tuple(
-            self.world.word("ready", peer, self.me)
-            for peer in self.peers
-            if not self.schedule.pull and not self.problem.block(peer, self.me)
-        )
-
     # Products.
 
-    def _own_is_alone(self) -> bool:
+    def _own_is_separate(self) -> bool:
         """Whether the rank's own rows have a product of their own, before all others."""
         return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
 
@@ -412,14 +479,22 @@ class Gather(Builder):
         me, k = self.me, self.problem.k
         first, last = self._block(me, me)
         there = self.problem.leaves(me, me)
-        src = Region("a", me, there, there + last - first, 0, k)
+        src = Region(self.world.a.name, me, there, there + last - first, 0, k)
         self.add(Step("matmul", "compute0", "own", products=(self._own_product(src),)))
         if self.problem.return_gathered:
             self._place("compute0", src, Region("gathered", me, first, last, 0, k))
 
     def _own_product(self, src: Region) -> Product:
-        dst = Region("out", self.me, *self._block(self.me, self.me), 0, self.problem.n)
-        return Product(src, 0, self.problem.k, dst)
+        rows, n = self._block(self.me, self.me), self.problem.n
+        out = Region(self.world.out.name, self.me, *rows, 0, n)
+        return Product(src, self._right(0, self.problem.k), out, scales=self._scales(src))
+
+    def _right(self, first: int, last: int) -> Region:
+        """Rows of the local b."""
+        if (first, last) not in self.rights:
+            region = Region(self.world.b.name, self.me, first, last, 0, self.problem.n)
+            self.rights[first, last] = region
+        return self.rights[first, last]
 
     def _place(
         self,
@@ -430,7 +505,9 @@ class Gather(Builder):
         posts: tuple[Signal, ...] = (),
     ) -> int:
         label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst)
-        mover = self.schedule.mover if src.buffer == "a" else "dma"
+        # The copy kernel brings own rows to their place in the launch that sends others.
+        by_kernel = self.schedule.mover == "kernel" and src.buffer == self.world.a.name
+        mover = "kernel" if by_kernel else "dma"
         return self.add(
             Step("place", lane, label, posts=posts, after=after, transfer=move, mover=mover)
         )
@@ -464,7 +541,7 @@ class Gather(Builder):
         )
         if self.problem.return_gathered:
             last_use = self._keep(lane, units, room)
-        if self.sum == "sum":
+        if self.product != self.world.out.name:
             self._round(lane, group)
         if self.staging.stages:
             self.last_use[group] = last_use
@@ -495,7 +572,10 @@ class Gather(Builder):
         after = tuple(i for i in used if self.steps[i].lane != lane)
         for unit in self.beside[group]:
             there = self.regions[self.me][unit.ordinal]
-            self._place(lane, self.shard[unit.ordinal], there, after)
+            here = self.shard[unit.ordinal]
+            self._place(lane, here, there, after)
+            if self.world.scales is not None and (self.schedule.dims == 1 or not unit.ordinal):
+                self._place(lane, self._scale(here), self._scale(there), after)
 
     def _products(self, group: int) -> tuple[Product, ...]:
         return merged(self.products[group])
@@ -507,36 +587,41 @@ class Gather(Builder):
 
     def _of_peer(self, peer: int) -> list[Product]:
         by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
-        buffer, me, adds = self.sum, self.me, self.world.partial
+        buffer, me, adds = self.product, self.me, self.world.partial
         pieces = zip(self.mine.units(peer), self.regions[peer], self.mine.rows(peer), strict=True)
         found = []
         for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
             first, last = (start, stop) if by_columns else (0, k)
             out = new(Region, (buffer, me, row, row_stop, 0, n))
-            found.append(Product(a, first, last, out, adds and ordinal > 0))
+            right, scales = self._right(first, last), self._scales(a)
+            found.append(Product(a, right, out, adds and ordinal > 0, scales=scales))
         return found
 
-    def _summed(self, group: int) -> Iterable[tuple[int, int]]:
-        """Ranges of rows of the sums whose last term a group adds, in rising order."""
+    def completed(self, group: int) -> Iterable[Rows]:
+        """Ranges of rows of the result whose last term a group adds, in rising order."""
+        if group == OWN:
+            return [self._block(self.me, self.me)]
+        if self.schedule.dims == 1:
+            return [(product.out.row, product.out.row_stop) for product in self.products[group]]
         done = [unit.peer for unit in self.groups[group] if unit.stop == self.problem.k]
         return [self._block(peer, self.me) for peer in sorted(done)]
 
     def _round(self, lane: str, group: int) -> None:
         """Round the sums whose last term has been added."""
         spans: list[tuple[int, int]] = []
-        for first, last in self._summed(group):
+        for first, last in self.completed(group):
             if spans and spans[-1][1] == first:
                 spans[-1] = (spans[-1][0], last)
             else:
                 spans.append((first, last))
         for first, last in spans:
-            src = Region("sum", self.me, first, last, 0, self.problem.n)
-            self._place(lane, src, src._replace(buffer="out"))
+            src = Region(self.product, self.me, first, last, 0, self.problem.n)
+            self._place(lane, src, src._replace(buffer=self.world.out.name))
 
     def _room_behind(self, group: int) -> Room:
         """The signals to the peers that write to the same stage next that it is free."""
         heir = self.staging.heir_of.get(group)
         if heir is None or self.schedule.pull:
             return NO_ROOM
-        posts = tuple(self.room[heir])
+        posts = tuple(self.room_for[heir])
         return posts, tuple(sorted({self.acquired[signal.waiter] for signal in posts}))

@@ -286,12 +286,12 @@ class Departures(Groups):
         """The units for a rank, in order."""
         return self.own if peer == self.rank else self.units(peer)
 
-    def in_operand(self, peer: int) -> list[Region]:
+    def in_operand(self, buffer: str, peer: int) -> list[Region]:
         """The rows of A that are multiplied for each unit of a rank, in order."""
         row, k, units = self.problem.leaves(self.rank, peer), self.problem.k, self.of(peer)
         if self.schedule.dims == 2:
-            return [Region("a", self.rank, row, row + self.block(peer), 0, k)] * len(units)
+            return [Region(buffer, self.rank, row, row + self.block(peer), 0, k)] * len(units)
         return [
-            new(Region, ("a", self.rank, row + first, row + last, 0, k))
+            new(Region, (buffer, self.rank, row + first, row + last, 0, k))
             for _, _, first, last, _ in units
         ]

@@ -13,7 +13,8 @@ from itertools import chain
 from operator import itemgetter
 
 from ficco.plan.model import Product, Region
-from ficco.schedules.gather import Gather, GatherWorld
+from ficco.schedules.builder import Builder
+from ficco.schedules.gather import OWN, Gather, GatherWorld
 from ficco.schedules.groups import Unit
 from ficco.schedules.runs import joined
 
@@ -25,15 +26,18 @@ class InnerGather(Gather):
     """Builds one Plan. Products that add to the same rows stay on one lane, in the order in which
     they are enqueued, so that results repeat to the last bit."""
 
-    def __init__(self, world: GatherWorld, rank: int) -> None:
-        super().__init__(world, rank)
+    def __init__(self, world: GatherWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
         whole = (0, self.problem.k)
-        self.sum = "sum" if self.problem.rounds else "out"
-        self.made = self._adding([whole] if self._own_is_alone() else [])
+        self.made = self._adding([whole] if self._own_is_separate() else [])
         self.adds = any(product.accumulate for product in chain.from_iterable(self.made))
-        if not self.adds and self.problem.rounds:  # each sum is one product, which rounds itself
-            self.sum = "out"
-            self.made = [[_into_out(product) for product in products] for products in self.made]
+        out = world.out.name
+        if not self.adds and self.product != out:  # each sum is one product, which rounds itself
+            self.product = out
+            self.made = [
+                [one._replace(out=one.out._replace(buffer=out)) for one in products]
+                for products in self.made
+            ]
         self.last = self._last()
 
     def _adding(self, begun: Spans) -> list[list[Product]]:
@@ -63,20 +67,20 @@ class InnerGather(Gather):
         return found[::-1]
 
     def _of_peer(self, peer: int) -> list[Product]:
-        whole = Region(self.sum, self.me, 0, self.problem.k, 0, self.problem.n)
+        whole = Region(self.product, self.me, 0, self.problem.k, 0, self.problem.n)
         outs = [whole] * self.mine.count(peer)
         if self.schedule.dims == 2:
             outs = [whole._replace(row=u.start, row_stop=u.stop) for u in self.mine.units(peer)]
         pieces = zip(self.regions[peer], self.mine.rows(peer), outs, strict=True)
-        return [Product(a, *rows, out, transposed=True) for a, rows, out in pieces]
+        return [Product(a, self._right(*rows), out, transposed=True) for a, rows, out in pieces]
 
-    def _own_is_alone(self) -> bool:
+    def _own_is_separate(self) -> bool:
         """Also if no rank has a row for this one: the product makes a result of zeros."""
-        return super()._own_is_alone() or not self.problem.product_rows(self.me)
+        return super()._own_is_separate() or not self.problem.product_rows(self.me)
 
     def _own_product(self, src: Region) -> Product:
-        out = Region(self.sum, self.me, 0, self.problem.k, 0, self.problem.n)
-        return Product(src, *self._block(self.me, self.me), out, transposed=True)
+        out = Region(self.product, self.me, 0, self.problem.k, 0, self.problem.n)
+        return Product(src, self._right(*self._block(self.me, self.me)), out, transposed=True)
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         return self.compute_lanes[0 if self.adds else group % self.schedule.compute]
@@ -84,12 +88,8 @@ class InnerGather(Gather):
     def _products(self, group: int) -> tuple[Product, ...]:
         return tuple(self.made[group])
 
-    def _summed(self, group: int) -> Iterable[tuple[int, int]]:
-        return self.last[group]
-
-
-def _into_out(product: Product) -> Product:
-    return product._replace(out=product.out._replace(buffer="out"))
+    def completed(self, group: int) -> Iterable[tuple[int, int]]:
+        return [] if group == OWN else self.last[group]
 
 
 def _within(product: Product, spans: Spans) -> bool:

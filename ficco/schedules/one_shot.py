@@ -11,9 +11,9 @@ that the call has begun.
 
 from __future__ import annotations
 
-from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, new
+from ficco.plan.model import Product, Reduction, Region, Signal, Step, new
 from ficco.problem import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, Words, World
 from ficco.schedules.groups import Unit, cut, finer
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -22,17 +22,22 @@ from ficco.schedules.space import Schedule
 Rows = tuple[int, int]
 
 
-class OneShotWorld:
-    """Facts that all ranks derive alike: which rows are summed when, and which signal words say
-    that they are ready."""
+class OneShotWorld(World):
+    """What all ranks know: which rows are summed when, and which signal words say that they are
+    ready."""
 
-    def __init__(self, problem: Problem, schedule: Schedule) -> None:
-        self.problem, self.schedule = problem, schedule
-        self.world = problem.world
+    def __init__(self, problem: Problem, schedule: Schedule, words: Words) -> None:
+        super().__init__(problem, schedule, words)
         #: By rank, the rows that it sums, piece by piece.
         self.summed = [self._pieces(rank) for rank in range(self.world)]
         self.rounds = max(map(len, self.summed))
+        self.ready = words.block(max(self.rounds, 1))
+        self.read = words.block(1)
         self._valid: dict[tuple[int, int], list[Signal]] = {}
+        self.product = self.out
+        if self.world > 1:
+            shapes = ((problem.m, problem.n),) * self.world
+            self.product = self.buffer("publish", self.out, shapes, leaves=True)
 
     def _pieces(self, rank: int) -> list[Rows]:
         problem, schedule = self.problem, self.schedule
@@ -50,16 +55,10 @@ class OneShotWorld:
         ranks = self.summed[:1] if self.problem.kind.returns else self.summed
         return [pieces[piece] for pieces in ranks if piece < len(pieces)]
 
-    # Signal words: per peer one that rests at 1, one for each piece, and one for having read.
-
-    def words(self) -> int:
-        return self.world * (2 + max(self.rounds, 1))
-
     def valid(self, poster: int, waiter: int) -> list[Signal]:
         """The signals that pieces are ready: one for each, at least one."""
         if (poster, waiter) not in self._valid:
-            slots, pieces = max(self.rounds, 1), self.summed[waiter] or [(0, 0)]
-            first = self.world + poster * slots
+            first, pieces = self.ready.first(poster), self.summed[waiter] or [(0, 0)]
             self._valid[poster, waiter] = [
                 new(Signal, ("valid", poster, waiter, slot, first + slot, *rows))
                 for slot, rows in enumerate(pieces)
@@ -68,43 +67,41 @@ class OneShotWorld:
 
     def done(self, poster: int, waiter: int) -> Signal:
         pieces = self.summed[poster] or [(0, 0)]
-        word = self.world * (1 + max(self.rounds, 1)) + poster
-        return Signal("done", poster, waiter, 0, word, pieces[0][0], pieces[-1][1])
+        return self.read.signal("done", poster, waiter, 0, (pieces[0][0], pieces[-1][1]))
 
 
-class OneShot(Builder):
-    """Builds one Plan. ``me`` is its rank."""
+class OneShot(Stage):
+    """One rank's steps."""
 
-    def __init__(self, world: OneShotWorld, rank: int) -> None:
-        super().__init__(world.problem, world.schedule, rank)
+    def __init__(self, world: OneShotWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
         self.world = world
         self.products: list[int] = []  # the step of each piece
         self.acquired = 0  # the step that takes over the slots of the peers
         #: Whether sums run on a lane beside products; else steps on one lane need no ``after``.
         self.beside = world.rounds > 1
 
-    def build(self) -> Plan:
-        world, peers = self.world, self.peers
+    def run(self) -> None:
+        """Add all steps but the last, which hands over the slot."""
+        world, me, peers = self.world, self.me, self.peers
         for piece in range(world.rounds):
             self._multiply(piece)
             if peers and piece:  # after the next product, so that a GPU waits less for its host
                 self._sum(piece - 1)
-        if peers:
-            if not world.rounds:
-                self._tell(0)
-            self._sum(world.rounds - 1)
-            self._close()
-        return Plan(
-            problem=self.problem,
-            schedule=str(self.schedule),
-            rank=self.me,
-            steps=tuple(self.steps),
-            staging=(0, self.problem.n) if peers else (0, 0),
-            room=(0, self.problem.m * self.problem.n * self.problem.itemsize) if peers else (0, 0),
-            publish=bool(peers),
-            sums=False,
-            words=world.words() if peers else 0,
-        )
+        if not peers:
+            return
+        if not world.rounds:
+            self._tell(0)
+        self._sum(world.rounds - 1)
+        waited = [s for step in self.steps for s in step.waits if not s.released]
+        silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
+        told = tuple(world.done(me, peer) for peer in peers)
+        after = self.builder.lasts()
+        self.add(Step("sync", "sync", "has read", silent, posts=told, after=after))
+
+    def silent(self) -> tuple[Signal, ...]:
+        """The signals that the peers have read."""
+        return tuple(self.world.done(peer, self.me) for peer in self.peers)
 
     def _lane(self, piece: int) -> str:
         return f"compute{piece % self.schedule.compute}"
@@ -112,10 +109,14 @@ class OneShot(Builder):
     def _multiply(self, piece: int) -> None:
         """Multiply one piece of what each rank sums, and signal that."""
         me, n, k = self.me, self.problem.n, self.problem.k
-        buffer = "publish" if self.peers else "out"
+        world, right = self.world, Region(self.world.b.name, me, 0, k, 0, n)
         products = [
-            Product(Region("a", me, *rows, 0, k), 0, k, Region(buffer, me, *rows, 0, n))
-            for rows in self.world.made(piece)
+            Product(
+                Region(world.a.name, me, *rows, 0, k),
+                right,
+                Region(world.product.name, me, *rows, 0, n),
+            )
+            for rows in world.made(piece)
         ]
         step = Step("matmul", self._lane(piece), f"piece {piece}", products=merged(products))
         self.products.append(self.add(step))
@@ -130,7 +131,7 @@ class OneShot(Builder):
         free: tuple[Signal, ...] = ()
         after: tuple[int, ...] = ()
         if not piece:
-            free = self.released_by(self.peers)
+            free = self.builder.released_by(self.peers)
         elif lane != self._lane(0):
             after = (self.acquired,)
         label = f"tell {piece}" if piece else "acquire, tell 0"
@@ -146,8 +147,9 @@ class OneShot(Builder):
         for first, last in rows:
             n, ranks = self.problem.n, range(self.world.world)
             begin = 0 if self.problem.kind.returns else self.problem.offsets[self.me]
-            parts = tuple(Region("publish", rank, first, last, 0, n) for rank in ranks)
-            out = Region("out", self.me, first - begin, last - begin, 0, n)
+            name = self.world.product.name
+            parts = tuple(Region(name, rank, first, last, 0, n) for rank in ranks)
+            out = Region(self.world.out.name, self.me, first - begin, last - begin, 0, n)
             step = Step(
                 "reduce",
                 REDUCE_LANE if self.beside else "compute0",
@@ -157,12 +159,3 @@ class OneShot(Builder):
                 reduction=Reduction(parts, tuple(1 << rank for rank in ranks), out),
             )
             self.add(step)
-
-    def _close(self) -> None:
-        """Signal the peers that this rank has read, and hand the slot on once they have."""
-        world, me, peers = self.world, self.me, self.peers
-        waited = [s for step in self.steps for s in step.waits if not s.released]
-        silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
-        told = tuple(world.done(me, peer) for peer in peers)
-        self.add(Step("sync", "sync", "has read", silent, posts=told, after=self.lasts()))
-        self.retire(tuple(world.done(peer, me) for peer in peers))

@@ -29,10 +29,11 @@ def joined(products: Iterable[Product]) -> list[Product]:
     found: list[Product] = []
     for product in products:
         last = found[-1] if found else None
-        if last and last.out == product.out and last.k_last == product.k_first:
+        if last and last.out == product.out and last.b.row_stop == product.b.row:
             longer = last.a._replace(row_stop=product.a.row_stop)
             if product.a == longer._replace(row=last.a.row_stop):
-                found[-1] = last._replace(a=longer, k_last=product.k_last)
+                rows_of_b = last.b._replace(row_stop=product.b.row_stop)
+                found[-1] = last._replace(a=longer, b=rows_of_b)
                 continue
         found.append(product)
     return found
@@ -40,8 +41,12 @@ def joined(products: Iterable[Product]) -> list[Product]:
 
 def _kind(product: Product) -> tuple[object, ...]:
     """The fields in which products of one call must agree."""
-    a, k_first, k_last, out, accumulate, _, _, _, terms, addend, _ = product
-    return k_first, k_last, a[4:], out[4:], a.buffer, out.buffer, accumulate, terms, addend
+    a, out = product.a, product.out
+    scales = [(s.buffer, s.row - a.row, s[4:]) for s in product.scales[:1]], product.scales[1:]
+    return (
+        product.b, a[4:], out[4:], a.buffer, out.buffer, product.accumulate, product.terms,
+        product.addend, scales,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -87,6 +92,10 @@ class _Run:
         return first._replace(
             a=first.a._replace(row_stop=self.a + self.rows),
             out=first.out._replace(row_stop=self.out + self.rows),
+            scales=(
+                *(s._replace(row_stop=s.row + self.rows) for s in first.scales[:1]),
+                *first.scales[1:],
+            ),
             batch=self.batch,
             a_stride=self.a_stride,
             out_stride=self.out_stride,

@@ -10,40 +10,68 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import accumulate, zip_longest
 
-from ficco.plan.model import Plan, Product, Reduction, Region, Signal, Step, Transfer, new
+from ficco.plan.model import Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, Words, World
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
+from ficco.specification import Buffer
 
 #: A copy to a peer: its lane, label, signals to post, and transfer.
 Push = tuple[str, str, tuple[Signal, ...], Transfer]
 
 
-class ScatterWorld:
-    """Facts that all ranks derive alike: who sends what when, where it lands, and by which words
-    that is signalled."""
+class ScatterWorld(World):
+    """What all ranks know: who sends what when, where it lands, and by which words that is
+    signalled."""
 
-    def __init__(self, problem: Problem, schedule: Schedule) -> None:
-        self.problem, self.schedule = problem, schedule
-        self.world = problem.world
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        words: Words,
+        operands: tuple[Buffer, Buffer, Buffer] | None = None,
+        suffix: str = "",
+        packs_columns: bool = False,
+    ) -> None:
+        super().__init__(problem, schedule, words, operands, suffix)
         self.ring = schedule.grouping == "ring" and self.world > 1
-        self.departures = [Departures(problem, schedule, rank) for rank in range(self.world)]
-        #: Words per pair of ranks: for arriving units, for returning sums, for having fetched.
+        ranks = range(self.world)
+        self.departures = [Departures(problem, schedule, rank) for rank in ranks]
         if not self.ring:
-            ranks = range(self.world)
             arriving = [
                 self.departures[src].count(dst) for src in ranks for dst in ranks if src != dst
             ]
         else:  # if some blocks have fewer pieces than others, some words stay unused
             arriving = [departures.group_count for departures in self.departures]
-        self._first = [self._places(rank) for rank in range(self.world)]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
-        self.words_per_pair = max([1, *arriving]), max(returning), int(schedule.pull)
+        self.arriving = words.block(max([1, *arriving]))
+        self.returned = words.block(max(returning))
+        self.fetched = words.block(int(schedule.pull))
+        self._first = [self._places(rank) for rank in ranks]
         self._received: dict[int, dict[int, list[Unit]]] = {}
         self._landings: dict[tuple[int, int, int], list[Region]] = {}
         self._of_units: dict[tuple[str, int, int, int], list[Signal]] = {}
+        self.staging = "staging" + suffix
+        self.product = self.out  # where products that travel go
+        if self.world > 1:
+            self._add_buffers(packs_columns)
+
+    def _add_buffers(self, packs_columns: bool) -> None:
+        problem, schedule, ranks = self.problem, self.schedule, range(self.world)
+        packs = packs_columns and schedule.dims == 2 and not schedule.pull
+        # A tail cuts some rows otherwise than the rest; the own rows that are summed are whole.
+        packs = packs and schedule.tail == 1 and (schedule.uniform or not problem.kind.sums)
+        self.buffer(
+            "staging",
+            self.out,
+            tuple((self.all_rows(rank), problem.n) for rank in ranks),
+            layout="columns" if packs else "rows",
+        )
+        shapes = tuple((problem.product_rows(rank), problem.n) for rank in ranks)
+        name, memory = ("publish", "slot") if schedule.pull else ("partial", "local")
+        self.product = self.buffer(name, self.out, shapes, memory, leaves=True)
 
     def received(self, rank: int) -> dict[int, list[Unit]]:
         """The units that a rank receives, by sender, in order."""
@@ -93,13 +121,13 @@ class ScatterWorld:
         if sent and (sent[0].start, sent[0].stop) == (unit.start, unit.stop):
             return self.landings(src, dst, unit.peer)[unit.ordinal]
         row = self._landing_row(src, dst, unit.peer)
-        return self.departures[src].region("staging", dst, row, unit)
+        return self.departures[src].region(self.staging, dst, row, unit)
 
     def landings(self, src: int, dst: int, owner: int) -> list[Region]:
         """The staging regions of the units of a rank's block from a peer, in order."""
         if (src, dst, owner) not in self._landings:
             row, departures = self._landing_row(src, dst, owner), self.departures[src]
-            there = departures.regions("staging", dst, row, departures.of(owner))
+            there = departures.regions(self.staging, dst, row, departures.of(owner))
             self._landings[src, dst, owner] = there
         return self._landings[src, dst, owner]
 
@@ -107,25 +135,15 @@ class ScatterWorld:
         """The staging region of the returning sum of a peer's unit."""
         problem = self.problem
         row = self.rows(dst) + problem.offsets[src] - (problem.rows[dst] if src > dst else 0)
-        return self.departures[src].region("staging", dst, row, unit)
-
-    def room(self, publish: bool) -> tuple[int, int]:
-        """Bytes of staging and of published products on the rank that needs most."""
-        ranks, row = range(self.world), self.problem.n * self.problem.itemsize
-        published = max(map(self.problem.product_rows, ranks)) * publish
-        return max(map(self.all_rows, ranks)) * row, published * row
-
-    # Signal words: per peer one that rests at 1, then those of each kind.
-
-    def words(self) -> int:
-        return self.world * (1 + sum(self.words_per_pair))
+        return self.departures[src].region(self.staging, dst, row, unit)
 
     def of_units(self, kind: str, poster: int, waiter: int, owner: int) -> list[Signal]:
         """Signals of a kind, one for each unit of a rank's block between two ranks, in order."""
         if (kind, poster, waiter, owner) not in self._of_units:
             departures = self.departures[poster]
             units, begin = departures.of(owner), self.problem.lands(poster, owner)
-            first = self.word(kind, poster, waiter).word
+            block = self.returned if kind == "summed" else self.arriving
+            first = block.first(poster)
             by_group = self.ring and kind == "ready"
             slots = [unit.group if by_group else unit.ordinal for unit in units]
             gated = departures.regions("", waiter, begin, units)
@@ -135,28 +153,21 @@ class ScatterWorld:
             ]
         return self._of_units[kind, poster, waiter, owner]
 
-    def word(self, kind: str, poster: int, waiter: int, rows: tuple[int, int] = (0, 0)) -> Signal:
-        """The first signal of a kind between two ranks; ``rows``: those that it gates, if any."""
-        blocks = {"ready": 0, "valid": 0, "summed": 1, "done": 2}
-        block = blocks[kind]
-        base = self.world * (1 + sum(self.words_per_pair[:block]))
-        return Signal(kind, poster, waiter, 0, base + poster * self.words_per_pair[block], *rows)
 
+class Scatter(Stage):
+    """One rank's steps."""
 
-class Scatter(Builder):
-    """Builds one Plan. ``me`` is its rank."""
-
-    def __init__(self, world: ScatterWorld, rank: int) -> None:
-        super().__init__(world.problem, world.schedule, rank)
+    def __init__(self, world: ScatterWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
         self.world = world
-        self.mine = world.departures[rank]
+        self.mine = world.departures[self.me]
         self.sums = self.problem.kind.sums
         self.alone = not self.schedule.uniform  # whether the own product is made alone
         self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
-        self.made = "publish" if self.schedule.pull and self.peers else "partial"
         self.arrived = "valid" if self.schedule.pull else "ready"
         self.acquired: tuple[int, ...] = ()  # the steps that take over the slots of the peers
         self.made_by: dict[Unit, int] = {}  # unit -> its product
+        self.rights: dict[tuple[int, int], Region] = {}
         self.products: dict[int, list[Product]] = {}  # by owner, of each unit of its block
         self.pushes: dict[int, list[Push]] = {}  # by owner, of each unit of its block
         self.posting: set[str] = set()  # compute lanes that have signalled a product
@@ -166,64 +177,52 @@ class Scatter(Builder):
         groups = self.mine.group_count + (len(self.mine.own) if self.alone else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
-        in_turn = [peer for peer in order if peer != rank]
-        self.lane_of = {peer: f"copy{i % self.schedule.copy}" for i, peer in enumerate(in_turn)}
+        self.assign_lanes([peer for peer in order if peer != self.me])
 
-    def build(self) -> Plan:
+    def run(self) -> None:
+        """Add all steps but the last, which hands over the slot."""
         if self.peers:
-            self._open()
+            self.acquired = tuple(dict.fromkeys(self.builder.acquire(self.begun()).values()))
         fetches = self._fetches() if self.schedule.pull else []
         for group, (units, copies) in enumerate(
             zip_longest(self.mine.by_group, fetches, fillvalue=())
         ):
             if units:
-                self._multiply(group, units)
+                self.multiply(group, units)
             for peer, step in copies:
                 self.fetched[peer].append(self.add(step))
+        self.finish()
+
+    def finish(self) -> None:
+        """Bring what arrives to the result, once all products for peers are enqueued."""
         if self.sums:
             self._sum()
         else:
             self._gather_blocks()
         if self.problem.kind.returns:
             self._return()
-        if self.peers:
-            self._close()
-        publish = self.made == "publish"
-        return Plan(
-            problem=self.problem,
-            schedule=str(self.schedule),
-            rank=self.me,
-            steps=tuple(self.steps),
-            staging=(self.world.all_rows(self.me), self.problem.n) if self.peers else (0, 0),
-            room=self.world.room(publish) if self.peers else (0, 0),
-            publish=publish,
-            sums=False,
-            words=self.world.words() if self.peers else 0,
-        )
-
-    # Opening and closing a call.
-
-    def _open(self) -> None:
-        # A peer that gets no data must still learn that this rank's call has begun.
-        bare = {
-            peer: self.world.word(self.arrived, self.me, peer)
-            for peer in self.peers
-            if not self.world.sent(self.me, peer)
-        }
-        self.acquired = tuple(dict.fromkeys(self.acquire(bare).values()))
-
-    def _close(self) -> None:
-        """Wait until the peers have read, and hand the slot on."""
-        for lane, peers in self.copy_lanes():
+        for lane, peers in self.builder.copy_lanes():
             read = tuple(self._done(peer, self.me) for peer in peers if self._is_read_by(peer))
             if read:
                 self.add(Step("sync", lane, "peers have read", waits=read))
-        silent = tuple(
-            self.world.word(self.arrived, peer, self.me)
+
+    # Opening and closing a call.
+
+    def begun(self) -> dict[int, tuple[Signal, ...]]:
+        """By peer that gets no data, what tells it that this rank's call has begun."""
+        return {
+            peer: (self.world.arriving.signal(self.arrived, self.me, peer),)
+            for peer in self.peers
+            if not self.world.sent(self.me, peer)
+        }
+
+    def silent(self) -> tuple[Signal, ...]:
+        """The signals that the calls of peers without data for this rank have begun."""
+        return tuple(
+            self.world.arriving.signal(self.arrived, peer, self.me)
             for peer in self.peers
             if not self.world.sent(peer, self.me)
         )
-        self.retire(silent, self.lasts())
 
     def _is_read_by(self, peer: int) -> bool:
         """Whether a peer fetches something from this rank."""
@@ -232,11 +231,11 @@ class Scatter(Builder):
     def _done(self, poster: int, waiter: int) -> Signal:
         first = self.problem.lands(waiter, poster)
         last = first + self.problem.block(waiter, poster)
-        return self.world.word("done", poster, waiter, (first, last))
+        return self.world.fetched.signal("done", poster, waiter, 0, (first, last))
 
     # Products and copies.
 
-    def _multiply(self, group: int, units: list[Unit]) -> None:
+    def multiply(self, group: int, units: list[Unit]) -> None:
         """Multiply the units of a group, and send them."""
         lane = self.compute_lanes[group % len(self.compute_lanes)]
         index = self._matmul(lane, units)
@@ -253,7 +252,7 @@ class Scatter(Builder):
         posts, found = [], []
         for unit in sorted(units):
             product = self._product_of(unit)
-            if product.accumulate and product.out.buffer == "staging":
+            if product.accumulate and product.out.buffer == world.staging:
                 left = (me - 1) % self.problem.world
                 waits = (*waits, world.of_units("ready", left, me, unit.peer)[unit.ordinal])
             if product.accumulate and unit.peer == me and self.single:
@@ -285,12 +284,20 @@ class Scatter(Builder):
     def _of_block(self, owner: int) -> list[Product]:
         """The products of the units of a rank's block, in order."""
         if owner not in self.products:
-            k, (there, terms) = self.problem.k, self._target(owner)
+            there, terms = self._target(owner)
+            here = self.mine.in_operand(self.world.a.name, owner)
             self.products[owner] = [
-                Product(a, 0, k, out, terms > 0, terms=terms)
-                for a, out in zip(self.mine.in_operand(owner), there, strict=True)
+                Product(a, self._right(out), out, terms > 0, terms=terms)
+                for a, out in zip(here, there, strict=True)
             ]
         return self.products[owner]
+
+    def _right(self, out: Region) -> Region:
+        """The columns of the local b that make those of a product."""
+        cols = out.col, out.col_stop
+        if cols not in self.rights:
+            self.rights[cols] = Region(self.world.b.name, self.me, 0, self.problem.k, *cols)
+        return self.rights[cols]
 
     def _target(self, owner: int) -> tuple[list[Region], int]:
         """The regions that the products of a rank's block go to, and, as bits, the ranks whose
@@ -303,7 +310,8 @@ class Scatter(Builder):
         if self.world.ring and self.mine.set_of.get(owner):  # not the first block of the ring
             left = (me - 1) % problem.world
             return self.world.landings(left, me, owner), self._ring_terms(left, owner)
-        return self.mine.regions(self.made, me, problem.leaves(me, owner), units), 0
+        row = problem.leaves(me, owner)
+        return self.mine.regions(self.world.product.name, me, row, units), 0
 
     @cached_property
     def results(self) -> list[Region]:
@@ -311,7 +319,7 @@ class Scatter(Builder):
         row = self.problem.lands(self.me, self.me)
         if self.sums and not self.problem.kind.returns:
             row = 0
-        return self.mine.regions("out", self.me, row, self.mine.own)
+        return self.mine.regions(self.world.out.name, self.me, row, self.mine.own)
 
     def _ring_terms(self, sender: int, owner: int) -> int:
         """The ranks whose products are in a block that ``sender`` sends on: those it has passed."""
@@ -334,7 +342,7 @@ class Scatter(Builder):
         ready = world.of_units("ready", me, target, owner)
         pieces = zip(names(owner, len(made)), ready, made, landings, strict=True)
         return [
-            (lane, f"{name}>{target}", (signal,), new(Transfer, (product.out, landing, terms)))
+            (lane, f"{name}>{target}", (signal,), new(Transfer, (product.out, landing, terms, "")))
             for name, signal, product, landing in pieces
         ]
 
@@ -345,7 +353,7 @@ class Scatter(Builder):
         found: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
         for peer, lane in self.lane_of.items():
             units, there = world.sent(peer, me), self.problem.leaves(peer, me)
-            sources = world.departures[peer].regions("publish", peer, there, units)
+            sources = world.departures[peer].regions(world.product.name, peer, there, units)
             valid, landings = world.of_units("valid", peer, me, me), world.landings(peer, me, me)
             called = names(peer, len(units))
             pieces = zip(units, called, valid, sources, landings, strict=True)
@@ -356,7 +364,7 @@ class Scatter(Builder):
                     f"{name}>{me}",
                     waits=(signal,),
                     posts=(self._done(me, peer),) if unit is units[-1] else (),
-                    transfer=new(Transfer, (src, dst, 1 << peer)),
+                    transfer=new(Transfer, (src, dst, 1 << peer, "")),
                     mover=self.schedule.mover,
                 )
                 found[unit.group].append((peer, step))
@@ -465,7 +473,7 @@ class Scatter(Builder):
     def _arriving(self, peer: int) -> tuple[list[Unit], list[Region], list[Region]]:
         """The units that a peer sends, where they land, and where they belong."""
         units, row = self.world.sent(peer, self.me), self.problem.lands(peer, self.me)
-        out = self.world.departures[peer].regions("out", self.me, row, units)
+        out = self.world.departures[peer].regions(self.world.out.name, self.me, row, units)
         return units, self.world.landings(peer, self.me, self.me), out
 
     def _own_lane(self, turn: int) -> str:
@@ -512,7 +520,7 @@ class Scatter(Builder):
         for _, peer, unit in sorted(coming, key=lambda one: one[0]):
             signal = self.world.of_units("summed", peer, self.me, peer)[unit.ordinal]
             row = self.problem.offsets[peer]
-            out = self.world.departures[peer].region("out", self.me, row, unit)
+            out = self.world.departures[peer].region(self.world.out.name, self.me, row, unit)
             source = self.world.returning(peer, self.me, unit)
             self._place(source, out, _all(self.problem.world), (signal,))
 

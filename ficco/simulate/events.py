@@ -54,7 +54,7 @@ from ficco.machine import (
     Memory,
     Topology,
 )
-from ficco.plan import Plan, Region, Signal, Step, together
+from ficco.plan import OPS, Plan, Product, Region, Signal, Step, in_parts, together, unknown
 from ficco.problem import Problem
 from ficco.simulate.mirror import Mirror
 from ficco.timeline import SYNC_LANE
@@ -99,19 +99,29 @@ def _reads(step: Step) -> bool:
 
 
 class _Uses(NamedTuple):
-    """What the steps of all plans use: operations, sums that read at peers, and a kernel that moves
-    bytes."""
+    """What the steps of all plans use: operations, sums that read at peers, a kernel that moves
+    bytes, collectives; and whether they send products."""
 
     ops: frozenset[str]
     reads: bool
     kernel: bool
+    collectives: frozenset[str]
+    products: bool
 
 
 def _uses(plans: Sequence[Plan]) -> _Uses:
     steps = [step for plan in plans for step in plan.steps]
     reads = any(_reads(step) for step in steps)
+    for step in steps:
+        if step.op not in OPS:
+            raise unknown(step, "the simulator")
     copied = any(step.op == "copy" and step.mover == "kernel" for step in steps)
-    return _Uses(frozenset(step.op for step in steps), reads, reads or copied)
+    collectives = frozenset(step.label for step in steps if step.op == "collective")
+    products = any(
+        step.op == "copy" and step.transfer is not None and step.transfer.terms for step in steps
+    )
+    ops = frozenset(step.op for step in steps)
+    return _Uses(ops, reads, reads or copied, collectives, products)
 
 
 class _Lane:
@@ -196,7 +206,7 @@ class _Rank:
             if len(run) < 2:
                 continue
             moved = [one for i in run if (one := steps[i].transfer) is not None]
-            nbytes = sum(one.src.elements for one in moved) * self.plan.problem.itemsize
+            nbytes = sum(self.plan.nbytes(one.src) for one in moved)
             self.runs.update(dict.fromkeys(run, run))
             self.bytes.update(dict.fromkeys(run, nbytes))
             self.posts[run[-1]] = tuple(post for i in run for post in steps[i].posts)
@@ -227,7 +237,10 @@ class Simulation:
         if mode not in MODES:
             raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
         self.machine, self.mode, self.mirror = machine, mode, mirror
+        plans = [in_parts(plan) for plan in plans]
         self.problem, self.name = plans[0].problem, plans[0].schedule
+        self.itemsize = {one.name: one.itemsize for plan in plans for one in plan.buffers}
+        self.world = self.problem.world
         self.ranks = [_Rank(plan, number) for number, plan in enumerate(plans)]
         self.now = 0.0
         self.pushed = 0
@@ -240,13 +253,13 @@ class Simulation:
         self.changed_ranks: dict[int, None] = {}
         self.changed_copies: dict[_Lane, None] = {}
         self.gathering: list[_Lane] = []
-        self._seconds: dict[tuple[int, int, int, int, bool, bool], tuple[float, float]] = {}
+        self._seconds: dict[tuple[int, ...], tuple[float, float]] = {}
         self._rates: dict[int, float] = {}
         uses = _uses(plans)
         self._take(uses)
         self._contend(uses)
         #: What a copy that meets those of other ranks moves in addition, as a share of its bytes.
-        self.met = self._met()
+        self.met = self._met(uses)
         for rank in self.ranks:
             self._prepare(rank, uses)
 
@@ -255,8 +268,9 @@ class Simulation:
         ops, machine = uses.ops, self.machine
         self.gemm: Gemm = self._block("gemm", "matmul" in ops)
         self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
-        if getattr(machine, COLLECTIVES[self.problem.kind.collective]) is None:
-            self._block("all_gather", "collective" in ops)
+        for name in uses.collectives:
+            if getattr(machine, COLLECTIVES[name]) is None:
+                self._block("all_gather", True)
         self.topology: Topology = self._block("topology", uses.reads or "copy" in ops)
         self.copies: Copies = self._block("copies", uses.reads or "copy" in ops)
         if uses.kernel and machine.kernel_copies is not None:
@@ -293,7 +307,7 @@ class Simulation:
         if self.copies is not None and lanes > self.copies.engines:
             rank.engines = self.copies.engines
         if self.mode == "idle":
-            late = 1.0 if self.mirror else rank.plan.rank / max(self.problem.world - 1, 1)
+            late = 1.0 if self.mirror else rank.plan.rank / max(self.world - 1, 1)
             rank.enqueued = _enqueued(rank, self.host, late * self.host.skew)
 
     def run(self) -> list[list[Ran]]:
@@ -345,7 +359,7 @@ class Simulation:
             return signal.waiter, signal.word
         me, poster = signal.waiter, signal.poster
         # The peer at the same distance the other way round.
-        mirror = (2 * me - poster) % self.problem.world if self.mirror.turns else poster
+        mirror = (2 * me - poster) % self.world if self.mirror.turns else poster
         return signal.kind, mirror, signal.slot
 
     def _post_key(self, signal: Signal) -> object:
@@ -409,7 +423,7 @@ class Simulation:
             self.gathering.append(lane)
             if len(self.gathering) == len(self.ranks):
                 self._gather()
-        else:
+        else:  # sync: no operation
             self._over(lane, self.now, self.now)
 
     def _end(self, lane: _Lane) -> None:
@@ -442,6 +456,7 @@ class Simulation:
 
     def _gather(self) -> None:
         """The collective begins once all ranks have reached it."""
+        assert isinstance(self.problem, Problem)
         kind = self.problem.kind.collective
         end = self.now + self.machine.exchange(kind, _exchanged(self.problem))
         for lane in self.gathering:
@@ -483,11 +498,7 @@ class Simulation:
         """Seconds of a step's products alone, and with their last waves filled by others."""
         whole = filled = 0.0
         for product in step.products:
-            _, k_first, k_last, out, accumulate, batch, *_ = product
-            wide = out.buffer == "sum"
-            adds = not wide and (accumulate or product.addend is not None)
-            sizes = out.row_stop - out.row, out.col_stop - out.col, k_last - k_first
-            key = *sizes, batch, wide, adds
+            key = self._kind(product)
             found = self._seconds.get(key)
             if found is None:
                 found = self._seconds[key] = self._product(*key)
@@ -496,18 +507,24 @@ class Simulation:
             filled += found[1] + between
         return whole, filled
 
+    def _kind(self, product: Product) -> tuple[int, int, int, int, int, bool, bool]:
+        """What the seconds of a product depend on."""
+        out, itemsize = product.out, self.itemsize[product.a.buffer]
+        wide = itemsize < 4 <= self.itemsize[out.buffer]
+        adds = not wide and (product.accumulate or product.addend is not None)
+        return out.rows, out.cols, product.b.rows, product.batch, itemsize, wide, adds
+
     def _product(
-        self, m: int, n: int, k: int, batch: int, wide: bool, adds: bool
+        self, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool, adds: bool
     ) -> tuple[float, float]:
         if not (m and n and k):
             return 0.0, 0.0
-        how: dict[str, Any] = {"batch": batch, "itemsize": self.problem.itemsize}
+        how: dict[str, Any] = {"batch": batch, "itemsize": itemsize}
         whole = self.gemm.seconds(m, n, k, **how, wide=wide, adds=adds)
         return whole, self.gemm.dense(m, n, k, **how, wide=wide, adds=adds)
 
     def _move(self, step: Step) -> float:
-        """Seconds to read here, or at the peers, and write here; what lies in ``sum`` is
-        float32."""
+        """Seconds to read here, or at the peers, and write here."""
         regions: tuple[Region, ...]
         if step.reduction is not None:
             regions = (*step.reduction.parts, step.reduction.out)
@@ -516,7 +533,7 @@ class Simulation:
             regions = step.transfer[:2]
         near, far = 0, []
         for one in regions:
-            nbytes = one.elements * (4 if one.buffer == "sum" else self.problem.itemsize)
+            nbytes = one.elements * self.itemsize[one.buffer]
             if one.rank == regions[-1].rank:
                 near += nbytes
             else:
@@ -531,8 +548,8 @@ class Simulation:
 
     def _begin_copy(self, lane: _Lane, rank: _Rank, step: Step) -> None:
         assert step.transfer is not None
-        src, dst, _ = step.transfer
-        nbytes = src.elements * self.problem.itemsize
+        src, dst = step.transfer.src, step.transfer.dst
+        nbytes = src.elements * self.itemsize[src.buffer]
         if not nbytes:
             self._over(lane, self.now, self.now)
             return
@@ -548,7 +565,7 @@ class Simulation:
             lane.peer = peer
         if not self.mirror:
             lane.ends = src.rank, dst.rank
-            one = src.rank * self.problem.world + dst.rank
+            one = src.rank * self.world + dst.rank
             lane.ports = (
                 (one,) if self.topology.kind == "mesh" else (2 * src.rank, 2 * dst.rank + 1)
             )
@@ -614,11 +631,11 @@ class Simulation:
                 self._push(self.now + max(lane.left, 0.0) / pace, _END, lane)
         self.changed_copies.clear()
 
-    def _met(self) -> float:
+    def _met(self, uses: _Uses) -> float:
         """By how much longer a copy takes, relatively, at a port that it may have to share: each
         other rank sends to one of its peers, to any as likely as to another."""
-        peers = self.problem.world - 1
-        if not self.problem.kind.scatters or peers < 2:
+        peers = self.world - 1
+        if not uses.products or peers < 2:
             return 0.0
         if self.topology is None or self.topology.kind != "switch":
             return 0.0

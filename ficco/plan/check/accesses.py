@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from ficco.plan.check.columns import (
     Bools,
     Ints,
     Regions,
-    among,
     bools,
     filled,
     ints,
@@ -21,33 +20,50 @@ from ficco.plan.check.columns import (
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import Signals
 from ficco.plan.check.steps import Steps
-from ficco.plan.model import SHARED_BUFFERS, Product, Reduction, Region, Transfer
+from ficco.plan.model import Product, Reduction, Region, Transfer
+from ficco.specification import Contraction, Exchange
 
-#: Buffers as the columns number them.
-BUFFERS = ("a", "publish", "partial", "staging", "sum", "out", "gathered")
-A, PUBLISH, PARTIAL, STAGING, SUM, OUT, GATHERED = range(len(BUFFERS))
-LEAVING = (A, PUBLISH, PARTIAL)  # hold rows in the order of Problem.leaves
-SHARED = tuple(map(BUFFERS.index, sorted(SHARED_BUFFERS)))
 
-#: The buffers between which a step may move data: A on its way to the product, or the product.
-GATHER_FLOWS = (
-    (A, PUBLISH),
-    (A, STAGING),
-    (A, GATHERED),
-    (PUBLISH, STAGING),
-    (PUBLISH, GATHERED),
-    (STAGING, GATHERED),
-    (SUM, OUT),
-)
-SCATTER_FLOWS = (
-    (PARTIAL, STAGING),
-    (PUBLISH, STAGING),
-    (STAGING, STAGING),
-    (OUT, STAGING),
-    (PARTIAL, OUT),
-    (PUBLISH, OUT),
-    (STAGING, OUT),
-)
+class Buffers:
+    """The buffers as columns, by their number.
+
+    Attributes:
+        names: of the buffers.
+        holds: number of the matrix that each holds.
+        operand, local, placed, leaves: see :class:`ficco.specification.Buffer`.
+        reachable: peers can access it.
+        itemsize, dtype: of an element, the latter as a number.
+        begins: by buffer and rank, the number of the first row.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        found, world = steps.buffers, steps.world
+        self.names = [buffer.name for buffer in found]
+        matrices = dict.fromkeys(buffer.holds for buffer in found)
+        self.matrix = {name: number for number, name in enumerate(matrices)}
+        dtypes = sorted({buffer.dtype for buffer in found})
+        self.holds = ints(self.matrix[buffer.holds] for buffer in found)
+        self.operand = bools(buffer.memory == "operand" for buffer in found)
+        self.result = bools(buffer.memory == "result" for buffer in found)
+        self.slot = bools(buffer.memory == "slot" for buffer in found)
+        self.placed = bools(buffer.placed for buffer in found)
+        self.leaves = bools(buffer.leaves for buffer in found)
+        self.reachable = bools(buffer.reachable for buffer in found)
+        self.itemsize = ints(buffer.itemsize for buffer in found)
+        self.dtype = ints(dtypes.index(buffer.dtype) for buffer in found)
+        firsts = [buffer.first or (0,) * world for buffer in found]
+        self.begins = np.array(firsts, np.int64).reshape(len(found), world)
+
+
+class _Route:
+    """Where the blocks of all pairs of ranks leave and land, as ``[source, target]``."""
+
+    def __init__(self, exchange: Exchange, world: int) -> None:
+        ranks = range(world)
+        self.leaves, self.lands, self.block = (
+            np.array([[number(src, dst) for dst in ranks] for src in ranks], np.int64)
+            for number in (exchange.leaves, exchange.lands, exchange.block)
+        )
 
 
 class Footprint:
@@ -56,17 +72,23 @@ class Footprint:
     Attributes:
         access: all reads, followed by all writes.
         reads: how many are reads.
+        buffers: the buffers as columns.
         numbers: by set of ranks whose products are summed somewhere, its number.
+        contraction, summed: by matrix, the product that makes it, if any, and the length of what
+            that sums over on each rank.
+        sums, terms: by matrix, whether products of all ranks are added up in it, and whether steps
+            say whose products they move.
     """
 
     def __init__(self, steps: Steps, signals: Signals) -> None:
         self.steps, self.signals = steps, signals
-        self.problem, self.world = steps.problem, steps.world
+        self.asked, self.world = steps.asked, steps.world
+        self.buffers = Buffers(steps)
         self.numbers = {0: 0}
-        self._blocks()
-        found = (self._transfers(), self._products(), self._reductions(), self._collectives())
+        self._matrices()
+        parts = (self._transfers(), self._products(), self._reductions(), self._collectives())
         # The sum that a product adds to is not listed as a read: the write says that it adds.
-        reads, writes = zip(*found, strict=True)
+        reads, writes = zip(*parts, strict=True)
         self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
         self.reads = sum(len(part.step) for part in reads)
         self._inside()
@@ -79,32 +101,34 @@ class Footprint:
             step, buffer, rank, row, row_stop, col, col_stop, *_ = columns
             return (
                 f"{self.steps.name(step)}, at rows {row}:{row_stop} and columns {col}:{col_stop} "
-                f"of {BUFFERS[buffer]} of rank {rank},"
+                f"of {self.buffers.names[buffer]} of rank {rank},"
             )
 
         return who
 
-    def _blocks(self) -> None:
-        """Where the blocks of all pairs of ranks leave and land, as ``[source, target]``."""
-        problem, ranks = self.problem, range(self.world)
-
-        def table(number: Callable[[int, int], int]) -> Ints:
-            return np.array([[number(src, dst) for dst in ranks] for src in ranks], np.int64)
-
-        if problem.kind.sums:  # each rank has the whole product
-            self.leaves = self.lands = np.zeros((self.world, self.world), np.int64)
-            self.block = self.leaves + problem.m
-        else:
-            self.leaves, self.lands = table(problem.leaves), table(problem.lands)
-            self.block = table(problem.block)
-        #: By buffer and rank, the first of the rows that land there; for staging each step says.
-        self.begins = np.zeros((len(BUFFERS), self.world), np.int64)
-        if problem.kind.sums and not problem.kind.returns:
-            self.begins[OUT] = problem.offsets[:-1]
+    def _matrices(self) -> None:
+        matrix, world = self.buffers.matrix, self.world
+        exchanges = {matrix[name]: one for name, one in self.asked.exchanges.items()}
+        self.route = {number: _Route(one, world) for number, one in exchanges.items()}
+        self.travels, self.sums, self.terms = np.zeros((3, len(matrix)), np.bool_)
+        for number, exchange in exchanges.items():
+            self.travels[number] = True
+            self.sums[number], self.terms[number] = exchange.sums, exchange.terms
+        self.contraction: dict[int, Contraction] = {}
+        self.summed = np.zeros((len(matrix), world), np.int64)
+        self.transposed = np.zeros(len(matrix), np.bool_)
+        for contraction in self.asked.contractions:
+            number = matrix[contraction.out]
+            self.contraction[number] = contraction
+            self.summed[number] = contraction.summed
+            self.transposed[number] = contraction.transposed
 
     def _inside(self) -> None:
         """No access leaves its buffer."""
-        shapes = [[self.steps.shape(name, plan) for plan in self.steps.plans] for name in BUFFERS]
+        shapes = [
+            [self.steps.shape(buffer, rank) for rank in range(self.world)]
+            for buffer in self.steps.buffers
+        ]
         access = self.access
         home = access.buffer * self.world + access.rank
         rows, cols = (np.take(size, home) for size in np.moveaxis(np.array(shapes), 2, 0))
@@ -114,13 +138,14 @@ class Footprint:
 
     def _regions(self, regions: Sequence[Region], step: Ints) -> Regions:
         names, *bounds = unzipped(regions, Region)
-        numbers = dict.fromkeys(names, -1) | {name: i for i, name in enumerate(BUFFERS)}
+        known = {name: i for i, name in enumerate(self.buffers.names)}
+        numbers = dict.fromkeys(names, -1) | known
         buffer = ints(map(numbers.__getitem__, names))
         demand(buffer >= 0, self.steps.by_step(step), "names no buffer")
-        found = Regions(buffer, *map(ints, bounds))
-        known = (found.rank >= 0) & (found.rank < self.world)
-        demand(known, self.steps.by_step(step), "names no rank")
-        return found
+        columns = Regions(buffer, *map(ints, bounds))
+        inside = (columns.rank >= 0) & (columns.rank < self.world)
+        demand(inside, self.steps.by_step(step), "names no rank")
+        return columns
 
     def _terms(self, terms: Iterable[int]) -> Ints:
         """Numbers for sets of ranks, since the bits of an int64 hold no more than 63 ranks."""
@@ -129,54 +154,66 @@ class Footprint:
             self.numbers.setdefault(mask, len(self.numbers))
         return ints(map(self.numbers.__getitem__, masks))
 
-    def _of_block(self, regions: Regions, src: Ints, dst: Ints, needs: Bools, who: Who) -> Ints:
+    def _begins(self, regions: Regions) -> Ints:
+        """The numbers of the first rows of the buffers."""
+        begins: Ints = self.buffers.begins[regions.buffer, regions.rank]
+        return begins
+
+    def _way(
+        self, matrix: Ints, row: Ints, row_stop: Ints, src: Ints, dst: Ints, needs: Bools, who: Who
+    ) -> Ints:
         """For rows that leave, the distance from there to where they land; checks that they are in
         the block of the two ranks."""
-        first = self.leaves[src, dst]
-        inside = (first <= regions.row) & (regions.row_stop <= first + self.block[src, dst])
-        demand(inside | ~needs, who, "takes rows of another block")
-        return np.where(needs, self.lands[src, dst] - first, 0)
+        way = np.zeros(len(row), np.int64)
+        for number, route in self.route.items():
+            here = needs & (matrix == number)
+            first = route.leaves[src, dst]
+            inside = (first <= row) & (row_stop <= first + route.block[src, dst])
+            demand(inside | ~here, who, "takes rows of another block")
+            way += np.where(here, route.lands[src, dst] - first, 0)
+        return way
 
     def _transfers(self) -> tuple[Accesses, Accesses]:
+        of = self.buffers
         transfers = list(self.steps.of.transfer)
         for number in self.steps.collective:
             transfers[number] = None
         step = np.flatnonzero(bools(map(bool, transfers)))
-        sources, targets, named = unzipped(list(filter(None, transfers)), Transfer)
+        sources, targets, named, functions = unzipped(list(filter(None, transfers)), Transfer)
         who, me = self.steps.by_step(step), self.steps.rank[step]
         src, dst = self._regions(sources, step), self._regions(targets, step)
         terms = self._terms(named)
-        scatters = self.problem.kind.scatters
-        demand(
-            (terms > 0) == scatters, who, "does not say whose products it moves, or says so of A"
-        )
+        matrix = of.holds[src.buffer]
+        says = (terms > 0) == self.terms[matrix]
+        demand(says, who, "does not say whose products it moves, or says so of an operand")
         copy = bools(map("copy".__eq__, self.steps.of.op))[step]
         ends = (src.rank == me).astype(int) + (dst.rank == me)
         demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
         for region in (src, dst):
-            reached = np.isin(region.buffer, SHARED) | (region.rank == me)
-            reached |= (region.buffer == A) & self.problem.symmetric
+            reached = of.reachable[region.buffer] | (region.rank == me)
             demand(reached, who, "reaches memory of a peer that is not symmetric")
-        flows = SCATTER_FLOWS if scatters else GATHER_FLOWS
-        allowed = [source * len(BUFFERS) + target for source, target in flows]
-        flow = np.isin(src.buffer * len(BUFFERS) + dst.buffer, allowed)
-        demand(flow, who, "moves between the wrong buffers")
+        right = self._made(matrix, functions, copy, who) == of.holds[dst.buffer]
+        right &= ~of.operand[dst.buffer] & (of.leaves[src.buffer] | ~of.leaves[dst.buffer])
+        right &= np.where(copy, self.travels[matrix], True)
+        exact = of.itemsize[src.buffer] >= of.itemsize[dst.buffer]
+        exact &= ~copy | (of.dtype[src.buffer] == of.dtype[dst.buffer])
+        demand(right & exact, who, "moves between the wrong buffers")
         sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
         demand(sizes, who, "moves between regions of different sizes")
-        # The contents of staging are assumed to be what the target, or the signal after the copy,
-        # takes them for. The rules for reads check that.
-        lands = np.isin(src.buffer, LEAVING) & ~np.isin(dst.buffer, LEAVING)
-        way = self._of_block(src, src.rank, dst.rank, lands, who)
+        # What rows without a place hold is assumed to be what the target, or the signal after the
+        # copy, takes them for. The rules for reads check that.
+        lands = of.leaves[src.buffer] & ~of.leaves[dst.buffer]
+        way = self._way(matrix, src.row, src.row_stop, src.rank, dst.rank, lands, who)
         down, across = src.row - dst.row, src.col - dst.col
-        begins, staged = self.begins[dst.buffer, dst.rank], src.buffer == STAGING
-        here = np.where(staged, begins - down, self.begins[src.buffer, src.rank])
-        here_across = np.where(staged & (dst.buffer != STAGING), -across, 0)
-        on = np.flatnonzero(staged & (dst.buffer == STAGING))
+        begins, loose = self._begins(dst), ~of.placed[src.buffer]
+        here = np.where(loose, begins - down, self._begins(src))
+        here_across = np.where(loose & of.placed[dst.buffer], -across, 0)
+        on = np.flatnonzero(loose & ~of.placed[dst.buffer])
         posts = [self.steps.of.posts[number] for number in step[on]]
-        here[on] = ints(found[0].first if found else 0 for found in posts) - src.row[on]
+        here[on] = ints(signals[0].first if signals else 0 for signals in posts) - src.row[on]
         there, there_across = here + down + way, here_across + across
-        home = (dst.buffer == STAGING) | (there == begins) & (there_across == 0)
-        home &= ~np.isin(dst.buffer, LEAVING) | (src.rank == dst.rank)
+        home = ~of.placed[dst.buffer] | (there == begins) & (there_across == 0)
+        home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
         demand(home, who, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
         none, zero = filled(-1, len(step)), filled(0, len(step))
@@ -184,6 +221,20 @@ class Footprint:
             Accesses(step, *src, here, here_across, none, none, zero, terms, none),
             Accesses(step, *dst, there, there_across, none, none, zero, terms, none),
         )
+
+    def _made(self, matrix: Ints, functions: Sequence[str], copy: Bools, who: Who) -> Ints:
+        """The matrices that transfers leave: those that they move, unless they apply a function."""
+        made = matrix.copy()
+        names = list(self.buffers.matrix)
+        for at in np.flatnonzero(bools(functions)).tolist():
+            name = functions[at], names[matrix[at]]
+            result = self.asked.functions.get(name)
+            if result is None or copy[at] or self.terms[matrix[at]]:
+                raise PlanError(
+                    f"{who(at)} applies the function {name[0]!r}, which is not asked for"
+                )
+            made[at] = self.buffers.matrix.get(result, -1)
+        return made
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
         """A signal posted after a copy gates the rows that were copied."""
@@ -197,121 +248,192 @@ class Footprint:
         demand(gated | (at < 0), self.signals.posts.who, "gates other rows than those copied")
 
     def _products(self) -> tuple[Accesses, Accesses]:
-        problem = self.problem
-        found, step = self.steps.held(self.steps.of.products)
-        made = unzipped(found, Product)
+        of = self.buffers
+        products, step = self.steps.held(self.steps.of.products)
+        made = unzipped(products, Product)
         who, me = self.steps.by_step(step), self.steps.rank[step]
-        a, out = self._regions(made.a, step), self._regions(made.out, step)
-        k_first, k_last, adds, batch = map(
-            ints, (made.k_first, made.k_last, made.accumulate, made.batch)
-        )
-        inner = problem.kind.inner
-        turned = bools(made.transposed)
-        demand(turned == inner, who, "multiplies A the wrong way round")
-        summed, left = (a.rows, a.cols) if inner else (a.cols, a.rows)
-        fits = (summed == k_last - k_first) & (left == out.rows)
-        fits &= (batch == 1) if inner else (batch > 0)
+        a, b, out = (self._regions(regions, step) for regions in (made.a, made.b, made.out))
+        adds, batch = ints(made.accumulate), ints(made.batch)
+        matrix = of.holds[out.buffer]
+        inner = self.transposed[matrix]
+        demand(bools(made.transposed) == inner, who, "multiplies A the wrong way round")
+        summed, left = np.where(inner, (a.rows, a.cols), (a.cols, a.rows))
+        fits = (summed == b.rows) & (left == out.rows) & (b.cols == out.cols) & (b.col == out.col)
+        fits &= np.where(inner, batch == 1, batch > 0)
         demand(fits, who, "multiplies regions that do not fit")
-        demand((a.rank == me) & (out.rank == me), who, "multiplies at a peer")
-        if problem.kind.scatters:
-            whole = (k_first == 0) & (k_last == problem.k)
-            demand(whole, who, "multiplies part of k")
-            targets = np.where(adds > 0, among(out.buffer, STAGING, OUT), out.buffer != STAGING)
-            buffers = (a.buffer == A) & targets & among(out.buffer, STAGING, OUT, PARTIAL, PUBLISH)
-        else:
-            whole = (out.col == 0) & (out.col_stop == problem.n)
-            demand(whole, who, "multiplies in part of the columns")
-            buffers = among(a.buffer, A, STAGING, GATHERED) & among(out.buffer, SUM, OUT)
-            exact = (adds == 0) | (out.buffer == SUM) | (not problem.rounds)
-            demand(exact, who, "adds to what has been rounded")
-        demand(buffers, who, "multiplies in the wrong buffers")
-        adds, joins, terms = self._joined(made, adds, me, who)
+        local = (a.rank == me) & (b.rank == me) & (out.rank == me)
+        demand(local, who, "multiplies at a peer")
+        demand(self._asked_for(a, b, out), who, "multiplies in the wrong buffers")
+        joined = self.terms[matrix]
+        k_first = np.where(of.placed[b.buffer], b.row + self._begins(b), a.col)
+        k_last = k_first + b.rows
+        whole = (k_first == 0) & (k_last == self.summed[matrix, me])
+        demand(whole | ~joined, who, "multiplies part of k")
+        exact = (adds == 0) | (of.itemsize[out.buffer] >= 4) | joined
+        demand(exact, who, "adds to what has been rounded")
+        # A block of a peer is added to where it landed, or in the result; all else is made anew.
+        placed = np.where(adds > 0, ~of.leaves[out.buffer], of.placed[out.buffer])
+        demand(~of.operand[out.buffer] & placed, who, "multiplies in the wrong buffers")
+        adds, joins, terms = self._joined(made, adds, joined, me, who)
         which = np.flatnonzero(bools(map(bool, made.addend)))
-        adding = step[which]
+        scaled = np.flatnonzero(bools(map(bool, made.scales)))
+        self._scaled(matrix, made.scales, who)
+        added = self._addends([products[index] for index in which], step[which])
         # One access for each product of a batch.
         each = np.repeat(np.arange(len(step)), batch)
         turn = np.arange(len(each)) - np.repeat(np.cumsum(batch) - batch, batch)
         a = a.at(each).down(turn * ints(made.a_stride)[each])
         out = out.at(each).down(turn * ints(made.out_stride)[each])
-        k_first, k_last, adds, step = k_first[each], k_last[each], adds[each], step[each]
-        who, mine, kept = self.steps.by_step(step), a.buffer == A, ~np.isin(out.buffer, LEAVING)
-        way = self._of_block(a, a.rank, out.rank, mine & kept, who)
-        begins = self.begins[out.buffer, out.rank]
-        # The row and the column of the gathered A at which the product's piece begins.
-        row, col = (k_first, out.row) if inner else (out.row + begins, k_first)
+        b, step, inner, matrix = b.at(each), step[each], inner[each], matrix[each]
+        k_first, k_last, adds = k_first[each], k_last[each], adds[each]
+        who, fixed = self.steps.by_step(step), of.placed[a.buffer]
+        way = self._way(
+            of.holds[a.buffer], a.row, a.row_stop, a.rank, a.rank, of.leaves[a.buffer], who
+        )
+        first = self._begins(a) + a.row + way
+        lands = ~of.leaves[out.buffer] & fixed & ~inner
+        way = self._way(matrix, first, first + a.rows, out.rank, out.rank, lands, who)
+        begins = self._begins(out)
+        # The row and the column of the matrix that is multiplied at which the piece begins.
+        row, col = np.where(inner, (k_first, out.row + begins), (out.row + begins, k_first))
         across = col - a.col
-        there = np.where(mine, begins + a.row + way - row, begins)
-        home = (there == begins) | (out.buffer == STAGING)
-        demand(home & ((across == 0) | ~mine), who, "multiplies its own rows into a peer's")
-        here = np.where(mine, 0, row - a.row)
+        there = np.where(fixed, begins + first + way - row, begins)
+        home = (there == begins) | (~of.placed[out.buffer] & ~inner)
+        demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
+        here = np.where(fixed, self._begins(a), row - a.row)
         none, zero = filled(-1, len(each)), filled(0, len(each))
-        read = Accesses(step, *a, here, across, none, none, zero, zero, none)
-        added = self._addends([found[index] for index in which], adding)
+        reads = [Accesses(step, *a, here, across, none, none, zero, zero, none), added]
+        other = np.flatnonzero(~of.operand[b.buffer])  # operands are never written
+        reads.append(self._plain(step[other], b.at(other), (k_first - b.row)[other]))
+        if len(scaled):
+            reads.append(self._scales(products, each, turn, step, here, fixed, who))
         return (
-            Accesses(*map(np.concatenate, zip(read, added, strict=True))),
+            Accesses(*map(np.concatenate, zip(*reads, strict=True))),
             Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
         )
 
+    def _plain(self, step: Ints, regions: Regions, down: Ints) -> Accesses:
+        """Reads of operands that are in the order in which they landed."""
+        none, zero = filled(-1, len(step)), filled(0, len(step))
+        return Accesses(step, *regions, down, zero, none, none, zero, zero, none)
+
+    def _asked_for(self, a: Regions, b: Regions, out: Regions) -> Bools:
+        """Whether the product of two matrices is asked for."""
+        of, count = self.buffers, len(self.buffers.matrix)
+
+        def number(a: Any, b: Any, out: Any) -> Any:
+            return (a * count + b) * count + out
+
+        wanted = [
+            number(*(of.matrix[name] for name in (one.a, one.b, one.out)))
+            for one in self.asked.contractions
+        ]
+        known: Bools = np.isin(number(*(of.holds[one.buffer] for one in (a, b, out))), wanted)
+        return known
+
+    def _scaled(self, matrix: Ints, scales: Sequence[tuple[Region, ...]], who: Who) -> None:
+        """Products are scaled by what the specification names."""
+        of = self.buffers
+        names = {name: of.holds[i] for i, name in enumerate(of.names)}
+        for number, contraction in self.contraction.items():
+            wanted = [of.matrix[name] for name in contraction.scales]
+            for at in np.flatnonzero(matrix == number).tolist() if wanted else ():
+                if [names.get(one.buffer, -1) for one in scales[at]] != wanted:
+                    raise PlanError(f"{who(at)} is not scaled as asked for")
+        bare = bools(self.contraction[number].scales for number in matrix.tolist())
+        demand(bare | ~bools(scales), who, "is scaled, which is not asked for")
+
+    def _scales(
+        self,
+        products: list[Product],
+        each: Ints,
+        turn: Ints,
+        step: Ints,
+        here: Ints,
+        fixed: Bools,
+        who: Who,
+    ) -> Accesses:
+        """Reads of the factors of the rows of a; those of b are operands."""
+        of = self.buffers
+        made = [products[index] for index in each.tolist()]
+        factors = self._regions([one.scales[0] for one in made], step)
+        factors = factors.down(turn * ints(one.a_stride for one in made))
+        right = self._regions([one.scales[1] for one in made], step)
+        a = self._regions([one.a for one in made], step).down(turn * ints(o.a_stride for o in made))
+        fits = (factors.rows == a.rows) & (factors.cols == 1) & (factors.rank == a.rank)
+        fits &= of.operand[right.buffer] & (right.rank == a.rank)
+        fits &= (right.col == ints(one.out.col for one in made)) & (right.rows == 1)
+        fits &= right.cols == ints(one.out.cols for one in made)
+        demand(fits, who, "is scaled by regions that do not fit")
+        down = np.where(
+            of.placed[factors.buffer], self._begins(factors), a.row + here - factors.row
+        )
+        same = ~of.placed[factors.buffer] | (factors.row == a.row) & fixed
+        demand(same, who, "is scaled by factors of other rows")
+        return self._plain(step, factors, down)
+
     def _addends(self, products: list[Product], step: Ints) -> Accesses:
         """Reads of the sums that products add themselves to and that are in another place."""
-        made = unzipped(products, Product)
+        of, made = self.buffers, unzipped(products, Product)
         who = self.steps.by_step(step)
         addend, out = self._regions(made.addend, step), self._regions(made.out, step)
         fits = (addend.rows == out.rows) & (addend.col == out.col) & (addend.cols == out.cols)
         fits &= (ints(made.batch) == 1) & (ints(made.accumulate) == 0)
         demand(fits, who, "adds itself to a region that does not fit")
-        local = (addend.rank == self.steps.rank[step]) & among(addend.buffer, STAGING)
-        demand(local & (out.buffer == OUT), who, "adds itself to the wrong buffer")
-        down = out.row + self.begins[out.buffer, out.rank] - addend.row
+        right = (addend.rank == self.steps.rank[step]) & ~of.placed[addend.buffer]
+        right &= (of.holds[addend.buffer] == of.holds[out.buffer]) & of.result[out.buffer]
+        demand(right, who, "adds itself to the wrong buffer")
+        down = out.row + self._begins(out) - addend.row
         none, zero = filled(-1, len(step)), filled(0, len(step))
         terms = self._terms(made.terms)
         return Accesses(step, *addend, down, zero, none, none, zero, terms, none)
 
-    def _joined(self, made: Any, adds: Ints, me: Ints, who: Who) -> tuple[Ints, ...]:
+    def _joined(self, made: Any, adds: Ints, joined: Bools, me: Ints, who: Who) -> tuple[Ints, ...]:
         """Which products add a part of k, which sums the others add to, and whose products all
-        leave."""
+        leave. ``joined``: products that travel, which are added to those of other ranks."""
         added = bools(map(bool, made.addend))
-        if not self.problem.kind.scatters:
-            plain = ~(bools(map(bool, made.terms)) | added)
-            demand(plain, who, "adds itself to what another rank made")
-            return adds, filled(-1, len(adds)), filled(0, len(adds))
-        joined = (adds > 0) | added
-        said = bools(mask > 0 for mask in made.terms) == joined
-        demand(said, who, "does not say whose products it adds itself to")
+        plain = ~(bools(map(bool, made.terms)) | added)
+        demand(plain | joined, who, "adds itself to what another rank made")
+        joins = joined & ((adds > 0) | added)
+        said = bools(mask > 0 for mask in made.terms) == joins
+        demand(said | ~joined, who, "does not say whose products it adds itself to")
         own = [1 << rank for rank in me.tolist()]
         pairs = list(zip(made.terms, own, strict=True))
         new = np.array([not mask & mine for mask, mine in pairs], np.bool_)
-        demand(new, who, "adds itself to a sum that it is in")
-        joins = np.where(adds > 0, self._terms(made.terms), -1)
-        return np.zeros_like(adds), joins, self._terms(mask | mine for mask, mine in pairs)
+        demand(new | ~joined, who, "adds itself to a sum that it is in")
+        earlier = np.where(joined & (adds > 0), self._terms(made.terms), -1)
+        terms = np.where(joined, self._terms(mask | mine for mask, mine in pairs), 0)
+        return np.where(joined, 0, adds), earlier, terms
 
     def _reductions(self) -> tuple[Accesses, Accesses]:
+        of = self.buffers
         made: list[Reduction] = []
         numbers: list[int] = []
         if "reduce" in self.steps.operations:
             made = list(filter(None, self.steps.of.reduction))
-            numbers = [number for number, found in enumerate(self.steps.of.reduction) if found]
+            numbers = [number for number, one in enumerate(self.steps.of.reduction) if one]
         step = np.array(numbers, np.int64)
         who, me = self.steps.by_step(step), self.steps.rank[step]
         parts = ints(len(reduction.parts) for reduction in made)
         named = ints(len(reduction.terms) for reduction in made)
-        some = (parts > 0) & (parts == named) & self.problem.kind.sums
-        demand(some, who, "does not say whose products it sums")
-        left = self._terms(map(self._summed, made, step.tolist()))
         out = self._regions([reduction.out for reduction in made], step)
+        some = (parts > 0) & (parts == named) & self.sums[of.holds[out.buffer]]
+        demand(some, who, "does not say whose products it sums")
+        left = self._terms(map(self._union, made, step.tolist()))
         each = np.repeat(np.arange(len(made)), parts)
         part_step = step[each]
         part = self._regions([p for reduction in made for p in reduction.parts], part_step)
         who, here = self.steps.by_step(part_step), out.at(each)
-        local = (part.rank == me[each]) & among(part.buffer, PARTIAL, STAGING)
-        local |= part.buffer == PUBLISH  # peers may read it
-        local &= (here.rank == me[each]) & (here.buffer == OUT)
+        local = (part.rank == me[each]) | (of.reachable[part.buffer] & of.leaves[part.buffer])
+        local &= of.holds[part.buffer] == of.holds[here.buffer]
+        local &= ~of.operand[part.buffer] & ~of.result[part.buffer]
+        local &= (here.rank == me[each]) & of.result[here.buffer]
         demand(local, who, "sums in the wrong buffers")
         sizes = (part.rows == here.rows) & (part.cols == here.cols)
         demand(sizes, who, "sums regions of different sizes")
-        begins = self.begins[out.buffer, out.rank]
+        begins = self._begins(out)
         down, across = here.row + begins[each] - part.row, here.col - part.col
-        home = (part.buffer == STAGING) | (down == 0) & (across == 0)
+        home = ~of.placed[part.buffer] | (down == 0) & (across == 0)
         demand(home, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in made for mask in reduction.terms)
         none, zero = filled(-1, len(each)), filled(0, len(each))
@@ -319,7 +441,7 @@ class Footprint:
         none, zero = none[: len(made)], zero[: len(made)]
         return reads, Accesses(step, *out, begins, zero, none, none, zero, left, none)
 
-    def _summed(self, reduction: Reduction, step: int) -> int:
+    def _union(self, reduction: Reduction, step: int) -> int:
         """The ranks whose products a reduction sums: in the order of ranks, each of them once."""
         union = 0
         for mask in reduction.terms:
@@ -332,28 +454,31 @@ class Footprint:
 
     def _collectives(self) -> tuple[Accesses, Accesses]:
         """Accesses of collectives: on each rank one moves everything to where it belongs."""
+        of = self.buffers
         reads: list[tuple[int, ...]] = []
         writes: list[tuple[int, ...]] = []
-        kind, everyone = self.problem.kind, (1 << self.world) - 1
+        everyone = (1 << self.world) - 1
         for number in self.steps.collective:
             rank, transfer = int(self.steps.rank[number]), self.steps.all[number].transfer
-            ends = ("a", "gathered")
-            if kind.scatters:
-                ends = ("out" if kind.returns else "partial", "out")
-            src, dst = (
-                Region(end, rank, 0, rows, 0, cols)
-                for end in ends
-                for rows, cols in [self.steps.shape(end, self.steps.plans[rank])]
-            )
-            if transfer != (src, dst, 0):
+            assert transfer is not None
+            src, dst, *_ = transfer
+            ends = self._regions([src, dst], np.array([number] * 2))
+            source, target = ends.buffer.tolist()
+            whole = [
+                Region(one.buffer, rank, 0, rows, 0, cols)
+                for one, at in zip((src, dst), (source, target), strict=True)
+                for rows, cols in [self.steps.shape(self.steps.buffers[at], rank)]
+            ]
+            matrix = int(of.holds[source])
+            terms = self.terms[matrix]
+            right = of.holds[target] == matrix and self.travels[matrix]
+            right &= bool(of.leaves[source] or source == target and self.sums[matrix])
+            right &= bool(not of.leaves[target] and (of.result[target] or not terms))
+            if not right or [src, dst] != whole or tuple(transfer[2:]) != (0, ""):
                 raise PlanError(f"{self.steps.name(number)} moves something else than the whole")
-            mine, all_terms = (
-                int(self._terms([mask if kind.scatters else 0])[0])
-                for mask in (1 << rank, everyone)
-            )
-            source, target = BUFFERS.index(src.buffer), BUFFERS.index(dst.buffer)
+            mine, all_terms = self._terms([1 << rank, everyone] if terms else [0, 0]).tolist()
             reads.append((number, source, *src[1:], 0, 0, -1, -1, 0, mine, -1))
-            rest = int(self.begins[target, rank]), 0, -1, -1, 0
-            joins = mine if kind.returns else -1
+            rest = int(of.begins[target, rank]), 0, -1, -1, 0
+            joins = mine if source == target else -1
             writes.append((number, target, *dst[1:], *rest, all_terms, joins))
         return Accesses.of(reads), Accesses.of(writes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ficco.plan.check.accesses import SHARED, A, Footprint
+from ficco.plan.check.accesses import Footprint
 from ficco.plan.check.columns import Ints
 from ficco.plan.check.order import Order
 from ficco.plan.check.rules import Claim, demand
@@ -15,7 +15,7 @@ from ficco.plan.check.steps import Steps
 def call_claims(steps: Steps, signals: Signals, footprint: Footprint, order: Order) -> list[Claim]:
     """Check what ranks touch of each other's slots and inputs, and return what that claims."""
     access, me = footprint.access, steps.rank[footprint.access.step]
-    shared = np.isin(access.buffer, SHARED) | (access.rank != me)
+    shared = footprint.buffers.slot[access.buffer] | (access.rank != me)
     found = [(access.step[shared], access.rank[shared])]
     for uses in (signals.posts, signals.waits, signals.clears):
         # The post that hands a slot over is for the next call.
@@ -40,7 +40,7 @@ def call_claims(steps: Steps, signals: Signals, footprint: Footprint, order: Ord
     why = "uses the slot of a peer that has not handed it over"
     handed_over = Claim(waits[steps.rank[first], home], first, steps.by_step(first), why)
     # A peer's input is valid once that peer has begun this call.
-    inputs = (access.buffer == A) & (access.rank != me)
+    inputs = footprint.buffers.operand[access.buffer] & (access.rank != me)
     home, first, _ = _touches(steps, access.step[inputs], access.rank[inputs])
     begun, who = _heard(steps, signals, order)[steps.rank[first], home], steps.by_step(first)
     why = "reads the input of a peer that may not have begun this call"

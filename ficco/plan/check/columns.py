@@ -85,11 +85,6 @@ def cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     return ends[order][new], first, last - first
 
 
-def among(buffer: Ints, *wanted: int) -> Bools:
-    found: Bools = np.isin(buffer, wanted)
-    return found
-
-
 def filled(value: int, count: int) -> Ints:
     """A column of one repeated number, without memory of its own."""
     return np.broadcast_to(np.int64(value), count)

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ficco.plan.check.accesses import BUFFERS, GATHERED, OUT, STAGING, SUM, A, Footprint
-from ficco.plan.check.columns import Accesses, Bools, Ints, cut, ints
+from ficco.plan.check.accesses import Footprint
+from ficco.plan.check.columns import Accesses, Bools, Ints, cut
 from ficco.plan.check.order import Order
 from ficco.plan.check.rules import Claim, PlanError, demand
-from ficco.plan.check.steps import Steps
 
 
 class _Visits(NamedTuple):
@@ -39,15 +38,23 @@ class _Visits(NamedTuple):
 def memory_claims(footprint: Footprint, order: Order) -> list[Claim]:
     """Check the rules for every rectangle that no access divides, and return what they claim."""
     visits = _visits(footprint, order)
-    summed = ints(map(footprint.problem.b_rows, range(footprint.world)))  # by rank
     return [
-        _read(footprint, visits, summed),
-        _written(footprint, visits, summed),
+        _read(footprint, visits),
+        _written(footprint, visits),
         _overwritten(footprint, visits),
     ]
 
 
-def _read(footprint: Footprint, visits: _Visits, summed: Ints) -> Claim:
+def _summed(footprint: Footprint, each: Ints) -> Ints:
+    """The length of what products sum over that make the matrix of each access."""
+    access = footprint.access
+    lengths: Ints = footprint.summed[
+        footprint.buffers.holds[access.buffer[each]], access.rank[each]
+    ]
+    return lengths
+
+
+def _read(footprint: Footprint, visits: _Visits) -> Claim:
     """Each read, and the write before it."""
     access, reads = footprint.access, ~visits.write
     before = visits.before[reads]
@@ -59,14 +66,14 @@ def _read(footprint: Footprint, visits: _Visits, summed: Ints) -> Claim:
     demand(_same_piece(access, old, new), who, "reads another piece than it should")
     same = access.terms[old] == access.terms[new]
     demand(same, who, "finds the products of other ranks than it says")
-    done = (access.buffer[new] != SUM) | (visits.k_last[before] == summed[access.rank[new]])
+    done = (visits.k_first[before] < 0) | (visits.k_last[before] == _summed(footprint, new))
     demand(done, who, "rounds before the last term")
     return Claim(access.step[old], access.step[new], who, "may read before it is written")
 
 
-def _written(footprint: Footprint, visits: _Visits, summed: Ints) -> Claim:
+def _written(footprint: Footprint, visits: _Visits) -> Claim:
     """Each write, and the write before it."""
-    access, write, sums = footprint.access, visits.write, footprint.problem.kind.sums
+    access, write, buffers = footprint.access, visits.write, footprint.buffers
     before, last_of_all = visits.before[write], visits.behind[write] < 0
     old, new = visits.each[before], visits.each[write]
     who, again = footprint.by_access(new), before >= 0
@@ -74,7 +81,7 @@ def _written(footprint: Footprint, visits: _Visits, summed: Ints) -> Claim:
     first, last, so_far = visits.k_first[write], visits.k_last[write], visits.k_last[before]
     more = adds | (joins >= 0)
     demand(again | ~more, who, "adds to what nobody has written")
-    demand(~again | more | (access.buffer[new] == STAGING), who, "is written twice")
+    demand(~again | more | ~buffers.placed[access.buffer[new]], who, "is written twice")
     demand(~more | _same_piece(access, old, new), who, "adds to another piece than it should")
     same = (joins < 0) | (joins == access.terms[old])
     demand(same, who, "adds itself to the products of other ranks than it says")
@@ -82,11 +89,12 @@ def _written(footprint: Footprint, visits: _Visits, summed: Ints) -> Claim:
     demand(once, who, "adds the same part of k twice")
     begin = np.where(adds, so_far, 0)
     demand((first < 0) | (first == begin), who, "leaves out part of k")
-    done = (first < 0) | ~last_of_all | (last == summed[access.rank[new]])
+    done = (first < 0) | ~last_of_all | (last == _summed(footprint, new))
     demand(done, who, "does not cover all of k")
     # Rows of an all-to-all have a place for each rank, so that this need not be shown for them.
-    whole = footprint.numbers.get((1 << footprint.world) - 1, -1) if sums else -1
-    final = last_of_all & (access.buffer[new] == OUT) & sums
+    whole = footprint.numbers.get((1 << footprint.world) - 1, -1)
+    final = last_of_all & buffers.result[access.buffer[new]]
+    final &= footprint.sums[buffers.holds[access.buffer[new]]]
     demand(~final | (access.terms[new] == whole), who, "leaves out the product of a rank")
     # If there is a read in between, the rules for that read cover both writes.
     bare = again & (before == np.flatnonzero(write) - 1)
@@ -105,8 +113,8 @@ def _overwritten(footprint: Footprint, visits: _Visits) -> Claim:
 
 def _visits(footprint: Footprint, order: Order) -> _Visits:
     """The visits of all accesses; every element of the results is in one of them."""
-    # The caller's shards are left out: they are never written.
-    kept = np.flatnonzero(footprint.access.buffer != A)
+    # The caller's operands are left out: they are never written.
+    kept = np.flatnonzero(~footprint.buffers.operand[footprint.access.buffer])
     step, buffer, rank, *bounds = (column[kept] for column in footprint.access[:7])
     home = buffer * footprint.world + rank
     rows, row, row_count = cut(home, *bounds[:2])
@@ -132,7 +140,7 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
 
     first = by_cell[write & (before < 0)]
     area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
-    _covered(footprint.steps, home[each[write & (before < 0)]], area)
+    _covered(footprint, home[each[write & (before < 0)]], area)
     k_first, k_last = _parts(footprint, kept[each], cell)
     return _Visits(kept[each], write, before, behind, k_first, k_last)
 
@@ -143,10 +151,12 @@ def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
     Rows of a transposed A come in any order. If none comes twice, they are numbered in the
     order in which they come.
     """
-    k_first, k_last = footprint.access.k_first[each], footprint.access.k_last[each]
-    if not footprint.problem.kind.inner:
+    access = footprint.access
+    k_first, k_last = access.k_first[each], access.k_last[each]
+    any_order = footprint.transposed[footprint.buffers.holds[access.buffer[each]]]
+    adding = np.flatnonzero((k_first >= 0) & any_order)
+    if not len(adding):
         return k_first, k_last
-    adding = np.flatnonzero(k_first >= 0)
     home, first, last = cell[adding], k_first[adding], k_last[adding]
     rising = np.lexsort((last, first, home))
     one, two = rising[:-1], rising[1:]
@@ -169,16 +179,16 @@ def _same_piece(access: Accesses, one: Ints, two: Ints) -> Bools:
     return same
 
 
-def _covered(steps: Steps, home: Ints, area: Ints) -> None:
+def _covered(footprint: Footprint, home: Ints, area: Ints) -> None:
     """Every element of the results is written."""
-    written = np.zeros(len(BUFFERS) * steps.world, np.int64)
+    steps = footprint.steps
+    written = np.zeros(len(steps.buffers) * steps.world, np.int64)
     np.add.at(written, home, area)
-    for buffer in (OUT, GATHERED):
-        for plan in steps.plans:
-            rows, cols = steps.shape(BUFFERS[buffer], plan)
-            found = int(written[buffer * steps.world + plan.rank])
-            if found != rows * cols:
+    for number, buffer in enumerate(steps.buffers):
+        for rank in range(steps.world) if buffer.memory == "result" else ():
+            rows, cols = steps.shape(buffer, rank)
+            count = int(written[number * steps.world + rank])
+            if count != rows * cols:
                 raise PlanError(
-                    f"rank {plan.rank}: {found} of {rows * cols} elements of "
-                    f"{BUFFERS[buffer]} are written"
+                    f"rank {rank}: {count} of {rows * cols} elements of {buffer.name} are written"
                 )

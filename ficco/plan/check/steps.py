@@ -13,6 +13,8 @@ import numpy as np
 from ficco.plan.check.columns import Ints, ints, unzipped
 from ficco.plan.check.rules import PlanError, Who
 from ficco.plan.model import Plan, Step
+from ficco.plan.parts import in_parts
+from ficco.specification import Buffer
 
 #: By operation, whether a step holds a transfer, products, a reduction.
 HOLDS = {
@@ -36,16 +38,21 @@ class Steps:
         lanes: by number of each lane, its rank and name.
         operations: those that occur.
         collective: the steps that are collectives.
+        buffers: those of all ranks, in one order.
     """
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         if not plans:
             raise PlanError("no plans")
+        try:
+            plans = [in_parts(plan, concurrent=True) for plan in plans]
+        except NotImplementedError as error:
+            raise PlanError(str(error)) from None
         self.plans = plans
-        self.problem = plans[0].problem
+        self.asked = plans[0].problem.specification
         self.world = len(plans)
         self.words = plans[0].words
-        self.gathers = plans[0].gathers
+        self.buffers: list[Buffer] = []
         self.all: list[Step] = list(chain.from_iterable(plan.steps for plan in plans))
         sizes = [len(plan.steps) for plan in plans]
         self.start = np.cumsum([0, *sizes])
@@ -75,29 +82,35 @@ class Steps:
         step = np.repeat(np.arange(len(column)), ints(map(len, column)))
         return list(chain.from_iterable(column)), step
 
-    def shape(self, name: str, plan: Plan) -> tuple[int, int]:
-        """Rows and columns of a rank's buffer; none if the plan has no such buffer."""
-        there = {"publish": plan.publish, "sum": plan.sums, "gathered": self.gathers}
-        return plan.shape(name) if there.get(name, True) else (0, 0)
-
     def _whole(self) -> None:
         """The plans are those of all ranks for one problem."""
-        problem, first = self.problem, self.plans[0]
-        if self.world != problem.world:
-            raise PlanError(f"{self.world} plans for {problem.world} ranks")
-        shared = attrgetter("problem", "schedule", "words", "room")
+        first = self.plans[0]
+        if self.world != first.problem.world:
+            raise PlanError(f"{self.world} plans for {first.problem.world} ranks")
+        shared = attrgetter("problem", "schedule", "words", "offsets")
+        by_name: dict[str, Buffer] = {}
         for rank, plan in enumerate(self.plans):
             if plan.rank != rank or shared(plan) != shared(first):
                 raise PlanError(f"rank {rank} holds a plan of something else")
-            if plan.staging[1] != first.staging[1]:
-                raise PlanError(f"rank {rank} has another row pitch of staging than rank 0")
-            for buffer, room in zip(("staging", "publish"), plan.room, strict=True):
-                rows, cols = self.shape(buffer, plan)
-                if rows * cols * problem.itemsize > room:
-                    raise PlanError(f"rank {rank}: staging or publish is larger than its room")
+            for buffer in plan.buffers:
+                if buffer != by_name.setdefault(buffer.name, buffer):
+                    raise PlanError(f"rank {rank} has another buffer {buffer.name} than others")
+            if len(plan.buffer) != len(plan.buffers):
+                raise PlanError(f"rank {rank} has two buffers of one name")
+        self.buffers = list(by_name.values())
+        theirs = [buffer for buffer in self.buffers if buffer.memory in ("operand", "result")]
+        if theirs != [*self.asked.operands, *self.asked.results]:
+            raise PlanError("the operands and results are not those that are specified")
+        for buffer in self.buffers:
+            if len(buffer.shapes) != self.world:
+                raise PlanError(f"buffer {buffer.name} does not have a shape for each rank")
         for rank, lane in self.lanes:
-            if not re.fullmatch(r"(compute|copy|reduce)\d+|sync", lane):
+            if not re.fullmatch(r"(compute|copy|reduce)\d+(/\d+)?|sync", lane):
                 raise PlanError(f"rank {rank}: there is no lane {lane!r}")
+
+    def shape(self, buffer: Buffer, rank: int) -> tuple[int, int]:
+        """Rows and columns of a buffer; none where the rank's plan does not list it."""
+        return buffer.shapes[rank] if buffer.name in self.plans[rank].buffer else (0, 0)
 
     def _shapes(self) -> None:
         """A step holds what its operation requires, and nothing else."""

@@ -1,0 +1,137 @@
+"""Takes apart the steps whose signals gate or announce only some of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from ficco.plan.model import Plan, Product, Region, Signal, Step
+
+
+class _Part(NamedTuple):
+    """A step of its own, and the parts of the same step that it comes after."""
+
+    step: Step
+    after: tuple[int, ...] = ()
+
+
+def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
+    """The same Plan, whose signals are waited for and posted by whole steps.
+
+    A step with ``gates`` or ``announces`` becomes a step for each gate, for each range of rows
+    between the bounds of its signals, and for each announcement. They follow each other on the
+    step's lane: rows that nothing gates, then each gate and the rows that it lets through. With
+    ``concurrent`` each has a lane of its own, such as ``compute0/1``, and comes only after what it
+    depends on. A kernel whose tiles wait one by one guarantees no more than that.
+
+    Raises:
+        NotImplementedError: such a step is no matmul, a batch, or transposed.
+    """
+    if all(step.whole for step in plan.steps):
+        return plan
+    steps: list[Step] = []
+    became: list[tuple[int, ...]] = []  # by step, the indices of its parts
+    latest: dict[str, tuple[int, ...]] = {}  # by lane, the parts of its latest step
+    for step in plan.steps:
+        after = tuple(i for old in step.after for i in became[old])
+        before = latest.get(step.lane, ())
+        begin = len(steps)
+        if step.whole:
+            forked = tuple(i for i in before if steps[i].lane != step.lane)
+            steps.append(step._replace(after=after + forked))
+        else:
+            for number, part in enumerate(_parts(plan, step)):
+                if concurrent:
+                    lane = f"{step.lane}/{number}"
+                    local = tuple(begin + i for i in part.after)
+                    steps.append(part.step._replace(lane=lane, after=after + before + local))
+                else:
+                    steps.append(part.step._replace(after=() if number else after))
+        became.append(tuple(range(begin, len(steps))))
+        latest[step.lane] = became[-1]
+    return replace(plan, steps=tuple(steps))
+
+
+def _parts(plan: Plan, step: Step) -> list[_Part]:
+    """The parts of a step, in the order in which they run one after the other."""
+    if step.op != "matmul" or any(one.batch > 1 or one.transposed for one in step.products):
+        raise NotImplementedError(
+            f"step {step.label!r}: signals gate or announce rows of matrix products that are "
+            "neither a batch nor transposed"
+        )
+    parts: list[_Part] = []
+    opened: dict[Signal, int] = {}  # gate -> its part
+    made: list[tuple[int, int, int]] = []  # rows, and the part that makes them
+    bare = Step("sync", step.lane, step.label)
+    if step.waits or step.clears:
+        parts.append(_Part(bare._replace(waits=step.waits, clears=step.clears)))
+    first = tuple(range(len(parts)))
+    pieces = sorted(_pieces(plan, step), key=lambda piece: _turn(step, *piece[:2]))
+    for row, row_stop, product in pieces:
+        gates = [gate for gate in step.gates if _meet(gate, row, row_stop)]
+        for gate in gates:
+            if gate not in opened:
+                opened[gate] = len(parts)
+                parts.append(_Part(bare._replace(waits=(gate,)), first))
+        made.append((row, row_stop, len(parts)))
+        matmul = bare._replace(op="matmul", products=(product,))
+        parts.append(_Part(matmul, (*first, *(opened[gate] for gate in gates))))
+    for gate in step.gates:  # also those that let no row through are waited for
+        if gate not in opened:
+            parts.append(_Part(bare._replace(waits=(gate,)), first))
+    for signal in step.announces:
+        ready = tuple(part for *rows, part in made if _meet(signal, *rows))
+        parts.append(_Part(bare._replace(posts=(signal,)), first + ready))
+    if step.posts:
+        parts.append(_Part(bare._replace(posts=step.posts), tuple(range(len(parts)))))
+    return _announced_early(parts, len(step.announces) + bool(step.posts))
+
+
+def _announced_early(parts: list[_Part], last: int) -> list[_Part]:
+    """The same parts, with each of the ``last`` ones right after those that it comes after."""
+    count = len(parts)
+    if not last:
+        return parts
+    key = [
+        (i, 0) if i < count - last else (max(parts[i].after, default=0), i) for i in range(count)
+    ]
+    order = sorted(range(count), key=key.__getitem__)
+    place = {old: new for new, old in enumerate(order)}
+    return [parts[i]._replace(after=tuple(place[j] for j in parts[i].after)) for i in order]
+
+
+def _pieces(plan: Plan, step: Step) -> Iterator[tuple[int, int, Product]]:
+    """The products of a step, cut at the bounds of its signals, with the numbers of their rows."""
+    bounds = {bound for one in (*step.gates, *step.announces) for bound in (one.first, one.last)}
+    for product in step.products:
+        first_row = plan.buffer[product.out.buffer].first
+        begin = product.out.row + (first_row[plan.rank] if first_row else 0)
+        end = begin + product.out.rows
+        inside = sorted({begin, end, *(bound for bound in bounds if begin < bound < end)})
+        for row, row_stop in pairwise(inside):
+            yield row, row_stop, _rows(product, row - begin, row_stop - begin)
+
+
+def _rows(product: Product, first: int, last: int) -> Product:
+    """Some rows of a product."""
+
+    def some(region: Region) -> Region:
+        return region._replace(row=region.row + first, row_stop=region.row + last)
+
+    return product._replace(
+        a=some(product.a),
+        out=some(product.out),
+        addend=product.addend and some(product.addend),
+        scales=(some(product.scales[0]), *product.scales[1:]) if product.scales else (),
+    )
+
+
+def _turn(step: Step, row: int, row_stop: int) -> int:
+    """After how many gates rows are multiplied."""
+    return max((i for i, gate in enumerate(step.gates, 1) if _meet(gate, row, row_stop)), default=0)
+
+
+def _meet(signal: Signal, row: int, row_stop: int) -> bool:
+    return signal.first < row_stop and row < signal.last

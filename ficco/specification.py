@@ -1,0 +1,137 @@
+"""What Plans have to compute, independent of any schedule.
+
+A specification names matrices such as ``"A"`` and ``"A @ B"``, and says which buffers of the caller
+hold them, how their rows travel between ranks, and what is multiplied to what. Builders of Plans
+add buffers of their own; :func:`ficco.plan.check` proves the Plans against the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+#: Bytes per element of the dtypes that a buffer can have.
+ITEMSIZES = {
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+
+#: Slot buffers begin at multiples of these bytes.
+ALIGNMENT = 512
+
+#: A number for each pair of ranks, (source, destination).
+OfPair = Callable[[int, int], int]
+
+
+class Buffer(NamedTuple):
+    """A matrix on every rank that steps read and write.
+
+    Attributes:
+        name: what a Region calls it.
+        holds: the matrix of the specification whose rows are in it.
+        dtype: name of the dtype of its elements.
+        shapes: rows and columns by rank.
+        memory: ``"operand"``, the caller's; ``"result"``, returned to the caller; ``"local"``,
+            this rank's, for one call; ``"slot"``, symmetric memory that calls on a slot share.
+        symmetric: an operand that peers can read in place.
+        leaves: rows are numbered as they leave a rank, otherwise as they land.
+        first: by rank, the number of the first row; empty: 0 everywhere.
+        layout: ``"rows"``, row by row; ``"columns"``, what one copy brings is contiguous: columns
+            ``[c, d)`` of all rows begin at element ``c * rows``, with a row pitch of ``d - c``.
+    """
+
+    name: str
+    holds: str
+    dtype: str
+    shapes: tuple[tuple[int, int], ...]
+    memory: str
+    symmetric: bool = False
+    leaves: bool = False
+    first: tuple[int, ...] = ()
+    layout: str = "rows"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def reachable(self) -> bool:
+        """Whether peers can access it."""
+        return self.memory == "slot" or self.symmetric
+
+    @property
+    def placed(self) -> bool:
+        """Whether a row has a fixed place. Where rows land in a slot, each step says what they are,
+        and others may take their place later in the call."""
+        return self.memory != "slot" or self.leaves
+
+    @property
+    def rows(self) -> int:
+        """Rows on the rank that has most."""
+        return max(rows for rows, _ in self.shapes)
+
+    def nbytes(self, rank: int) -> int:
+        """Bytes on a rank. Symmetric memory has the same size everywhere: that of the largest."""
+        shapes = self.shapes if self.memory == "slot" else self.shapes[rank : rank + 1]
+        return max(rows * cols for rows, cols in shapes) * self.itemsize
+
+
+class Exchange(NamedTuple):
+    """How the rows of a matrix travel: rank ``src`` has a block of them for rank ``dst``.
+
+    Attributes:
+        block: rows of a block.
+        leaves: number of its first row at the sender.
+        lands: number of its first row at the receiver.
+        sums: the blocks of all ranks are added up; rows have the same number on all ranks.
+        terms: what travels are products, and steps say whose are in it.
+    """
+
+    block: OfPair
+    leaves: OfPair
+    lands: OfPair
+    sums: bool = False
+    terms: bool = False
+
+
+class Contraction(NamedTuple):
+    """A matrix product, ``out = a @ b`` or ``a.T @ b``.
+
+    Attributes:
+        a, b, out: names of matrices.
+        summed: by rank, the length of the dimension that is summed over.
+        transposed: a is transposed.
+        scales: names of the matrices by which ``a`` and ``b`` are scaled, empty if neither is.
+    """
+
+    a: str
+    b: str
+    out: str
+    summed: tuple[int, ...]
+    transposed: bool = False
+    scales: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Specification:
+    """See the module's docstring.
+
+    Attributes:
+        operands, results: buffers of the caller.
+        contractions: the products that make one matrix of others.
+        exchanges: by matrix, how its rows travel; the others stay on their rank.
+        functions: ``functions[name, x]`` is the matrix that an elementwise function makes of x.
+    """
+
+    operands: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    contractions: tuple[Contraction, ...]
+    exchanges: Mapping[str, Exchange]
+    functions: Mapping[tuple[str, str], str] = field(default_factory=dict)

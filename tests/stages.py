@@ -1,0 +1,237 @@
+"""Plans that no operator makes yet, built from the same stages: two products that follow each
+other, operands with scales, and products whose rows wait or tell one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ficco.plan import Plan, Signal, Step, Transfer
+from ficco.plan.model import Region
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plans
+from ficco.schedules.builder import Builder, Words
+from ficco.schedules.gather import Gather, GatherWorld
+from ficco.schedules.scatter import Scatter, ScatterWorld
+from ficco.specification import Buffer, Contraction, Specification
+
+
+@dataclass(frozen=True)
+class Chained:
+    """``y = reduce_scatter(relu(all_gather(a) @ b) @ c)``: a [m/W, k], b [k, h], c [h, n]."""
+
+    rows: tuple[int, ...]
+    h: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+
+    @property
+    def world(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def first(self) -> Problem:
+        return Problem("all_gather_matmul", self.rows, self.h, self.k, self.dtype)
+
+    @cached_property
+    def second(self) -> Problem:
+        return Problem("matmul_reduce_scatter", self.rows, self.n, self.h, self.dtype)
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """Operands, what lies between the products, and the result."""
+        one, two = self.first.specification, self.second.specification
+        (a, b), (active, c) = one.operands, two.operands
+        return {
+            "a": a,
+            "b": b,
+            "c": c._replace(name="c", holds="C"),
+            "hidden": one.results[0]._replace(name="hidden", memory="local"),
+            "active": active._replace(name="active", holds="H", memory="local"),
+            "y": two.results[0]._replace(name="y", holds="H @ C"),
+        }
+
+    @cached_property
+    def specification(self) -> Specification:
+        one, two = self.first.specification, self.second.specification
+        buffers = self.buffers
+        return Specification(
+            operands=(buffers["a"], buffers["b"], buffers["c"]),
+            results=(buffers["y"],),
+            contractions=(
+                *one.contractions,
+                Contraction("H", "C", "H @ C", two.contractions[0].summed),
+            ),
+            exchanges={"A": one.exchanges["A"], "H @ C": two.exchanges["A @ B"]},
+            functions={("relu", "A @ B"): "H"},
+        )
+
+
+def chained(problem: Chained, gathers: str, scatters: str) -> list[Plan]:
+    """The Plans of all ranks. Rows go on to the second product as soon as the first has made them:
+    each block of the result leaves while later rows of A still arrive."""
+    buffers, words = problem.buffers, Words(problem.world)
+    one = Schedule.parse(gathers)
+    two = Schedule.parse(scatters)
+    gathering = GatherWorld(
+        problem.first, one, words, operands=(buffers["a"], buffers["b"], buffers["hidden"])
+    )
+    scattering = ScatterWorld(
+        problem.second, two, words, (buffers["active"], buffers["c"], buffers["y"]), suffix=" 2"
+    )
+    added = [*gathering.buffers, buffers["hidden"], buffers["active"], *scattering.buffers]
+    found = []
+    for rank in range(problem.world):
+        builder = Builder(problem, rank)
+        gather, scatter = Gather(gathering, builder), Scatter(scattering, builder)
+        made: list[tuple[int, int]] = []
+        waiting = list(enumerate(scatter.mine.by_group))
+        for group in gather.flow(scatter.begun()):
+            for first, last in gather.completed(group):
+                here = Region("hidden", rank, first, last, 0, problem.h)
+                move = Transfer(here, here._replace(buffer="active"), function="relu")
+                lane = builder.steps[-1].lane if builder.steps else "compute0"
+                builder.add(Step("place", lane, "relu", transfer=move))
+                made.append((first, last))
+            ready = [item for item in waiting if _made(scatter, item[1], made)]
+            waiting = [item for item in waiting if item not in ready]
+            for number, units in ready:
+                if units:
+                    scatter.multiply(number, units)
+        assert not waiting
+        scatter.finish()
+        if builder.peers:
+            builder.retire(gather.silent() + scatter.silent())
+        found.append(builder.plan(f"{gathers} then {scatters}", added, words))
+    return found
+
+
+def _made(scatter: Scatter, units: list, made: list[tuple[int, int]]) -> bool:
+    """Whether all rows that some units are products of are there."""
+    rows = {row for first, last in made for row in range(first, last)}
+    return all(
+        rows.issuperset(range(region.row, region.row_stop))
+        for unit in units
+        for region in scatter.mine.in_operand("active", unit.peer)[unit.ordinal : unit.ordinal + 1]
+    )
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """``out = (all_gather(a) * rows) @ (b * cols)``: a [m/W, k] and b [k, n] in float8, a factor
+    for each row of a and for each column of b, out [m, n] in bfloat16."""
+
+    rows: tuple[int, ...]
+    n: int
+    k: int
+
+    @property
+    def world(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def whole(self) -> Problem:
+        return Problem("all_gather_matmul", self.rows, self.n, self.k, "bfloat16")
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        asked, ranks = self.whole.specification, range(self.world)
+        a, b = (one._replace(dtype="float8_e4m3fn") for one in asked.operands)
+        row_shapes = tuple((self.rows[rank], 1) for rank in ranks)
+        return {
+            "a": a,
+            "b": b,
+            "row scale": Buffer("row scale", "R", "float32", row_shapes, "operand", leaves=True),
+            "column scale": Buffer(
+                "column scale", "S", "float32", ((1, self.n),) * self.world, "operand"
+            ),
+            "out": asked.results[0],
+        }
+
+    @cached_property
+    def specification(self) -> Specification:
+        asked = self.whole.specification
+        *operands, out = self.buffers.values()
+        return Specification(
+            operands=tuple(operands),
+            results=(out,),
+            contractions=(asked.contractions[0]._replace(scales=("R", "S")),),
+            exchanges={name: asked.exchanges["A"] for name in ("A", "R")},
+        )
+
+
+def scaled(problem: Scaled, name: str, cap: int | None = None) -> list[Plan]:
+    """The Plans of all ranks: with each piece of A travel the factors of its rows."""
+    a, b, row_scale, column_scale, out = problem.buffers.values()
+    words = Words(problem.world)
+    schedule = Schedule.parse(name)
+    world = GatherWorld(
+        problem.whole, schedule, words, cap, (a, b, out), scales=(row_scale, column_scale)
+    )
+    found = []
+    for rank in range(problem.world):
+        builder = Builder(problem, rank)
+        gather = Gather(world, builder)
+        gather.run()
+        if builder.peers:
+            builder.retire(gather.silent())
+        found.append(builder.plan(name, world.buffers, words, gather.staging.stages))
+    return found
+
+
+def gated(problem: Problem, name: str) -> list[Plan]:
+    """All-gathers as one product, whose rows each wait for the piece that they are made of.
+
+    It is enqueued after the copies: where lanes share a hardware queue, a product that waits inside
+    holds up whatever comes after it.
+    """
+    return [_gated(plan) for plan in plans(problem, Schedule.parse(name))]
+
+
+def _gated(plan: Plan) -> Plan:
+    steps = list(plan.steps)
+    multiplies = [i for i, step in enumerate(steps) if step.op == "matmul"]
+    whole = [steps[i] for i in multiplies]
+    for i in multiplies[:-1]:
+        steps[i] = Step("sync", steps[i].lane, steps[i].label)
+    steps[multiplies[-1]] = whole[-1]._replace(
+        label="all",
+        products=tuple(product for step in whole for product in step.products),
+        gates=tuple(signal for step in whole for signal in step.waits),
+        waits=(),
+    )
+    return replace(plan, steps=tuple(steps))
+
+
+def announced(problem: Problem, name: str) -> list[Plan]:
+    """Reduce-scatters as one product, which tells of each block for a peer when it is complete."""
+    return [_announced(plan) for plan in plans(problem, Schedule.parse(name))]
+
+
+def _announced(plan: Plan) -> Plan:
+    steps, rank = list(plan.steps), plan.rank
+    multiplies = [i for i, step in enumerate(steps) if step.op == "matmul"]
+    whole = [steps[i] for i in multiplies]
+    signals: list[Signal] = []
+    for i, step in enumerate(steps):
+        if step.op != "copy":
+            continue
+        assert step.transfer is not None
+        rows, number = step.transfer.src, len(signals)
+        word = plan.words + number
+        signals.append(Signal("made", rank, rank, number, word, rows.row, rows.row_stop))
+        steps[i] = step._replace(
+            waits=(*step.waits, signals[-1]),
+            after=tuple(j for j in step.after if j not in multiplies),
+        )
+    for i in multiplies[1:]:
+        steps[i] = Step("sync", steps[i].lane, steps[i].label)
+    steps[multiplies[0]] = whole[0]._replace(
+        label="all",
+        products=tuple(product for step in whole for product in step.products),
+        announces=tuple(signals),
+    )
+    steps[-1] = steps[-1]._replace(clears=(*steps[-1].clears, *signals))
+    count = plan.words + (plan.problem.world - 1) * 8
+    return replace(plan, steps=tuple(steps), words=count)

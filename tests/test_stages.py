@@ -1,0 +1,555 @@
+"""Plans that no operator makes yet are proven, simulated, drawn and exact on the CPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, ranks, run
+from stages import Chained, Scaled, announced, chained, gated, scaled
+from test_cpu_engine import at_rest, engine, slot_for
+
+from ficco.dma.engine import Call, Capabilities
+from ficco.machine import find
+from ficco.plan import Plan, PlanError, Step, check, in_parts, render
+from ficco.problem import Problem
+from ficco.runtime import compile
+from ficco.simulate import simulate
+from ficco.timeline import assemble
+
+GATHERS = (
+    "shard-overlap",
+    "hetero-fused-1d:pieces=2",
+    "uniform-fused-1d:pieces=3,tail=2",
+    "uniform-unfused-1d:pieces=2",
+    "growing",
+)
+SCATTERS = (
+    "shard-overlap",
+    "hetero-unfused-1d:pieces=2",
+    "hetero-unfused-1d:pieces=2,tail=2",
+    "shard-overlap:beta",
+    "hetero-unfused-2d:pieces=2",
+)
+CHAINS = [(one, two) for one in GATHERS for two in SCATTERS]
+SCALED = (
+    "serial",
+    "shard-overlap",
+    "growing",
+    "uniform-fused-1d:pieces=2",
+    "hetero-fused-1d:pieces=4,tail=2",
+    "uniform-unfused-1d:pieces=2,copy=2,compute=2",
+    "hetero-fused-1d:pieces=2,pull",
+    "uniform-fused-2d:pieces=2",
+    "hetero-unfused-2d:pieces=3",
+)
+ONE_PRODUCT = ("shard-overlap", "hetero-unfused-1d:pieces=2", "uniform-unfused-1d:pieces=3")
+ROWS = {1: (9,), 2: (8, 8), 3: (5, 0, 12), 4: (16,) * 4}
+
+
+def gathered(rows: tuple[int, ...], dtype: str = "bfloat16") -> Problem:
+    return Problem("all_gather_matmul", rows, 12, 16, dtype)
+
+
+def summed(rows: tuple[int, ...], dtype: str = "bfloat16") -> Problem:
+    return Problem("matmul_reduce_scatter", rows, 12, 16, dtype)
+
+
+def every_plan(rows: tuple[int, ...]) -> list[list[Plan]]:
+    chain = Chained(rows, 8, 12, 16)
+    factors = Scaled(rows, 12, 16)
+    return [
+        *(chained(chain, *names) for names in CHAINS),
+        *(scaled(factors, name) for name in SCALED),
+        *(gated(gathered(rows), name) for name in ONE_PRODUCT),
+        *(announced(summed(rows), name) for name in ONE_PRODUCT),
+    ]
+
+
+@pytest.mark.parametrize("world", ROWS)
+def test_they_are_proven(world: int) -> None:
+    for plans in every_plan(ROWS[world]):
+        check(plans)
+
+
+def test_scales_travel_through_a_ring_of_stages() -> None:
+    plans = scaled(Scaled((16,) * 4, 12, 16), "hetero-fused-1d:pieces=4", cap=2 * 12 * 16)
+    assert plans[0].stages == 2
+    check(plans)
+
+
+def test_they_are_simulated_and_drawn() -> None:
+    machine = find("h200-4", None)
+    for plans in every_plan((64,) * 4):
+        for mode in ("queued", "idle"):
+            timeline = simulate(plans, machine, mode)
+            assert 0 < timeline.stop_s < 1
+            bars = {bar.label for bar in timeline.ranks[0] if bar.kind != "wait"}
+            assert bars.issuperset(step.label for step in plans[0].steps)
+        text = render(plans[0])
+        assert "compute0 |" in text and "copy0" in text
+
+
+def test_pieces_flow_through_both_products() -> None:
+    """A block of the result leaves before the last rows of A are there."""
+    machine = find("h200-4", None)
+    problem = Chained((4096,) * 4, 4096, 4096, 4096)
+    plans = chained(problem, "shard-overlap", "shard-overlap")
+    bars = simulate(plans, machine).ranks[0]
+    copies = {bar.label: bar for bar in bars if bar.kind == "copy"}
+    sent = [step.label for step in plans[0].steps if step.op == "copy" and step.transfer]
+    products = [label for label in sent if copies[label] and "0." not in label]
+    last_arrival = max(
+        bar.start_s for bar in bars if bar.kind == "matmul" and bar.label.startswith("3.")
+    )
+    assert products and min(copies[label].start_s for label in products) < last_arrival
+
+
+def test_one_product_that_is_gated_waits_less_than_a_whole_one() -> None:
+    """Its rows are multiplied as they arrive."""
+    machine = find("h200-4", None)
+    problem = Problem("all_gather_matmul", (4096,) * 4, 4096, 4096, "bfloat16")
+    plans = gated(problem, "shard-overlap")
+    whole = [
+        replace(
+            plan,
+            steps=tuple(
+                step._replace(waits=step.waits + step.gates, gates=()) for step in plan.steps
+            ),
+        )
+        for plan in plans
+    ]
+    check(whole)
+    assert simulate(plans, machine).stop_s < 0.9 * simulate(whole, machine).stop_s
+
+
+# Broken plans.
+
+
+def edited(plans: list[Plan], rank: int, edit: Callable[[Step], Step]) -> list[Plan]:
+    """Rank's first step that ``edit`` changes is changed."""
+    steps = list(plans[rank].steps)
+    index = next(i for i, step in enumerate(steps) if edit(step) != step)
+    steps[index] = edit(steps[index])
+    return [*plans[:rank], replace(plans[rank], steps=tuple(steps)), *plans[rank + 1 :]]
+
+
+def products(suits: Callable[[Step], Any], **fields: Any) -> Callable[[Step], Step]:
+    """Other fields in the first product; a dict holds fields of a region, a list of regions."""
+
+    def edit(step: Step) -> Step:
+        if not (step.products and suits(step)):
+            return step
+        first = step.products[0]
+        values = {
+            name: getattr(first, name)._replace(**value) if isinstance(value, dict) else value
+            for name, value in fields.items()
+        }
+        return step._replace(products=(first._replace(**values), *step.products[1:]))
+
+    return edit
+
+
+def transfers(suits: Callable[[Step], Any], end: str, **fields: Any) -> Callable[[Step], Step]:
+    def edit(step: Step) -> Step:
+        if step.transfer is None or not suits(step):
+            return step
+        region = getattr(step.transfer, end)._replace(**fields)
+        return step._replace(transfer=step.transfer._replace(**{end: region}))
+
+    return edit
+
+
+def drop(suits: Callable[[Step], Any]) -> Callable[[Step], Step]:
+    """The step does nothing."""
+
+    def edit(step: Step) -> Step:
+        if not suits(step):
+            return step
+        return step._replace(op="sync", transfer=None, products=(), reduction=None)
+
+    return edit
+
+
+def is_relu(step: Step) -> bool:
+    return step.label == "relu"
+
+
+def multiplies_c(step: Step) -> bool:
+    return any(product.b.buffer == "c" for product in step.products)
+
+
+def multiplies_b(step: Step) -> bool:
+    return any(product.b.buffer == "b" for product in step.products)
+
+
+def gathers(step: Step) -> bool:
+    return step.op == "copy" and step.transfer is not None and not step.transfer.terms
+
+
+def sends_scale(step: Step) -> bool:
+    return step.op == "copy" and step.label.startswith("scale")
+
+
+def function(name: str) -> Callable[[Step], Step]:
+    def edit(step: Step) -> Step:
+        if step.transfer is None or not is_relu(step):
+            return step
+        return step._replace(transfer=step.transfer._replace(function=name))
+
+    return edit
+
+
+def lower(region: Any) -> Any:
+    return region._replace(row=region.row + 8, row_stop=region.row_stop + 8)
+
+
+CHAIN = ("hetero-unfused-1d:pieces=2", "shard-overlap")
+BROKEN_CHAINS: dict[str, tuple[Callable[[Step], Step], str]] = {
+    "rows without relu": (drop(is_relu), "reads what nobody has written"),
+    "no function": (function(""), "between the wrong buffers"),
+    "another function": (function("gelu"), "'gelu', which is not asked for"),
+    "relu of other rows": (
+        lambda s: (
+            s
+            if not is_relu(s)
+            else s._replace(transfer=s.transfer._replace(src=lower(s.transfer.src)))
+        ),
+        "puts rows|nobody has written|before it is written",
+    ),
+    "the product before relu": (
+        products(multiplies_c, a={"buffer": "hidden"}),
+        "multiplies in the wrong buffers",
+    ),
+    "b in place of c": (products(multiplies_c, b={"buffer": "b"}), "in the wrong buffers|leaves"),
+    "c in place of b": (products(multiplies_b, b={"buffer": "c"}), "in the wrong buffers|leaves"),
+    "no first product": (drop(lambda s: multiplies_b(s) and s.waits), "never|nobody has written"),
+    "a second product left out": (drop(multiplies_c), "nobody has written"),
+    "the second product elsewhere": (
+        products(multiplies_c, out={"row": 0, "row_stop": 16}),
+        "a peer's|nobody|written twice|another piece",
+    ),
+    "gathered rows sent as products": (
+        transfers(gathers, "src", buffer="active"),
+        "says so of an operand|wrong buffers",
+    ),
+    "gathered into the other staging": (
+        transfers(gathers, "dst", buffer="staging 2"),
+        "between the wrong buffers",
+    ),
+    "a term missing": (
+        lambda s: (
+            s
+            if s.reduction is None
+            else s._replace(
+                reduction=s.reduction._replace(
+                    parts=s.reduction.parts[1:], terms=s.reduction.terms[1:]
+                )
+            )
+        ),
+        "leaves out the product of a rank",
+    ),
+    "sent before it is made": (
+        lambda s: s._replace(after=()) if s.op == "copy" and s.transfer and s.transfer.terms else s,
+        "before it is written",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_CHAINS)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_broken_chains_are_caught(what: str, rank: int) -> None:
+    edit, words = BROKEN_CHAINS[what]
+    plans = chained(Chained((16,) * 4, 8, 12, 16), *CHAIN)
+    with pytest.raises(PlanError, match=words):
+        check(edited(plans, rank, edit))
+
+
+def other_scales(step: Step) -> Step:
+    first, *rest = step.products or (None,)
+    if first is None or not step.waits:
+        return step
+    row, col = first.scales
+    moved = row._replace(row=row.row - 1, row_stop=row.row_stop - 1)
+    return step._replace(products=(first._replace(scales=(moved, col)), *rest))
+
+
+def swapped_scales(step: Step) -> Step:
+    return (
+        products(lambda s: True, scales=step.products[0].scales[::-1])(step)
+        if step.products
+        else step
+    )
+
+
+BROKEN_SCALES: dict[str, tuple[Callable[[Step], Step], str]] = {
+    "no scales": (products(lambda s: True, scales=()), "is not scaled as asked for"),
+    "one scale": (
+        lambda s: (
+            s
+            if not s.products
+            else s._replace(products=(s.products[0]._replace(scales=s.products[0].scales[:1]),))
+        ),
+        "is not scaled as asked for",
+    ),
+    "swapped scales": (swapped_scales, "is not scaled as asked for"),
+    "scales of other rows": (
+        other_scales,
+        "factors of other rows|another piece|before it is written|leaves the buffer",
+    ),
+    "scales not sent": (drop(sends_scale), "never waited|nobody has written|holds"),
+    "scales of other rows sent": (
+        transfers(sends_scale, "src", row=1, row_stop=9),
+        "another piece|sizes|block|leaves",
+    ),
+    "scales sent as rows": (
+        transfers(sends_scale, "src", buffer="a"),
+        "between the wrong buffers",
+    ),
+    "rows sent as scales": (
+        transfers(
+            lambda s: s.op == "copy" and not sends_scale(s), "dst", buffer="staging row scale"
+        ),
+        "between the wrong buffers",
+    ),
+    "sums of what was rounded": (
+        products(lambda s: s.waits, accumulate=True),
+        "adds to what has been rounded",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_SCALES)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_broken_scales_are_caught(what: str, rank: int) -> None:
+    edit, words = BROKEN_SCALES[what]
+    plans = scaled(Scaled((16,) * 4, 12, 16), "hetero-unfused-1d:pieces=2")
+    with pytest.raises(PlanError, match=words):
+        check(edited(plans, rank, edit))
+
+
+def test_scales_behind_the_signal_are_caught() -> None:
+    """Of two copies the second says that both are there."""
+    plans = scaled(Scaled((16,) * 4, 12, 16), "shard-overlap")
+    steps = list(plans[1].steps)
+    index = next(i for i, step in enumerate(steps) if sends_scale(step))
+    steps[index : index + 2] = steps[index : index + 2][::-1]
+    with pytest.raises(PlanError, match="before it is written"):
+        check([plans[0], replace(plans[1], steps=tuple(steps)), *plans[2:]])
+
+
+def without_gate(step: Step) -> Step:
+    """The last gate is waited for where the call ends."""
+    return step._replace(gates=step.gates[:-1])
+
+
+def test_rows_without_their_gate_are_caught() -> None:
+    plans = gated(gathered((16,) * 4), "hetero-unfused-1d:pieces=2")
+    last = next(step for step in plans[2].steps if step.gates).gates[-1]
+    broken = edited(plans, 2, without_gate)
+    broken = edited(
+        broken, 2, lambda s: s._replace(waits=(*s.waits, last)) if s.label == "retire" else s
+    )
+    with pytest.raises(PlanError, match="before it is written"):
+        check(broken)
+
+
+def test_gates_of_other_rows_are_caught() -> None:
+    plans = gated(gathered((16,) * 4), "hetero-unfused-1d:pieces=2")
+
+    def swapped(step: Step) -> Step:
+        if not step.gates:
+            return step
+        one, two, *rest = step.gates
+        first, last = (one.first, one.last), (two.first, two.last)
+        one = one._replace(first=last[0], last=last[1])
+        two = two._replace(first=first[0], last=first[1])
+        return step._replace(gates=(one, two, *rest))
+
+    with pytest.raises(PlanError, match="shares its word"):
+        check(edited(plans, 2, swapped))
+
+
+@pytest.mark.parametrize("rows", [(0, 0), (0, 8)])
+def test_blocks_announced_too_early_are_caught(rows: tuple[int, int]) -> None:
+    """A signal for other rows than those that the copy sends."""
+    plans = announced(summed((16,) * 4), "shard-overlap")
+    wrong = next(step for step in plans[1].steps if step.announces).announces[-1]
+
+    def renamed(step: Step) -> Step:
+        def kept(signals: tuple[Any, ...]) -> tuple[Any, ...]:
+            bounds = {"first": rows[0], "last": rows[1]}
+            return tuple(s._replace(**bounds) if s == wrong else s for s in signals)
+
+        return step._replace(
+            waits=kept(step.waits), clears=kept(step.clears), announces=kept(step.announces)
+        )
+
+    steps = tuple(map(renamed, plans[1].steps))
+    with pytest.raises(PlanError, match="before it is written"):
+        check([plans[0], replace(plans[1], steps=steps), *plans[2:]])
+
+
+def test_a_tile_that_waits_for_a_later_one_is_a_deadlock() -> None:
+    """The rows for a peer wait for what the peer sends only after it got them."""
+    problem = gathered((16,) * 2)
+    plans = gated(problem, "shard-overlap")
+    check(plans)
+
+    def copy_last(plan: Plan) -> Plan:
+        steps = list(plan.steps)
+        copy = next(i for i, step in enumerate(steps) if step.op == "copy")
+        product = next(i for i, step in enumerate(steps) if step.gates)
+        steps[copy] = steps[copy]._replace(after=(product,))
+        order = sorted(range(len(steps)), key=lambda i: (product if i == copy else i, i == copy))
+        place = {old: new for new, old in enumerate(order)}
+        moved = [steps[i]._replace(after=tuple(place[j] for j in steps[i].after)) for i in order]
+        return replace(plan, steps=tuple(moved))
+
+    with pytest.raises(PlanError, match="circle|deadlock"):
+        check([copy_last(plan) for plan in plans])
+
+
+def test_parts_of_batches_are_refused_by_name() -> None:
+    (plan, *_) = gated(gathered((16,) * 4), "hetero-unfused-1d:pieces=2")
+    index = next(i for i, step in enumerate(plan.steps) if step.gates)
+    step = plan.steps[index]
+    batch = step._replace(products=(step.products[0]._replace(batch=2),))
+    steps = (*plan.steps[:index], batch, *plan.steps[index + 1 :])
+    with pytest.raises(NotImplementedError, match="neither a batch nor transposed"):
+        in_parts(replace(plan, steps=steps))
+
+
+def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
+    (plan, *_) = gated(gathered((16,)), "shard-overlap")
+    strange = replace(plan, steps=(Step("attend", "compute0", "new"),))
+    for read in (render, lambda one: simulate([one], find("h200-4", None))):
+        with pytest.raises(NotImplementedError, match="'attend' of step 'new' on compute0"):
+            read(strange)
+    with pytest.raises(NotImplementedError, match="'attend'"):
+        assemble("", [[(strange.steps[0], 0.0, 1.0)]])
+    with pytest.raises(PlanError, match="does not hold what its operation says"):
+        check([strange])
+
+
+# On the CPU engine.
+
+
+def integers(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).double()
+
+
+def on_cpu(made: Any, plan: Plan, slot: Any, operands: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The result of a call; its buffers hold nonsense at first."""
+    tensors = dict(operands)
+    for buffer in plan.buffers:
+        if buffer.memory in ("result", "local"):
+            dtype, shape = getattr(torch, buffer.dtype), plan.shape(buffer.name)
+            tensors[buffer.name] = torch.full(shape, float("nan"), dtype=dtype)
+    made.execute(compile(plan, made, slot), Call(tensors))
+    (result,) = [buffer.name for buffer in plan.buffers if buffer.memory == "result"]
+    return tensors[result]
+
+
+def exact_chains(at: Rank, rows: tuple[int, ...]) -> None:
+    problem = Chained(rows, 8, 12, 16, "float32")
+    plans = [chained(problem, *names)[at.rank] for names in CHAINS]
+    begin = sum(rows[: at.rank])
+    mine = slice(begin, begin + rows[at.rank])
+    with engine() as made:
+        slot = slot_for(made, plans)
+        for turn, plan in enumerate(plans):
+            a = integers(turn, sum(rows), 16)
+            b, c = (
+                [integers(100 * turn + 10 * rank + i, *shape) for rank in range(at.world)]
+                for i, shape in ((1, (16, 8)), (2, (8, 12)))
+            )
+            wanted = sum(torch.relu(a @ x) @ y for x, y in zip(b, c, strict=True))
+            operands = {"a": a[mine].float(), "b": b[at.rank].float(), "c": c[at.rank].float()}
+            out = on_cpu(made, plan, slot, operands)
+            assert torch.equal(out.double(), wanted[mine]), plan.schedule
+        if slot.words:
+            at_rest(made, slot)
+
+
+@ranks(1, 2, 3, 4)
+def test_chains_are_exact(world: int) -> None:
+    run(world, exact_chains, ROWS[world])
+
+
+def exact_scales(at: Rank, rows: tuple[int, ...]) -> None:
+    problem = Scaled(rows, 12, 16)
+    plans = [scaled(problem, name)[at.rank] for name in SCALED]
+    begin = sum(rows[: at.rank])
+    mine = slice(begin, begin + rows[at.rank])
+    with engine() as made:
+        slot = slot_for(made, plans)
+        for turn, plan in enumerate(plans):
+            a, b = integers(turn, sum(rows), 16), integers(100 + 10 * turn + at.rank, 16, 12)
+            # Powers of two, different for every row and turn: they round nothing.
+            row_scale = 2.0 ** ((torch.arange(sum(rows)) + turn) % 5 - 2)[:, None]
+            column_scale = 2.0 ** (torch.arange(12) % 3)[None, :]
+            operands = {
+                "a": a[mine].to(torch.float8_e4m3fn),
+                "b": b.to(torch.float8_e4m3fn),
+                "row scale": row_scale[mine].float(),
+                "column scale": column_scale.float(),
+            }
+            out = on_cpu(made, plan, slot, operands)
+            wanted = (a @ b) * row_scale * column_scale
+            assert torch.equal(out, wanted.bfloat16()), plan.schedule
+        if slot.words:
+            at_rest(made, slot)
+
+
+@ranks(1, 2, 3, 4)
+def test_scaled_products_are_exact(world: int) -> None:
+    run(world, exact_scales, ROWS[world])
+
+
+def exact_parts(at: Rank, rows: tuple[int, ...]) -> None:
+    begin = sum(rows[: at.rank])
+    mine = slice(begin, begin + rows[at.rank])
+    gathers = [gated(gathered(rows, "float32"), name)[at.rank] for name in ONE_PRODUCT]
+    scatters = [announced(summed(rows, "float32"), name)[at.rank] for name in ONE_PRODUCT]
+    with engine() as made:
+        slot = slot_for(made, gathers + scatters)
+        for turn, plan in enumerate(gathers + scatters):
+            dist.barrier()
+            everyone = [integers(50 * turn + rank, sum(rows), 16) for rank in range(at.world)]
+            b = [integers(50 * turn + 20 + rank, 16, 12) for rank in range(at.world)]
+            if plan in gathers:
+                a, wanted = everyone[0][mine], everyone[0] @ b[at.rank]
+            else:
+                a = everyone[at.rank]
+                wanted = sum(x @ y for x, y in zip(everyone, b, strict=True))[mine]
+            out = on_cpu(made, plan, slot, {"a": a.float(), "b": b[at.rank].float()})
+            assert torch.equal(out.double(), wanted), plan.schedule
+        if slot.words:
+            at_rest(made, slot)
+
+
+@ranks(1, 2, 4)
+def test_gated_and_announced_rows_are_exact(world: int) -> None:
+    run(world, exact_parts, ROWS[world])
+
+
+def test_an_engine_without_partial_signals_says_so() -> None:
+    (plan, *_) = gated(gathered((16,) * 2), "shard-overlap")
+    words = dict.fromkeys(("engine", "post", "wait", "copy", "products", "accumulate"), "")
+    can = Capabilities(**words, movers=("dma",), capture=False)
+    fake: Any = SimpleNamespace(name="gpu", capabilities=lambda: can)
+    with pytest.raises(NotImplementedError, match="gpu engine does not offer signals that gate"):
+        compile(plan, fake, None)
+    (plan, *_) = scaled(Scaled((16,), 12, 16), "serial")
+    with pytest.raises(NotImplementedError, match="gpu engine does not offer products with scales"):
+        compile(plan, fake, None)
+    (plan, *_) = chained(Chained((16,), 8, 12, 16), *CHAIN)
+    with pytest.raises(NotImplementedError, match="does not offer the function 'relu'"):
+        compile(plan, fake, None)
