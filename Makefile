@@ -64,7 +64,7 @@ gpu-bench:
 	$(PYTHON) -m ficco bench --device cuda --set weight-gradients --mode queued,idle --seconds 120 --rounds 7 \
 	  --without ficco-rccl pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
 
-gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, beside the CUDA engine
+gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, compared with the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda
 
 BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
@@ -78,7 +78,7 @@ lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-format: .venv/.ready ## Mend style and format
+format: .venv/.ready ## Fix style and format
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 

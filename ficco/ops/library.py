@@ -26,6 +26,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed import distributed_c10d
 from torch.utils.flop_counter import register_flop_formula
 
@@ -59,9 +60,9 @@ Rows = Sequence[int] | None
 class Registered(NamedTuple):
     """The ``torch.library`` operators of one of ficco's operators."""
 
-    product: Any
-    gathered: Any
-    backward: Any
+    product: OpOverload
+    gathered: OpOverload | None
+    backward: OpOverload
 
 
 def call(
@@ -223,11 +224,14 @@ def _fake_backward(
     return grads
 
 
-def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _register(
+    name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]
+) -> OpOverload:
     torch.library.define(f"ficco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"ficco::{name}", "CompositeExplicitAutograd", real)
     torch.library.register_fake(f"ficco::{name}", fake)
-    return getattr(torch.ops.ficco, name).default
+    op: OpOverload = getattr(torch.ops.ficco, name).default
+    return op
 
 
 def _operator(operator: str) -> Registered:

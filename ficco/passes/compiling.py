@@ -23,7 +23,7 @@ HOOK = "post_grad_custom_pre_pass"
 class Backend:
     """A backend of torch.compile that runs the pass; see :func:`backend`."""
 
-    def __init__(self, inner: str | Callable[..., Any], group: Any, schedule: str) -> None:
+    def __init__(self, inner: str | Callable[..., Any], group: str | None, schedule: str) -> None:
         self.inner = inner
         self.group = group
         self.schedule = schedule

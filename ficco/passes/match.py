@@ -126,7 +126,7 @@ def call_of(node: Node, group: str | None) -> CollectiveCall:
     if not isinstance(given["group_name"], str):
         raise Leave("the group is an object that the graph computes, not a name")
     if group is not None and given["group_name"] != group:
-        raise Leave("it belongs to another group than the one that was asked for")
+        raise Leave("it belongs to another group than the given one")
     world = world_of(node)
     if not world:
         raise Leave(f"there is no process group of the name {given['group_name']!r}")
