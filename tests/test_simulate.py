@@ -878,7 +878,6 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert picture.read_text().count("growing") >= 2
 
 
-@pytest.mark.slow
 def test_the_papers_claims_beside_a_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
