@@ -16,8 +16,13 @@ from ficco import cli
 ROOT = Path(ficco.__file__).resolve().parents[1]
 PACKAGE = ROOT / "ficco"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-#: Reports are copied from the machine that wrote them, with commands of that day.
-WRITTEN = [page for page in PAGES if page.parent.name not in ("results", "simulated")]
+#: Reports are copied from the machine that wrote them, with commands of that day, and the log of
+#: changes names what has gone.
+CURRENT = [
+    page
+    for page in PAGES
+    if page.parent.name not in ("results", "simulated") and page.name != "CHANGELOG.md"
+]
 
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 #: A line that runs ficco: its command and the rest.
@@ -89,7 +94,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_commands_exist() -> None:
-    lines = [line for page in WRITTEN for line in code(page)]
+    lines = [line for page in CURRENT for line in code(page)]
     assert [what for line in lines if (what := unknown(line))] == []
     assert len([line for line in lines if COMMAND.match(line)]) > 20
 
@@ -108,14 +113,17 @@ def test_pages_and_pictures_are_linked() -> None:
 def test_variables_are_documented_and_read() -> None:
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     read = set(re.findall(r'"(FICCO_[A-Z_]*[A-Z])"', source))
-    told = set(re.findall(r"FICCO_[A-Z_]*[A-Z]", "".join(page.read_text() for page in WRITTEN)))
-    assert read and read == {name for name in told if not name.startswith("FICCO_TEST")}
+    known = read | set(re.findall(r"FICCO_[A-Z_]*[A-Z]", source))  # some names are put together
+    told = set(re.findall(r"FICCO_[A-Z_]*[A-Z]", "".join(page.read_text() for page in CURRENT)))
+    told = {name for name in told if not name.startswith("FICCO_TEST")}
+    assert read and read - told == set()
+    assert told - known == set()
 
 
 def test_tests_and_files_that_pages_name_exist() -> None:
     tests = "".join(path.read_text() for path in ROOT.glob("tests/*.py"))
     missing = []
-    for page in WRITTEN:
+    for page in CURRENT:
         text = page.read_text()
         named = re.findall(r"`(test_\w+)`", text)
         missing += [
