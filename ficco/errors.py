@@ -90,7 +90,7 @@ class PeerFailed(FiccoError):
         ranks = " and ".join(f"rank {rank}" for rank in self.reasons)
         super().__init__(
             f"a call of this group cannot be finished, since {failed}. See the output of {ranks} "
-            "for the whole error and mend that. This group can no longer be used by ficco: destroy "
+            "for the whole error and fix that. This group can no longer be used by ficco: destroy "
             "it and make a new one."
         )
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -269,6 +268,7 @@ for m, n, k in ((32768, 2048, 8192), (8192, 3584, 4096), (2048, 1024, 4096)):
 """
 
 
+@pytest.mark.slow
 def test_every_process_decides_alike() -> None:
     processes = [
         subprocess.Popen(
@@ -451,6 +451,7 @@ def test_the_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["measured"] == {} and one["extra_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_measures_what_it_predicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -727,20 +728,6 @@ def test_a_cache_that_cannot_be_written_is_warned_of_once(
     assert list(tmp_path.rglob(".*")) == []  # no half-written file stays
 
 
-def test_reading_a_saved_decision_is_fast(tmp_path: Path) -> None:
-    asked = problem(8192, 4096, 4096)
-    machine = find("h200-4", None)
-    assert machine is not None
-    decide(asked, machine=machine, saved=keep(tmp_path, machine))
-    took = []
-    for _ in range(5):
-        saved.version.cache_clear()  # as in a new process
-        started = time.perf_counter()
-        decide(asked, machine=machine, saved=keep(tmp_path, machine), predict=refuse)
-        took.append(time.perf_counter() - started)
-    assert min(took) < 5e-3, took
-
-
 # On ranks.
 
 
@@ -755,6 +742,7 @@ def _call(at: Rank, machines: list[str | None], schedule: str = "auto") -> objec
     return caught(once)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_agree(tmp_path: Path) -> None:
     save(replace(MACHINE, ranks=3), tmp_path / "one.yaml")
     save(replace(MACHINE, ranks=3), tmp_path / "two.yaml")  # the same in another file
