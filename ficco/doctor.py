@@ -35,18 +35,6 @@ VARIABLES = (
     *("GPU_", "AMD_", "NVIDIA_", "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD"),
 )
-#: By engine, the variables that choose among its methods, and their values.
-CHOICES = {
-    "cpu": {},
-    "cuda": {},
-    "hip": {
-        "FICCO_HIP_SIGNALS": ("signal", "uncached", "kernel"),
-        "FICCO_HIP_COPY": ("dtod", "peer", "nocu"),
-        "FICCO_HIP_MEMORY": ("torch", "ipc"),
-        "FICCO_HIP_COLUMNS": ("2d", "pack"),
-        "FICCO_HIP_EVENTS": ("plain", "write"),
-    },
-}
 
 
 def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from ficco.dma.engine import Slot, step_name
@@ -47,14 +48,40 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
-            error = self._look()
-            if error is not None:
-                self._act(error)
-                break
-        # Calls that were enqueued after the stuck one are stuck, too, once they begin.
-        while not self._stop.wait(PERIOD_S):
-            self._workspace.engine.release(self._workspace.slots, RELEASE_S)
+        try:
+            while not self._stop.wait(PERIOD_S):
+                if (error := self._found()) is not None:
+                    self._act(error)
+                    break
+            # Calls that were enqueued after the stuck one are stuck, too, once they begin.
+            while not self._stop.wait(PERIOD_S):
+                self._release()
+        except BaseException:  # nobody would end a stuck call from here on
+            traceback.print_exc()
+            self._exit("the watchdog failed")
+
+    def _found(self) -> FiccoError | None:
+        """What is wrong, if only that it cannot be told."""
+        try:
+            return self._look()
+        except Exception as error:
+            traceback.print_exc()
+            return FiccoError(
+                f"the watchdog failed with {type(error).__name__}: {error}. Calls of this group "
+                "are no longer watched: destroy the group and make a new one"
+            )
+
+    def _release(self) -> bool:
+        """Whether this rank's streams could be freed."""
+        try:
+            return self._workspace.engine.release(self._workspace.slots, RELEASE_S)
+        except Exception:
+            traceback.print_exc()
+            return False
+
+    def _exit(self, why: str) -> None:
+        print(f"ficco: {why}, ending this process", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _look(self) -> FiccoError | None:
         workspace = self._workspace
@@ -79,7 +106,16 @@ class Watchdog:
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
-        program = slot.programs[running]
+        program = slot.programs.get(running)  # None: forgotten since it was called
+        if program is None:
+            return SignalTimeout(
+                operator=engine.operator,
+                rank=engine.rank,
+                peer=None,
+                step="unknown",
+                schedule="unknown",
+                seconds=seconds,
+            )
         found = engine.missing(slot, program)
         signal = found.signal if found else None
         return SignalTimeout(
@@ -103,9 +139,6 @@ class Watchdog:
         workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if self.on_timeout == "abort":
-            print("ficco: ending this process (on_timeout='abort')", file=sys.stderr, flush=True)
-            os._exit(1)
-        if not workspace.engine.release(workspace.slots, RELEASE_S):
-            print("ficco: the streams could not be freed, ending this process", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(1)
+            self._exit("on_timeout='abort'")
+        if not self._release():
+            self._exit("the streams could not be freed")

@@ -154,10 +154,9 @@ def _any_case(choice: random.Random, world: int, kind: Any) -> Any:
 
 def _delay(chance: random.Random) -> None:
     """Keep the caller's stream and some lanes busy for a moment."""
-    work = engine().work
-    for name, handle in list(work.streams.items()):
-        if not name.startswith(("rescue", "captured", "side")) and chance.random() < 0.3:
-            with torch.cuda.stream(work._torch[id(handle)][0]):
+    for _, stream in sorted(engine()._streams[False].items()):
+        if chance.random() < 0.3:
+            with torch.cuda.stream(stream.torch):
                 torch.cuda._sleep(chance.randrange(3 * MOMENT))
     torch.cuda._sleep(chance.randrange(3 * MOMENT))
 
@@ -367,9 +366,10 @@ def report(
     yield f"# {title}: {TITLE}"
     yield ""
     yield (
-        "`ficco/dma/hip.py` through hip-python on a `libamdhip64.so` that hands HIP's calls to the "
-        "CUDA driver (`tests/hip_forward/forward.cpp`). No AMD GPU took part: what this shows is "
-        "the engine's own code on real queues, copy engines and graphs, not HIP's or an AMD GPU's "
+        "`ficco/dma/hip_driver.py` through hip-python on a `libamdhip64.so` that hands HIP's calls "
+        "to the CUDA driver (`tests/hip_forward/forward.cpp`). No AMD GPU took part: what this "
+        "shows is the engine's own code on real queues, copy engines and graphs, not HIP's or an "
+        "AMD GPU's "
         f"behaviour. Made by `tests/hip_on_cuda.py`, {date.today()}."
     )
     yield from ("", "| | |", "|---|---|")
@@ -437,6 +437,8 @@ def _jobs(world: int, seconds: float, calls: int, shapes: int) -> dict[str, Any]
     from test_all_gather_matmul import KINDS, KNOBS, UGLY, named
     from test_hip import NAMES, OPERATORS
 
+    from ficco.dma.ways import WAYS
+
     dtypes = ("bfloat16", "float16", "float32")
     every = [
         equal(world, 24, 40, 16, dtype=dtypes[i % 3], schedule=named(name, knobs))
@@ -473,18 +475,13 @@ def _jobs(world: int, seconds: float, calls: int, shapes: int) -> dict[str, Any]
         "graphs": (graphs, (20,), {}, 150),
         "faults": (faults, (), {}, 90),
     }
-    for variable, values in {
-        "FICCO_HIP_SIGNALS": ("uncached", "kernel"),
-        "FICCO_HIP_COPY": ("peer", "nocu"),
-        "FICCO_HIP_MEMORY": ("torch",),
-        "FICCO_HIP_COLUMNS": ("pack",),
-        "FICCO_HIP_EVENTS": ("plain",),
-    }.items():
-        for value in values:
+    usual = {"signal", "dtod", "ipc", "2d", "write"}  # which all other parts take
+    for what, values in WAYS["hip"].items():
+        for value in sorted(values.keys() - usual):
             # To load a kernel may wait for those that run, and some of these wait for peers.
             eager = {"CUDA_MODULE_LOADING": "EAGER"} if value == "kernel" else {}
-            env = {variable: value, **eager}
-            found[f"{variable}={value}"] = (exactly, (every[::7],), env, 90)
+            env = {"FICCO_HIP": f"{what}={value}", **eager}
+            found[f"FICCO_HIP={what}={value}"] = (exactly, (every[::7],), env, 90)
     found["bench"] = (bench, (seconds, shapes), {}, 2 * seconds + 90)
     return found
 

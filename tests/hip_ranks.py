@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import host_gpu
 import pytest
 import ranks
 from ranks import Rank
@@ -124,6 +125,7 @@ def run(
 
 def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
     sys.path.insert(0, os.environ[WHEEL])
+    host_gpu.serve_cpu_tensors()
     ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
     with ficco.options(engine="hip", on_timeout="raise", timeout_s=20):
         result = fn(at, *args)

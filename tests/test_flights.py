@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ficco.dma.streams import Flights
+from ficco.dma.watch import Flights
 
 
 class Stream:

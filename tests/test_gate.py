@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ficco.dma import rendezvous
+from ficco.dma import memories, rendezvous
 from ficco.dma.gate import Gate
+from ficco.dma.gpu import GpuEngine
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
 PATIENCE_S = 10.0
@@ -147,21 +149,22 @@ class Slots:
 
 
 def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cuda.bindings")
-    from ficco.dma import cuda
-
-    monkeypatch.setattr(cuda.torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(cuda.torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(cuda.cu, "uncaptured", nullcontext)
-    engine, memory = object.__new__(cuda.CudaEngine), object.__new__(cuda.CudaMemory)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    engine = object.__new__(GpuEngine)
     states: set[Slots] = set()
     states.update(Slots(states) for _ in range(3))
-    freed: list[cuda.CudaMemory] = []
-    monkeypatch.setattr(cuda.CudaMemory, "free", lambda self: freed.append(self))
-    monkeypatch.setattr(cuda, "_engines", {engine})
-    engine.__dict__.update(device=None, timeout_s=PATIENCE_S, _states=states)
-    engine.free(memory)
-    assert freed == [memory] and not cuda._unwanted
+    engine.__dict__.update(
+        device=None,
+        timeout_s=PATIENCE_S,
+        _states=states,
+        driver=SimpleNamespace(aside=nullcontext),
+    )
+    source = object.__new__(memories.TorchMemory)
+    source._engine = engine
+    freed: list[str] = []
+    monkeypatch.setattr(memories, "open_engines", {engine})
+    source.free(SimpleNamespace(free=lambda: freed.append("freed")))  # type: ignore[arg-type]
+    assert freed == ["freed"] and not memories.unwanted
 
 
 def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ class Resident:
 
 def recorded(group: Any) -> int:
     """How many calls of a group were recorded."""
-    return sum(len(workspace.engine._recorded) for workspace in workspaces(group))
+    return sum(len(workspace.engine.replayed) for workspace in workspaces(group))
 
 
 def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
@@ -600,7 +600,7 @@ def test_two_groups_on_two_streams() -> None:
 def _growth_beside_recordings(at: Rank) -> None:
     """One thread's calls are recorded, each at its second sight, while memory of another's, which
     need more every time, is freed behind a wait for the device."""
-    from ficco.dma import cuda  # which needs the driver
+    from ficco.dma import memories
 
     groups = [everyone(at) for _ in range(2)]
     errors: list[BaseException] = []
@@ -631,7 +631,7 @@ def _growth_beside_recordings(at: Rank) -> None:
         raise error
     # What could not be freed while the other thread went on is, now.
     exact(at, equal(at.world, 8 * 62, 64, 32, schedule="hetero-fused-1d"), 0, groups[1])
-    assert not cuda._unwanted
+    assert not memories.unwanted
     leave(*groups)
 
 

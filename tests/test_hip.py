@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import hip_ranks
@@ -71,7 +70,7 @@ def _exact(at: Rank, cases: list[Case]) -> int:
     with clean():
         all_exact(at, cases)
         ficco.synchronize()
-        assert engine().work.device == at.rank
+        assert engine().work.index == at.rank
         assert at.world == 1 or calls("hipMemcpyDtoDAsync") > 0
     return len(cases)
 
@@ -219,7 +218,7 @@ def _one_queue_late(at: Rank) -> None:
     cases = [equal(3, 12, 16, 8, schedule=name) for name in names]
     with clean():
         all_exact(at, cases)
-        queues = engine().work.streams
+        queues = engine().work.named
         assert {"caller", "compute1", "copy0", "copy1", "sync"} <= queues.keys()
         for turn, name in enumerate(sorted(queues)):
             mine = turn % 3 == at.rank
@@ -240,8 +239,8 @@ def _late_trial(at: Rank) -> None:
     with clean(), ficco.options(workspace_bytes=1 << 20, timeout_s=8):
         exact(at, case.on(schedule="serial:collective"), 0)  # the engine, and no words yet
         if at.rank == 0:
-            work = engine().work
-            for stream, us in ((engine().side, 60_000), (work.stream("sync", -1), 20_000)):
+            side, sync = engine().side.handle, engine().work.lane("sync")
+            for stream, us in ((side, 60_000), (sync, 20_000)):
                 assert not double().double_delay(stream.as_c_void_p().value, us)
         for iteration in range(3):
             exact(at, case, iteration)
@@ -266,19 +265,17 @@ def test_streams_of_a_priority_share_one_hardware_queue() -> None:
 
 
 def _memory(at: Rank, asked: str | None) -> str:
-    from ficco.dma import hip as module
+    from ficco.dma.hip_driver import HipDriver
 
     class Meeting:
         def gather(self, data: bytes) -> list[bytes]:
             return [data]
 
     torch.version.hip = "7.2"  # type: ignore[assignment]
-    # What an engine that tries PyTorch's memory would find.
-    module.symmetric = lambda *_: None  # type: ignore[attr-defined]
     if asked:
-        os.environ[module.MEMORY_VARIABLE] = asked
-    engine = SimpleNamespace(device=torch.device("cuda", 0))
-    return module.HipEngine._memory(engine, Meeting())  # type: ignore[arg-type]
+        os.environ["FICCO_HIP"] = f"memory={asked}"
+    driver = HipDriver(torch.device("cuda", 0), 0)
+    return driver._memory(Meeting())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, "ipc"), ("ipc", "ipc"), ("torch", "torch")])
@@ -302,7 +299,7 @@ def _mesh(at: Rank) -> list[str]:
     sums = operators.Case("matmul_reduce_scatter", (5,) * 8, 16, 8, "bfloat16", MESH[0])
     with clean():
         all_exact(at, cases)
-        queues = engine().work.streams
+        queues = engine().work.named
         links = sorted(name for name in queues if name.startswith("copy"))
         late = queues[links[at.rank % 7]].as_c_void_p().value
         assert not double().double_delay(late, 2000)
@@ -401,7 +398,7 @@ class Graphed:
 
         self.at, self.cases, self.hip = at, cases, hip
         self.made = [make(at, case, 0) for case in cases]
-        self.stream = engine().work.stream("caller")
+        self.stream = engine().work.lane("caller")
         _get(hip.hipStreamBeginCapture(self.stream, hip.hipStreamCaptureMode(mode)))
         self.results = [
             call(case, made.a, made.b) for case, made in zip(cases, self.made, strict=True)
@@ -472,12 +469,12 @@ def _captured_at_once(at: Rank, refused: bool) -> None:
         if refused:
             from hip import hip
 
-            made, stream = make(at, case, 1), engine().work.stream("caller")
+            made, stream = make(at, case, 1), engine().work.lane("caller")
             _get(hip.hipStreamBeginCapture(stream, hip.hipStreamCaptureMode(GLOBAL)))
             found = caught(partial(call, case, made.a, made.b))
             _get(hip.hipGraphDestroy(_get(hip.hipStreamEndCapture(stream))))
             assert found.type == "NotImplementedError", found
-            for part in ("carries stream writes out at once", "FICCO_HIP_SIGNALS=kernel"):
+            for part in ("carries stream writes out at once", "FICCO_HIP=signals=kernel"):
                 assert part in found.text
 
 
@@ -504,9 +501,9 @@ def test_captures_keep_their_memory() -> None:
 
 
 def _closed_apart(at: Rank) -> None:
-    import ficco.dma.hip
+    import ficco.dma.gpu
 
-    ficco.dma.hip.CLOSE_S = 0.1
+    ficco.dma.gpu.CLOSE_S = 0.1
     with clean():
         groups = [dist.new_group() for _ in range(3)]
         kept = ficco.empty((4, 4), group=groups[0])
@@ -528,10 +525,10 @@ def test_what_outlives_its_group_is_freed_later() -> None:
 
 def _compiling(at: Rank, fn: Any, *args: Any) -> Any:
     """Kernels of any code: the double knows them by their names."""
-    import ficco.dma.hip
+    import ficco.dma.hip_driver
     import ficco.hip_kernels.launch
 
-    ficco.dma.hip.can_compile = lambda vendor: True
+    ficco.dma.hip_driver.can_compile = lambda vendor: True
     ficco.hip_kernels.launch.compiled = lambda target: b"\0"
     return fn(at, *args)
 
@@ -570,7 +567,7 @@ SIGNALS = {
     "uncached asked for": (
         {"WAIT_ANY": 1},
         {},
-        {"FICCO_HIP_SIGNALS": "uncached"},
+        {"FICCO_HIP": "signals=uncached"},
         {"wait": "does not promise"},
     ),
 }
@@ -598,7 +595,7 @@ def test_writes_have_to_reach_every_peer() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "env"),
-    [({"WAIT": 0}, {}), ({}, {"FICCO_HIP_SIGNALS": "kernel"})],
+    [({"WAIT": 0}, {}), ({}, {"FICCO_HIP": "signals=kernel"})],
     ids=["streams cannot wait", "asked for"],
 )
 @pytest.mark.parametrize("series", SERIES)
@@ -609,22 +606,22 @@ def test_signals_by_kernels(series: str, settings: dict[str, Any], env: dict[str
 
 
 @pytest.mark.parametrize(
-    ("variable", "used", "text"),
+    ("way", "used", "text"),
     [
         ("dtod", "hipMemcpyDtoDAsync", "hipMemcpyDtoDAsync"),
         ("peer", "hipMemcpyPeerAsync", "hipMemcpyPeerAsync"),
         ("nocu", "hipMemcpyAsync", "without compute units"),
     ],
 )
-def test_ways_of_copies(variable: str, used: str, text: str) -> None:
-    run(3, _by, {}, {"copy": text}, used, "", env={"FICCO_HIP_COPY": variable})
+def test_ways_of_copies(way: str, used: str, text: str) -> None:
+    run(3, _by, {}, {"copy": text}, used, "", env={"FICCO_HIP": f"copy={way}"})
 
 
 @pytest.mark.parametrize(
     ("settings", "env", "how"),
     [
         ({"2D": 0}, {}, "by packing or ficco's kernel, for want of a 2D copy"),
-        ({}, {"FICCO_HIP_COLUMNS": "pack"}, "by packing or ficco's kernel (asked for)"),
+        ({}, {"FICCO_HIP": "columns=pack"}, "by packing or ficco's kernel (asked for)"),
     ],
     ids=["not there", "asked for"],
 )
@@ -633,14 +630,12 @@ def test_columns_without_2d_copies(settings: dict[str, Any], env: dict[str, str]
 
 
 def _packs_on_one_rank(at: Rank, value: str) -> str:
-    from ficco.dma import hip
-
     if at.rank == 1:
-        os.environ[hip.COLUMNS_VARIABLE] = value
+        os.environ["FICCO_HIP"] = f"columns={value}"
     cases = [equal(3, 24, 40, 16, schedule=name) for name in NAMES if "2d" in name]
     with clean():
         all_exact(at, cases)
-        os.environ.pop(hip.COLUMNS_VARIABLE, None)  # what the engine began with counts
+        os.environ.pop("FICCO_HIP", None)  # what the engine began with counts
         return str(engine().capabilities().copy)
 
 
@@ -651,13 +646,17 @@ def test_columns_are_packed_by_all_ranks_or_none() -> None:
 
 
 def _asks_in_vain(at: Rank, values: tuple[str, ...]) -> Any:
-    os.environ["FICCO_HIP_COLUMNS"] = values[at.rank]
+    os.environ["FICCO_HIP"] = values[at.rank]
     return caught(lambda: exact(at, equal(2, 8, 8, 8, schedule="growing"), 0))
 
 
 @pytest.mark.parametrize(
     ("values", "settings"),
-    [(("2d", "2d"), {"2D": 0}), (("2d", "pack"), {}), (("", "2d"), {"2D": 0})],
+    [
+        (("columns=2d", "columns=2d"), {"2D": 0}),
+        (("columns=2d", "columns=pack"), {}),
+        (("", "columns=2d"), {"2D": 0}),
+    ],
 )
 def test_2d_copies_that_cannot_be_had_are_refused(
     values: tuple[str, ...], settings: dict[str, Any]
@@ -665,7 +664,7 @@ def test_2d_copies_that_cannot_be_had_are_refused(
     """By all ranks, also those that did not ask."""
     for outcome in run(2, _asks_in_vain, values, settings=settings):
         assert outcome.type == "NotImplementedError"
-        assert "FICCO_HIP_COLUMNS=2d, which a rank asks for, cannot be had" in outcome.text
+        assert "FICCO_HIP=columns=2d, which a rank asks for, cannot be had" in outcome.text
 
 
 def _events(at: Rank, used: str) -> int:
@@ -681,7 +680,7 @@ def _events(at: Rank, used: str) -> int:
 def test_ways_of_events() -> None:
     """One write more for each of the copies that a product waits for: 3 pieces of 2 peers."""
     plain = run(3, _events, "an event right behind the copy")
-    env = {"FICCO_HIP_EVENTS": "write"}
+    env = {"FICCO_HIP": "events=write"}
     written = run(3, _events, "an event behind a stream write", env=env)
     assert [more - less for more, less in zip(written, plain, strict=True)] == [6] * 3
 
@@ -742,9 +741,9 @@ class Error(NamedTuple):
     ways: tuple[tuple[str, str], ...] = ()
 
 
-BY_PEER = (("FICCO_HIP_COPY", "peer"),)
-BY_NOCU = (("FICCO_HIP_COPY", "nocu"),)
-BY_KERNEL = (("FICCO_HIP_SIGNALS", "kernel"),)
+BY_PEER = (("FICCO_HIP", "copy=peer"),)
+BY_NOCU = (("FICCO_HIP", "copy=nocu"),)
+BY_KERNEL = (("FICCO_HIP", "signals=kernel"),)
 
 #: Calls that fail when an engine is made, or while it works.
 FAILING = (
@@ -1003,7 +1002,7 @@ def _closing(at: Rank, names: Sequence[str]) -> list[Any]:
 @pytest.mark.parametrize("way", CLOSING)
 def test_errors_of_closing(way: str) -> None:
     names, left = CLOSING[way]
-    env = {"FICCO_HIP_SIGNALS": way}
+    env = {"FICCO_HIP": f"signals={way}"}
     (others, theirs), (mine, ours) = run(2, _compiling, _closing, names, env=env)
     for name, (other, their_violations), (outcome, our_violations) in zip(
         names, others, mine, strict=True
@@ -1015,7 +1014,7 @@ def test_errors_of_closing(way: str) -> None:
 
 def _all_calls(at: Rank) -> list[str]:
     """What is called whichever way is gone."""
-    for ways in ((), BY_PEER, BY_NOCU, BY_KERNEL, (("FICCO_HIP_EVENTS", "write"),)):
+    for ways in ((), BY_PEER, BY_NOCU, BY_KERNEL, (("FICCO_HIP", "events=write"),)):
         with _going(ways):
             for schedule in ("growing:pull", "hetero-fused-2d", "serial", "growing:kernel"):
                 exact(at, equal(2, 6, 8, 4, schedule=schedule), 0)
@@ -1391,10 +1390,9 @@ def test_two_libraries(tmp_path: Path) -> None:
 
 
 def test_cpu_tensors_need_a_double() -> None:
-    """Without the double's own entries the engine refuses CPU tensors."""
-    script = "import ficco.dma.hip_api as api\napi.adopter = lambda: None\n" + CALL
+    """The engine refuses CPU tensors; tests alone let it serve them (tests/host_gpu.py)."""
     env = {"LD_LIBRARY_PATH": str(hip_ranks.library().parent)}
-    done = python(script, wheel=str(hip_ranks.wheel("7")), **env)
+    done = python(CALL, wheel=str(hip_ranks.wheel("7")), **env)
     assert done.returncode == 0, done.stderr
     assert "Move the tensors to the GPU" in done.stdout
 

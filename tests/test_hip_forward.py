@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import hip_ranks
+import host_gpu
 import pytest
 import test_hip
 from cases import all_exact, equal
@@ -43,12 +44,10 @@ def run(world: int, fn: Any, *args: Any, env: dict[str, str] | None = None, **kw
 
 def _adopting(fn: Any, at: Rank, *args: Any) -> Any:
     """CPU tensors are the double's memory; the library above it knows nothing of that."""
-    import ficco.dma.hip_api
-
     found = hip_ranks.double()
     adopt, forget = found.double_adopt, found.double_forget
     adopt.argtypes, forget.argtypes = [ctypes.c_void_p, ctypes.c_size_t], [ctypes.c_void_p]
-    ficco.dma.hip_api.adopter = lambda: (adopt, forget)
+    host_gpu.adopter = lambda: (adopt, forget)
     return fn(at, *args)
 
 
@@ -69,10 +68,10 @@ def test_replays() -> None:
 @pytest.mark.parametrize(
     ("env", "used"),
     [
-        ({"FICCO_HIP_SIGNALS": "uncached"}, "hipStreamWaitValue32"),
-        ({"FICCO_HIP_COPY": "peer"}, "hipMemcpyPeerAsync"),
-        ({"FICCO_HIP_COPY": "nocu"}, "hipMemcpyDtoDAsync"),
-        ({"FICCO_HIP_EVENTS": "write"}, "hipStreamWriteValue32"),
+        ({"FICCO_HIP": "signals=uncached"}, "hipStreamWaitValue32"),
+        ({"FICCO_HIP": "copy=peer"}, "hipMemcpyPeerAsync"),
+        ({"FICCO_HIP": "copy=nocu"}, "hipMemcpyDtoDAsync"),
+        ({"FICCO_HIP": "events=write"}, "hipStreamWriteValue32"),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
 )
@@ -81,7 +80,7 @@ def test_ways(env: dict[str, str], used: str) -> None:
 
 
 def test_kernels() -> None:
-    env = {"FICCO_HIP_SIGNALS": "kernel"}
+    env = {"FICCO_HIP": "signals=kernel"}
     run(2, test_hip._compiling, _used, "hipModuleLaunchKernel", env=env, series="10")
 
 

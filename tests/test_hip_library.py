@@ -16,6 +16,7 @@ import pytest
 import test_hip
 import test_operators as operators
 import torch
+import torch.distributed as dist
 from cases import Case, all_exact, equal, exact
 from hip_ranks import SERIES, calls, clean, double, run
 from ranks import Failure, Rank, caught
@@ -218,9 +219,9 @@ SUMMED = ("bfloat16", "float32", "float16")
 
 def _summed(at: Rank, cases: list[operators.Case], by_kernel: bool) -> tuple[int, int]:
     """Kernels that the calls launch, and how often PyTorch is given something to do."""
-    import ficco.dma.hip
+    import host_gpu
 
-    ficco.dma.hip.HipEngine._sums_by_kernel = by_kernel
+    host_gpu.HostEngine._sums_by_kernel = by_kernel
     return _made(at, 100, (LAUNCH, HOST), lambda: operators.all_exact(at, cases))
 
 
@@ -270,8 +271,8 @@ def _to_the_bit(at: Rank) -> int:
             out = parts[-1]
             if not within or dtype != to:
                 out = room[16].view(to)[: rows * pitch].view(rows, pitch)[:, :width]
-            engine._kernels.reduce(out, parts, engine.side)
-            engine.settle(engine.side)
+            engine._kernels.reduce(out, parts, engine.side.handle)
+            engine.settle(engine.side.handle)
             assert torch.equal(out, wanted.to(to)), (dtype, to, count, rows, width, pitch)
         hip_api.free(place)
     return len(cases)
@@ -297,6 +298,28 @@ def _looked_up(at: Rank) -> tuple[str, str]:
 @pytest.mark.parametrize("series", SERIES)
 def test_the_double_has_the_kernels_of_the_source_alone(series: str) -> None:
     assert run(1, _looked_up, series=series) == [("hipModuleGetFunction", "hipErrorNotFound")]
+
+
+def _streams_of_a_probe(at: Rank) -> list[int]:
+    """Priorities of the streams by which sharing is tried."""
+    from ficco.dma import hip_api, probe
+    from ficco.dma.driver import URGENT
+
+    made, right = [], hip_api.make_stream
+    hip_api.make_stream = lambda priority: made.append(priority) or right(priority)
+
+    def gather(value: Any) -> list[Any]:
+        everyone = [None] * at.world
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    assert probe.share("plain", at.device, at.rank, gather) == ([], [])
+    return [*made, URGENT]
+
+
+def test_sharing_is_tried_on_a_stream_as_copies_have() -> None:
+    for made, urgent in run(2, _streams_of_a_probe):
+        assert made == urgent and made is not False
 
 
 # Versions.
@@ -363,12 +386,12 @@ def test_versions(series: str) -> None:
     ],
 )
 def test_refused_ways_of_signals(way: str, settings: dict[str, int], words: str) -> None:
-    hide = {"FICCO_HIP_SIGNALS": way}
+    hide = {"FICCO_HIP": f"signals={way}"}
     found = run(2, _without_compiler, test_hip._first, settings=settings, env=hide, series="10")
     for outcome, leaks in found:
         assert outcome.type == "NotImplementedError" and not leaks, outcome
-        assert outcome.text.count(f"FICCO_HIP_SIGNALS={way} cannot be had") == 1
-        assert words in outcome.text and "unset the variable" in outcome.text
+        assert outcome.text.count(f"FICCO_HIP=signals={way} cannot be had") == 1
+        assert words in outcome.text and "leave signals out of the variable" in outcome.text
         # A compiler is the remedy for one way alone.
         assert ("compiler" in outcome.text) == (way == "kernel")
 

@@ -308,22 +308,22 @@ def test_bandwidth_is_that_of_a_copy(capsys: pytest.CaptureFixture[str]) -> None
 def _microseconds(at: Rank, repeat: int = 20) -> dict[tuple[str, int], float]:
     """Times of one push to the next rank, all ranks at once, each followed by a stream write, the
     host far ahead. ``dma``, and the kernel with some numbers of blocks."""
-    from ficco.dma import cuda_driver as cu
+    from ficco.dma.cuda_driver import CudaDriver
 
     mine, handle = loaded(at)
     memory = symm_mem.empty(2 * SIZES[-1], dtype=torch.uint8, device=at.device)
     group = torch.distributed.group.WORLD
     addresses = symm_mem.rendezvous(memory, group=group).buffer_ptrs
     word = torch.zeros(1, dtype=torch.int32, device=at.device)
-    write = cu.Batch([MemOp(WRITE_32, word.data_ptr(), 1)])
-    stream = cu.stream(handle)
+    driver = CudaDriver(at.device)
+    write = driver.batch([MemOp(WRITE_32, word.data_ptr(), 1)])
+    stream = driver.stream(handle)
     begin, end = addresses[at.rank], addresses[(at.rank + 1) % at.world] + SIZES[-1]
     found: dict[tuple[str, int], list[float]] = {}
     for number in range(7):
         for size in SIZES:
-            movers: dict[str, Callable[[], None]] = {
-                "dma": lambda size=size: cu.copy(end, begin, size, stream)
-            }
+            copy = driver.copy(end, size)
+            movers: dict[str, Callable[[], None]] = {"dma": lambda copy=copy: copy(begin, stream)}
             for blocks in (4, 8, 16, 32):
                 movers[f"kernel {blocks}"] = lambda size=size, blocks=blocks: mine.copies(
                     ((end, begin),), size, size, size, 1, handle, blocks

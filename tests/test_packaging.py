@@ -202,8 +202,10 @@ HEAVY = (
     "ficco.cli",
     "ficco.doctor",
     "ficco.bench",
-    "ficco.dma.cuda",
-    "ficco.dma.hip",
+    "ficco.dma.cuda_driver",
+    "ficco.dma.gpu",
+    "ficco.dma.hip_api",
+    "ficco.dma.hip_driver",
     "ficco.hip_kernels",
 )
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import hip_ranks
+import host_gpu
 import pytest
 import test_kernels as on_host
 import torch
@@ -550,6 +551,7 @@ def _on_the_double(
 ) -> None:
     os.environ.update(settings)  # before the library reads them
     sys.path.insert(0, wheel)
+    host_gpu.serve_cpu_tensors()
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     ficco.set_options(engine="hip")
     if breaks is not None:
@@ -589,8 +591,8 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
     # On CPUs there are no kernels and no copy engines, and PyTorch has no symmetric memory; the
     # double waits on signal memory alone.
     refused = {name for name, result in found.items() if result.verdict != "ok"}
-    ways = {"FICCO_HIP_SIGNALS=uncached", "FICCO_HIP_MEMORY=torch"}
-    assert refused - {"FICCO_HIP_SIGNALS=kernel", "copies by kernel"} == ways | {
+    ways = {"FICCO_HIP=signals=uncached", "FICCO_HIP=memory=torch"}
+    assert refused - {"FICCO_HIP=signals=kernel", "copies by kernel"} == ways | {
         "kernels",
         "graphs",
         "products beside copies",
@@ -652,12 +654,12 @@ def _tells_how_it_is_timed() -> None:
 
 
 def test_ways_are_timed_by_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = ["FICCO_HIP_EV", "FICCO_HIP_CO"]
+    ways = ["FICCO_HIP=ev", "FICCO_HIP=co"]
     found = on_the_double(monkeypatch, ways, _tells_how_it_is_timed)
     assert {name: result.seen.split("; ")[1][:5] for name, result in found.items()} == {
-        **{f"FICCO_HIP_COPY={value}": "1.0 G" for value in ("dtod", "peer", "nocu")},
-        **{f"FICCO_HIP_COLUMNS={value}": "55.0 " for value in ("2d", "pack")},
-        **{f"FICCO_HIP_EVENTS={value}": "77.0 " for value in ("plain", "write")},
+        **{f"FICCO_HIP=copy={value}": "1.0 G" for value in ("dtod", "peer", "nocu")},
+        **{f"FICCO_HIP=columns={value}": "55.0 " for value in ("2d", "pack")},
+        **{f"FICCO_HIP=events={value}": "77.0 " for value in ("plain", "write")},
     }
 
 

@@ -23,6 +23,7 @@ class Engine:
     """A GPU on which call ``running`` never ends, or on which calls end all the time."""
 
     rank = 0
+    operator = "all_gather_matmul"
 
     def __init__(self, program: Program, running: int, ending: bool) -> None:
         self.program, self.running, self.ending = program, running, ending
@@ -170,6 +171,52 @@ def test_what_the_caller_was_told_ends_no_process(
     dog.stop()
     assert workspace.engine.times and workspace.engine.released == workspace.slots
     assert not ended and capfd.readouterr().err == "" and workspace.error is told
+
+
+def test_a_program_that_is_forgotten_is_still_timed(watch: Callable[..., Workspace]) -> None:
+    workspace = watch(running=7)
+    workspace.slots[0].programs.clear()
+    until(workspace, 10 * TIMEOUT_S)
+    error = workspace.error
+    assert isinstance(error, SignalTimeout)
+    assert (error.peer, error.step, error.schedule) == (None, "unknown", "unknown")
+    time.sleep(2 * PERIOD_S)
+    assert workspace.engine.times
+
+
+def test_a_watchdog_that_cannot_look_says_so_and_ends_the_calls(
+    watch: Callable[..., Workspace], capfd: pytest.CaptureFixture[str]
+) -> None:
+    workspace = watch(running=7)
+
+    def unforeseen(slot: Slot) -> None:
+        raise KeyError("unforeseen")
+
+    workspace.engine.pulse = unforeseen  # type: ignore[method-assign]
+    until(workspace, 10 * TIMEOUT_S)
+    time.sleep(2 * PERIOD_S)
+    assert "watchdog failed with KeyError: 'unforeseen'" in str(workspace.error)
+    assert workspace.engine.times and "no longer watched" in capfd.readouterr().err
+
+
+def test_streams_that_cannot_be_freed_end_the_process(
+    watch: Callable[..., Workspace],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    workspace = watch(running=7)
+
+    def refused(slots: list[Slot], seconds: float) -> bool:
+        raise RuntimeError("the driver is gone")
+
+    workspace.engine.release = refused  # type: ignore[method-assign]
+    until(workspace, 10 * TIMEOUT_S)
+    time.sleep(4 * PERIOD_S)
+    assert ended == [1]
+    said = capfd.readouterr().err
+    assert "the driver is gone" in said and "could not be freed" in said
 
 
 def test_abort_ends_the_process_with_the_whole_text() -> None:

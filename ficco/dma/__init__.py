@@ -12,17 +12,19 @@ cpu_memory               its memory as tensors, and the layout of a slot
 cpu_collectives          its collectives, which name a rank that does not come
 disturbance              how its calls are disturbed on purpose
 host                     host memory that ranks share, and semaphores in it
-streams                  what the two GPU engines have in common
-cuda                     the CUDA engine
-cuda_ops                 the operations of its calls, and how they become fewer
-cuda_driver              the driver's calls that it makes
+gpu                      the GPU engine
+driver                   what it needs of a vendor
+cuda_driver, hip_driver  the vendors: NVIDIA, AMD
+hip_api                  HIP's calls, in both series of the binding
+ways                     the ways among which an engine can be told to choose
+buffers                  where Regions lie: addresses for copies, views for PyTorch
+memories                 memory that ranks share, and the signal words in it
 rendezvous               PyTorch's symmetric memory for the ranks of one group
+watch                    what a watchdog reads of calls: words or events
+lane_ops                 the operations of a call on a lane, and how they become fewer
+memops                   waits and writes of words, and which of them a launch can carry out
+replays                  calls that are recorded and replayed
 gate                     what threads may not do to a device at the same time
-hip                      the HIP engine
-hip_api                  the runtime's calls that it makes, in both series of the binding
-hip_memory, hip_work     memory that ranks share; PyTorch's work in the order of streams
-hip_binding              launches of ficco's kernels
-memops                   waits and writes of words, and which of them a launch can see to
 products, blas           products of the vendor's library, and its name
 cublaslt                 ``c + a @ b`` without a copy of c
 collectives              the exchange by the group's own library

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +14,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-#: The engines there are.
-ENGINES = ("cpu", "cuda", "hip")
+#: The engines there are, by name, and what makes one: module and function. Vendor libraries are
+#: imported by these modules alone.
+ENGINES = {
+    "cpu": ("ficco.dma.cpu", "CpuEngine"),
+    "cuda": ("ficco.dma.cuda_driver", "engine"),
+    "hip": ("ficco.dma.hip_driver", "engine"),
+}
 
 
 def engine_name(device: torch.device, wanted: str | None = None) -> str:
@@ -40,16 +47,7 @@ def engine_name(device: torch.device, wanted: str | None = None) -> str:
 def make_engine(
     name: str, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float
 ) -> Engine:
-    """The engine of a name; its ranks wait ``timeout_s`` for each other. Vendor libraries are
-    imported only here."""
-    if name == "cpu":
-        from ficco.dma.cpu import CpuEngine
-
-        return CpuEngine(group, device)
-    if name == "cuda":
-        from ficco.dma.cuda import CudaEngine
-
-        return CudaEngine(group, device, signals, timeout_s)
-    from ficco.dma.hip import HipEngine
-
-    return HipEngine(group, device, signals, timeout_s)
+    """The engine of a name; its ranks wait ``timeout_s`` for each other."""
+    module, function = ENGINES[name]
+    make: Callable[..., Engine] = getattr(import_module(module), function)
+    return make(group, device) if name == "cpu" else make(group, device, signals, timeout_s)

@@ -7,9 +7,10 @@ Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API".
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+from contextlib import ExitStack
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from ficco.errors import BackendError
 
+#: Shapes whose descriptions are kept.
+MAX_PLANNED = 1024
 #: Bytes that an algorithm may use, as PyTorch allows on such cards.
 WORKSPACE = 32 << 20
 
@@ -53,6 +56,20 @@ def _reduced(dtype: torch.dtype) -> bool:
     return bool(found[0] if isinstance(found, tuple) else found)
 
 
+@dataclass
+class _Planned:
+    """A product as the library takes it. What describes it is the library's memory, and goes back
+    once nothing holds this any more."""
+
+    held: ExitStack
+    description: c_void_p
+    layouts: tuple[c_void_p, ...]
+    algorithm: _Heuristic
+
+    def __del__(self) -> None:
+        self.held.close()
+
+
 class CublasLt:
     """The library on one device, which must be current.
 
@@ -67,7 +84,7 @@ class CublasLt:
         self._handle = c_void_p()
         self._call("cublasLtCreate", byref(self._handle))
         self._one = c_float(1.0)
-        self._planned = lru_cache(maxsize=1024)(self._plan)
+        self._planned = lru_cache(maxsize=MAX_PLANNED)(self._plan)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -108,13 +125,12 @@ class CublasLt:
         planned = self._planned(m, n, k, pitches, transposed, a.dtype, aligned, exact)
         if planned is None:
             return False
-        description, layouts, found = planned
-        of_b, of_a, of_c, of_out = layouts
+        of_b, of_a, of_c, of_out = planned.layouts
         one = byref(self._one)
         self._call(
             "cublasLtMatmul",
             self._handle,
-            description,
+            planned.description,
             one,
             c_void_p(addresses[0]),
             of_b,
@@ -125,20 +141,14 @@ class CublasLt:
             of_c,
             c_void_p(addresses[3]),
             of_out,
-            byref(found.algorithm),
+            byref(planned.algorithm.algorithm),
             c_void_p(workspace.data_ptr()),
             c_size_t(workspace.numel()),
             c_void_p(int(stream)),
         )
         return True
 
-    def _plan(self, *asked: Any) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic] | None:
-        """What :meth:`_found` gives; None where the library has no way."""
-        with contextlib.suppress(BackendError):
-            return self._found(*asked)
-        return None
-
-    def _found(
+    def _plan(
         self,
         m: int,
         n: int,
@@ -148,59 +158,64 @@ class CublasLt:
         dtype: torch.dtype,
         aligned: tuple[int, ...],
         exact: bool,
-    ) -> tuple[c_void_p, tuple[c_void_p, ...], _Heuristic]:
-        """What describes such products, and the algorithm for them.
+    ) -> _Planned | None:
+        """What describes such products, and the algorithm for them; None where there is none.
 
         The library counts by columns: it is asked for out^T = c^T + b^T @ a^T. ``exact``: parts of
         k are added in float32 alone.
-
-        Raises:
-            BackendError: there is none.
         """
         kind = _TYPES[dtype]
-        description = c_void_p()
-        create = "cublasLtMatmulDescCreate"
-        self._call(create, byref(description), c_int(_COMPUTE_FLOAT32), c_int(_FLOAT32))
-        flip = c_int(int(transposed))
-        self._set("cublasLtMatmulDescSetAttribute", description, _TRANSPOSE_A, flip)
         of_a, of_b, of_c, of_out = pitches
         shapes = ((k, n) if transposed else (n, k), (k, m), (n, m), (n, m))
-        layouts = tuple(
-            self._layout(kind, *shape, pitch)
-            for shape, pitch in zip(shapes, (of_b, of_a, of_c, of_out), strict=True)
-        )
-        preference = c_void_p()
-        self._call("cublasLtMatmulPreferenceCreate", byref(preference))
-        setter = "cublasLtMatmulPreferenceSetAttribute"
-        self._set(setter, preference, _MAX_WORKSPACE, c_uint64(WORKSPACE))
-        if exact:
-            self._set(setter, preference, _REDUCTIONS, c_uint32(_IN_FLOAT32))
-        for attribute, alignment in zip(_ALIGNMENTS, aligned, strict=True):
-            self._set(setter, preference, attribute, c_uint32(alignment))
-        found, count = _Heuristic(), c_int()
-        self._call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            self._handle,
-            description,
-            *layouts,
-            preference,
-            c_int(1),
-            byref(found),
-            byref(count),
-        )
-        self._call("cublasLtMatmulPreferenceDestroy", preference)
-        if not count.value:
-            raise BackendError(
-                "cublasLtMatmulAlgoGetHeuristic", 15, "no algorithm for this product"
-            )
-        return description, layouts, found
+        algorithm, count = _Heuristic(), c_int()
+        with ExitStack() as held:
+            try:
+                description = self._made(
+                    held, "cublasLtMatmulDesc", c_int(_COMPUTE_FLOAT32), c_int(_FLOAT32)
+                )
+                self._set("cublasLtMatmulDesc", description, _TRANSPOSE_A, c_int(int(transposed)))
+                layouts = tuple(
+                    self._made(
+                        held,
+                        "cublasLtMatrixLayout",
+                        c_int(kind),
+                        c_uint64(rows),
+                        c_uint64(cols),
+                        c_int64(pitch),
+                    )
+                    for (rows, cols), pitch in zip(shapes, (of_b, of_a, of_c, of_out), strict=True)
+                )
+                with ExitStack() as during:
+                    preference = self._made(during, "cublasLtMatmulPreference")
+                    wishes: list[tuple[int, Any]] = [(_MAX_WORKSPACE, c_uint64(WORKSPACE))]
+                    if exact:
+                        wishes.append((_REDUCTIONS, c_uint32(_IN_FLOAT32)))
+                    wishes += zip(_ALIGNMENTS, map(c_uint32, aligned), strict=True)
+                    for attribute, value in wishes:
+                        self._set("cublasLtMatmulPreference", preference, attribute, value)
+                    self._call(
+                        "cublasLtMatmulAlgoGetHeuristic",
+                        self._handle,
+                        description,
+                        *layouts,
+                        preference,
+                        c_int(1),
+                        byref(algorithm),
+                        byref(count),
+                    )
+            except BackendError:
+                return None
+            if not count.value:
+                return None
+            return _Planned(held.pop_all(), description, layouts, algorithm)
 
-    def _layout(self, kind: int, rows: int, cols: int, pitch: int) -> c_void_p:
-        layout = c_void_p()
-        sizes = c_uint64(rows), c_uint64(cols), c_int64(pitch)
-        self._call("cublasLtMatrixLayoutCreate", byref(layout), c_int(kind), *sizes)
-        return layout
+    def _made(self, held: ExitStack, kind: str, *arguments: Any) -> c_void_p:
+        """An object of the library, which ``held`` gives back."""
+        made = c_void_p()
+        self._call(f"{kind}Create", byref(made), *arguments)
+        held.callback(getattr(self._library, f"{kind}Destroy"), made)
+        return made
 
-    def _set(self, setter: str, target: c_void_p, attribute: int, value: Any) -> None:
+    def _set(self, kind: str, target: c_void_p, attribute: int, value: Any) -> None:
         size = c_size_t(ctypes.sizeof(value))
-        self._call(setter, target, c_int(attribute), byref(value), size)
+        self._call(f"{kind}SetAttribute", target, c_int(attribute), byref(value), size)

@@ -1,13 +1,25 @@
-"""The CUDA driver's calls that the CUDA engine makes, through cuda-bindings."""
+"""NVIDIA GPUs: what the GPU engine asks of CUDA, through cuda-bindings.
+
+A wait asks for a flush of remote writes where the device offers it. Where it does not (H100 and
+H200 over NVLink), a completed peer copy is visible in the receiver's memory before the word that
+follows it on the same path.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ficco.dma.cublaslt import WORKSPACE, CublasLt
+from ficco.dma.driver import URGENT, Driver, Means
+from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
+from ficco.errors import BackendError
+from ficco.hip_kernels import Kernels, can_compile, kernels
 
 try:
     from cuda.bindings import driver
@@ -19,6 +31,9 @@ except ImportError as error:
 
 from ficco.hip_kernels.cuda_binding import check
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _KIND = driver.CUstreamBatchMemOpType
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 _WAIT_FLUSH = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
@@ -27,33 +42,6 @@ _THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
-
-
-def context() -> Any:
-    """The current context of this thread."""
-    return check("cuCtxGetCurrent", driver.cuCtxGetCurrent())
-
-
-def use(context: Any) -> None:
-    """Make a context that of this thread."""
-    check("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
-
-
-def stream(handle: int) -> Any:
-    """A stream as the binding likes it best: it wraps plain numbers anew in every call."""
-    return driver.CUstream(handle)
-
-
-def make_stream(priority: int) -> int:
-    """A stream that is nobody else's: PyTorch hands its own out again and again."""
-    flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    made = check("cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority(flags, priority))
-    return int(made)
-
-
-def address(value: int) -> Any:
-    """An address as the binding likes it best."""
-    return driver.CUdeviceptr(value)
 
 
 def attribute(name: str, device: int) -> int:
@@ -80,9 +68,6 @@ class Batch:
             call = driver.cuStreamWaitValue32 if wait else driver.cuStreamWriteValue32
             flags = self._wait_flags() if wait else 0
             self._single = call, driver.CUdeviceptr(address), driver.cuuint32_t(value), flags
-
-    def __add__(self, other: Batch) -> Batch:
-        return Batch(self.ops + other.ops, self.flush)
 
     def _wait_flags(self) -> int:
         return _WAIT_EQ | (_WAIT_FLUSH if self.flush else 0)
@@ -113,34 +98,11 @@ class Batch:
                 check("cuStreamBatchMemOp", result)
 
 
-def copy(dst: Any, src: Any, nbytes: int, stream: Any) -> None:
-    """Copy bytes between or within devices."""
-    result = driver.cuMemcpyDtoDAsync(dst, src, nbytes, stream)
-    if result[0]:
-        check("cuMemcpyDtoDAsync", result)
-
-
-class Copy2D:
-    """A copy of rows at a distance, on the same engines as a plain copy."""
-
-    def __init__(self, width: int, height: int, dst_pitch: int):
-        part = self._part = driver.CUDA_MEMCPY2D()
-        part.srcMemoryType = part.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        part.WidthInBytes, part.Height, part.dstPitch = width, height, dst_pitch
-
-    def enqueue(self, dst: Any, src: Any, src_pitch: int, stream: Any) -> None:
-        part = self._part
-        part.dstDevice, part.srcDevice, part.srcPitch = dst, src, src_pitch
-        result = driver.cuMemcpy2DAsync(part, stream)
-        if result[0]:
-            check("cuMemcpy2DAsync", result)
-
-
 class Event:
-    """An event for ordering streams."""
+    """An event for ordering streams, or for telling the time."""
 
-    def __init__(self) -> None:
-        flags = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    def __init__(self, timing: bool = False) -> None:
+        flags = 0 if timing else int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._event = check("cuEventCreate", driver.cuEventCreate(flags))
 
     def record(self, stream: Any) -> None:
@@ -154,19 +116,20 @@ class Event:
         if result[0]:
             check("cuStreamWaitEvent", result)
 
-    def synchronize(self) -> None:
-        check("cuEventSynchronize", driver.cuEventSynchronize(self._event))
-
     def over(self) -> bool:
         """Whether everything before the latest record is complete, or failed."""
         return driver.cuEventQuery(self._event)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
+
+    def seconds_to(self, later: Event) -> float:
+        elapsed = driver.cuEventElapsedTime(self._event, later._event)
+        return float(check("cuEventElapsedTime", elapsed)) / 1e3
 
     def __del__(self) -> None:
         if hasattr(self, "_event"):
             driver.cuEventDestroy(self._event)  # what waits for it still does
 
 
-class Recording:
+class GraphRecording:
     """What a stream was given, as a graph that gives it again."""
 
     def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
@@ -205,53 +168,189 @@ class uncaptured:
         driver.cuThreadExchangeStreamCaptureMode(self._before)
 
 
-def capture_id(stream: int) -> int:
-    """Number of the capture that a stream is in, 0 if none."""
-    result = driver.cuStreamGetCaptureInfo(stream)
-    if result[0]:
-        check("cuStreamGetCaptureInfo", result)
-    active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-    return int(result[2]) if result[1] == active else 0
+class CudaDriver(Driver):
+    """See the module's docstring."""
+
+    name = "cuda"
+    rescue = URGENT
+    watches_by_events = True
+    fuses = True
+    records = True
+    event, uncaptured = staticmethod(Event), staticmethod(uncaptured)
+    record = staticmethod(GraphRecording)
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(torch.device("cuda", index), index)
+        if torch.version.cuda is None:
+            raise NotImplementedError(
+                "the cuda engine needs a CUDA build of PyTorch; this one has none"
+            )
+        if not attribute("CAN_USE_64_BIT_STREAM_MEM_OPS", index):
+            raise NotImplementedError(
+                "the cuda engine needs stream memory operations, which this device or driver "
+                "does not offer"
+            )
+        self._flush = bool(attribute("CAN_FLUSH_REMOTE_WRITES", index))
+        # That of PyTorch. A watchdog's thread has none.
+        retained = driver.cuDevicePrimaryCtxRetain(index)
+        self._context = check("cuDevicePrimaryCtxRetain", retained)
+        self._pinned: list[torch.Tensor] = []
+
+    # The device.
+
+    def use(self) -> None:
+        check("cuCtxSetCurrent", driver.cuCtxSetCurrent(self._context))
+
+    def means(self, engine: GpuEngine) -> Means:
+        order = (
+            "with a flush of remote writes"
+            if self._flush
+            else "without a flush, which this device does not offer: relies on a peer's word "
+            "arriving behind the copy in front of it"
+        )
+        version = int(check("cuDriverGetVersion", driver.cuDriverGetVersion()))
+        return Means(
+            # An event right after a copy is seen only once later copies of the stream are over,
+            # too (H200, driver 580); after a stream write at once.
+            writes_before_events=True,
+            wait=f"stream wait, {order}; the copy kernel posts by itself and, where no product "
+            "runs beside it, waits by itself, as sums at the peers do",
+            copy=f"cuMemcpyDtoDAsync on {self.copy_engines()} copy engines, driver "
+            f"{version // 1000}.{version % 1000 // 10}",
+        )
+
+    def copy_engines(self) -> int:
+        return attribute("ASYNC_ENGINE_COUNT", self.index)
+
+    def products(self) -> str:
+        return f"{super().products()}; cuBLASLt for sums that begin in another buffer"
+
+    # Streams and events.
+
+    def stream(self, raw: int) -> Any:
+        return driver.CUstream(raw)  # the binding wraps plain numbers anew in every call
+
+    def make_stream(self, priority: int) -> int:
+        flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        made = driver.cuStreamCreateWithPriority(flags, priority)
+        return int(check("cuStreamCreateWithPriority", made))
+
+    def idle(self, stream: Any) -> bool:
+        result = driver.cuStreamQuery(stream)
+        if result[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check("cuStreamQuery", result)
+        return True
+
+    def capture_id(self, stream: Any) -> int:
+        result = driver.cuStreamGetCaptureInfo(stream)
+        if result[0]:
+            check("cuStreamGetCaptureInfo", result)
+        active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return int(result[2]) if result[1] == active else 0
+
+    def join_aside(self, event: Any, stream: Any) -> None:
+        """The event is over when the graph is; what comes on the stream does not wait for it, as
+        it would after a plain ``hold``."""
+        error, _, _, _, nodes, *edges, count = driver.cuStreamGetCaptureInfo(stream)
+        # From CUDA 13 on there are edges, which may lie where the driver has them until the next
+        # call.
+        plain = not any(e.from_port or e.to_port or e.type for each in edges for e in each or ())
+        edges = [[driver.CUgraphEdgeData() for _ in each or ()] for each in edges]
+        event.hold(stream)
+        if error or not plain:  # what could not be given back: the plain hold does
+            return
+        flags = driver.CUstreamUpdateCaptureDependencies_flags
+        only = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
+        result = driver.cuStreamUpdateCaptureDependencies(stream, nodes, *edges, count, only)
+        check("cuStreamUpdateCaptureDependencies", result)
+
+    # Words and copies.
+
+    def batch(self, ops: Sequence[MemOp]) -> Batch:
+        return Batch(ops, self._flush)
+
+    def writes_reach(self, stream: Any, address: int) -> bool:
+        # A peer's: refused by newer drivers.
+        if driver.cuStreamWriteValue32(stream, address, 0, 0)[0]:
+            return False
+        return not driver.cuStreamSynchronize(stream)[0]
+
+    def copy(
+        self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
+    ) -> Callable[[int, Any], None]:
+        to, call = driver.CUdeviceptr(dst), driver.cuMemcpyDtoDAsync
+
+        def copy(src: int, stream: Any) -> None:
+            result = call(to, src, nbytes, stream)
+            if result[0]:
+                check("cuMemcpyDtoDAsync", result)
+
+        return copy
+
+    def rectangle(
+        self, dst: int, dst_pitch: int, width: int, height: int
+    ) -> Callable[[int, int, Any], None]:
+        part, call = driver.CUDA_MEMCPY2D(), driver.cuMemcpy2DAsync
+        part.srcMemoryType = part.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        part.WidthInBytes, part.Height, part.dstPitch = width, height, dst_pitch
+        to = driver.CUdeviceptr(dst)
+
+        def copy(src: int, pitch: int, stream: Any) -> None:
+            part.dstDevice, part.srcDevice, part.srcPitch = to, src, pitch
+            result = call(part, stream)
+            if result[0]:
+                check("cuMemcpy2DAsync", result)
+
+        return copy
+
+    def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        check("cuMemcpyDtoHAsync", driver.cuMemcpyDtoHAsync(dst, src, nbytes, stream))
+
+    def host(self, nbytes: int) -> int:
+        self._pinned.append(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True))
+        return self._pinned[-1].data_ptr()
+
+    # ficco's kernels, and the vendor's.
+
+    @cached_property
+    def has_kernels(self) -> bool:
+        with self.aside():
+            return can_compile("cuda") and isinstance(kernels(self.device), Kernels)
+
+    def kernels(self) -> Kernels:
+        made = kernels(self.device)
+        if isinstance(made, Kernels):
+            return made
+        raise NotImplementedError(
+            "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; "
+            "leave the knob out"
+        )
+
+    @cached_property
+    def _adder(self) -> CublasLt | None:
+        with contextlib.suppress(OSError, BackendError), self.aside():
+            return CublasLt()
+        return None
+
+    def add_product(
+        self,
+        addend: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        stream: Any,
+    ) -> bool:
+        adder = self._adder
+        if adder is None or not adder.serves(addend, a, b, out):
+            return False
+        # From the allocator, as PyTorch's own: a graph has its own, so that graphs may run
+        # concurrently.
+        room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
+        return adder.multiply(addend, a, b, out, room, stream)
 
 
-def join_aside(event: Event, stream: Any) -> None:
-    """Make what an event is behind part of the graph that captures a stream. It is over when the
-    graph is; what comes on the stream does not wait for it, as it would behind a plain ``hold``."""
-    error, _, _, _, nodes, *edges, count = driver.cuStreamGetCaptureInfo(stream)
-    # From CUDA 13 on there are edges, which may lie where the driver has them until the next call.
-    plain = not any(e.from_port or e.to_port or e.type for found in edges for e in found or ())
-    edges = [[driver.CUgraphEdgeData() for _ in found or ()] for found in edges]
-    event.hold(stream)
-    if error or not plain:  # what could not be given back: the plain hold does
-        return
-    only = int(driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
-    result = driver.cuStreamUpdateCaptureDependencies(stream, nodes, *edges, count, only)
-    check("cuStreamUpdateCaptureDependencies", result)
-
-
-def writes_reach(address: int, stream: int) -> bool:
-    """Whether this driver lets a stream write to an address (a peer's: refused by newer ones)."""
-    if driver.cuStreamWriteValue32(stream, address, 0, 0)[0]:
-        return False
-    return not driver.cuStreamSynchronize(stream)[0]
-
-
-def driver_version() -> int:
-    """For example 13000."""
-    return int(check("cuDriverGetVersion", driver.cuDriverGetVersion()))
-
-
-def read_words(address: int, count: int, stream: torch.cuda.Stream, seconds: float) -> list[int]:
-    """Read words of this device from a thread of their own, empty if that takes too long."""
-    import time
-
-    target = torch.zeros(count, dtype=torch.int32, pin_memory=True)
-    with uncaptured():
-        if driver.cuMemcpyDtoHAsync(target.data_ptr(), address, 4 * count, stream.cuda_stream)[0]:
-            return []
-        end = time.monotonic() + seconds
-        while not stream.query():
-            if time.monotonic() > end:
-                return []
-            time.sleep(0.01)
-    return target.tolist()
+def engine(group: ProcessGroup, device: torch.device, signals: str, timeout_s: float) -> GpuEngine:
+    """The engine of a group's ranks on NVIDIA's GPUs."""
+    return GpuEngine(group, CudaDriver(device), signals, timeout_s)

@@ -69,3 +69,7 @@ class Gate:
         """No call begins before the end; gives whether none is half enqueued, either."""
         with self._changed:
             yield not self._calls
+
+
+#: That of this process.
+GATE = Gate()

@@ -136,7 +136,6 @@ _wait_event = _checked("hipStreamWaitEvent")
 _destroy_event = _checked("hipEventDestroy")
 _elapsed = _checked("hipEventElapsedTime")
 _memset = _checked("hipMemsetAsync")
-_call = _checked("hipLaunchHostFunc")
 _begin_capture = _checked("hipStreamBeginCapture")
 _end_capture = _checked("hipStreamEndCapture")
 _destroy_graph = _checked("hipGraphDestroy")
@@ -313,9 +312,8 @@ def stream(handle: int) -> Any:
     return hip.ihipStream_t.fromObj(handle)
 
 
-#: Priorities of streams. AMD's runtime gives each of them hardware queues of its own, 4 by default,
-#: which its streams share: one that waits holds up what comes to its queue behind it.
-URGENT, PLAIN, RESCUE = -1, 0, 1
+# AMD's runtime gives each priority hardware queues of its own, 4 by default, which its streams
+# share.
 
 
 def make_stream(priority: int) -> Any:
@@ -457,11 +455,6 @@ def fill(address: int, nbytes: int, stream: Any) -> None:
     _memset(address, 0, nbytes, stream)
 
 
-def call(stream: Any, function: int, argument: int) -> None:
-    """Let a stream call a C function on the host."""
-    _call(stream, function, argument)
-
-
 def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
     """Copy bytes between or within devices."""
     _copy_dtod(dst, src, nbytes, stream)
@@ -485,8 +478,7 @@ def copies_2d(scratch: int, stream: Any) -> bool:
     return tried is True and drain(stream, 5.0)
 
 
-#: How whole runs of bytes are copied between devices, by name.
-#: "nocu" asks for the copy engines and never for a kernel.
+#: Copies of whole runs of bytes between devices, by the names of :mod:`ficco.dma.ways`.
 COPIES: dict[str, Callable[..., None]] = {
     "dtod": lambda dst, src, nbytes, stream, to, at: _copy_dtod(dst, src, nbytes, stream),
     "peer": lambda dst, src, nbytes, stream, to, at: _copy_peer(dst, to, src, at, nbytes, stream),
@@ -494,17 +486,3 @@ COPIES: dict[str, Callable[..., None]] = {
         dst, src, nbytes, _KIND.hipMemcpyDeviceToDeviceNoCU, stream
     ),
 }
-
-
-# A double of the library, on which CPU tensors are a device's.
-
-
-def adopter() -> tuple[Callable[[int, int], None], Callable[[int], None]] | None:
-    """How a double is told that host memory is a device's, and no longer; None for a library."""
-    try:
-        library = ctypes.CDLL("libamdhip64.so")
-        adopt, forget = library.double_adopt, library.double_forget
-    except (OSError, AttributeError):
-        return None
-    adopt.argtypes, forget.argtypes = [ctypes.c_void_p, ctypes.c_size_t], [ctypes.c_void_p]
-    return adopt, forget

@@ -20,6 +20,13 @@ class MemOp(NamedTuple):
     address: int
     value: int
 
+    @property
+    def words(self) -> tuple[tuple[int, int], ...]:
+        """The same as 32-bit words, in the order in which they are written: address and value."""
+        if self.kind != WRITE_64:
+            return ((self.address, self.value),)
+        return (self.address + 4, self.value >> 32), (self.address, self.value & 0xFFFFFFFF)
+
 
 @dataclass(frozen=True)
 class Around:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ficco.dma.driver import URGENT
 from ficco.errors import BackendError
 from ficco.hip_kernels import Kernels, can_compile
 
@@ -23,7 +24,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "ASYNC_ENGINE_COUNT": "copies by multiprocessors",
     },
     "hip": {
-        "CanUseStreamWaitValue": "kernels of ficco's that wait: FICCO_HIP_SIGNALS=kernel",
+        "CanUseStreamWaitValue": "kernels of ficco's that wait: FICCO_HIP=signals=kernel",
         "MultiprocessorCount": "nothing: ficco's kernels cannot be launched",
         "WallClockRate": "100 MHz, for the deadline of a kernel that waits",
     },
@@ -44,9 +45,9 @@ SHARED: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {},  # PyTorch's symmetric memory alone
     "hip": {
-        "plain": "PyTorch's symmetric memory: FICCO_HIP_MEMORY=torch",
-        "uncached": "signals in signal memory: FICCO_HIP_SIGNALS=signal",
-        "signal": "signals in uncached memory: FICCO_HIP_SIGNALS=uncached",
+        "plain": "PyTorch's symmetric memory: FICCO_HIP=memory=torch",
+        "uncached": "signals in signal memory: FICCO_HIP=signals=signal",
+        "signal": "signals in uncached memory: FICCO_HIP=signals=uncached",
     },
 }
 #: Bytes of an allocation, as much as signal memory has.
@@ -96,12 +97,11 @@ def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
     stream = torch.cuda.current_stream(device).cuda_stream
     if torch.version.hip:
         from ficco.dma import hip_api
-        from ficco.dma.hip_binding import HipBinding
-        from ficco.dma.hip_work import TorchWork
+        from ficco.dma.hip_driver import HipBinding, target_of
 
         hip_api.start()
         hip_api.use(index)
-        target = TorchWork(torch.device("cuda", index)).target()
+        target = target_of(torch.device("cuda", index))
         return Kernels(HipBinding(target, index)), hip_api.stream(stream)
     from ficco.hip_kernels.cuda_binding import CudaBinding
 
@@ -155,7 +155,7 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
 
     def prepare() -> None:
         nonlocal host, stream
-        stream, host = hip.make_stream(False), hip.malloc_host(_BYTES)
+        stream, host = hip.make_stream(URGENT), hip.malloc_host(_BYTES)
         owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
         owned.append(allocate())
         for address in owned:

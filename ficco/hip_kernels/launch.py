@@ -166,7 +166,7 @@ class Binding(Protocol):
     """What a vendor's driver does for the kernels of one device.
 
     There are two: :class:`ficco.hip_kernels.cuda_binding.CudaBinding`, and
-    :class:`ficco.dma.hip_binding.HipBinding` by the calls of the HIP engine.
+    :class:`ficco.dma.hip_driver.HipBinding` by the calls of the HIP engine.
 
     Attributes:
         target: what to compile for.

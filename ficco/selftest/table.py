@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ficco import doctor
 from ficco.bench.cases import OPERATOR as GATHER
-from ficco.dma import probe
+from ficco.dma import probe, ways
+from ficco.dma.ways import variable
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, refusal
 from ficco.selftest import checks, kernels, speed
@@ -42,7 +42,7 @@ CHECKS = (
     Check(
         "signals, first way",
         partial(checks.signals, way="auto"),
-        "options(signals='copy'); on AMD cards the variable FICCO_HIP_SIGNALS",
+        "options(signals='copy'); on AMD cards the variable FICCO_HIP=signals=...",
     ),
     Check("signals by write", partial(checks.signals, way="write"), "the first way"),
     Check("signals by copy", partial(checks.signals, way="copy"), "the first way"),
@@ -99,13 +99,13 @@ CHECKS = (
         "products beside copies",
         speed.overlap,
         "copies by compute units, which slow products down; on AMD cards leave HSA_ENABLE_SDMA and "
-        "FICCO_HIP_MEMORY out, and try FICCO_HIP_COPY=nocu if its row passes",
+        "FICCO_HIP=memory=torch out, and try FICCO_HIP=copy=nocu if its row passes",
     ),
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
 
-#: How variables end that say how the end of a pulled copy is told, and how columns travel.
-OF_PULLED, OF_COLUMNS = "_EVENTS", "_COLUMNS"
+#: What says how the end of a pulled copy is told, and how columns travel.
+OF_PULLED, OF_COLUMNS = "events", "columns"
 
 #: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
 #: told to go. Those of the other engines are not tried.
@@ -121,19 +121,19 @@ WAYS = {
         ),
         *(
             Check(
-                f"{variable}={value}",
+                f"{variable(engine)}={what}={value}",
                 partial(
                     checks.way,
-                    variable=variable,
-                    value=value,
-                    pull=variable.endswith(OF_PULLED),
-                    columns=variable.endswith(OF_COLUMNS),
+                    variable=variable(engine),
+                    value=f"{what}={value}",
+                    pull=what == OF_PULLED,
+                    columns=what == OF_COLUMNS,
                 ),
-                f"leave {variable} out, or set another of {', '.join(values)}",
+                f"leave {what} out of {variable(engine)}, or name another of {', '.join(values)}",
             )
-            for variable, values in variables.items()
+            for what, values in choices.items()
             for value in values
         ),
     )
-    for engine, variables in doctor.CHOICES.items()
+    for engine, choices in ways.WAYS.items()
 }

@@ -1,4 +1,4 @@
-"""The operations of a call on CUDA, and how those that follow each other on a lane become fewer.
+"""The operations of a call on a lane, and how those that follow each other become fewer.
 
 A launch of the copy kernel, or of a sum at the peers, can carry out the waits and writes around it.
 Nothing here touches the device before an operation is called.
@@ -7,22 +7,45 @@ Nothing here touches the device before an operation is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from ficco.dma import cuda_driver as cu
+from ficco.dma.driver import WORD, Batch, Driver, Recording
 from ficco.dma.engine import Call, Op
-from ficco.dma.memops import Around, MemOp, behind, in_front, script
-from ficco.dma.streams import WORD, KernelCopies
+from ficco.dma.memops import WAIT_32, Around, MemOp, behind, in_front, script
 from ficco.hip_kernels import PEER_BLOCKS, Kernels, Script, Signals
+
+#: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
+KERNEL_WAIT_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program as :meth:`GpuEngine.execute` goes through it.
+
+    ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards, on the
+    lane ``tail_lane``; ``lanes`` run concurrently with the caller's stream. Of a call that is
+    watched by words, ``begin`` and ``tail`` tell the watchdog, too, where no launch in the body
+    does. ``recorded`` holds recordings of the body, by where the operands lie, ``seen`` where they
+    lay once.
+    """
+
+    body: list[Op]
+    begin: Batch | None
+    tail: list[Op]
+    tail_lane: str
+    lanes: tuple[str, ...]
+    recorded: dict[Any, Recording] = field(default_factory=dict)
+    seen: set[Any] = field(default_factory=set)
 
 
 class Memops:
     """An operation that is waits and writes alone; neighbours on a lane become one."""
 
-    def __init__(self, lane: str, batch: cu.Batch) -> None:
+    def __init__(self, lane: str, batch: Batch) -> None:
         self.lane, self.batch = lane, batch
 
     @property
@@ -33,22 +56,73 @@ class Memops:
         self.batch.enqueue(call.state[self.lane])
 
 
-@dataclass
 class Posts:
-    """An operation that posts by copies, for a driver that refuses stream writes to a peer.
+    """An operation that posts by copies, where stream writes do not reach a peer.
 
     Attributes:
         ops: what would be written.
-        sources: addresses of words that hold the values.
     """
 
-    lane: str
-    ops: tuple[MemOp, ...]
-    sources: tuple[int, ...]
+    def __init__(
+        self, lane: str, ops: Sequence[MemOp], sources: Sequence[int], driver: Driver
+    ) -> None:
+        """``sources``: addresses of words that hold the values."""
+        self.lane, self.ops = lane, tuple(ops)
+        copies = [driver.copy(op.address, WORD) for op in ops]
+        self._copies = list(zip(copies, sources, strict=True))
 
     def __call__(self, call: Call) -> None:
-        for op, source in zip(self.ops, self.sources, strict=True):
-            cu.copy(op.address, source, WORD, call.state[self.lane])
+        stream = call.state[self.lane]
+        for copy, source in self._copies:
+            copy(source, stream)
+
+
+class KernelBatch:
+    """Waits and writes by kernels of ficco's, a launch for each run of either. While one waits, a
+    block of the device spins."""
+
+    def __init__(self, ops: Sequence[MemOp], kernels: Kernels, late: int) -> None:
+        """``late``: address of a word that is written when a kernel gives up."""
+        self.ops, self._kernels, self._late = tuple(ops), kernels, late
+        self._runs: list[tuple[bool, list[tuple[int, int]]]] = []
+        for op in self.ops:
+            waits = op.kind == WAIT_32
+            if not self._runs or self._runs[-1][0] != waits:
+                self._runs.append((waits, []))
+            self._runs[-1][1].extend(op.words)
+
+    def enqueue(self, stream: Any) -> None:
+        for waits, words in self._runs:
+            if waits:
+                self._kernels.wait(words, KERNEL_WAIT_S, self._late, stream)
+            else:
+                self._kernels.post(words, stream)
+
+
+@dataclass(frozen=True)
+class KernelCopies:
+    """An operation that copies rows of one shape by the kernel.
+
+    Attributes:
+        targets, sources: address and row pitch in bytes of both ends of each copy; a source may be
+            another one in each call.
+        width, height: bytes of a row, and how many.
+    """
+
+    kernels: Kernels
+    lane: str
+    targets: list[tuple[int, int]]
+    sources: list[Callable[[Call], tuple[int, int]]]
+    width: int
+    height: int
+
+    def __call__(self, call: Call, signals: Signals | None = None) -> None:
+        """With ``signals`` there must be something to copy."""
+        places = [source(call) for source in self.sources]
+        ends = tuple((to, at) for (to, _), (at, _) in zip(self.targets, places, strict=True))
+        pitches = self.targets[0][1], places[0][1]
+        stream = call.state[self.lane]
+        self.kernels.copies(ends, *pitches, self.width, self.height, stream, signals=signals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,30 +189,46 @@ class Scripted:
 _MAY_BE_STUCK = Memops, Posts, Launch, KernelCopies
 
 
-def joined(given: Iterable[tuple[str, Op]], flush: bool) -> list[tuple[str, Op]]:
-    """The operations of lanes, neighbours on a lane joined where that is possible.
+def enqueue(run: Run, call: Call) -> None:
+    """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
+    lanes = call.state
+    stream = lanes["compute0"]
+    if run.begin is not None or run.lanes:
+        lanes.fork.record(stream)
+    if run.begin is not None:  # before anything can be stuck
+        lanes.fork.hold(lanes["sync"])
+        run.begin.enqueue(lanes["sync"])
+    for op in run.body:
+        op(call)
+    for lane in run.lanes:
+        event = lanes.joins[lane]
+        event.record(lanes[lane])
+        event.hold(stream)
 
-    Args:
-        flush: whether waits ask for remote writes to be flushed.
-    """
+
+MakeBatch = Callable[[Sequence[MemOp]], Batch]
+
+
+def joined(given: Iterable[tuple[str, Op]], batch: MakeBatch) -> list[tuple[str, Op]]:
+    """The operations of lanes, neighbours on a lane joined where that is possible."""
     ops: list[tuple[str, Op]] = []
     for lane, op in given:
         found: tuple[Op, ...] = (op,)
         while len(found) == 1 and ops and ops[-1][0] == lane:
-            found = _joined(lane, ops.pop()[1], found[0], flush)
+            found = _joined(lane, ops.pop()[1], found[0], batch)
         ops += [(lane, one) for one in found]
     return ops
 
 
-def _joined(lane: str, one: Op, two: Op, flush: bool) -> tuple[Op, ...]:
+def _joined(lane: str, one: Op, two: Op, batch: MakeBatch) -> tuple[Op, ...]:
     """Two operations that follow each other on a lane, by as few calls of the driver, and as
     little of the stream's time, as may be."""
 
     def left(ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
-        return (Memops(lane, cu.Batch(ops, flush)),) if ops else ()
+        return (Memops(lane, batch(ops)),) if ops else ()
 
     if isinstance(one, Memops) and isinstance(two, Memops):
-        return (Memops(lane, one.batch + two.batch),)
+        return (Memops(lane, batch((*one.ops, *two.ops))),)
     # A block that spins takes an SM from products: not where they run meanwhile.
     spins = lane.startswith("compute")
     if isinstance(one, (Memops, Posts)) and isinstance(two, OneShot):
@@ -157,7 +247,7 @@ def _joined(lane: str, one: Op, two: Op, flush: bool) -> tuple[Op, ...]:
 
 def by_launches(
     body: Sequence[Op],
-    begin: cu.Batch | None,
+    begin: Batch | None,
     tail: Sequence[Op],
     kernels: Kernels,
     mine: Container[int],

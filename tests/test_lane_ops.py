@@ -1,4 +1,4 @@
-"""What the CUDA engine makes of operations that follow each other on a lane, without a GPU."""
+"""What the GPU engine makes of operations that follow each other on a lane, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import missing
 
+from ficco.dma.gpu import GpuEngine
+from ficco.dma.lane_ops import Copies, KernelCopies, Memops, OneShot, Posts, Scripted
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
-from ficco.dma.streams import KernelCopies
+from ficco.dma.memories import COUNTED_LANES, SlotWords
+from ficco.dma.watch import Watch
 from ficco.hip_kernels import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep
 
 #: Words below are the rank's own, and these a peer's.
@@ -23,15 +26,6 @@ MOST = 8
 BEGIN, END = MemOp(WRITE_32, 9000, 1), MemOp(WRITE_64, 9000, 1 << 32)
 
 
-@pytest.fixture(scope="module")
-def cuda() -> Any:
-    try:
-        from ficco.dma import cuda
-    except ImportError:
-        missing("cuda-bindings")
-    return cuda
-
-
 def wait(address: int) -> MemOp:
     return MemOp(WAIT_32, address, 1)
 
@@ -40,85 +34,109 @@ def write(address: int) -> MemOp:
     return MemOp(WRITE_32, address, 1)
 
 
-def copies(cuda: Any, lane: str, places: int = 1) -> Any:
+class Batch:
+    def __init__(self, ops: Any) -> None:
+        self.ops = tuple(ops)
+
+
+class Driver:
+    """Enqueues nothing."""
+
+    fuses = True
+
+    def copy(self, dst: int, nbytes: int) -> Any:
+        return None
+
+
+def posts(ops: Any, sources: Any) -> Posts:
+    return Posts("compute0", ops, sources, Driver())  # type: ignore[arg-type]
+
+
+def copies(lane: str, places: int = 1) -> Any:
     kernels: Any = SimpleNamespace(most_that_spin=PEER_BLOCKS * MOST)
     found = KernelCopies(kernels, lane, [(1, 2)] * places, [lambda call: (1, 2)] * places, 8, 2)
-    return cuda.Copies(copies=found, arrived=5000, mine=range(PEER))
+    return Copies(copies=found, arrived=5000, mine=range(PEER))
 
 
-def made(cuda: Any, given: list[tuple[str, Any]], captured: bool = False) -> Any:
+class Engine(GpuEngine):
+    """Makes something of operations, and runs nothing."""
+
+    _kernels_or_none = Kernels.__new__(Kernels)
+    _batch = Batch
+
+    def __init__(self) -> None:
+        self.driver = Driver()  # type: ignore[assignment]
+        self.rank = 0
+
+
+class Told(Watch):
+    """Says what tells a watchdog."""
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(self, number: int) -> MemOp:
+        return BEGIN
+
+    def end(self) -> MemOp:
+        return END
+
+
+def made(given: list[tuple[str, Any]], captured: bool = False) -> Any:
     """What an engine makes of operations of lanes; tuples are waits and writes."""
-
-    class Engine(cuda.CudaEngine):
-        _kernels_or_torch = Kernels.__new__(Kernels)
-
-        def __init__(self) -> None:
-            self._flush, self.rank = False, 0
-
-        def _own(self, program: Any) -> range:
-            return range(PEER)
-
-        def _scratch(self, program: Any, index: int) -> int:
-            return 5000 + 4 * index
-
-    ops = [
-        (lane, cuda.Memops(lane, cuda.cu.Batch(op)) if isinstance(op, tuple) else op)
-        for lane, op in given
-    ]
+    ops = [(lane, Memops(lane, Batch(op)) if isinstance(op, tuple) else op) for lane, op in given]
     lanes = tuple(dict.fromkeys(lane for lane, _ in given))
-    slot = None
-    if captured:
-        watch = SimpleNamespace(begin=lambda number: BEGIN, end=lambda: END)
-        state = SimpleNamespace(watch=watch)
-        slot = SimpleNamespace(captured=True, state=state, number=lambda program: 1)
+    words = SimpleNamespace(own=range(PEER))
+    state = SimpleNamespace(watch=Told() if captured else None, words=words)
+    slot = SimpleNamespace(captured=captured, state=state, number=lambda program: 1)
     plan = SimpleNamespace(lanes=lanes, words=64)
-    program = SimpleNamespace(plan=plan, ops=ops, state={}, slot=slot)
+    program: Any = SimpleNamespace(plan=plan, ops=ops, state={}, slot=slot)
     return Engine()._run(program)
 
 
-def enqueued(cuda: Any, lane: str, *given: Any) -> list[Any]:
+def enqueued(lane: str, *given: Any) -> list[Any]:
     """What is left of operations: waits and writes, or what is around a launch."""
-    body = made(cuda, [(lane, op) for op in given]).body
-    return [op.around if isinstance(op, cuda.Copies) else op.ops for op in body]
+    body = made([(lane, op) for op in given]).body
+    return [op.around if isinstance(op, Copies) else op.ops for op in body]
 
 
-def test_in_front_of_a_product_all_is_one_launch(cuda: Any) -> None:
-    given = (wait(4),), (write(4),), copies(cuda, "compute0"), (write(PEER),), (wait(8),)
+def test_in_front_of_a_product_all_is_one_launch() -> None:
+    given = (wait(4),), (write(4),), copies("compute0"), (write(PEER),), (wait(8),)
     rear = write(4), write(PEER), wait(8)
-    assert enqueued(cuda, "compute0", *given) == [Around((), (wait(4),), rear)]
+    assert enqueued("compute0", *given) == [Around((), (wait(4),), rear)]
 
 
 @pytest.mark.parametrize(("places", "spins"), [(MOST, True), (MOST + 1, False)])
-def test_so_many_blocks_may_spin_in_front(cuda: Any, places: int, spins: bool) -> None:
+def test_so_many_blocks_may_spin_in_front(places: int, spins: bool) -> None:
     """Behind its work a launch spins with one."""
-    given = (wait(4), write(4)), copies(cuda, "compute0", places), (write(PEER), wait(8))
-    *front, launch = enqueued(cuda, "compute0", *given)
+    given = (wait(4), write(4)), copies("compute0", places), (write(PEER), wait(8))
+    *front, launch = enqueued("compute0", *given)
     assert front == ([] if spins else [(wait(4),)])
     rear = write(4), write(PEER), wait(8)
     assert launch == Around((), (wait(4),) * spins, rear)
 
 
 @pytest.mark.parametrize("lane", ["copy0", "copy1", "reduce0"])
-def test_beside_products_a_launch_does_not_wait(cuda: Any, lane: str) -> None:
-    given = (wait(4), write(4)), copies(cuda, lane), (write(PEER),), (wait(8),)
-    first, launch, second, bare = enqueued(cuda, lane, *given, copies(cuda, lane))
+def test_beside_products_a_launch_does_not_wait(lane: str) -> None:
+    given = (wait(4), write(4)), copies(lane), (write(PEER),), (wait(8),)
+    first, launch, second, bare = enqueued(lane, *given, copies(lane))
     assert first == (wait(4),) and launch == Around(rear=(write(4), write(PEER)))
     assert second == (wait(8),) and bare == Around()
 
 
-def test_posts_by_copies_are_left_to_a_launch_too(cuda: Any) -> None:
-    posts = cuda.Posts("compute0", (write(PEER),), (1,))
-    given = (wait(4), write(4)), copies(cuda, "compute0"), posts, (wait(8),)
+def test_posts_by_copies_are_left_to_a_launch_too() -> None:
+    copied = posts((write(PEER),), (1,))
+    given = (wait(4), write(4)), copies("compute0"), copied, (wait(8),)
     rear = write(4), write(PEER), wait(8)
-    assert enqueued(cuda, "compute0", *given) == [Around((), (wait(4),), rear)]
+    assert enqueued("compute0", *given) == [Around((), (wait(4),), rear)]
 
 
-def test_posts_by_copies_are_not_divided(cuda: Any) -> None:
+def test_posts_by_copies_are_not_divided() -> None:
     """What is left of them would be written by the stream, which the driver refuses."""
     many = tuple(write(PEER + 4 * i) for i in range(MAX_SIGNALS + 1))
-    posts = cuda.Posts("compute0", many, (1,) * len(many))
-    launch, left = made(cuda, [("compute0", copies(cuda, "compute0")), ("compute0", posts)]).body
-    assert launch.around == Around() and left is posts
+    copied = posts(many, (1,) * len(many))
+    launch, left = made([("compute0", copies("compute0")), ("compute0", copied)]).body
+    assert launch.around == Around() and left is copied
 
 
 LANES = st.sampled_from(["compute0", "compute1", "copy0"])
@@ -126,18 +144,18 @@ ACTS = st.lists(st.sampled_from(["copies", "wait", "own", "peer"]), max_size=12)
 
 
 @given(LANES, ACTS)
-def test_launches_keep_the_order_of_a_lane(cuda: Any, lane: str, acts: list[str]) -> None:
+def test_launches_keep_the_order_of_a_lane(lane: str, acts: list[str]) -> None:
     """But that writes may come behind copies, and what peers are told behind what is cleared."""
     ops: list[Any] = []
     for number, act in enumerate(acts):
         single = {"wait": wait, "own": write, "peer": lambda at: write(PEER + at)}
-        ops.append(copies(cuda, lane) if act == "copies" else (single[act](4 * number),))
-    launches = [id(op.copies) for op in ops if isinstance(op, cuda.Copies)]
+        ops.append(copies(lane) if act == "copies" else (single[act](4 * number),))
+    launches = [id(op.copies) for op in ops if isinstance(op, Copies)]
     before = [(launches.pop(0), "copies") if act == "copies" else op[0] for act, op in
               zip(acts, ops, strict=True)]  # fmt: skip
     after: list[Any] = []
-    for op in made(cuda, [(lane, op) for op in ops]).body:
-        if isinstance(op, cuda.Copies):
+    for op in made([(lane, op) for op in ops]).body:
+        if isinstance(op, Copies):
             assert not op.around.begin
             after += [*op.around.front, (id(op.copies), "copies"), *op.around.rear]
         else:
@@ -152,42 +170,42 @@ def test_launches_keep_the_order_of_a_lane(cuda: Any, lane: str, acts: list[str]
                 assert other[1] == "copies" or (told and other.kind == WRITE_32), (one, other)
 
 
-def test_copies_of_nothing_see_to_nothing(cuda: Any) -> None:
-    """Nor do those on a lane that has no word to count blocks in."""
-    for height, counter in ((2, 5000), (0, 5000), (2, 0)):
-        found = replace(copies(cuda, "copy0").copies, height=height)
-
-        class Engine(cuda.CudaEngine):
-            def __init__(self, found: Any, counter: int) -> None:
-                self._kernel_copies = lambda program, steps: found
-                self._counter = lambda program, lane: counter
-
-            def _own(self, program: Any) -> range:
-                return range(PEER)
-
-        op = Engine(found, counter).copies(None, (0,))
-        assert isinstance(op, cuda.Copies) is bool(height and counter)
-        assert getattr(op, "copies", op) is found
-
-
-def test_lanes_count_in_words_of_their_own_behind_those_of_the_rank(cuda: Any) -> None:
-    memory = cuda.CudaMemory.__new__(cuda.CudaMemory)
-    memory.addresses = [10_000, 20_000]
-    lanes = ("compute0", *(f"copy{i}" for i in range(cuda.COUNTED_LANES)))
-    slot = SimpleNamespace(memory=memory, words=6)
-    program = SimpleNamespace(slot=slot, plan=SimpleNamespace(lanes=lanes, words=6))
-    engine = cuda.CudaEngine.__new__(cuda.CudaEngine)
-    engine.rank = 1
-    own, counters = engine._own(program), [engine._counter(program, lane) for lane in lanes]
-    assert own == range(20_000, 20_024)
-    assert counters[-1] == 0 and len(set(counters)) == len(lanes)
-    assert all(at >= own.stop and at % 4 == 0 for at in counters[:-1])
+def test_copies_of_nothing_see_to_nothing() -> None:
+    """Nor do those on a lane that has no word to count blocks in, nor where launches carry no
+    signals."""
+    for height, counter, fuses in ((2, 5000, True), (0, 5000, True), (2, 0, True), (2, 9, False)):
+        engine = Engine()
+        engine.driver.fuses = fuses  # type: ignore[misc]
+        places = SimpleNamespace(
+            place=lambda region: (1, 2), source=lambda region: None, row_bytes=lambda region: 8
+        )
+        engine._kernels = engine._kernels_or_none  # type: ignore[assignment]
+        transfer = SimpleNamespace(src=SimpleNamespace(rows=height), dst=None)
+        steps = [SimpleNamespace(lane="copy0", transfer=transfer)]
+        words = SimpleNamespace(own=range(PEER), counter=lambda lane, counter=counter: counter)
+        slot = SimpleNamespace(state=SimpleNamespace(words=words))
+        plan = SimpleNamespace(steps=steps, lanes=("copy0",))
+        program: Any = SimpleNamespace(plan=plan, slot=slot, state={"buffers": places})
+        op = engine.copies(program, (0,))
+        assert isinstance(op, Copies) is bool(height and counter and fuses)
+        assert isinstance(getattr(op, "copies", op), KernelCopies)
 
 
-def test_what_a_launch_of_copies_is_given(cuda: Any) -> None:
+def test_lanes_count_in_words_of_their_own_after_those_of_the_rank() -> None:
+    memory: Any = SimpleNamespace(addresses=[10_000, 20_000])
+    words = SlotWords(memory, 6, 1)
+    counters = [words.counter(lane) for lane in range(COUNTED_LANES + 1)]
+    assert words.own == range(20_000, 20_024)
+    assert counters[-1] == 0 and len(set(counters)) == COUNTED_LANES + 1
+    apart = [*counters[:-1], words.constant(0), words.constant(1), words.nobodys]
+    assert len(set(apart)) == len(apart)
+    assert all(at >= words.own.stop and at % 4 == 0 for at in apart)
+
+
+def test_what_a_launch_of_copies_is_given() -> None:
     """Nothing where there is nothing around it: the kernel without scripts is the shorter one."""
     given: list[Any] = []
-    bare = replace(copies(cuda, "copy0"), copies=lambda call, signals: given.append(signals))
+    bare = replace(copies("copy0"), copies=lambda call, signals: given.append(signals))
     bare(None)
     replace(bare, around=Around(rear=(write(PEER),)))(None)
     none, signals = given
@@ -197,9 +215,9 @@ def test_what_a_launch_of_copies_is_given(cuda: Any) -> None:
     assert [step.address for step in signals.rear.steps] == [PEER] and not signals.front.steps
 
 
-def one_shot(cuda: Any) -> Any:
+def one_shot() -> Any:
     parts = {"kernels": None, "parts": lambda call: None}
-    return cuda.OneShot(**parts, arrived=5000, mine=range(PEER))
+    return OneShot(**parts, arrived=5000, mine=range(PEER))
 
 
 def product(call: Any) -> None:
@@ -207,14 +225,14 @@ def product(call: Any) -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_sum_at_the_peers_sees_to_the_whole_call(cuda: Any, captured: bool) -> None:
+def test_a_sum_at_the_peers_sees_to_the_whole_call(captured: bool) -> None:
     """Posts by copies among it; in a graph to what the watchdog is told, too: of the begin, for
     which nothing waits, beside all else."""
-    posts = cuda.Posts("compute0", (write(PEER),), (1,))
-    body = [product, (wait(4), write(4)), posts, (wait(8),), one_shot(cuda)]
+    copied = posts((write(PEER),), (1,))
+    body = [product, (wait(4), write(4)), copied, (wait(8),), one_shot()]
     tail = [(write(PEER + 4),), (wait(12), write(8), write(12)), (write(PEER + 8),)]
     given = [("compute0", op) for op in body] + [("sync", op) for op in tail]
-    run = made(cuda, given, captured)
+    run = made(given, captured)
     first, last = run.body
     assert first is product and run.begin is None and not run.tail
     assert last.around.front == (wait(4), write(4), write(PEER), wait(8))
@@ -228,56 +246,56 @@ def test_a_sum_at_the_peers_sees_to_the_whole_call(cuda: Any, captured: bool) ->
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_of_several_sums_the_first_begins_and_the_last_ends(cuda: Any, captured: bool) -> None:
-    body = [product, (wait(4),), one_shot(cuda), product, (wait(8),), one_shot(cuda)]
+def test_of_several_sums_the_first_begins_and_the_last_ends(captured: bool) -> None:
+    body = [product, (wait(4),), one_shot(), product, (wait(8),), one_shot()]
     given = [("compute0", op) for op in body]
-    run = made(cuda, [*given, ("sync", (write(PEER),))], captured)
+    run = made([*given, ("sync", (write(PEER),))], captured)
     _, first, _, last = run.body
     assert first.around == Around((BEGIN,) * captured, (wait(4),))
     assert last.around == Around((), (wait(8),), (write(PEER), END)[: 1 + captured])
     assert run.begin is None and not run.tail
 
 
-def test_what_waits_in_front_of_a_sum_begins_a_graphs_call(cuda: Any) -> None:
+def test_what_waits_in_front_of_a_sum_begins_a_graphs_call() -> None:
     """And a wait alone stays with the stream where nobody has to be told."""
-    body = [(wait(4),), product, (wait(8),), one_shot(cuda)]
+    body = [(wait(4),), product, (wait(8),), one_shot()]
     given = [*[("compute0", op) for op in body], ("sync", (write(PEER),))]
-    front, _, last = made(cuda, given, captured=True).body
+    front, _, last = made(given, captured=True).body
     assert [step.address for step in front.script.steps] == [9000, 4] and front.script.aside == 1
     assert last.around == Around((), (wait(8),), (write(PEER), END))
-    front, _, last = made(cuda, given).body
+    front, _, last = made(given).body
     assert front.ops == (wait(4),) and last.around == Around((), (wait(8),), (write(PEER),))
 
 
-def test_what_is_too_much_for_a_launch_stays_with_the_stream(cuda: Any) -> None:
+def test_what_is_too_much_for_a_launch_stays_with_the_stream() -> None:
     many = tuple(wait(4 * i) for i in range(MAX_SIGNALS + 1))
-    few, last = (wait(4),), one_shot(cuda)
-    run = made(cuda, [("compute0", many), ("compute0", last), ("sync", few)])
+    few, last = (wait(4),), one_shot()
+    run = made([("compute0", many), ("compute0", last), ("sync", few)])
     assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].around.front
     full = many[:MAX_SIGNALS]
-    run = made(cuda, [("compute0", full), ("compute0", last), ("sync", few)], captured=True)
+    run = made([("compute0", full), ("compute0", last), ("sync", few)], captured=True)
     assert run.body[0].around == Around((), full) and run.begin.ops == (BEGIN,)
-    run = made(cuda, [("compute0", full), ("compute0", product), ("sync", few)], captured=True)
+    run = made([("compute0", full), ("compute0", product), ("sync", few)], captured=True)
     assert run.body[0].ops == full and run.begin.ops == (BEGIN,)
-    run = made(cuda, [("compute0", few), ("compute0", last), ("sync", full)])
+    run = made([("compute0", few), ("compute0", last), ("sync", full)])
     assert run.body[0].around == Around((), few, full)
-    run = made(cuda, [("compute0", few), ("compute0", last), ("sync", many)], captured=True)
+    run = made([("compute0", few), ("compute0", last), ("sync", many)], captured=True)
     assert run.body[0].around == Around((), few)
     assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*many, END)]
 
 
-def test_a_sum_beside_others_leaves_the_end_to_the_stream(cuda: Any) -> None:
-    given = [("copy0", product), ("compute0", (wait(4),)), ("compute0", one_shot(cuda))]
-    run = made(cuda, [*given, ("sync", (write(PEER),))])
+def test_a_sum_beside_others_leaves_the_end_to_the_stream() -> None:
+    given = [("copy0", product), ("compute0", (wait(4),)), ("compute0", one_shot())]
+    run = made([*given, ("sync", (write(PEER),))])
     assert run.lanes == ("copy0",) and run.tail_lane == "sync"
     assert run.body[1].around == Around((), (wait(4),))
     assert [op.ops for op in run.tail] == [(write(PEER),)]
 
 
-def test_in_a_graph_copies_in_front_of_a_product_tell_that_the_call_begins(cuda: Any) -> None:
-    body = [(wait(4), write(4)), copies(cuda, "compute0"), (write(PEER), wait(8)), product]
+def test_in_a_graph_copies_in_front_of_a_product_tell_that_the_call_begins() -> None:
+    body = [(wait(4), write(4)), copies("compute0"), (write(PEER), wait(8)), product]
     given = [*[("compute0", op) for op in body], ("sync", (write(PEER + 4),))]
-    run = made(cuda, given, captured=True)
+    run = made(given, captured=True)
     first, last = run.body
     (tail,) = run.tail
     rear = write(4), write(PEER), wait(8)
@@ -286,26 +304,26 @@ def test_in_a_graph_copies_in_front_of_a_product_tell_that_the_call_begins(cuda:
     assert [step.address for step in tail.script.steps] == [PEER + 4, 9000]
 
 
-def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches(cuda: Any) -> None:
+def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches() -> None:
     """If it has no lanes of its own, which would begin and end there anyhow."""
     body = [(wait(4), write(4)), product]
     given = [("compute0", op) for op in body] + [("sync", (write(PEER),))]
-    run = made(cuda, given, captured=True)
+    run = made(given, captured=True)
     front, last = run.body
     (rear,) = run.tail
     assert last is product and run.begin is None and run.tail_lane == "compute0"
     assert [step.address for step in front.script.steps] == [9000, 4, 4]
     assert front.script.aside == 1 and not rear.script.aside
     assert [step.address for step in rear.script.steps] == [PEER, 9000]
-    posts = cuda.Posts("compute0", (write(PEER),), (1,))
-    first = [("compute0", op) for op in (posts, product)]
+    copied = posts((write(PEER),), (1,))
+    first = [("compute0", op) for op in (copied, product)]
     for other in ([("copy0", product), *given], given[1:], [*first, *given]):
-        run = made(cuda, other, captured=True)
+        run = made(other, captured=True)
         assert run.begin.ops == (BEGIN,) and run.tail_lane == "sync"
         assert [op.ops for op in run.tail] == [(write(PEER), END)]
-    run = made(cuda, given)
+    run = made(given)
     assert run.begin is None and [op.ops for op in run.tail] == [(write(PEER),)]
-    assert product in made(cuda, [*given, ("sync", product)], captured=True).tail
+    assert product in made([*given, ("sync", product)], captured=True).tail
 
 
 class Launches:
@@ -321,13 +339,11 @@ class Launches:
         self.given.append(given)
 
 
-def test_launches_are_given_all_that_they_see_to(cuda: Any) -> None:
-    from ficco.dma.cuda_ops import Scripted
-
+def test_launches_are_given_all_that_they_see_to() -> None:
     kernels, call = Launches(), SimpleNamespace(state={"compute0": "stream"})
     told = Around((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
     own = {"kernels": kernels, "parts": lambda call: ("out", ["parts"])}
-    cuda.OneShot(**own, arrived=5000, mine=range(PEER), around=told)(call)
+    OneShot(**own, arrived=5000, mine=range(PEER), around=told)(call)
     ((out, parts, signals, stream),) = kernels.given
     assert (out, parts, signals.arrived, stream) == ("out", ["parts"], 5000, "stream")
     before, behind = signals.front, signals.rear
@@ -340,11 +356,15 @@ def test_launches_are_given_all_that_they_see_to(cuda: Any) -> None:
 
 @pytest.mark.parametrize("edges", [None, [(0, 0, 0)], [(0, 1, 0)], [(0, 0, 1)]])
 def test_what_is_joined_aside_leaves_the_stream_as_it_was(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, edges: list[tuple[int, ...]] | None
+    monkeypatch: pytest.MonkeyPatch, edges: list[tuple[int, ...]] | None
 ) -> None:
     """By bindings of CUDA 12, which know no edges, and of 13, whose edges do not outlast the next
     call; edges of a kind that nobody gives back are left to a plain hold."""
-    driver, calls = cuda.cu.driver, []
+    try:
+        from ficco.dma import cuda_driver
+    except ImportError:
+        missing("cuda-bindings")
+    driver, calls = cuda_driver.driver, []
     names = "from_port", "to_port", "type"
     found = [SimpleNamespace(**dict(zip(names, edge, strict=True))) for edge in edges or []]
     info = (0, 1, 7, "graph", ["node"], *([] if edges is None else [found]), 1)
@@ -359,7 +379,8 @@ def test_what_is_joined_aside_leaves_the_stream_as_it_was(
 
     monkeypatch.setattr(driver, "cuStreamUpdateCaptureDependencies", update)
     event = SimpleNamespace(hold=lambda stream: calls.append(("hold", stream)))
-    cuda.cu.join_aside(event, "stream")
+    made = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
+    made.join_aside(event, "stream")
     plain = edges in (None, [(0, 0, 0)])
     edge = [] if edges is None else [[(0, 0, 0)]]
     restored = [("update", "stream", ["node"], *edge, 1, 1)] if plain else []

@@ -1,0 +1,127 @@
+"""Where the Regions of a Program lie on GPUs: addresses for copies, views for PyTorch.
+
+Nothing else in the GPU engine looks into a Plan's buffers, or into a Call for its tensors. What
+does not change from call to call is found once, when the Program is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ficco.dma.engine import Call, Program
+from ficco.dma.memories import Mapped
+from ficco.plan import Region
+
+#: Address and row pitch in bytes.
+Place = tuple[int, int]
+
+
+def operands_key(call: Call) -> tuple[Any, ...]:
+    """Where the tensors of a call lie, by which calls are alike."""
+    return tuple([(one.data_ptr(), one.stride()) for one in call.tensors.values()])
+
+
+class Buffers:
+    """The buffers of a Program on one rank."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        # Not the Program: it keeps this, and memory must be free as soon as nobody uses it.
+        self._plan, self._slot, self._source = program.plan, program.slot, program.source
+        self._rank = rank
+        self._whole: dict[tuple[str, int], torch.Tensor] = {}  # in symmetric memory
+
+    def row_bytes(self, region: Region) -> int:
+        return region.cols * self._plan.buffer[region.buffer].itemsize
+
+    def dtype(self, region: Region) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._plan.buffer[region.buffer].dtype)
+        return dtype
+
+    def cuts_rows(self, region: Region) -> bool:
+        """Whether a region is parts of rows."""
+        return region.cols < self._plan.buffer[region.buffer].shapes[region.rank][1]
+
+    # For copies.
+
+    def place(self, region: Region) -> Place:
+        """Where a region of a symmetric buffer of any rank lies."""
+        buffer = self._plan.buffer[region.buffer]
+        memory, offset = self._memory(region.buffer)
+        base, itemsize = memory.addresses[region.rank] + offset, buffer.itemsize
+        if buffer.layout == "columns":
+            start = region.col * buffer.rows + region.row * region.cols
+            return base + start * itemsize, region.cols * itemsize
+        pitch = buffer.shapes[region.rank][1] * itemsize
+        return base + region.row * pitch + region.col * itemsize, pitch
+
+    def source(self, region: Region) -> Callable[[Call], Place]:
+        """Where a copy reads: in one of a call's tensors, or in symmetric memory."""
+        buffer = self._plan.buffer[region.buffer]
+        if region.rank != self._rank or buffer.memory == "slot":
+            place = self.place(region)
+            return lambda call: place
+        name, itemsize = buffer.name, buffer.itemsize
+
+        def own(call: Call) -> Place:
+            whole = call.tensors[name]
+            pitch = whole.stride(0) * itemsize
+            return whole.data_ptr() + region.row * pitch + region.col * itemsize, pitch
+
+        return own
+
+    # For PyTorch.
+
+    def view(self, region: Region) -> Callable[[Call], torch.Tensor]:
+        """A region as a matrix."""
+        name = region.buffer
+        if region.rank == self._rank and self._plan.buffer[name].memory != "slot":
+            return lambda call: _cut(call.tensors[name], region)
+        with torch.inference_mode(False):  # calls of other modes use it, too
+            part = self._part(region)
+        return lambda call: part
+
+    def batch(self, region: Region, count: int, stride: int) -> Callable[[Call], torch.Tensor]:
+        """So many regions, each ``stride`` rows below the one before."""
+        first = self.view(region)
+
+        def several(call: Call) -> torch.Tensor:
+            one = first(call)
+            pitch, step = one.stride()
+            shape, strides = (count, *one.shape), (stride * pitch, pitch, step)
+            return one.as_strided(shape, strides, one.storage_offset())
+
+        return several
+
+    def _memory(self, name: str) -> tuple[Mapped, int]:
+        """The symmetric memory with a buffer, and where in it that begins."""
+        if self._plan.buffer[name].memory == "slot":
+            assert self._slot is not None
+            memory, offset = self._slot.memory, self._slot.data + self._plan.offsets[name]
+        else:
+            assert self._source is not None
+            memory, offset = self._source
+        assert isinstance(memory, Mapped)
+        return memory, offset
+
+    def _part(self, region: Region) -> torch.Tensor:
+        """A region of symmetric memory."""
+        name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
+        if (name, rank) not in self._whole:
+            memory, start = self._memory(name)
+            rows, cols = buffer.rows, buffer.shapes[rank][1]
+            flat = memory.tensor if rank == self._rank else memory.part(rank)
+            flat = flat[start : start + rows * cols * buffer.itemsize]
+            self._whole[name, rank] = flat.view(getattr(torch, buffer.dtype)).view(rows, cols)
+        whole = self._whole[name, rank]
+        if buffer.layout != "columns":
+            return _cut(whole, region)
+        at = whole.storage_offset() + region.col * buffer.rows + region.row * region.cols
+        return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
+
+
+def _cut(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    view = whole if region.rows == whole.shape[0] else whole[region.row : region.row_stop]
+    return view if region.cols == whole.shape[1] else view[:, region.col : region.col_stop]

@@ -1,0 +1,419 @@
+"""What the GPU engine needs of a vendor: one subclass of :class:`Driver`, and a row in ``choose``.
+
+Addresses are plain numbers. A stream is what the vendor's binding takes for one; PyTorch calls the
+GPUs of every vendor "cuda".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from ficco.dma.blas import library
+from ficco.dma.engine import Op
+from ficco.dma.memops import MemOp
+from ficco.hip_kernels import Kernels
+
+if TYPE_CHECKING:
+    from ficco.dma.gpu import GpuEngine
+
+#: Bytes of a signal word.
+WORD = 4
+#: Priorities of streams: before products, with them, and apart from both. Streams of a priority may
+#: share hardware queues, in which one that waits holds up what comes after it.
+URGENT, PLAIN, RESCUE = -1, 0, 1
+
+
+class Event(Protocol):
+    """A vendor's event, by handles of streams."""
+
+    def record(self, stream: Any) -> None:
+        """It is over when what is on the stream now is."""
+
+    def hold(self, stream: Any) -> None:
+        """What comes on the stream waits for it; for nothing if it was never recorded."""
+
+    def over(self) -> bool:
+        """Whether what was on the stream at its latest record is over."""
+
+    def seconds_to(self, later: Any) -> float:
+        """From this one to a later one, if both tell the time."""
+
+
+class Batch(Protocol):
+    """Waits and writes with fixed values, carried out in order.
+
+    Attributes:
+        ops: what they are.
+    """
+
+    ops: tuple[MemOp, ...]
+
+    def enqueue(self, stream: Any) -> None: ...
+
+
+class Recording(Protocol):
+    """What streams were given, to be given again."""
+
+    def replay(self, stream: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream that no other library uses, as the vendor and as PyTorch take it."""
+
+    handle: Any
+    torch: torch.cuda.Stream | None
+    priority: int
+
+
+@dataclass(frozen=True)
+class Means:
+    """How the calls of a group are carried out, the same on all ranks.
+
+    Attributes:
+        memory: a key of :data:`ficco.dma.memories.MEMORIES`.
+        words: ``"slot"`` if signal words lie in the memory of the slot, else the kind of memory
+            that is allocated for them.
+        kernels: ficco's kernels post and wait, not the stream.
+        rectangles: the vendor copies columns; without, Plans have to pack them.
+        captures: whether graphs capture signals; otherwise ``uncaptured`` says what to do.
+        writes_before_events: a stream write goes between a copy and an event, which would be seen
+            late otherwise.
+        constants: address of a 0 and a 1 to copy from, and a word that nobody reads, where words
+            lie in memory of their own.
+        post, place, wait, copy: for ``doctor``: how a word is posted, in what memory, how it is
+            waited for, and what copies.
+    """
+
+    memory: str = "torch"
+    words: str = "slot"
+    kernels: bool = False
+    rectangles: bool = True
+    captures: bool = True
+    uncaptured: str = ""
+    writes_before_events: bool = False
+    constants: int = 0
+    post: str = "stream write"
+    place: str = "peer's memory"
+    wait: str = ""
+    copy: str = ""
+
+
+class Driver(ABC):
+    """A vendor's runtime on the device of one rank.
+
+    Attributes:
+        name: of the engine.
+        device: where the operands lie.
+        index: number of the device.
+        streams: those that were made here.
+    """
+
+    name: ClassVar[str]
+    #: Bytes of an allocation of the kind of memory for a single word.
+    word_bytes: ClassVar[int] = 8
+    #: Priority of the stream that frees stuck ones.
+    rescue: ClassVar[int] = RESCUE
+    #: Eager calls tell a watchdog by events that they begin and end; otherwise by words.
+    watches_by_events: ClassVar[bool] = False
+    #: Neighbouring waits and writes are enqueued at once, and launches carry out those around them.
+    fuses: ClassVar[bool] = False
+    #: Calls are recorded, and replayed for operands at the same addresses: :meth:`record`.
+    records: ClassVar[bool] = False
+
+    #: What is given back must not be in use: closing waits for streams.
+    waits_to_close: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device, index: int) -> None:
+        self.device, self.index = device, index
+        self.streams: list[Stream] = []
+
+    # The device.
+
+    @abstractmethod
+    def use(self) -> None:
+        """Make the device this thread's."""
+
+    @abstractmethod
+    def uncaptured(self) -> contextlib.AbstractContextManager[None]:
+        """Within this block the thread may allocate, and ask what is over, although it captures a
+        graph."""
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within this block the device is this thread's, and a capture is not disturbed."""
+        with torch.cuda.device(self.device), self.uncaptured():
+            self.use()
+            yield
+
+    @abstractmethod
+    def means(self, engine: GpuEngine) -> Means:
+        """What all ranks can do. Collective.
+
+        Raises:
+            NotImplementedError: they cannot work together, or not as they were asked to.
+        """
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+    @abstractmethod
+    def copy_engines(self) -> int | None:
+        """See :meth:`Engine.copy_engines`."""
+
+    def products(self) -> str:
+        """What multiplies matrices, in words."""
+        return library(self.device)
+
+    def forgive(self) -> None:  # noqa: B027  not every vendor remembers errors
+        """Forget an error that was expected."""
+
+    def close(self) -> None:
+        """Give back what was allocated here. Nothing is in flight, or what is will never end."""
+        for stream in self.streams:
+            with contextlib.suppress(RuntimeError):  # of a device that has failed
+                if stream.torch is not None and stream.torch.query():  # else it is stuck
+                    _spare.setdefault((self.index, stream.priority), []).append(stream.torch)
+        self.streams.clear()
+
+    # Streams and events.
+
+    @abstractmethod
+    def stream(self, raw: int) -> Any:
+        """A stream as the binding likes it best, from what PyTorch calls it."""
+
+    @abstractmethod
+    def make_stream(self, priority: int) -> int:
+        """A stream that does not wait for the null stream, as PyTorch calls it. Not one of
+        PyTorch's own, which it hands out again and again."""
+
+    def stream_for(self, name: str) -> Stream:
+        """A stream for a lane, or for ``side`` or ``rescue``."""
+        lane = name.split()[-1]
+        priority = self.rescue if lane == "rescue" else URGENT
+        priority = PLAIN if lane.startswith("compute") else priority
+        if spare := _spare.get((self.index, priority)):
+            made = spare.pop()
+        else:
+            made = torch.cuda.ExternalStream(self.make_stream(priority), self.device)
+        self.streams.append(Stream(self.stream(made.cuda_stream), made, priority))
+        return self.streams[-1]
+
+    @abstractmethod
+    def idle(self, stream: Any) -> bool:
+        """Whether everything on a stream is over."""
+
+    @abstractmethod
+    def event(self, timing: bool = False) -> Event:
+        """An event for ordering streams, or for telling the time."""
+
+    def caller(self) -> int:
+        """The caller's stream, as PyTorch calls it."""
+        raw: int = torch._C._cuda_getCurrentRawStream(self.index)
+        return raw
+
+    def capturing(self) -> int:
+        """A number that tells graph captures of the caller's stream apart, 0 outside of one."""
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
+        return self.capture_id(self.stream(self.caller()))
+
+    @abstractmethod
+    def capture_id(self, stream: Any) -> int:
+        """Number of the capture that a stream is in, 0 if none."""
+
+    def on_lane(self, lane: str, op: Op) -> Op:
+        """The operation, with what PyTorch does in it ordered on a lane."""
+        if lane == "compute0":
+            return op
+
+        def on_lane(call: Any) -> None:
+            before = torch.cuda.current_stream(self.device)
+            torch.cuda.set_stream(call.state.streams[lane].torch)
+            try:
+                op(call)
+            finally:
+                torch.cuda.set_stream(before)
+
+        return on_lane
+
+    # Words.
+
+    @abstractmethod
+    def batch(self, ops: Sequence[MemOp]) -> Batch:
+        """Waits and writes of a stream."""
+
+    @abstractmethod
+    def writes_reach(self, stream: Any, address: int) -> bool:
+        """Whether a stream may write to an address; leaves a 0 there if so. Waits for it."""
+
+    # Copies, each prepared once: a function of what differs from call to call.
+
+    @abstractmethod
+    def copy(
+        self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
+    ) -> Callable[[int, Any], None]:
+        """Copies bytes from an address, on a stream. ``ranks`` are those at both ends, the
+        receiving first; None for a signal."""
+
+    @abstractmethod
+    def rectangle(
+        self, dst: int, dst_pitch: int, width: int, height: int
+    ) -> Callable[[int, int, Any], None]:
+        """Copies rows from an address and at a pitch, on a stream. Lengths are in bytes."""
+
+    @abstractmethod
+    def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        """Copy bytes of the device to pinned host memory."""
+
+    # Memory.
+
+    @abstractmethod
+    def host(self, nbytes: int) -> int:
+        """Pinned host memory, zeroed, that the device writes through to. Kept until closing."""
+
+    def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        """Memory of the device and the same as bytes. Kept until closing."""
+        raise NotImplementedError
+
+    def allocate(self, nbytes: int, kind: str) -> int:
+        """Memory of the device that can be shared: ``"plain"``, or a kind for words."""
+        raise NotImplementedError
+
+    def free(self, address: int) -> None:
+        """Give back what was allocated."""
+        raise NotImplementedError
+
+    def fill(self, address: int, nbytes: int, stream: Any) -> None:
+        """Zero memory."""
+        raise NotImplementedError
+
+    def share(self, address: int) -> bytes:
+        """A handle by which another process opens an allocation, equally long for all."""
+        raise NotImplementedError
+
+    def open_shared(self, handle: bytes) -> int:
+        """Map what another process shares."""
+        raise NotImplementedError
+
+    def close_shared(self, address: int) -> None:
+        """Unmap it."""
+        raise NotImplementedError
+
+    def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Memory as bytes, and an object that lives as long as a tensor looks into it."""
+        keeper = _Bytes(address, nbytes)
+        with torch.inference_mode(False):  # calls of other modes use it, too
+            return torch.as_tensor(keeper, device=self.device), keeper
+
+    def peers(self, address: int, nbytes: int) -> torch.Tensor:
+        """Memory of a peer that is mapped here, as bytes."""
+        # PyTorch takes memory from other libraries for that of the device where it lies.
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    # ficco's kernels.
+
+    @property
+    @abstractmethod
+    def has_kernels(self) -> bool:
+        """Whether ``auto`` may take the kernel that copies."""
+
+    @abstractmethod
+    def kernels(self) -> Kernels:
+        """ficco's kernels, compiled if need be.
+
+        Raises:
+            BackendError, NotImplementedError: they cannot be had.
+        """
+
+    # Optional.
+
+    def add_product(
+        self,
+        addend: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        stream: Any,
+    ) -> bool:
+        """``out = addend + a @ b``, which reads the addend where it lies; False if that cannot be
+        done. PyTorch copies it first."""
+        return False
+
+    def join_aside(self, event: Event, stream: Any) -> None:
+        """Make what an event follows part of the graph that captures a stream, if possible without
+        letting the stream wait for it."""
+        event.hold(stream)
+
+    def record(self, stream: Any, enqueue: Callable[[], None]) -> Recording:
+        """Record what is enqueued from a stream on, in place of carrying it out."""
+        raise NotImplementedError
+
+    def recorder(self) -> tuple[Stream, Any]:
+        """A stream to record on, and a pool for the memory of what is recorded."""
+        return self.stream_for("recorded compute0"), torch.cuda.MemPool()
+
+    @contextlib.contextmanager
+    def recording(self, stream: Stream, pool: Any) -> Iterator[None]:
+        """Within this block PyTorch enqueues on a recorder's stream, with memory of its pool."""
+        with torch.cuda.stream(stream.torch), torch.cuda.use_mem_pool(pool):
+            yield
+
+
+class _Bytes:
+    """Memory of a GPU, as PyTorch takes it from other libraries."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+#: Streams of closed engines, by device and priority: PyTorch keeps a workspace of its BLAS for
+#: every stream that it has met, and so they are used again.
+_spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+
+
+class Streams(dict[str, Stream]):
+    """Streams by lane, each made when first asked for. Several callers may take turns on them."""
+
+    def __init__(self, driver: Driver, prefix: str = "") -> None:
+        super().__init__()
+        self._driver, self._prefix = driver, prefix
+
+    def __missing__(self, lane: str) -> Stream:
+        with self._driver.aside():
+            made = self[lane] = self._driver.stream_for(self._prefix + lane)
+        return made
+
+
+class Lanes(dict[str, Any]):
+    """Handles of the streams of a call's lanes; ``compute0`` is the caller's own stream.
+
+    Attributes:
+        fork: at which the lanes begin.
+        joins: at which they end, by lane.
+    """
+
+    def __init__(self, driver: Driver, caller: Any, streams: Streams) -> None:
+        super().__init__(compute0=caller)
+        self._driver, self.streams = driver, streams
+        self.fork = driver.event()
+        self.joins: dict[str, Event] = {}
+
+    def __missing__(self, lane: str) -> Any:
+        with self._driver.aside():
+            self.joins[lane] = self._driver.event()
+        handle = self[lane] = self.streams[lane].handle
+        return handle

@@ -1,0 +1,837 @@
+"""GPUs of any vendor: copy engines, signals on streams and the vendor's BLAS, through PyTorch.
+
+Every lane is a stream; ``compute0`` is the caller's own. Buffers are symmetric memory, mapped into
+every process of the group. A signal is a 32-bit word in the waiter's memory: posted by a stream
+write after the copy, by a 4-byte copy where stream writes do not reach a peer, or by a kernel;
+waited for by a stream wait, which takes no SM, or by a kernel. What a vendor does is behind a
+:class:`ficco.dma.driver.Driver`, chosen once; where it offers that, calls are recorded and
+replayed, and launches of ficco's kernels carry out the signals around them.
+
+Ordering: a stream's write, or copy, is performed after the copy in front of it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ficco.dma.buffers import Buffers
+from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, Streams
+from ficco.dma.engine import (
+    Call,
+    Capabilities,
+    Engine,
+    Missing,
+    Op,
+    Program,
+    Slot,
+    Span,
+    Symmetric,
+)
+from ficco.dma.gate import GATE
+from ficco.dma.lane_ops import (
+    Copies,
+    KernelBatch,
+    KernelCopies,
+    MakeBatch,
+    Memops,
+    OneShot,
+    Posts,
+    Run,
+    by_launches,
+    enqueue,
+    joined,
+)
+from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
+from ficco.dma.memories import (
+    MEMORIES,
+    PAUSE_S,
+    SCRATCH,
+    Graveyard,
+    Mapped,
+    OwnWords,
+    SharedMemory,
+    SlotWords,
+    TorchMemory,
+    Words,
+    align,
+    open_engines,
+)
+from ficco.dma.products import accumulation, multiply
+from ficco.dma.replays import Replays
+from ficco.dma.watch import MAX_WATCHED, Flights, Places, Watch
+from ficco.errors import BackendError
+from ficco.hip_kernels import MAX_PARTS, Kernels
+from ficco.plan import Product, Reduction, Region, Signal, Transfer
+from ficco.warn import warn_once
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Seconds that closing waits for peers to let go of this rank's memory, and for streams. A peer's
+#: watchdog may first give calls before one that was broken off 2 s to end.
+CLOSE_S = 3.0
+#: Seconds that a rank may take to read its own words.
+READ_S = 2.0
+#: Seconds between two attempts to free stuck streams.
+FREE_S = 0.01
+
+
+def wanted(signal: Signal) -> int:
+    """The value that is posted and waited for. Memory is zero when a slot is made: that is at rest
+    for all words but, in the meaning of a Plan, those that hand a slot over, where 0 says free."""
+    return 0 if signal.released else 1
+
+
+@dataclass(eq=False)
+class SlotState:
+    """What the engine keeps with a slot.
+
+    Attributes:
+        watch: what tells of its calls.
+        over: the caller's stream is through with the latest call.
+        done: the slot has been handed on.
+        retired: that of the latest call, if there was one.
+        captured: it belongs to a graph, which records no events when it is replayed.
+        packs: by lane, where columns are packed: address, and its bytes.
+    """
+
+    watch: Watch | Flights
+    words: Words | None
+    over: Event
+    done: Event
+    captured: bool
+    retired: Event | None = None
+    packs: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
+
+    def idle(self) -> bool:
+        """Whether all calls are over."""
+        if not self.watch.idle():
+            return False
+        by_events = self.captured or isinstance(self.watch, Flights)
+        return by_events or self.retired is None or self.retired.over()
+
+
+class GpuEngine(Engine):
+    """See the module's docstring.
+
+    Attributes:
+        driver: the vendor's.
+        means: what was agreed on with the other ranks.
+        side: a stream for what must not wait for calls.
+        watched: pinned memory of words that watched calls write.
+        graveyard: memory that is freed once peers let go of it.
+    """
+
+    asynchronous = True
+
+    def __init__(self, group: ProcessGroup, driver: Driver, signals: str, timeout_s: float) -> None:
+        super().__init__(group, driver.device)
+        self.name, self.driver, self.timeout_s = driver.name, driver, timeout_s
+        self.graveyard = Graveyard()
+        self.replayed = Replays(driver)
+        self._asked = signals
+        self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
+        self._serial = 0
+        self._places = Places()
+        self._states: set[SlotState] = set()
+        # Captured calls use streams of their own: a stream that is being captured is closed to
+        # eager calls of other threads.
+        self._streams = {False: Streams(driver), True: Streams(driver, "captured ")}
+        self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
+        self._read_into = 0, 0  # pinned memory for words: address and how many
+        self._memory: SharedMemory | TorchMemory | None = None
+        self._batch: MakeBatch = driver.batch
+        self.means = Means()
+        try:
+            with driver.aside():
+                self._open()
+        except BaseException:
+            with contextlib.suppress(BackendError):  # the first error tells more
+                self.close()
+            raise
+        with GATE.closed():
+            open_engines.add(self)
+
+    def _open(self) -> None:
+        """Allocate what all calls use, and agree with the peers."""
+        driver = self.driver
+        self.side, self._rescue = driver.stream_for("side"), driver.stream_for("rescue")
+        self.watched = driver.host((2 * MAX_WATCHED + 2) * WORD)
+        self.means = driver.means(self)
+        self.packs_columns = not self.means.rectangles
+        self._memory = MEMORIES[self.means.memory](self)
+        if self.means.kernels:
+            kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
+            self._batch = lambda ops: KernelBatch(ops, kernels, late)
+
+    def _drained(self, stream: Any, seconds: float) -> bool:
+        """Wait until a stream is idle; False if it takes too long."""
+        end, pause = time.monotonic() + seconds, 1e-5
+        while not self.driver.idle(stream):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        return True
+
+    def settle(self, stream: Any) -> None:
+        """Wait for a stream of this engine's that waits for nobody."""
+        if not self._drained(stream, self.timeout_s):
+            raise BackendError("stream query", "not ready", "a stream does not end")
+
+    # Memory.
+
+    def symmetric(self, nbytes: int) -> Mapped:
+        assert self._memory is not None
+        if not self.capturing():  # in which nothing may be freed
+            with self.driver.aside():
+                self.graveyard.sweep()
+        self._serial += 1
+        with self.driver.aside():
+            return self._memory.allocate(nbytes, self._serial)
+
+    def free(self, memory: Symmetric) -> None:
+        assert self._memory is not None
+        self._memory.free(memory)  # type: ignore[arg-type]  # made by it
+
+    def quiet(self) -> bool:
+        """Whether no call is in flight here."""
+        with self.driver.aside():
+            return all(state.idle() for state in list(self._states))  # other threads add some
+
+    def discard(self, slot: Slot) -> None:
+        state: SlotState = slot.state
+        self._states.discard(state)
+        if isinstance(state.watch, Watch):
+            self._places.give_back(state.watch.index)
+        if isinstance(state.words, OwnWords):
+            self.graveyard.bury(state.words)
+        super().discard(slot)
+
+    def slot_bytes(self, words: int, nbytes: int) -> int:
+        return self._data(words) + nbytes
+
+    def _data(self, words: int) -> int:
+        """Where the data of a slot begin."""
+        return align((words + SCRATCH) * WORD) if self.means.words == "slot" else 0
+
+    def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
+        assert isinstance(memory, Mapped)
+        with self.driver.aside():
+            tried = self._writes_reach is None
+            found: Words
+            if self.means.words == "slot":
+                found = SlotWords(memory, words, self.rank)
+                one = MemOp(WRITE_32, found.constant(1), 1)
+                self.driver.batch([one]).enqueue(self.side.handle)
+                self.settle(self.side.handle)
+            else:
+                found = OwnWords(
+                    self, self.means.words, words + tried, self._serial, self.means.constants
+                )
+                self.graveyard.living.append(found)
+            if tried:
+                # Not a signal's word: the peer's first call may have begun. Pairs may differ.
+                self._writes_reach = self.means.kernels or all(
+                    self.driver.writes_reach(self.side.handle, found.address(peer, words))
+                    for peer in range(self.world)
+                    if peer != self.rank
+                )
+        state = self._state(found, captured)
+        return Slot(memory, words, nbytes, self._data(words), captured, state=state)
+
+    def watch(self, captured: bool) -> Slot:
+        return Slot(None, captured=captured, state=self._state(None, captured))
+
+    def _state(self, words: Words | None, captured: bool) -> SlotState:
+        driver = self.driver
+        with driver.aside():
+            watch: Watch | Flights
+            if driver.watches_by_events and not captured:
+                watch = Flights(driver.event)
+            else:
+                watch = Watch(self.watched, self._places.take())
+            state = SlotState(watch, words, driver.event(), driver.event(), captured)
+        self._states.add(state)
+        return state
+
+    def retire(self, slot: Slot) -> None:
+        retired = slot.state.retired
+        while retired is not None and not retired.over():
+            self.interrupt()
+            time.sleep(PAUSE_S)
+
+    # Signals.
+
+    def _words(self, program: Program) -> Words:
+        assert program.slot is not None
+        words: Words = program.slot.state.words
+        return words
+
+    def _addresses(self, program: Program, signals: Sequence[Signal]) -> list[int]:
+        words = self._words(program)
+        with self.driver.aside():  # a peer's word is mapped when it is first asked for
+            return [words.address(signal.waiter, signal.word) for signal in signals]
+
+    def _memops(self, program: Program, step: int, ops: Sequence[MemOp]) -> Op:
+        return Memops(program.plan.steps[step].lane, self._batch(ops))
+
+    def wait(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        pairs = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
+        return self._memops(program, step, [MemOp(WAIT_32, *pair) for pair in pairs])
+
+    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        pairs = zip(self._addresses(program, signals), signals, strict=True)
+        ops = [MemOp(WRITE_32, at, 1 - wanted(signal)) for at, signal in pairs]
+        return self._memops(program, step, ops)
+
+    def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
+        pairs = zip(self._addresses(program, signals), map(wanted, signals), strict=True)
+        ops = [MemOp(WRITE_32, *pair) for pair in pairs]
+        if self._writes_reach or self.means.kernels:
+            return self._memops(program, step, ops)
+        sources = [self._words(program).constant(op.value) for op in ops]
+        return Posts(program.plan.steps[step].lane, ops, sources, self.driver)
+
+    # Order.
+
+    def enter(self, program: Program, lane: str) -> Op | None:
+        if lane in ("compute0", "sync"):  # execute() sees to them
+            return None
+        return lambda call: call.state.fork.hold(call.state[lane])
+
+    def join(self, program: Program, step: int, earlier: int) -> Op | None:
+        lane = program.plan.steps[step].lane
+        if lane == "sync":
+            return None
+        event = self._event(program, earlier)
+        return lambda call: event.hold(call.state[lane])
+
+    def record(self, program: Program, step: int) -> Op | None:
+        steps = program.plan.steps
+        if not any(step in later.after for later in steps if later.lane != "sync"):
+            return None  # the sync lane begins when all others are over
+        lane, event = steps[step].lane, self._event(program, step)
+        if steps[step].op != "copy" or not self.means.writes_before_events:
+            return lambda call: event.record(call.state[lane])
+        before = self.driver.batch([MemOp(WRITE_32, self._words(program).nobodys, 0)])
+
+        def op(call: Call) -> None:
+            before.enqueue(call.state[lane])
+            event.record(call.state[lane])
+
+        return op
+
+    def _event(self, program: Program, step: int) -> Event:
+        key = "event", step
+        if key not in program.state:
+            program.state[key] = self.driver.event()
+        found: Event = program.state[key]
+        return found
+
+    # Copies.
+
+    def _buffers(self, program: Program) -> Buffers:
+        found: Buffers | None = program.state.get("buffers")
+        if found is None:
+            found = program.state["buffers"] = Buffers(program, self.rank)
+        return found
+
+    def copies(self, program: Program, steps: Sequence[int]) -> Op:
+        plan, places = program.plan, self._buffers(program)
+        lane = plan.steps[steps[0]].lane
+        transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]
+        targets = [places.place(transfer.dst) for transfer in transfers]
+        sources = [places.source(transfer.src) for transfer in transfers]
+        width, height = places.row_bytes(transfers[0].src), transfers[0].src.rows
+        copies = KernelCopies(self._kernels, lane, targets, sources, width, height)
+        arrived = self._counter(program, lane)
+        if not arrived or not width * height:
+            return copies
+        return Copies(copies=copies, arrived=arrived, mine=self._words(program).own)
+
+    def _counter(self, program: Program, lane: str) -> int:
+        """Address of the word where blocks of a lane's launches are counted; 0 if there is none,
+        or launches carry no signals."""
+        if not self.driver.fuses:
+            return 0
+        return self._words(program).counter(program.plan.lanes.index(lane))
+
+    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+        if mover == "kernel":
+            return self.copies(program, (step,))
+        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        src, dst = transfer.src, transfer.dst
+        width, height = places.row_bytes(src), src.rows
+        to, dst_pitch = places.place(dst)
+        source = places.source(src)
+        whole = self.driver.copy(to, width * height, (dst.rank, src.rank))
+        if not self.means.rectangles:
+            cut = self._cut(program, step, transfer, whole)
+
+            def cut_op(call: Call) -> None:
+                at, pitch = source(call)
+                if (pitch == width == dst_pitch) or height == 1:
+                    whole(at, call.state[lane])
+                else:
+                    cut(call, at, pitch)
+
+            return cut_op
+        rectangle = self.driver.rectangle(to, dst_pitch, width, height)
+
+        def op(call: Call) -> None:
+            at, pitch = source(call)
+            stream = call.state[lane]
+            if (pitch == width == dst_pitch) or height == 1:
+                whole(at, stream)
+            else:
+                rectangle(at, pitch, stream)
+
+        return op
+
+    def _cut(
+        self, program: Program, step: int, transfer: Transfer, whole: Callable[[int, Any], None]
+    ) -> Callable[[Call, int, int], None]:
+        """Copies parts of rows where the vendor has no 2D copies: packs them where they arrive
+        packed, else by ficco's kernel or row by row."""
+        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        src, dst = transfer.src, transfer.dst
+        ranks = dst.rank, src.rank
+        width, height = places.row_bytes(src), src.rows
+        to, dst_pitch = places.place(dst)
+        # Compiled now: in a call that would be taken for a peer that is late.
+        cuts = height > 1 and (places.cuts_rows(src) or places.cuts_rows(dst))
+        kernels = self._kernels_or_none if cuts else None
+        if dst_pitch == width and src.rank == self.rank:
+            pack = self._pack(program, lane, src)
+            return lambda call, at, pitch: whole(pack(call), call.state[lane])
+        if kernels is not None:
+            copies = self.copies(program, (step,))
+            return lambda call, at, pitch: copies(call)
+        rows = [self.driver.copy(to + row * dst_pitch, width, ranks) for row in range(height)]
+
+        def by_row(call: Call, at: int, pitch: int) -> None:
+            for row, copy in enumerate(rows):
+                copy(at + row * pitch, call.state[lane])
+
+        return by_row
+
+    def _pack(self, program: Program, lane: str, region: Region) -> Callable[[Call], int]:
+        """Brings columns together for a copy of the same lane; returns where they will lie."""
+        places, state = self._buffers(program), program.slot.state  # type: ignore[union-attr]
+        view, dtype = places.view(region), places.dtype(region)
+        nbytes = places.row_bytes(region) * region.rows
+
+        def pack(call: Call) -> int:
+            if lane not in state.packs or state.packs[lane][1].numel() < nbytes:
+                with self.driver.aside():  # the smaller one may still be in use
+                    state.packs[lane] = self.driver.local(nbytes)
+            address, room = state.packs[lane]
+            packed = room[:nbytes].view(dtype).view(region.rows, region.cols)
+            if self._kernels_or_none is not None:
+                self._kernels_or_none.place(packed, view(call), call.state[lane])
+            else:
+                self.driver.on_lane(lane, lambda call: packed.copy_(view(call)))(call)
+            return address
+
+        return pack
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        with self.driver.aside():
+            return self.driver.kernels()
+
+    @cached_property
+    def _kernels_or_none(self) -> Kernels | None:
+        """ficco's kernels for what PyTorch can do as well; None where they cannot be had."""
+        try:
+            return self._kernels
+        except BackendError as error:
+            self.driver.forgive()
+            warn_once(f"PyTorch's operations are used in place of ficco's kernels: {error}")
+        except NotImplementedError:  # a warning has told why
+            pass
+        return None
+
+    # Products and sums.
+
+    def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        places = self._buffers(program)
+        src, dst = places.view(transfer.src), places.view(transfer.dst)
+        return self._on_lane(program, step, lambda call: dst(call).copy_(src(call)))
+
+    def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
+        lane = program.plan.steps[step].lane
+        parts = [self._product(program, product, lane) for product in products]
+
+        def op(call: Call) -> None:
+            for part in parts:
+                part(call)
+
+        return self._on_lane(program, step, parts[0] if len(parts) == 1 else op)
+
+    def _product(self, program: Program, product: Product, lane: str) -> Op:
+        places, batch = self._buffers(program), product.batch
+        right = places.view(product.b)
+        if batch > 1:
+            left = places.batch(product.a, batch, product.a_stride)
+            result = places.batch(product.out, batch, product.out_stride)
+        else:
+            left, result = places.view(product.a), places.view(product.out)
+        before = None if product.addend is None else places.view(product.addend)
+        accumulate, transposed = product.accumulate, product.transposed
+        add_product = self.driver.add_product
+
+        def op(call: Call) -> None:
+            a, b, out = left(call), right(call), result(call)
+            if batch > 1:
+                b = b.unsqueeze(0).expand(batch, -1, -1)
+            elif transposed:
+                a = a.t()
+            addend = out if accumulate else None
+            if before is not None:
+                addend = before(call)
+                if add_product(addend, a, b, out, call.state[lane]):
+                    return
+            multiply(a, b, out, addend)
+
+        return op
+
+    def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
+        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        views = [places.view(part) for part in reduction.parts]
+        result = places.view(reduction.out)
+        kernels = self._kernels_or_none if self._sums_by_kernel else None
+        if kernels is None or len(views) > MAX_PARTS:
+            return self._on_lane(program, step, lambda call: _sum(result, views, call))
+
+        def parts(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return result(call), [view(call) for view in views]
+
+        at_peers = any(part.rank != self.rank for part in reduction.parts)
+        if self.driver.fuses and at_peers and lane == "compute0":
+            arrived, mine = self._counter(program, lane), self._words(program).own
+            return OneShot(kernels=kernels, parts=parts, arrived=arrived, mine=mine)
+        return lambda call: kernels.reduce(*parts(call), call.state[lane])
+
+    #: Whether ficco's kernel adds parts up, where it can be had.
+    _sums_by_kernel = True
+
+    def collective(self, program: Program, step: int) -> Op:
+        return self._on_lane(program, step, super().collective(program, step))
+
+    def _on_lane(self, program: Program, step: int, op: Op) -> Op:
+        return self.driver.on_lane(program.plan.steps[step].lane, op)
+
+    # Running.
+
+    def execute(self, program: Program, call: Call) -> None:
+        if torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.execute(program, call)
+        with GATE:
+            self._execute(program, call)
+
+    def _execute(self, program: Program, call: Call) -> None:
+        slot = program.slot
+        key = self.driver.caller(), bool(slot and slot.captured)
+        lanes = self._lanes.get(key)
+        if lanes is None:
+            with self.driver.aside():
+                caller = self.driver.stream(key[0])
+                lanes = self._lanes[key] = Lanes(self.driver, caller, self._streams[key[1]])
+        call.state = lanes
+        run = program.state.get("run") or self._run(program)
+        if slot is None:
+            return enqueue(run, call)
+        state: SlotState = slot.state
+        if state.retired is not None and slot.words:
+            # The words are at rest again, which a call on this stream does not know by itself.
+            state.retired.hold(lanes["compute0"])
+        if isinstance(state.watch, Watch):
+            return self._by_words(run, call, slot, state, state.watch)
+        flight = state.watch.begin(slot.number(program), key[0], lanes["compute0"])
+        try:
+            # Calls that share nothing are collectives, and traced ones are looked at step by step.
+            replays = bool(slot.words) and "base" not in program.state
+            replays = replays and self.replays and self.replayed.possible
+            self._by_events(run, call, key[0], state, replays)
+            # What peers are told is no business of the caller's stream.
+            state.watch.end(flight, lanes["sync" if run.tail else "compute0"])
+            state.retired = flight.after
+        except BaseException:
+            state.watch.drop(flight)  # the watchdog has no business with it
+            raise
+
+    def _by_events(self, run: Run, call: Call, raw: int, state: SlotState, replays: bool) -> None:
+        """Enqueue a call, step by step or as it was recorded."""
+        lanes = call.state
+        stream = lanes["compute0"]
+        recording = self.replayed.find(run, call, raw) if replays else None
+        if recording is not None:
+            recording.replay(stream)
+        else:
+            enqueue(run, call)
+        if run.tail:
+            state.over.record(stream)
+            state.over.hold(lanes["sync"])
+            for op in run.tail:
+                op(call)
+
+    def _by_words(self, run: Run, call: Call, slot: Slot, state: SlotState, watch: Watch) -> None:
+        """Enqueue a call that itself tells the watchdog that it begins and ends. If a graph
+        captures it, all its streams join in the end."""
+        lanes = call.state
+        stream, end = lanes["compute0"], lanes[run.tail_lane]
+        try:
+            enqueue(run, call)
+            state.over.record(stream)
+            state.over.hold(end)
+            for op in run.tail:
+                op(call)
+            state.retired = state.done
+            state.done.record(end)
+            if not slot.captured:
+                return
+            if slot.words:
+                state.done.hold(stream)
+            else:  # the end is told to the watchdog alone
+                self.driver.join_aside(state.done, stream)
+        except BaseException:
+            # The watchdog has no business with a call that was broken off.
+            with contextlib.suppress(BackendError):  # the first error tells more
+                self._batch([watch.end()]).enqueue(end)
+            raise
+
+    def _run(self, program: Program) -> Run:
+        """What :meth:`execute` needs of a program, made once."""
+        given, begin, slot = list(program.ops), None, program.slot
+        if slot is not None and isinstance(watch := slot.state.watch, Watch):
+            begin = self._batch([watch.begin(slot.number(program))])
+            given.append(("sync", Memops("sync", self._batch([watch.end()]))))
+        ops = joined(given, self._batch) if self.driver.fuses else given
+        body = [op for lane, op in ops if lane != "sync"]
+        tail = [op for lane, op in ops if lane == "sync"]
+        lanes = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
+        tail_lane = "sync"
+        if "base" in program.state:
+            base = program.state["base"]
+            body.insert(0, lambda call: base.record(call.state["compute0"]))
+        elif self.driver.fuses and tail and body and not lanes and program.plan.words:
+            kernels = self._kernels_or_none
+            if kernels is not None:
+                told = by_launches(body, begin, tail, kernels, self._words(program).own)
+                if told is not None:
+                    (body, tail), begin, tail_lane = told, None, "compute0"
+        run = program.state["run"] = Run(body, begin, tail, tail_lane, lanes)
+        return run
+
+    def stamp(self, program: Program, step: int, end: bool) -> Op:
+        if "base" not in program.state:
+            program.state["base"] = self.driver.event(timing=True)
+        event = program.state["stamp", step, end] = self.driver.event(timing=True)
+        lane = program.plan.steps[step].lane
+        return lambda call: event.record(call.state[lane])
+
+    def spans(self, program: Program, call: Call) -> list[Span]:
+        self.synchronize()
+        base = program.state["base"]
+
+        def seconds(index: int, end: bool) -> float:
+            return float(base.seconds_to(program.state["stamp", index, end]))
+
+        return [
+            Span(index, step.lane, seconds(index, False), seconds(index, True))
+            for index, step in enumerate(program.plan.steps)
+        ]
+
+    def capturing(self) -> int:
+        number = self.driver.capturing()
+        if number and not self.means.captures:
+            raise NotImplementedError(self.means.uncaptured)
+        return number
+
+    def synchronize(self) -> None:
+        with GATE.waiting():
+            self.driver.synchronize()
+
+    def idle(self, slots: Sequence[Slot]) -> bool:
+        with self.driver.aside():
+            return all(slot.state.idle() for slot in slots)
+
+    # Watching.
+
+    def pulse(self, slot: Slot) -> tuple[int, bool]:
+        watch: Watch | Flights = slot.state.watch
+        if isinstance(watch, Watch):
+            return watch.look()
+        with self.driver.aside():
+            return watch.look()
+
+    def missing(self, slot: Slot, program: Program) -> Missing | None:
+        steps = program.plan.steps
+        if slot.memory is None:
+            return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
+        words: list[int] = []
+        with contextlib.suppress(BackendError):
+            words = self._read(slot)
+        if not words:
+            return None
+        late = [
+            Missing(index, signal, wanted(signal), words[signal.word])
+            for index, step in enumerate(steps)
+            for signal in step.waits
+            if words[signal.word] != wanted(signal)
+        ]
+        # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
+        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
+        return late[0] if late else None
+
+    def _read(self, slot: Slot) -> list[int]:
+        """The words of a slot of this rank, from any thread; empty if that takes too long."""
+        words: Words = slot.state.words
+        with self.driver.aside():
+            target, room = self._read_into
+            if room < words.count:
+                # Kept until the end: to free memory waits for streams, and some are stuck.
+                target = self.driver.host(words.count * WORD)
+                self._read_into = target, words.count
+            at = target
+            for address, count in words.runs(self.rank):
+                self.driver.copy_to_host(at, address, count * WORD, self._rescue.handle)
+                at += count * WORD
+            if not self._drained(self._rescue.handle, READ_S):
+                self._read_into = 0, 0  # still in use
+                return []
+        return list((ctypes.c_uint32 * words.count).from_address(target))
+
+    def release(self, slots: Sequence[Slot], seconds: float) -> bool:
+        """Write, again and again, what every wait wants, until no call is running."""
+        end = time.monotonic() + seconds
+        aborting = False
+        with self.driver.aside():
+            while True:
+                try:
+                    self._satisfy()
+                    if all(slot.state.idle() for slot in slots):
+                        return True
+                except BackendError:
+                    if self._dead():
+                        return True
+                if time.monotonic() > end:
+                    return False
+                stuck = [slot for slot in slots if slot.memory is None]
+                if not aborting and any(slot.state.watch.look()[0] for slot in stuck):
+                    aborting = True
+                    threading.Thread(target=self._abort_collective, daemon=True).start()
+                time.sleep(FREE_S)
+
+    def _satisfy(self) -> None:
+        """Give every word of this rank the value that is waited for."""
+        rescue = self._rescue.handle
+        if not self.driver.idle(rescue):
+            return  # with more after it, again and again, the stream would never be through
+        buried = [one for one in self.graveyard.dead if isinstance(one, OwnWords)]
+        for words in [*(state.words for state in list(self._states)), *buried]:
+            if words is not None:
+                addresses = [words.address(self.rank, i) for i in range(words.count)]
+                ops = [MemOp(WRITE_32, at, i >= self.world) for i, at in enumerate(addresses)]
+                self._batch(ops).enqueue(rescue)
+
+    def _dead(self) -> bool:
+        """Whether nothing runs on the device any more, so that no call waits there either."""
+        try:
+            self.driver.idle(self._rescue.handle)
+        except BackendError:
+            return True
+        return False
+
+    def _abort_collective(self) -> None:
+        """Make the group's library give up; may take as long as its peers do."""
+        with contextlib.suppress(RuntimeError):
+            self.group._get_backend(self.device).abort()
+
+    # What it does, and its end.
+
+    def capabilities(self) -> Capabilities:
+        means = self.means
+        post = {
+            None: f"not known before the first call: a {means.post} to the {means.place} where it "
+            "reaches, else a 4-byte copy",
+            True: f"{means.post} to the {means.place}",
+            False: f"4-byte copy to the {means.place}",
+        }[self._writes_reach]
+        if means.kernels:
+            post = f"a kernel of ficco's that writes to the {means.place}"
+        return Capabilities(
+            engine=self.name,
+            post=post + (" (asked for)" if self._asked != "auto" else ""),
+            wait=means.wait,
+            copy=means.copy,
+            movers=("dma", "kernel") if self.driver.has_kernels else ("dma",),
+            products=self.driver.products(),
+            accumulate="float32 sums of m x n by " + accumulation(),
+            capture=means.captures,
+        )
+
+    def copy_engines(self) -> int | None:
+        return self.driver.copy_engines()
+
+    def close(self) -> None:
+        with GATE.closed():
+            open_engines.discard(self)
+        errors: list[BackendError] = []
+
+        def attempt(step: Callable[[], Any]) -> Any:
+            """Whatever fails, the rest is given back, too."""
+            try:
+                return step()
+            except BackendError as error:
+                errors.append(error)
+
+        with contextlib.ExitStack() as stack:
+            attempt(lambda: stack.enter_context(self.driver.aside()))
+            dead, end = self.graveyard.dead, time.monotonic() + CLOSE_S
+            dead += [one for one in self.graveyard.living if one not in dead]
+            streams = [stream.handle for stream in self.driver.streams]
+            # After an error streams may wait for peers that will not come.
+            while self.driver.waits_to_close and time.monotonic() < end:
+                if attempt(lambda: all(map(self.driver.idle, streams))) is not False:
+                    break
+                attempt(self._satisfy)
+                time.sleep(1e-3)
+            while dead and time.monotonic() < end:
+                attempt(self.graveyard.sweep)
+                time.sleep(1e-3)
+            self.graveyard.leave()
+            if self._memory is not None:
+                self._memory.close()
+            self._lanes.clear()
+            self.replayed.close()
+            for streams_of in self._streams.values():
+                streams_of.clear()
+            attempt(self.driver.close)
+        if errors:
+            raise errors[0]
+
+
+def _sum(
+    result: Callable[[Call], torch.Tensor],
+    parts: Sequence[Callable[[Call], torch.Tensor]],
+    call: Call,
+) -> None:
+    """A sum by PyTorch, rounded once. float64 is served on CPUs alone, and keeps its precision."""
+    first = parts[0](call)
+    total = first.to(torch.float64 if first.dtype == torch.float64 else torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part(call)
+    result(call).copy_(total)

@@ -1,0 +1,379 @@
+"""AMD GPUs: what the GPU engine asks of HIP, through hip-python.
+
+Copies are those of the runtime. ``ficco.dma.ways`` says where words lie, what waits for them, and
+what else can be chosen; ranks find out together what the machine allows.
+
+``hipStreamBatchMemOp``, which both series of the binding have, would enqueue several words by one
+call. It is not used: its documentation promises no order among its operations, and until July 2026
+AMD's runtime carried them out concurrently (ROCm/rocm-systems #8911 says so).
+
+Written without a card. ``docs/amd.md`` says what was proven, and on what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ficco.dma import hip_api as hip
+from ficco.dma.driver import WORD, Driver, Means
+from ficco.dma.gpu import GpuEngine
+from ficco.dma.memops import WAIT_32, MemOp
+from ficco.dma.memories import Meeting
+from ficco.dma.ways import WAYS, asked, variable
+from ficco.errors import BackendError
+from ficco.hip_kernels import Kernels, Target, can_compile
+from ficco.hip_kernels.launch import Packed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: What each of the ways of signals needs.
+_NEEDS = {
+    "signal": "stream waits (hipDeviceAttributeCanUseStreamWaitValue) on signal memory that "
+    "processes can share",
+    "uncached": "stream waits on memory that is no signal, which AMD's runtime has unless "
+    "GPU_STREAMOPS_CP_WAIT=1 is set",
+    "kernel": "a compiler for ficco's kernels, ROCm's clang or hiprtc",
+}
+#: Seconds that a trial may take.
+TRIAL_S = 5.0
+
+
+class HipBinding:
+    """See :class:`ficco.hip_kernels.launch.Binding`."""
+
+    def __init__(self, target: Target, index: int) -> None:
+        self.target = target
+        self.processors = hip.attribute("MultiprocessorCount", index)
+        # In kHz; 100 MHz on every CDNA card.
+        self.ticks_per_s = 1e3 * (hip.attribute("WallClockRate", index) or 100_000)
+        self._modules: list[Any] = []
+
+    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+        module = hip.load_module(image)
+        self._modules.append(module)
+        return {name: hip.kernel(module, name.encode()) for name in names}
+
+    def pack(self, arguments: Sequence[Any]) -> Packed:
+        return Packed(arguments)
+
+    def launch(
+        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
+    ) -> None:
+        hip.launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, None)
+
+    def close(self) -> None:
+        """Unload the code; no stream uses it any more."""
+        while self._modules:
+            hip.unload_module(self._modules.pop())
+
+
+class Batch:
+    """See :class:`ficco.dma.driver.Batch`; one call of the runtime for each word."""
+
+    def __init__(self, ops: Sequence[MemOp]) -> None:
+        self.ops = tuple(ops)
+        self._calls = [
+            (hip.wait_equal if op.kind == WAIT_32 else hip.write_32, address, value)
+            for op in self.ops
+            for address, value in op.words
+        ]
+
+    def enqueue(self, stream: Any) -> None:
+        for call, address, value in self._calls:
+            call(stream, address, value)
+
+
+class HipDriver(Driver):
+    """See the module's docstring."""
+
+    name = "hip"
+    word_bytes = hip.SIGNAL_BYTES
+    waits_to_close = True
+    batch = staticmethod(Batch)
+    capture_id = staticmethod(hip.capture_id)
+    close_shared = staticmethod(hip.close_shared)
+    copy_to_host = staticmethod(hip.copy_to_host)
+    fill = staticmethod(hip.fill)
+    forgive = staticmethod(hip.forgive)
+    free = staticmethod(hip.free)
+    idle = staticmethod(hip.idle)
+    open_shared = staticmethod(hip.open_shared)
+    share = staticmethod(hip.share)
+    stream = staticmethod(hip.stream)
+    uncaptured = staticmethod(hip.uncaptured)
+    writes_reach = staticmethod(hip.writes_reach)
+
+    def __init__(self, device: torch.device, index: int) -> None:
+        super().__init__(device, index)
+        self._asked = asked(self.name)
+        self._copy_name = self._asked.get("copy", "dtod")
+        self._copy = hip.COPIES[self._copy_name]
+        self._indices: list[int] = []  # of all ranks' devices in this process
+        self._locals: list[int] = []
+        self._hosts: list[int] = []
+        self._events: weakref.WeakSet[hip.Event] = weakref.WeakSet()
+        self._binding: HipBinding | None = None
+
+    def target(self) -> Target:
+        """What kernels are compiled for."""
+        return target_of(self.device)
+
+    #: What is taken unless ``FICCO_HIP`` says otherwise.
+    @property
+    def usual_events(self) -> str:
+        return "plain" if torch.version.hip else "write"
+
+    # What this machine allows, found out together.
+
+    def means(self, engine: GpuEngine) -> Means:
+        side = engine.side.handle
+        # A 0 and a 1 to copy from, room to try a rectangle in, and a word to try a capture with.
+        constants, _ = self.local(64)
+        hip.fill(constants, 64, side)
+        hip.write_32(side, constants + WORD, 1)
+        rectangles = hip.copies_2d(constants + 32, side)
+        engine.settle(side)
+        captures = self._captures_writes(engine, constants + 56)
+        meeting = Meeting(engine, "hip engine")
+        self._indices = self._find(engine, meeting.gather(hip.bus_id(self.index)))
+        way = self._way(engine, meeting)
+        memory = self._memory(meeting)
+        rectangles, columns = self._how_columns_travel(meeting, rectangles)
+        meeting.close()
+        kernels, names = way == "kernel", WAYS[self.name]
+        events = self._asked.get("events", self.usual_events)
+        on_shader = os.environ.get("GPU_STREAMOPS_CP_WAIT", "0") in ("", "0")
+        by = "a kernel of the runtime's" if on_shader else "the command processor"
+        return Means(
+            memory=memory,
+            words="signal" if way == "signal" else "uncached",
+            kernels=kernels,
+            rectangles=rectangles,
+            captures=captures or kernels,
+            uncaptured="this ROCm carries stream writes out at once in place of capturing them in "
+            f"a graph; set {variable(self.name)}=signals=kernel on all ranks, so that kernels "
+            "signal, update ROCm, or make the call outside of the capture",
+            writes_before_events=events == "write",
+            constants=constants,
+            post="hipStreamWriteValue32",
+            place="peer's signal memory" if way == "signal" else "peer's uncached memory",
+            wait=names["signals"][way]
+            + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
+            + "; relies on a peer's word arriving behind the copy in front of it",
+            copy=f"{names['copy'][self._copy_name]} in memory of {names['memory'][memory]}, "
+            f"columns by {columns}, ends told by {names['events'][events]}; "
+            f"HIP {hip.runtime_version()}",
+        )
+
+    def _captures_writes(self, engine: GpuEngine, word: int) -> bool:
+        """Whether graphs capture stream writes, and so waits. AMD's runtime carried them out at
+        once until July 2026 (ROCm/rocm-systems #8911): captured calls would have no signals."""
+        side = engine.side.handle
+        if not hip.try_capture(side, word):
+            return False
+        hip.copy_to_host(engine.watched, word, WORD, side)  # nobody watches yet
+        engine.settle(side)
+        left = ctypes.c_uint32.from_address(engine.watched)
+        carried_out, left.value = bool(left.value), 0
+        return not carried_out
+
+    def _find(self, engine: GpuEngine, places: list[bytes]) -> list[int]:
+        """The number of every rank's device in this process, this rank's where it is not seen."""
+        known = {hip.bus_id(index): index for index in range(hip.start())}
+        indices = [known.get(place, self.index) for place in places]
+        for rank, index in enumerate(indices):
+            if index != self.index and not hip.reach(self.index, index):
+                raise NotImplementedError(
+                    f"device {self.index} of rank {engine.rank} cannot access the memory of device "
+                    f"{index} of rank {rank}; run on GPUs of one host that are linked, with no "
+                    "partition or IOMMU setting between them (hipDeviceCanAccessPeer)"
+                )
+        return indices
+
+    def _way(self, engine: GpuEngine, meeting: Meeting) -> str:
+        """The first way of signals that all ranks can go."""
+        wanted, ways = self._asked.get("signals"), WAYS[self.name]["signals"]
+        tests = {
+            "signal": self._shares_signals,
+            "uncached": self._waits_on_uncached,
+            "kernel": lambda engine, meeting: self.has_kernels,
+        }
+        for way in ways if wanted is None else [wanted]:
+            if all(map(any, meeting.gather(bytes([tests[way](engine, meeting)])))):
+                return way
+        if wanted is not None:
+            raise NotImplementedError(
+                f"{variable(self.name)}=signals={wanted} cannot be had on all ranks: it needs "
+                f"{_NEEDS[wanted]}; give all ranks that, or leave signals out of the variable and "
+                "the hip engine takes what works"
+            )
+        raise NotImplementedError(
+            f"the hip engine cannot signal by {' or by '.join(ways)} here: on some rank "
+            "hipStreamWaitValue32 is missing, does not serve memory that processes share, or no "
+            "compiler is there for ficco's kernels; install ROCm's clang, or hiprtc, on all ranks"
+        )
+
+    def _stream_waits(self) -> bool:
+        return bool(hip.attribute("CanUseStreamWaitValue", self.index))
+
+    def _shares_signals(self, engine: GpuEngine, meeting: Meeting) -> bool:
+        """Whether this rank can wait on signal memory and reach that of the next one."""
+        word = hip.malloc_signal() if self._stream_waits() else 0
+        try:
+            handles = meeting.gather((word and hip.try_share(word)) or bytes(hip.HANDLE_BYTES))
+            peer = handles[(engine.rank + 1) % engine.world]
+            can = bool(word) and any(peer) and (engine.world == 1 or hip.try_open(peer))
+            meeting.gather(b"")  # nobody has it mapped any more
+        finally:
+            if word:
+                hip.free(word)
+        return can
+
+    def _waits_on_uncached(self, engine: GpuEngine, meeting: Meeting) -> bool:
+        if not self._stream_waits():
+            return False
+        side, word = engine.side.handle, hip.malloc_uncached(hip.SIGNAL_BYTES)
+        try:
+            hip.fill(word, hip.SIGNAL_BYTES, side)
+            return hip.try_wait(side, word, 0)
+        finally:
+            engine.settle(side)
+            hip.free(word)
+
+    def _memory(self, meeting: Meeting) -> str:
+        """Where all ranks get buffers from. PyTorch only if asked for: until July 2026 it mapped
+        memory twice on ROCm (pytorch/pytorch #188673), and until April 2026 AMD's runtime copied
+        by a kernel what is mapped like that (ROCm/rocm-systems #4784)."""
+        wanted = self._asked.get("memory") == "torch"
+        return "torch" if all(map(any, meeting.gather(bytes([wanted])))) else "ipc"
+
+    def _how_columns_travel(self, meeting: Meeting, can: bool) -> tuple[bool, str]:
+        """Whether all ranks copy columns by 2D copies, and how they do in words. If one does not,
+        none does: a receiver's staging has another layout where its senders pack."""
+        wanted = self._asked.get("columns")
+        mine = bytes([can, wanted == "2d", wanted == "pack"])
+        cans, rectangles, packs = zip(*meeting.gather(mine), strict=True)
+        can = all(cans) and not any(packs)
+        if any(rectangles) and not can:
+            raise NotImplementedError(
+                f"{variable(self.name)}=columns=2d, which a rank asks for, cannot be had on all: "
+                "on some the runtime has no 2D copies, or the variable has another value; leave "
+                "columns out of it on all ranks"
+            )
+        why = "" if can else ", for want of a 2D copy"
+        if any(rectangles + packs):
+            why = " (asked for)"
+        return can, WAYS[self.name]["columns"]["2d" if can else "pack"] + why
+
+    # The device, streams and events.
+
+    def use(self) -> None:
+        hip.use(self.index)
+
+    def synchronize(self) -> None:
+        self.use()
+        for stream in list(self.streams):  # by asking, or the binding would lock the interpreter
+            hip.drain(stream.handle, float("inf"))
+        super().synchronize()
+
+    def copy_engines(self) -> None:
+        # AsyncEngineCount is no help: AMD's runtime answers with 8 queues, whatever the device.
+        return None
+
+    def make_stream(self, priority: int) -> int:
+        return int(hip.make_stream(priority).as_c_void_p().value)
+
+    def event(self, timing: bool = False) -> hip.Event:
+        made = hip.Event(timing)
+        self._events.add(made)
+        return made
+
+    # Words and copies.
+
+    def copy(
+        self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
+    ) -> Callable[[int, Any], None]:
+        if ranks is None:
+            return lambda src, stream: hip.copy(dst, src, nbytes, stream)
+        to, at = (self._indices[rank] for rank in ranks)
+        copy = self._copy
+        return lambda src, stream: copy(dst, src, nbytes, stream, to, at)
+
+    def rectangle(
+        self, dst: int, dst_pitch: int, width: int, height: int
+    ) -> Callable[[int, int, Any], None]:
+        copy = hip.copy_2d
+        return lambda src, pitch, stream: copy(dst, dst_pitch, src, pitch, width, height, stream)
+
+    # Memory.
+
+    def host(self, nbytes: int) -> int:
+        self._hosts.append(hip.malloc_host(nbytes))
+        ctypes.memset(self._hosts[-1], 0, nbytes)
+        return self._hosts[-1]
+
+    def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        self._locals.append(hip.malloc(nbytes))
+        return self._locals[-1], self.tensor(self._locals[-1], nbytes)[0]
+
+    def allocate(self, nbytes: int, kind: str) -> int:
+        if kind == "signal":
+            return hip.malloc_signal()
+        return hip.malloc_uncached(nbytes) if kind == "uncached" else hip.malloc(nbytes)
+
+    # ficco's kernels.
+
+    @property
+    def has_kernels(self) -> bool:
+        return can_compile(self.target().vendor)
+
+    def kernels(self) -> Kernels:
+        # Code that was loaded before something went wrong is unloaded at the end, too.
+        self._binding = self._binding or HipBinding(self.target(), self.index)
+        return Kernels(self._binding)
+
+    # The end.
+
+    def close(self) -> None:
+        steps: list[tuple[Callable[..., Any], Any]] = [
+            *((hip.free, address) for address in self._locals),
+            *((hip.free_host, address) for address in self._hosts),
+            *((HipBinding.close, binding) for binding in [self._binding] if binding),
+            *((hip.Event.destroy, event) for event in self._events),
+        ]
+        errors = []
+        for step, argument in steps:
+            try:
+                step(argument)
+            except BackendError as error:  # the rest is given back, too
+                errors.append(error)
+        super().close()
+        if errors:
+            raise errors[0]
+
+
+def target_of(device: torch.device) -> Target:
+    """What kernels are compiled for on a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Target("hip", properties.gcnArchName)
+    return Target("cuda", f"sm_{properties.major}{properties.minor}")
+
+
+def engine(group: ProcessGroup, device: torch.device, signals: str, timeout_s: float) -> GpuEngine:
+    """The engine of a group's ranks on AMD's GPUs."""
+    hip.start()
+    if device.type == "cpu":
+        raise NotImplementedError(
+            "the hip engine serves tensors on a GPU; those on the CPU only on a double of the "
+            "HIP library, for tests. Move the tensors to the GPU or use the cpu engine"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return GpuEngine(group, HipDriver(torch.device("cuda", index), index), signals, timeout_s)

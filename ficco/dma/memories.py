@@ -1,0 +1,390 @@
+"""Memory of GPUs that the ranks of a group share, and the signal words in it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ficco.dma.driver import WORD
+from ficco.dma.engine import Symmetric
+from ficco.dma.gate import GATE
+from ficco.dma.host import HostMemory
+from ficco.dma.rendezvous import Rendezvous, symmetric
+from ficco.errors import BackendError
+
+if TYPE_CHECKING:
+    from ficco.dma.gpu import GpuEngine
+
+#: Sizes of memory that is shared by handles are multiples of these bytes, of the second if they
+#: are larger: handles of more than 2 MiB were refused where they were no multiple of it (ROCm 4).
+PAGE, LARGE = 4096, 1 << 21
+#: Distance of words that lie in one allocation of their own, in bytes.
+WORD_STRIDE = 64
+#: Words after the signals of a slot: a 0 and a 1 to copy from, one that nobody reads, and one for
+#: each of so many lanes, where the blocks of a launch of copies are counted.
+CONSTANTS, COUNTED_LANES = 3, 13
+SCRATCH = CONSTANTS + COUNTED_LANES
+#: Seconds between two looks at whether calls are over.
+PAUSE_S = 1e-4
+
+
+def align(nbytes: int, to: int = 512) -> int:
+    """``nbytes``, rounded up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+class Meeting:
+    """Where the ranks of a group tell each other little things. Collective throughout."""
+
+    ROOM = 512
+
+    def __init__(self, engine: GpuEngine, purpose: str) -> None:
+        self._timeout_s, self._rank, self._used = engine.timeout_s, engine.rank, 0
+        self._host = _host_memory(engine, self.ROOM, purpose)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank, by rank; equally long on all."""
+        first, self._used = self._used, self._used + len(data)
+        assert self._used <= self.ROOM
+        self._host.maps[self._rank][first : self._used] = data
+        self._host.barrier(self._timeout_s)
+        return [bytes(part[first : self._used]) for part in self._host.maps]
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def _host_memory(engine: GpuEngine, nbytes: int, purpose: str) -> HostMemory:
+    return HostMemory(
+        engine.group,
+        nbytes,
+        engine.timeout_s,
+        purpose,
+        engine.operator,
+        interrupt=lambda: engine.interrupt(),
+    )
+
+
+class Mapped(Symmetric):
+    """Symmetric memory that has an address here on every rank.
+
+    Attributes:
+        addresses: of all ranks' parts, mapped here.
+    """
+
+    addresses: list[int]
+
+    @abstractmethod
+    def part(self, rank: int) -> torch.Tensor:
+        """A rank's part as bytes, for kernels of this device to read."""
+
+
+# PyTorch's.
+
+
+class TorchMapped(Mapped):
+    """PyTorch's symmetric memory."""
+
+    def __init__(self, engine: GpuEngine, rendezvous: Rendezvous, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes = serial, nbytes
+        # Not on the caller's stream, which may be captured, nor in the caller's mode.
+        with torch.cuda.stream(engine.side.torch), torch.inference_mode(False):
+            self.tensor = symmetric(nbytes, engine.device)
+            self.tensor.zero_()
+            engine.settle(engine.side.handle)
+            # Every rank has zeroed its part before any rank learns of it.
+            self._handle = rendezvous.meet(
+                self.tensor, engine.timeout_s, engine.operator, engine.interrupt
+            )
+        self.addresses = list(self._handle.buffer_ptrs)
+
+    def part(self, rank: int) -> torch.Tensor:
+        found: torch.Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
+        return found
+
+    def free(self) -> None:
+        del self.tensor, self._handle
+
+
+class TorchMemory:
+    """Of one engine: PyTorch's. Making it is collective."""
+
+    def __init__(self, engine: GpuEngine) -> None:
+        self._engine = engine
+        self._rendezvous = Rendezvous(engine.group, engine.timeout_s)
+
+    def allocate(self, nbytes: int, serial: int) -> TorchMapped:
+        return TorchMapped(self._engine, self._rendezvous, align(nbytes), serial)
+
+    def free(self, memory: TorchMapped) -> None:
+        """Free it once no call of this process is in flight; where another thread begins one
+        meanwhile, a later ``free`` does it."""
+        engine = self._engine
+        unwanted.append(memory)
+        passed, end = GATE.passed, time.monotonic() + engine.timeout_s
+        while time.monotonic() < end:
+            with GATE.closed() as exclusive:
+                if exclusive and all(one.quiet() for one in open_engines):
+                    # Fails where another thread captures a graph of its own, or the device has.
+                    with contextlib.suppress(RuntimeError):
+                        torch.cuda.synchronize(engine.device)
+                        while unwanted:
+                            unwanted.pop().free()
+                    return
+                if GATE.passed != passed:
+                    return
+            time.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        self._rendezvous.close()
+
+
+#: PyTorch's memory to be freed once no call is in flight.
+unwanted: list[TorchMapped] = []
+#: The engines of this process that are not closed; changed and gone through at a closed gate.
+open_engines: weakref.WeakSet[GpuEngine] = weakref.WeakSet()
+
+
+# By handles.
+
+
+class Shared:
+    """Allocations of this rank that its peers can map, and theirs. Making them is collective.
+
+    A rank must not free what a peer still maps. Each therefore says in host memory when it has let
+    go of what its peers own.
+    """
+
+    def __init__(self, engine: GpuEngine, kind: str, count: int, nbytes: int, purpose: str) -> None:
+        """``count`` allocations of ``nbytes`` each, zeroed."""
+        self.mine: list[int] = []
+        self._driver, self._rank = engine.driver, engine.rank
+        self._open: dict[tuple[int, int], int] = {}
+        self._host: HostMemory | None = None
+        side = engine.side.handle
+        try:
+            for _ in range(count):
+                self.mine.append(self._driver.allocate(nbytes, kind))
+            for address in self.mine:
+                self._driver.fill(address, nbytes, side)
+            engine.settle(side)
+            handles = [self._driver.share(address) for address in self.mine]
+            self._each = len(handles[0]) if handles else 0
+            self._flag = count * self._each  # where a rank says that it has let go
+            self._host = _host_memory(engine, self._flag + 1, purpose)
+            self._host.maps[self._rank][: self._flag] = b"".join(handles)
+            self._host.barrier(engine.timeout_s)
+        except BaseException:
+            self._host = None
+            with contextlib.suppress(BackendError):  # the first error tells more
+                engine.settle(side)
+                self.free()
+            raise
+
+    def address(self, rank: int, index: int) -> int:
+        """Where an allocation of a rank is mapped here; a peer's is mapped when first asked for."""
+        if rank == self._rank:
+            return self.mine[index]
+        if (rank, index) not in self._open:
+            assert self._host is not None
+            start = index * self._each
+            handle = bytes(self._host.maps[rank][start : start + self._each])
+            self._open[rank, index] = self._driver.open_shared(handle)
+        return self._open[rank, index]
+
+    def let_go(self) -> None:
+        """Unmap what is the peers', and tell them."""
+        for key, address in list(self._open.items()):
+            self._driver.close_shared(address)
+            del self._open[key]
+        if self._host is not None:
+            self._host.maps[self._rank][self._flag] = 1
+
+    def freeable(self) -> bool:
+        """Whether all ranks have let go."""
+        return self._host is None or all(part[self._flag] for part in self._host.maps)
+
+    def free(self) -> None:
+        """Give the memory back; nobody may map it any more."""
+        while self.mine:
+            self._driver.free(self.mine[-1])
+            self.mine.pop()
+        if self._host is not None:
+            self._host.close()
+
+
+class SharedMapped(Mapped):
+    """One allocation per rank, shared by its handle."""
+
+    def __init__(self, engine: GpuEngine, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes, self._driver = serial, nbytes, engine.driver
+        self._shared = Shared(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
+        self.addresses = [self._shared.mine[0]] * engine.world
+        self.tensor, keeper = self._driver.tensor(self._shared.mine[0], nbytes)
+        #: Alive for as long as any tensor looks into the memory.
+        self._keeper: weakref.ref[Any] = weakref.ref(keeper)
+        self.free = self._shared.free
+
+    def map(self) -> None:
+        """Map the peers' parts."""
+        self.addresses = [self._shared.address(rank, 0) for rank in range(len(self.addresses))]
+
+    def part(self, rank: int) -> torch.Tensor:
+        return self._driver.peers(self.addresses[rank], self.nbytes)
+
+    def let_go(self) -> None:
+        """Drop what this rank holds of it; tensors of the caller's keep it."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._shared.let_go()
+
+    def freeable(self) -> bool:
+        """Whether nobody uses it any more, here or at a peer."""
+        return self._keeper() is None and self._shared.freeable()
+
+
+class SharedMemory:
+    """Of one engine: allocations of the vendor's that are shared by handles."""
+
+    def __init__(self, engine: GpuEngine) -> None:
+        self._engine = engine
+
+    def allocate(self, nbytes: int, serial: int) -> SharedMapped:
+        nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
+        made = SharedMapped(self._engine, nbytes, serial)
+        self._engine.graveyard.living.append(made)
+        made.map()
+        return made
+
+    def free(self, memory: SharedMapped) -> None:
+        self._engine.graveyard.bury(memory)
+
+    def close(self) -> None:
+        pass  # the graveyard does it
+
+
+#: Where buffers come from, by name.
+MEMORIES: dict[str, type[SharedMemory] | type[TorchMemory]] = {
+    "ipc": SharedMemory,
+    "torch": TorchMemory,
+}
+
+
+class Graveyard:
+    """What is freed once no peer maps it any more, and no tensor looks into it.
+
+    Attributes:
+        living: all that is not freed.
+        dead: those that this rank wants to free.
+    """
+
+    def __init__(self) -> None:
+        self.living: list[Any] = []
+        self.dead: list[Any] = []
+
+    def bury(self, one: Any) -> None:
+        self.dead.append(one)
+
+    def sweep(self) -> None:
+        """Free what is no longer used, here or by peers."""
+        for one in list(self.dead):
+            one.let_go()
+            if one.freeable():
+                one.free()
+                self.dead.remove(one)
+                self.living.remove(one)
+        for _ in range(len(_left)):
+            # Another thread sweeps, too; whoever closed the group has been told what fails.
+            with contextlib.suppress(IndexError, BackendError):
+                one = _left.popleft()
+                if one.freeable():
+                    one.free()
+                else:
+                    _left.append(one)
+
+    def leave(self) -> None:
+        """Leave what is not freed yet to later engines of the process."""
+        _left.extend(self.dead)
+
+
+#: What a peer, or a tensor of the caller's, used for longer than closing waits.
+_left: deque[Any] = deque()
+
+
+# Signal words.
+
+
+class SlotWords:
+    """The signal words of a slot, on every rank, at rest. They lie in the slot's own memory, in
+    front of the data.
+
+    Attributes:
+        count: how many.
+        own: addresses of this rank's, as far as they are one range.
+        nobodys: address of a word of this rank that nobody reads.
+    """
+
+    def __init__(self, memory: Mapped, count: int, rank: int) -> None:
+        self.count, self._addresses = count, memory.addresses
+        first = memory.addresses[rank]
+        self.own = range(first, first + count * WORD)
+        self.nobodys = self.constant(2)
+
+    def address(self, rank: int, word: int) -> int:
+        """Where a word of a rank is mapped here; after the last one, a word to try writes on."""
+        return self._addresses[rank] + (word if word < self.count else word + 2) * WORD
+
+    def constant(self, value: int) -> int:
+        """Address of a word of this rank that is 0 or 1."""
+        return self.own.stop + value * WORD
+
+    def counter(self, lane: int) -> int:
+        """Address of the word where blocks of a lane's launches are counted; 0 if there is none."""
+        return self.constant(CONSTANTS + lane) if lane < COUNTED_LANES else 0
+
+    def runs(self, rank: int) -> Sequence[tuple[int, int]]:
+        """Address and number of those that lie together."""
+        return [(self._addresses[rank], self.count)]
+
+
+class OwnWords:
+    """As :class:`SlotWords`, in allocations of their own: one of the kind ``"signal"`` for each,
+    since such memory comes by a word, or one for all."""
+
+    own = range(0)
+
+    def __init__(
+        self, engine: GpuEngine, kind: str, count: int, serial: int, constants: int
+    ) -> None:
+        self.count, self._constants = count, constants
+        self.nobodys = self.constant(2)
+        self._single = kind == "signal"
+        each = count, engine.driver.word_bytes
+        one = 1, max(count, 1) * WORD_STRIDE
+        purpose = f"{engine.name} signals {serial}"
+        self._shared = Shared(engine, kind, *(each if self._single else one), purpose)
+        self.let_go, self.freeable = self._shared.let_go, self._shared.freeable
+        self.free = self._shared.free
+
+    def address(self, rank: int, word: int) -> int:
+        if self._single:
+            return self._shared.address(rank, word)
+        return self._shared.address(rank, 0) + word * WORD_STRIDE
+
+    def constant(self, value: int) -> int:
+        return self._constants + value * WORD
+
+    def counter(self, lane: int) -> int:
+        return 0
+
+    def runs(self, rank: int) -> Sequence[tuple[int, int]]:
+        return [(self.address(rank, word), 1) for word in range(self.count)]
+
+
+Words = SlotWords | OwnWords

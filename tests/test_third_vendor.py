@@ -1,0 +1,161 @@
+"""The contract on a third vendor's driver (``thread_driver.py``), with tests of other modules.
+
+It is the GPU engine as CUDA has it: calls are watched by events, words lie in the slot, and
+launches carry out the signals around them. What a vendor adds is one file and a row in ``choose``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ranks
+import test_faults
+import thread_driver
+from cases import all_exact, call, equal, exact, make, verify
+from ranks import Rank
+from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
+    NAMES,
+    named,
+    test_any_call_behind_any_other,
+    test_any_case,
+    test_capped_calls_between_others,
+    test_groups_in_turn,
+    test_layouts_of_b,
+    test_linear_weight_and_inference_mode,
+    test_operands_may_change_after_the_call,
+    test_results_stay,
+    test_subgroups,
+    test_two_groups_at_once,
+    test_workspace_grows_and_is_reused,
+)
+from test_faults import (  # noqa: F401  likewise
+    MISMATCHES,
+    test_calls_in_another_order,
+    test_late_rank_is_no_fault,
+    test_mismatch_of_options,
+)
+from test_operators import (  # noqa: F401  likewise
+    test_errors_keep_to_their_bounds,
+    test_operators_in_any_order,
+    test_sizes_at_the_edge,
+    test_sums_repeat_to_the_last_bit,
+)
+
+import ficco
+import ficco.dma.cpu
+from ficco.ops.call import run_traced
+from ficco.workspace import workspaces
+
+
+def _on_threads(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
+    thread_driver.serve()
+    ficco.dma.cpu.CpuEngine = None  # nobody else serves a call
+    ficco.set_options(engine="threads", on_timeout="raise", timeout_s=20)
+    return fn(at, *args)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[str]:
+    with ranks.around(_on_threads, {}):
+        yield "cpu"
+
+
+def _schedules(at: Rank, knobs: str) -> int:
+    cases = [equal(3, 12, 16, 8, schedule=named(name, knobs), gathered=True) for name in NAMES]
+    all_exact(at, cases)
+    (engine,) = (workspace.engine for workspace in workspaces() if workspace.group.size() == 3)
+    assert engine.name == "threads"
+    return len(cases)
+
+
+KNOBS = ("", "pull", "pieces=3,copy=2,compute=2", "tail=2", "kernel", "kernel,pull,pieces=2")
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
+def test_schedules(knobs: str) -> None:
+    assert ranks.run(3, _schedules, knobs) == [len(NAMES)] * 3
+
+
+def _by_copies(at: Rank) -> str:
+    with ficco.options(signals="copy"):
+        all_exact(
+            at, [equal(3, 12, 16, 8, schedule=name) for name in ("growing", "shard-overlap:pull")]
+        )
+        return str(workspaces()[0].engine.capabilities().post)
+
+
+def test_signals_by_copies() -> None:
+    for post in ranks.run(3, _by_copies, fresh=True):
+        assert post == "4-byte copy to the peer's memory (asked for)"
+
+
+def _traced(at: Rank) -> None:
+    case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
+    made = make(at, case, 1)
+    out, plan, spans = run_traced("all_gather_matmul", made.a, made.b, None, case.schedule, None)
+    verify(case, [out], made)
+    assert [span.step for span in spans] == list(range(len(plan.steps)))
+    assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
+
+
+def test_times_of_steps() -> None:
+    ranks.run(3, _traced)
+
+
+def _pending(at: Rank) -> None:
+    """Calls that are enqueued before anybody waits for them."""
+    exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
+    (engine,) = {workspace.engine for workspace in workspaces() if workspace.group.size() == 3}
+    engine.work.waits = False
+    cases = [equal(3, 5 + i, 16, 8, schedule=name) for i, name in enumerate(NAMES)]
+    under_way = []
+    for number, case in enumerate(cases):
+        made = make(at, case, number)
+        under_way.append((case, call(case, made.a, made.b), made))
+    ficco.synchronize()
+    for case, results, made in under_way:
+        verify(case, results, made)
+    engine.work.waits = True
+
+
+def test_calls_in_flight() -> None:
+    ranks.run(3, _pending)
+
+
+@pytest.mark.parametrize("what", [what for what in MISMATCHES if what != "mover"])
+def test_mismatch_when_warm(what: str) -> None:
+    test_faults.test_mismatch(what, "warm")
+
+
+def _memory_goes(at: Rank) -> tuple[int, int]:
+    """Open files before and after groups that come and go."""
+
+    def files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    ficco.close()
+    counts = []
+    for _ in range(4):
+        exact(at, equal(2, 64, 64, 64, schedule="growing"), 0)
+        exact(at, equal(2, 256, 64, 64, schedule="growing"), 1)
+        at.barrier()
+        ficco.close()
+        at.barrier()
+        counts.append(files())
+    return counts[0], counts[-1]
+
+
+def test_memory_is_given_back() -> None:
+    for first, last in ranks.run(2, _memory_goes, fresh=True):
+        assert first == last
+
+
+def test_a_vendor_takes_few_lines() -> None:
+    """The driver of a vendor, without what serves tensors on the CPU."""
+    with open(thread_driver.__file__) as file:
+        assert len(file.readlines()) < 300
