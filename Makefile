@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,9 +15,22 @@ help: ## Show this list
 demo: .venv/.ready ## Run the demo
 	@$(PY) -m ficco demo
 
+# What catches most in a minute: the pure half, the rules of the house, and every operator and its
+# gradients on two ranks.
+QUICK := $(addprefix tests/test_,house.py docs.py plan.py schedules.py simulate.py decide.py model.py search.py \
+  interleavings.py errors.py board.py host.py memops.py gate.py flights.py passes.py \
+  cli.py::test_the_help_has_every_option_and_its_default cli.py::test_bad_input_is_one_line_and_exit_code_2 \
+  all_gather_matmul.py::test_schedules operators.py::test_every_schedule_is_exact gradients.py::test_gradients_are_exact)
+
+quick: lint ## Before a commit: lint, then the tests that catch most, in a minute
+	$(PY) -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(QUICK)
+
 # Three tests at a time on two cores: many wait for what they have asked for.
 test: lint ## Lint, then run the tests that need no GPU
 	$(PY) -m pytest -m "not gpu and not multigpu" -n 3 --dist worksteal
+
+speed: .venv/.ready ## On a quiet machine: what ficco costs the host, against its limits
+	$(PY) -m tools.host_speed
 
 test-gpu: .venv/.ready ## Run the tests that need GPUs
 	$(PY) -m pytest -m "gpu or multigpu"
@@ -51,21 +64,21 @@ gpu-bench:
 	$(PYTHON) -m ficco bench --device cuda --set weight-gradients --mode queued,idle --seconds 120 --rounds 7 \
 	  --without ficco-rccl pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
 
-gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, beside the CUDA engine
+gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, compared with the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda
 
 BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
 
 readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md
-	$(PY) -m ficco bench --readme $(BENCHES:%=docs/results/%.csv)
-	$(PY) -m ficco bench --readme $(BENCHES:%=docs/results/%.csv) --readme-file docs/results/README.md --readme-table all
+	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv)
+	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-format: .venv/.ready ## Mend style and format
+format: .venv/.ready ## Fix style and format
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 

@@ -106,10 +106,10 @@ def explain(
             raise ValueError(f"{size_of}: required a whole number of at least 0, got {size!r}")
     m, n, k, world = int(m), int(n), int(k), int(world)  # NumPy's, too
     here = fingerprint("cuda" if torch.cuda.is_available() else "cpu", world)
-    asked = where(machine, world, here, captured=captured)
+    setting = where(machine, world, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
     problem = problem_of_sizes(operator, m, n, k, name, world, rows)
-    return decide(problem, schedule, machine=asked.machine, mode=asked.mode, search=search)
+    return decide(problem, schedule, machine=setting.machine, mode=setting.mode, search=search)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:
@@ -120,7 +120,7 @@ def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:
     Raises:
         ValueError: ``group`` is not a group that this rank is in.
     """
-    return sum(workspace.nbytes for workspace in workspaces(_asked(group)))
+    return sum(workspace.nbytes for workspace in workspaces(_given(group)))
 
 
 def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
@@ -131,7 +131,7 @@ def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
             ``options(on_timeout="raise")``.
         ValueError: ``group`` is not a group that this rank is in.
     """
-    for workspace in workspaces(_asked(group)):
+    for workspace in workspaces(_given(group)):
         try:
             workspace.engine.synchronize()
             workspace.raise_error()
@@ -159,20 +159,20 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
         RuntimeError: the device has failed (a BackendError is one case). Everything that can be
             freed is freed nevertheless.
     """
-    close_workspaces(_asked(group))
+    close_workspaces(_given(group))
 
 
-def _asked(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The group that was asked for. None stands for all groups here, not for WORLD."""
+def _given(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The group of an argument. None stands for all groups here, not for WORLD."""
     return None if group is None else process_group(group)
 
 
-def _device(asked: torch.device | str) -> torch.device:
+def _device(name: torch.device | str) -> torch.device:
     """A device as tensors name it: "cuda" gets the number of the current GPU."""
     try:
-        device = torch.device(asked)
+        device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device: required one such as cpu or cuda:0, got {asked!r}") from None
+        raise ValueError(f"device: required one such as cpu or cuda:0, got {name!r}") from None
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():

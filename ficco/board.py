@@ -41,7 +41,7 @@ _HEADER = struct.Struct("=QII")
 
 #: Looks at the board before a waiting rank begins to sleep between looks, and the longest sleep.
 SPINS, SLEEP_S = 200, 0.002
-#: Seconds that a rank that has found a difference waits for the entries of the rest, and for a
+#: Seconds that a rank that has seen a difference waits for the entries of the rest, and for a
 #: text that is still being written.
 GRACE_S, TEXT_GRACE_S = 0.5, 0.05
 #: Seconds after which a rank stops waiting once it has seen that another rank timed out. Until
@@ -84,12 +84,12 @@ class _Pages:
     def latest(self, rank: int, number: int) -> int:
         """The number of a rank's latest call, near ``number``; 0 if there is none."""
         half = _NUMBERS // 2
-        behind = [
+        distances = [
             (number - (int(entry) >> _DIGEST_BITS) + half) % _NUMBERS - half
             for entry in self.rings[rank]
             if entry
         ]
-        return number - min(behind) if behind else 0
+        return number - min(distances) if distances else 0
 
     def differing(self, mine: int, latest: int) -> Iterator[int]:
         """Numbers, up to ``latest``, of the remembered calls of rank ``mine`` for which another
@@ -113,21 +113,21 @@ class _Pages:
         failed; None if there is neither."""
 
         def entries() -> dict[int, int]:
-            found = {rank: self.entry(rank, number) for rank in self.ranks}
-            return {rank: value for rank, value in found.items() if value}
+            values = {rank: self.entry(rank, number) for rank in self.ranks}
+            return {rank: value for rank, value in values.items() if value}
 
-        found = entries()
-        if len(set(found.values())) < 2:
+        posted = entries()
+        if len(set(posted.values())) < 2:
             return None
-        failed = {rank: value for rank, value in found.items() if value in (_FAILED, _LATE)}
+        failed = {rank: value for rank, value in posted.items() if value in (_FAILED, _LATE)}
         if _FAILED in failed.values() or (failed and self._given_up(number)):
             return PeerFailed({rank: self.text(rank, value) for rank, value in failed.items()})
         if failed:
             return None
         deadline = time.monotonic() + GRACE_S
-        while len(found := entries()) < len(self.ranks) and time.monotonic() < deadline:
+        while len(posted := entries()) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(SLEEP_S)
-        return RankMismatch({rank: self.text(rank, value) for rank, value in found.items()})
+        return RankMismatch({rank: self.text(rank, value) for rank, value in posted.items()})
 
     def _given_up(self, number: int) -> bool:
         now = time.monotonic()
@@ -138,8 +138,8 @@ class _Pages:
         deadline = time.monotonic() + TEXT_GRACE_S
         while True:
             for at in range(0, TEXTS * TEXT_BYTES, TEXT_BYTES):
-                found, checksum, length = _HEADER.unpack_from(texts, at)
-                if found == digest and length <= TEXT_BYTES - _HEADER.size:
+                key, checksum, length = _HEADER.unpack_from(texts, at)
+                if key == digest and length <= TEXT_BYTES - _HEADER.size:
                     start = at + _HEADER.size
                     data = bytes(texts[start : start + length])
                     if zlib.crc32(data) == checksum:
@@ -168,28 +168,28 @@ class Board:
         """Publish a text that says what a call computes; returns the digest to look it up by.
 
         Texts older than the latest 128 are overwritten; describing one again rewrites it. Texts
-        with the same ``same_as`` share its digest, by which the latest of them is found.
+        with the same ``same_as`` share its digest, which leads to the latest of them.
         """
-        found = digest(same_as or text) or 1  # an entry of 0 is none
+        key = digest(same_as or text) or 1  # an entry of 0 is none
         with self._writing:
-            if (same_as or found not in self._cells) and (pages := self._pages) is not None:
-                self._write(pages, found, text)
-        return found
+            if (same_as or key not in self._cells) and (pages := self._pages) is not None:
+                self._write(pages, key, text)
+        return key
 
-    def _write(self, pages: _Pages, found: int, text: str) -> None:
-        cell = self._cells.get(found, self._cell)
-        if found not in self._cells:
+    def _write(self, pages: _Pages, key: int, text: str) -> None:
+        cell = self._cells.get(key, self._cell)
+        if key not in self._cells:
             self._cell = (self._cell + 1) % TEXTS
-        self._cells = {key: at for key, at in self._cells.items() if at != cell}
+        self._cells = {other: at for other, at in self._cells.items() if at != cell}
         data = text.encode(errors="replace")  # file names can contain lone surrogates
         if len(data) > TEXT_BYTES - _HEADER.size:
-            rest = f" ... (digest {found:010x})".encode()
+            rest = f" ... (digest {key:010x})".encode()
             data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
             data += rest
-        record = _HEADER.pack(found, zlib.crc32(data), len(data)) + data
+        record = _HEADER.pack(key, zlib.crc32(data), len(data)) + data
         at = cell * TEXT_BYTES
         pages.texts[self.rank][at : at + len(record)] = record
-        self._cells[found] = cell
+        self._cells[key] = cell
 
     def post(self, number: int, digest: int) -> None:
         """Post a call. Numbers count from 1."""
@@ -238,8 +238,8 @@ class Board:
             time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
             if looks % 16:
                 continue
-            if found := self.mismatch(number):
-                raise found
+            if error := self.mismatch(number):
+                raise error
             seconds = time.monotonic() - begin
             if seconds > timeout_s:
                 raise SignalTimeout(
@@ -252,8 +252,8 @@ class Board:
                     wanted=number,
                     found=pages.latest(absent[0], number),
                 )
-        if found := pages.mismatch(number):
-            raise found
+        if error := pages.mismatch(number):
+            raise error
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """The first disagreement or failure among this rank's remembered calls up to a number;
@@ -265,8 +265,8 @@ class Board:
         if pages is None:
             return None
         for number in pages.differing(self.rank, latest):
-            if found := pages.mismatch(number):
-                return found
+            if error := pages.mismatch(number):
+                return error
         return None
 
     def close(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
-import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -291,40 +292,39 @@ def _why_no_gpu() -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print a report as tables."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    """Print a report as text."""
+    width = shutil.get_terminal_size((110, 24)).columns
 
-    console = Console(width=None if sys.stdout.isatty() else 110)
-
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, title_justify="left", show_header=bool(columns))
-        for column in columns or ("", ""):
-            made.add_column(column, overflow="fold")
-        return made
-
-    def pairs(title: str, values: Any) -> None:
-        made = table(title)
-        if not isinstance(values, dict):
-            values = {"": values}
+    def section(title: str, values: Any) -> None:
+        values = values if isinstance(values, dict) else {"": values}
+        indent = 4 + max((len(str(name)) for name in values), default=0)
+        print(f"\n{title}")
         for name, value in values.items():
-            made.add_row(escape(str(name)), escape(_text(value)))
-        console.print(made)
+            for line in _text(value).splitlines():
+                start = f"  {name}".ljust(indent)
+                print(
+                    textwrap.fill(line, width, initial_indent=start, subsequent_indent=" " * indent)
+                )
+                name = ""
 
-    pairs("Versions", found["versions"])
-    made = table("Devices", "device", "name", "cores", "memory", "architecture")
-    for one in found["devices"] if isinstance(found["devices"], list) else []:
-        memory = f"{one['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in one else ""
-        row = (one["kind"], one["name"], one["cores"], memory, one.get("architecture", ""))
-        made.add_row(*(escape(str(cell)) for cell in row))
-    console.print(made)
-    pairs("Links", found["links"])
+    section("Versions", found["versions"])
+    devices = found["devices"]
+    section(
+        "Devices",
+        {one["kind"]: _device(one) for one in devices} if isinstance(devices, list) else devices,
+    )
+    section("Links", found["links"])
     for name, value in found["engines"].items():
-        pairs(f"Engine {name}", value)
-    pairs("What would be used", found["use"])
+        section(f"Engine {name}", value)
+    section("What would be used", found["use"])
     if "call" in found:
-        pairs("A call", found["call"])
+        section("A call", found["call"])
+
+
+def _device(one: dict[str, Any]) -> list[str]:
+    memory = [f"{one['memory_bytes'] / 2**30:.0f} GiB"] if "memory_bytes" in one else []
+    more = [one["architecture"]] if one.get("architecture") else []
+    return [str(one["name"]), f"{one['cores']} cores", *memory, *more]
 
 
 def _text(value: Any) -> str:

@@ -1,8 +1,8 @@
 """Exceptions raised by ficco.
 
 Built-in exceptions have their usual meaning: ``ValueError`` for a wrong argument (the text says
-what is required, what was given and what to do), ``NotImplementedError`` for a valid request that
-is not supported here. All others are::
+what is required, what was given and what to do; an ``InvalidArgument`` also has its name),
+``NotImplementedError`` for a valid request that is not supported here. All others are::
 
     FiccoError (RuntimeError)
       +-- RankMismatch    ranks disagree on problem, schedule, options or machine file
@@ -16,6 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+
+class InvalidArgument(ValueError):
+    """A wrong argument, by name: the command line says it of its option of that name.
+
+    Attributes:
+        argument: its name.
+    """
+
+    def __init__(self, argument: str, text: str) -> None:
+        self.argument = argument
+        super().__init__(argument, text)
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class FiccoError(RuntimeError):
@@ -75,7 +90,7 @@ class PeerFailed(FiccoError):
         ranks = " and ".join(f"rank {rank}" for rank in self.reasons)
         super().__init__(
             f"a call of this group cannot be finished, since {failed}. See the output of {ranks} "
-            "for the whole error and mend that. This group can no longer be used by ficco: destroy "
+            "for the whole error and fix that. This group can no longer be used by ficco: destroy "
             "it and make a new one."
         )
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ficco.errors import ConfigError, FiccoError
+from ficco.errors import ConfigError, FiccoError, InvalidArgument
 
 #: Seconds that ranks get to end by themselves once one of them has failed: long enough to report an
 #: error of their own, too short to wait for a peer that is gone.
@@ -155,31 +155,33 @@ def launch(
 def check_ranks(ranks: int | None, device: str) -> int:
     """How many ranks to start here; ``ValueError`` if they cannot run."""
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"device: required cpu or cuda, got {device!r}")
+        raise InvalidArgument("device", f"required cpu or cuda, got {device!r}")
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if under_torchrun():
         world = _number("WORLD_SIZE")
         if ranks not in (None, world):
-            raise ValueError(
-                f"ranks: required {world}, as torchrun started, got {ranks}; leave --ranks out"
+            raise InvalidArgument(
+                "ranks", f"required {world}, as torchrun started, got {ranks}; leave --ranks out"
             )
         return world
     if device == "cuda" and gpus == 0:
-        raise ValueError("device: required a GPU that torch sees, got none; use --device cpu")
+        raise InvalidArgument(
+            "device", "required a GPU that torch sees, got none; use --device cpu"
+        )
     if ranks is None:
         return gpus or 4
     if ranks < 1:
-        raise ValueError(f"ranks: required at least 1, got {ranks}")
+        raise InvalidArgument("ranks", f"required at least 1, got {ranks}")
     if device == "cuda" and ranks > gpus:
-        raise ValueError(f"ranks: required at most {gpus}, one per GPU, got {ranks}")
+        raise InvalidArgument("ranks", f"required at most {gpus}, one per GPU, got {ranks}")
     return ranks
 
 
 def check_seconds(seconds: float) -> float:
     """How long to measure; ``ValueError`` if that is no time, or longer than can be waited for."""
     if not 0 < seconds <= LONGEST_S:
-        raise ValueError(
-            f"seconds: required a number above 0 and at most {LONGEST_S:.0f}, got {seconds:g}"
+        raise InvalidArgument(
+            "seconds", f"required a number above 0 and at most {LONGEST_S:.0f}, got {seconds:g}"
         )
     return seconds
 
@@ -194,17 +196,17 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: f
         ready = wait(list(left.values()), max(deadline - time.monotonic(), 0))
         if not ready:
             break
-        found: list[RankFailed] = []
+        new: list[RankFailed] = []
         for rank in [rank for rank, pipe in left.items() if pipe in ready]:
             outcome = _outcome(rank, processes[rank], left.pop(rank))
             if isinstance(outcome, RankFailed):
-                found.append(outcome)
+                new.append(outcome)
             else:
                 results[rank] = outcome[0]
-        if found and not failed:
+        if new and not failed:
             deadline = time.monotonic() + GRACE_S
         # A rank that died comes first: it makes others fail, which may show at the same moment.
-        failed += sorted(found, key=lambda failure: failure.kind != "exit")
+        failed += sorted(new, key=lambda failure: failure.kind != "exit")
     if failed:
         raise failed[0]
     if left:

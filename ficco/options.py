@@ -43,7 +43,7 @@ class Options:
         log_problems: a file to which rank 0 appends every problem that it sees for the first time,
             for ``ficco tune --from-log``. Takes precedence over ``FICCO_LOG_PROBLEMS``.
         save_gathered: keep the gathered A for the gradient of ``b``, which takes W times the
-            memory of the shard. Otherwise the backward gathers it again, beside other work.
+            memory of the shard. Otherwise the backward gathers it again, under other work.
         all_reduce_gradients: how ``matmul_all_reduce`` reads the gradients of its result.
             ``"sum"``: each rank's gradient is that of its own copy, and the loss depends on all
             copies, so the backward sums the gradients over the ranks. ``"equal"``: all ranks do

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from ficco.errors import InvalidArgument
 from ficco.specification import Buffer, Contraction, Exchange, Specification
 
 #: Bytes per element of the supported dtypes.
@@ -82,21 +83,21 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.operator not in OPERATORS:
-            raise ValueError(
-                f"operator: required one of {', '.join(OPERATORS)}, got {self.operator!r}"
+            raise InvalidArgument(
+                "operator", f"required one of {', '.join(OPERATORS)}, got {self.operator!r}"
             )
         if self.dtype not in ITEMSIZE:
             raise NotImplementedError(
                 f"dtype {self.dtype} is not served; use one of {', '.join(ITEMSIZE)}"
             )
         if not self.rows:
-            raise ValueError("rows: required one number per rank, got none")
+            raise InvalidArgument("rows", "required one number per rank, got none")
         if self.world > MOST_RANKS:
-            raise ValueError(f"world: required at most {MOST_RANKS} ranks, got {self.world}")
+            raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {self.world}")
         for name, size in [*(("rows", r) for r in self.rows), ("n", self.n), ("k", self.k)]:
             if not 0 <= size <= MOST:
                 bounds = "at least 0" if size < 0 else f"at most {MOST}"
-                raise ValueError(f"{name}: required a size of {bounds}, got {size}")
+                raise InvalidArgument(name, f"required a size of {bounds}, got {size}")
         if self.kind.blocks and self.rows != self._multiplied(self.blocks):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
 

@@ -10,11 +10,11 @@ def version() -> str:
     """The version of this checkout, or of the installed distribution."""
     project = Path(__file__).resolve().parent.parent / "pyproject.toml"
     try:
-        found = re.search(r'(?m)^name = "ficco"\nversion = "([^"]+)"', project.read_text())
+        here = re.search(r'(?m)^name = "ficco"\nversion = "([^"]+)"', project.read_text())
     except OSError:
-        found = None
-    if found:
-        return found[1]
+        here = None
+    if here:
+        return here[1]
     from importlib import metadata
 
     try:

@@ -284,8 +284,8 @@ def bench(at: Any, seconds: float, shapes: int) -> list[Timed]:
 def _shape(
     at: Any, shape: tuple[int, int, int], seconds: float, barrier: Any, clock: Any
 ) -> Iterator[Timed]:
-    from ficco.bench.measure import MODES, Candidate, Item, Runner, capture, rounds
-    from ficco.bench.stats import slowest
+    from ficco.bench.measure import MODES, BenchCandidate, Item, Runner, capture, rounds
+    from ficco.bench.series import slowest
 
     m, n, k = shape
     generator = torch.Generator(at.device).manual_seed(at.rank)
@@ -304,7 +304,7 @@ def _shape(
     for schedule in SCHEDULES:
         for name in ENGINES:
             step(at)
-            made, candidate = runner(schedule, name), Candidate(f"{schedule} {name}", "ficco")
+            made, candidate = runner(schedule, name), BenchCandidate(f"{schedule} {name}", "ficco")
             with made.context():
                 result = made.run()
             # Random data: what other kernels of the library make of it differs by roundings.

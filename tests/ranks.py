@@ -53,6 +53,9 @@ _context.set_forkserver_preload(
     ]
 )
 
+#: Left out by ``make quick``.
+SLOW = pytest.mark.slow
+
 #: Ranks that may share a GPU. With more than one, tests of large groups run on few GPUs and prove
 #: what is computed, nothing about time. Their group is gloo's: NCCL wants a GPU for each rank.
 RANKS_PER_GPU = int(os.environ.get("FICCO_TESTS_RANKS_PER_GPU", "1"))
@@ -93,8 +96,9 @@ class Died:
 
 
 def ranks(*worlds: int) -> pytest.MarkDecorator:
-    """Run a test once for each world, its argument ``world``."""
-    return pytest.mark.parametrize("world", worlds)
+    """Run a test once for each world, its argument ``world``; ``make quick`` takes two ranks."""
+    params = [pytest.param(world, marks=() if world == 2 else SLOW) for world in worlds]
+    return pytest.mark.parametrize("world", params)
 
 
 def most_gpu_ranks() -> int:
@@ -201,7 +205,7 @@ def _report(results: list[Any]) -> str:
 
 
 def _drop(pool: _Pool) -> None:
-    for key in [key for key, found in _pools.items() if found is pool]:
+    for key in [key for key, other in _pools.items() if other is pool]:
         del _pools[key]
     pool.kill()
 
@@ -245,48 +249,47 @@ class _Pool:
         self, fn: Callable[..., Any], args: tuple[Any, ...], lost: Collection[int], timeout: float
     ) -> list[Any]:
         task = pickle.dumps((fn, args))
-        for rank, pipe in enumerate(self.pipes):
+        for pipe in self.pipes:
             # A process that is gone shows as Died below.
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((task, sys.path))
-            assert pipe or rank
         expected = [rank for rank in range(len(self.pipes)) if rank not in lost]
-        found = self._answers(expected, timeout)
-        stuck = [rank for rank in expected if rank not in found]
+        answers = self._answers(expected, timeout)
+        stuck = [rank for rank in expected if rank not in answers]
         if stuck:
-            self._fail_stuck(stuck, found, timeout)
+            self._fail_stuck(stuck, answers, timeout)
         for rank in lost:
             if not self.pipes[rank].poll():
                 self.processes[rank].kill()
-        found |= self._answers(list(lost), 10.0)
-        return [found[rank] for rank in range(len(self.pipes))]
+        answers |= self._answers(list(lost), 10.0)
+        return [answers[rank] for rank in range(len(self.pipes))]
 
     def _answers(self, expected: list[int], timeout: float) -> dict[int, Any]:
         """What the ranks answer, or :class:`Died`; a rank that is late is left out."""
         deadline = time.monotonic() + timeout
-        found: dict[int, Any] = {}
-        while missing := {self.pipes[rank]: rank for rank in expected if rank not in found}:
+        answers: dict[int, Any] = {}
+        while missing := {self.pipes[rank]: rank for rank in expected if rank not in answers}:
             ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
                 rank = missing[pipe]
                 try:
-                    found[rank] = pipe.recv()
+                    answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     self.processes[rank].join(10.0)
-                    found[rank] = Died(self.processes[rank].exitcode, self._log(rank))
-        return found
+                    answers[rank] = Died(self.processes[rank].exitcode, self._log(rank))
+        return answers
 
     def _log(self, rank: int) -> str:
         return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
 
-    def _fail_stuck(self, stuck: list[int], found: dict[int, Any], timeout: float) -> NoReturn:
+    def _fail_stuck(self, stuck: list[int], answers: dict[int, Any], timeout: float) -> NoReturn:
         for rank in stuck:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         parts = [f"rank {rank} is stuck:\n{self._log(rank)}" for rank in stuck]
-        rest = {rank: found[rank] for rank in sorted(found)}
+        rest = {rank: answers[rank] for rank in sorted(answers)}
         parts.append(f"the others answered: {rest}" if rest else "no rank answered")
         pytest.fail(f"no end after {timeout:.0f} s\n" + "\n".join(parts), pytrace=False)
 

@@ -3,89 +3,96 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import doctest
 import json
 import math
-import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import ranks
 import torch
 
 import ficco
 from ficco import cli
-from ficco.bench import bounds, cases, command, layers, plots, regret, report, stats, table
-from ficco.bench.about import read_description
-from ficco.bench.accuracy import Accuracy
-from ficco.bench.bounds import block_bytes, moved_bytes, movements
+from ficco.bench import candidates as compared
+from ficco.bench import cases, layers, report, stats, ways
 from ficco.bench.calls import Runner, build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
     REFERENCES,
     SCHEDULES,
-    Candidate,
+    BenchCandidate,
+    block_bytes,
     choose,
+    moved_bytes,
+    movements,
     named_again,
     of_problem,
     parse,
     refused,
 )
 from ficco.bench.cases import OPERATOR, Case
+from ficco.bench.exact import exact_calls
+from ficco.bench.frames import BENCH, LAYERS
 from ficco.bench.inputs import Operands
-from ficco.bench.lines import lines, mean_and_worst, modes, summary
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
-from ficco.bench.run import Settings, bench
-from ficco.bench.series import Stopwatch
-from ficco.bench.table import COLUMNS, Row
+from ficco.bench.run import BenchSettings, bench
+from ficco.bench.series import Stopwatch, slowest
+from ficco.bench.verify import Accuracy, Checked, Verifier
+from ficco.cli import bench as command
 from ficco.errors import ConfigError
-from ficco.heuristics import candidates, decide
-from ficco.machine import digest, find
+from ficco.heuristics import candidates
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans
-from ficco.version import version
 
 # Figures.
 
 
 def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
-    assert stats.slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]) == [2.0, 5.0]
+    assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]) == [2.0, 5.0]
+
+
+def _times(**by_name: list[float]) -> pd.DataFrame:
+    return pd.DataFrame(by_name)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
     # The device is three times slower in the last round; the ratio is 2 in every one.
-    assert stats.paired([2.0, 2.2, 6.0], [1.0, 1.1, 3.0]) == pytest.approx(2.0)
-    assert math.isnan(stats.paired(None, [1.0]))
-    with pytest.raises(ValueError):
-        stats.paired([1.0, 2.0], [1.0])
+    times = _times(slow=[2.0, 2.2, 6.0], fast=[1.0, 1.1, 3.0])
+    assert stats.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
+    assert stats.over(None, times).isna().all()
+    assert stats.spread(times).loc["fast"].to_dict() == pytest.approx(
+        {"ms": 1100, "ms_low": 1050, "ms_high": 2050}
+    )
 
 
 def test_means_leave_out_what_is_not_there() -> None:
     assert stats.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
-    assert stats.worst([0.9, math.nan, 0.7]) == 0.7
-    assert math.isnan(stats.geomean([])) and math.isnan(stats.worst([math.nan]))
+    assert math.isnan(stats.geomean([])) and math.isnan(stats.geomean([math.nan]))
 
 
 def test_the_ideal_is_the_longer_of_gemm_and_fastest_communication() -> None:
     gemm, collective, copies = [3.0, 3.0], [2.0, 5.0], [4.0, 4.0]
-    assert stats.ideal(gemm, collective, copies) == [3.0, 4.0]
-    assert stats.ideal(gemm, None, copies) == [4.0, 4.0]
-    assert stats.ideal(gemm) is None and stats.ideal(None, copies) is None
+    both = _times(gemm=gemm, collective=collective, copies=copies)
+    assert list(stats.ideal(both)) == [3.0, 4.0]
+    assert list(stats.ideal(_times(gemm=gemm, copies=copies))) == [4.0, 4.0]
+    assert stats.ideal(_times(gemm=gemm)) is None
+    assert stats.ideal(both.drop(columns="gemm")) is None
 
 
 def test_overlap_efficiency_is_that_of_flux() -> None:
-    gemm, serial = [10.0, 10.0, 10.0], [14.0, 14.0, 14.0]
-    assert stats.overlap_efficiency(serial, serial, gemm) == 0.0
-    assert stats.overlap_efficiency(gemm, serial, gemm) == 1.0
-    assert stats.overlap_efficiency([11.0] * 3, serial, gemm) == 0.75
-    assert stats.overlap_efficiency([18.0] * 3, serial, gemm) == -1.0
-    assert math.isnan(stats.overlap_efficiency(gemm, gemm, gemm))
+    times = {"gemm": [10.0] * 3, "serial-collective": [14.0] * 3, "a": [11.0] * 3, "b": [18.0] * 3}
+    found = stats.overlap_efficiency(pd.DataFrame(times))
+    assert found.to_dict() == {"serial-collective": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
+    times["serial-collective"] = times["gemm"]
+    assert stats.overlap_efficiency(pd.DataFrame(times)).isna().all()
+    del times["gemm"]
+    assert stats.overlap_efficiency(pd.DataFrame(times)).isna().all()
 
 
 def test_a_summary_holds_every_candidate_against_the_same_round() -> None:
@@ -102,15 +109,17 @@ def test_a_summary_holds_every_candidate_against_the_same_round() -> None:
         },
         queued={"growing": [1.0, 2.0, 1.0]},
     )
-    growing = found["growing"]
+    growing = found.loc["growing"]
     assert (growing.ms, growing.ms_low, growing.ms_high) == (1250.0, 1250.0, 1875.0)
     assert growing.speedup == pytest.approx(1.4 / 1.25)
     assert growing.share == pytest.approx(0.8)
     assert growing.efficiency == pytest.approx(0.5)
     assert growing.vs_pytorch == pytest.approx(1.3 / 1.25)
     assert growing.vs_queued == pytest.approx(0.8)
-    assert found["ideal"].share == 1.0 and found["ideal"].speedup == pytest.approx(1.4)
-    assert math.isnan(found["gemm"].share)
+    bound = found.loc["ideal"]
+    assert bound.share == 1.0 and bound.speedup == pytest.approx(1.4)
+    assert found.loc[["gemm", "collective", "copies"], "share":].isna().all(axis=None)
+    assert found["vs_queued"].notna().sum() == 1
 
 
 # Shapes and candidates.
@@ -343,7 +352,7 @@ def test_references_give_what_each_operator_promises() -> None:
 
 
 def test_what_moves_moves_as_many_bytes_alone() -> None:
-    assert doctest.testmod(bounds) == (0, 1)
+    assert doctest.testmod(compared) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
         alone = movements(problem)
@@ -405,76 +414,79 @@ def test_an_action_that_fails_on_one_rank_has_failed_on_all() -> None:
         ]
 
 
-def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
-    """Is that of what ``auto`` would take without them, and none of its shapes are left out."""
-    folder = Path(__file__).parent.parent / "docs" / "results"
-    machine = find("h200-2", None)
-    rows = [r for r in table.read(folder / "unseen-h200-2.csv") if r.case == "512x3584x2048"]
-    assert decide(rows[0].problem, machine=machine).schedule.mover == "kernel"
-    assert "serial:kernel" not in {row.candidate for row in rows}
-    found = [one for _, one in regret.regrets(rows, machine) if one is not None]
-    assert len(found) == 2 and all("kernel" not in one.auto[0] for one in found)
-    assert found[0].best[0] == "shard-overlap:kernel"  # a tuned entry may name it
+# Exact calls.
 
 
-def test_a_regret_says_what_decided_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decisions are of today, its times are not."""
-    machine = find("h200-4", None)
-    assert machine is not None
-    folder = Path(__file__).parent.parent / "docs" / "results"
-    rows = [r for r in table.read(folder / "measured-h200-4.csv") if r.case == "8192x3584x4096"]
-    monkeypatch.setattr(regret, "commit", lambda: "0123456789ab")
-    text = regret.report(rows, machine, "name", "2026-11-22 06:49 UTC")
-    top = text.split("## ")[0]
-    assert "**Recomputed, not measured:**" in top
-    assert f"ficco {version()}, commit 0123456789ab, decided anew" in top
-    assert f"`h200-4` (digest {digest(machine):010x})" in top
-    assert "[`name.csv`](name.csv), measured 2026-11-22 06:49 UTC." in top
-    assert "[the report](name.md)" in top
-    monkeypatch.setattr(regret, "commit", lambda: "")  # outside of a checkout
-    assert f"ficco {version()} decided anew" in regret.report(rows, machine, "name")
+def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -> None:
+    operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
+    operands.exact_b()
+    inputs: list[torch.Tensor] = []
+
+    def right() -> torch.Tensor:
+        inputs.append(operands.a_LK.clone())
+        return operands.reference()
+
+    def one_off() -> torch.Tensor:
+        result = right()
+        result[0, 0] += 1
+        return result
+
+    stale = operands.reference()
+    calls = {"right": right, "off": one_off, "stale": lambda: stale, "short": lambda: stale[1:]}
+    first, second = (list(exact_calls(calls, operands, 20, seed=3)) for _ in range(2))
+    order = [outcome.name for outcome in first]
+    assert order == [outcome.name for outcome in second]
+    rounds_of = [order[i : i + 4] for i in range(0, 80, 4)]
+    assert all(sorted(one) == sorted(calls) for one in rounds_of)
+    assert len({one[0] for one in rounds_of}) == 4
+    assert len({a.numpy().tobytes() for a in inputs}) == len(inputs) // 2 == 40
+    wrong = {name: [int(o.wrong) for o in first if o.name == name] for name in calls}
+    assert set(wrong["right"]) == {0} and set(wrong["off"]) == {1}
+    assert min(wrong["stale"]) > 100 and min(wrong["short"]) == stale.numel()
+    later = list(exact_calls({"stale": lambda: stale}, operands, 1, first=7, measure=_timed_once))
+    operands.exact(7)
+    assert int(later[0].wrong) == int((operands.reference() != stale).sum())
+    assert later[0].figure == 0.5
 
 
-def test_results_name_the_files_of_the_project_from_its_root() -> None:
-    folder = Path(__file__).parent.parent / "docs" / "results"
-    pages = [page for page in folder.iterdir() if page.suffix in (".md", ".json")]
-    assert pages
-    elsewhere = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
-    for page in pages:
-        assert not (found := elsewhere.search(page.read_text())), (page, found)
+class _OneRank:
+    """Stands for the ranks that verify together, of which there is one; ``device`` is a CPU."""
+
+    device, on_gpu, world = torch.device("cpu"), False, 1
+
+    def together(self, action: Any, fatal: tuple[type[Exception], ...] = ()) -> tuple[Any, str]:
+        return action(), ""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
-def test_every_page_of_results_is_linked_from_another() -> None:
-    docs = Path(__file__).parent.parent / "docs"
-    texts = {page: page.read_text() for page in (docs.parent / "README.md", *docs.rglob("*.md"))}
-    pages = sorted((docs / "results").glob("*.md"))
-    for page in pages:
-        linked = [at for at, text in texts.items() if f"{page.name})" in text and at != page]
-        assert linked or page.name == "README.md", page
-    assert pages
+@pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
+def test_replays_are_proven_on_inputs_of_their_own(
+    stale_after: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
+    operands.exact_b()
+    result, replays = operands.reference(), []
+
+    def replay() -> None:
+        replays.append(operands.a_LK.clone())
+        if len(replays) <= stale_after:
+            result.copy_(operands.reference())
+
+    monkeypatch.setattr("ficco.bench.verify.capture", lambda runner, pool: (replay, result))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    checked = Checked(parse("growing"), Runner(operands.reference))
+    verifier = Verifier(_OneRank())  # type: ignore[arg-type]
+    verifier.graph(checked, operands, None)
+    assert len(replays) == 2 and not torch.equal(*replays)
+    assert checked.graph_status == status
+    assert (checked.replay is replay) == (status == "skipped")
+    assert checked.graph_note == ("wrong result on ranks [0]" if status == "wrong" else "")
 
 
-def test_every_picture_of_results_is_shown_on_a_page() -> None:
-    docs = Path(__file__).parent.parent / "docs"
-    pages = [docs.parent / "README.md", *docs.rglob("*.md")]
-    text = "".join(page.read_text() for page in pages)
-    pictures = sorted((docs / "results").glob("*.png"))
-    assert pictures
-    for picture in pictures:
-        assert re.search(rf"[(/]{re.escape(picture.name)}\)", text), picture
-
-
-def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> None:
-    folder = Path(__file__).parent.parent / "docs" / "results"
-    pages = sorted(folder.glob("*_regret.md"))
-    assert pages
-    for page in pages:
-        name = page.stem.removesuffix("_regret")
-        date = read_description(folder / f"{name}.csv")["date"]
-        top = page.read_text().split("## ")[0]
-        assert re.search(r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided", top), page
-        assert re.search(r"`h[12]00-[24]` \(digest [0-9a-f]{10}\)", top), page
-        assert f"[`{name}.csv`]({name}.csv), measured {date}." in top, page
+def _timed_once(call: Any) -> tuple[torch.Tensor, float]:
+    return call(), 0.5
 
 
 class _Clock:
@@ -504,7 +516,9 @@ class _Alone:
 
 
 def _timed(clock: _Clock) -> list[Item]:
-    items = [Item("queued", Candidate(name, "ficco"), Runner(_nothing)) for name in clock.taken]
+    items = [
+        Item("queued", BenchCandidate(name, "ficco"), Runner(_nothing)) for name in clock.taken
+    ]
     assert rounds(items, clock, _Alone(), most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
     return items
 
@@ -533,263 +547,16 @@ def test_every_call_finds_a_card_that_has_rested_as_long() -> None:
     assert _timed(slow)[0].sleep_s == SLEEP_MOST_S
 
 
-# Rows, reports and pictures, from made-up figures.
-
-
-def _rows() -> list[Row]:
-    found = []
-    for number, mode in enumerate(("queued", "idle")):
-        for case, scale in (Case("64x32x16", 64, 32, 16), 1.0), (Case("g1", 128, 32, 16), 2.0):
-            one = Row(case.name, "", case.m, case.n, case.k, "bfloat16", 4, mode, "", "", "ok")
-            one = replace(one, rounds=9, ms=scale, ms_low=scale, ms_high=scale)
-            for name, ms in (("gemm", 1.0), ("collective", 0.5), ("copies", 0.4)):
-                found.append(replace(one, candidate=name, kind=name, ms=ms * scale))
-            for name, kind, ms in (
-                ("ideal", "bound", 1.0),
-                ("serial-collective", "serial-collective", 1.5),
-                ("serial", "ficco", 1.4),
-                ("shard-overlap", "ficco", 1.2),
-                ("hetero-fused-1d:pieces=4", "ficco", 1.1 + 0.05 * number),
-                ("uniform-fused-2d", "ficco", 1.3),
-                ("ficco-rccl", "pieces", 1.6),
-                ("pytorch-fused", "pytorch", 1.25),
-            ):
-                row = replace(one, candidate=name, kind=kind, ms=ms * scale)
-                ratios = {"speedup": 1.4 / ms, "share": 1 / ms, "vs_pytorch": 1.25 / ms}
-                found.append(replace(row, **ratios, efficiency=0.5, host_us=40.0, extra_bytes=1e3))
-            native = replace(one, candidate="pytorch-native", kind="pytorch-native", ms=math.nan)
-            found.append(replace(native, status="skipped", note="applies for 2048 < m <= 4096"))
-    return found
-
-
-def _equal(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """Rows are equal but for the digits that a file does not hold."""
-
-    def short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()}
-            for row in rows
-        ]
-
-    assert short(found) == short(wanted)
-
-
-def test_rows_survive_the_file(tmp_path: Path) -> None:
-    rows, path = _rows(), tmp_path / "rows.csv"
-    table.write(path, rows[:5])
-    table.write(path, rows[5:])
-    with path.open(newline="") as file:
-        assert next(csv.reader(file)) == list(COLUMNS)
-    _equal(table.as_json(table.read(path)), table.as_json(rows))
-    path.write_text("case,m\na,1\n")
-    with pytest.raises(ConfigError, match="columns"):
-        table.read(path)
-
-
-def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    table.write(path, _rows()[:3])
-    head, first, second, third = path.read_text().splitlines()
-    fields = second.split(",")
-    fields[COLUMNS.index("m")] = "-"
-    path.write_text("\n".join((head, first, ",".join(fields), third)) + "\n")
-    with pytest.raises(ConfigError, match=r"row 2, m: .* '-'"):
-        table.read(path)
-    path.write_text("\n".join((head, first, second, third[: third.rindex(",")])))
-    with pytest.raises(ConfigError, match=f"row 3, {COLUMNS[-1]}: the row ends before it"):
-        table.read(path)
-
-
-def test_files_from_before_there_were_operators_are_read() -> None:
-    folder = Path(__file__).parent.parent / "docs" / "results"
-    rows = table.read(folder / "small-h200-2.csv")
-    assert len(rows) > 100 and {row.operator for row in rows} == {OPERATOR}
-    assert rows[0].problem.world == 2 and math.isnan(rows[0].error)
-    assert "operator" not in (folder / "small-h200-2.csv").read_text().splitlines()[0]
-
-
-def _of_two() -> list[Row]:
-    """The rows once more, of an operator that sums, with errors."""
-    scatter = "matmul_reduce_scatter"
-    found = [replace(row, operator=scatter, speedup=row.speedup * 2) for row in _rows()]
-    errors = {"serial-collective": 2e-3, "serial": 1.5e-3, "shard-overlap": 1.8e-3}
-    summed = [replace(row, error=errors.get(row.candidate, math.nan)) for row in found]
-    return [*_rows(), *summed]
-
-
-def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
-    rows = _of_two()
-    table.write(tmp_path / "two.csv", rows)
-    _equal(table.as_json(table.read(tmp_path / "two.csv")), table.as_json(rows))
-    assert len(lines(rows, "queued")) == 4
-    text = report.whole_table([(rows, {"device": "a device", "ranks": 4}, "x.md")])
-    assert text.count("| `all_gather_matmul` |") == 2 == text.count("| `matmul_reduce_scatter` |")
-    (best, *_) = (line.best for line in lines(rows[len(rows) // 2 :], "queued") if line.best)
-    assert f"| `matmul_reduce_scatter` | queued | 2 | {best.share:.2f} (" in text
-    text = report.report(rows, {}, "name", [])
-    assert "## all_gather_matmul, queued: " in text and "## matmul_reduce_scatter, idle: " in text
-    assert "the memory traffic of the sum is not in the ideal" in text
-    assert "no larger than serial's on 2 of 2 shapes; at most it is 0.900 times" in text
-    assert "the memory traffic" not in report.report(_rows(), {}, "name", [])
-    assert "Accuracy" not in report.report(_rows(), {}, "name", [])
-    names = [path.name for path in plots.draw(rows, tmp_path / "name", "title")]
-    assert names[2] == "name_matmul_reduce_scatter_share.png" and len(names) == 4
-
-
-def test_lines_take_the_best_of_each_shape() -> None:
-    rows = _rows()
-    assert modes(rows) == ["queued", "idle"]
-    first, second = lines(rows, "queued")
-    assert first.best and first.best.candidate == "hetero-fused-1d:pieces=4"
-    assert first.best_2d and first.best_2d.candidate == "uniform-fused-2d"
-    assert first.serial and first.serial.candidate == "serial"
-    assert first.balance == second.balance == 2.5
-    assert mean_and_worst([first.best, second.best], "share") == pytest.approx((1 / 1.1, 1 / 1.1))
-
-
-def test_tables_for_a_terminal() -> None:
-    from rich.console import Console
-
-    console = Console(width=200, record=True, quiet=True)
-    rows = [row for row in _rows() if row.case == "g1"]
-    with console.capture():
-        for part in (*table.show(rows), *summary(_rows())):
-            console.print(part)
-    text = " ".join(str(part) for part in table.show(rows))
-    assert "pytorch-native on g1: skipped: applies for 2048" in text
-
-
-def test_a_report_and_pictures_come_from_the_rows_alone(tmp_path: Path) -> None:
-    rows = _rows()
-    pictures = plots.draw(rows, tmp_path / "name", "title")
-    assert [path.name for path in pictures] == ["name_share.png", "name_speedup.png"]
-    assert all(path.stat().st_size > 10_000 for path in pictures)
-    about = {"device": "a device", "ranks": 4, "date": "2026-01-02 03:04 UTC", "command": "c"}
-    text = report.report(rows, about, "name", pictures)
-    assert "| 64, 32, 16 | 1.000 | 0.500 | 0.400 | 1.400 | 1.250 | 1.100 |" in text
-    assert "pytorch-native on 64x32x16, g1: skipped" in text
-    assert "| **geometric mean** |" in text and "name_share.png" in text
-
-
-def _with_auto() -> list[Row]:
-    """What ``auto`` takes is 1.25 times as fast as serial, the best 1.27 times."""
-    rows = _rows()
-    overlaps = [row for row in rows if row.candidate == "shard-overlap"]
-    figures = {"share": 0.875, "speedup": 1.25, "vs_pytorch": 1.125}
-    return [*rows, *(replace(row, candidate="auto", ms=1.12, **figures) for row in overlaps)]
-
-
-def test_what_auto_reaches_stands_beside_the_best() -> None:
-    about = {"device": "a device", "ranks": 4, "date": "2026-11-22 01:02 UTC"}
-    place = "[4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | queued | 2"
-    best = f"| {place} | 0.91 (0.91) | 1.27 (1.27) | 1.14 (1.14) |"
-    assert f"{best}  |  |  |" in report.whole_table([(_rows(), about, "docs/x.md")])
-    text = report.whole_table([(_with_auto(), about, "docs/x.md")])
-    assert f"{best} 0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12) |" in text
-    for heading in ("*queued*: the host runs ahead", "*idle*: the GPU waits"):
-        assert heading in text
-    reached = "0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12)"
-    line = f"| [4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | 2 | {reached}"
-    text = report.auto_table([(_with_auto(), about, "docs/x.md"), (_rows(), about, "docs/y.md")])
-    assert f"{line} | {reached} |" in text and "y.md" not in text  # where auto was not timed
-    alone = [row for row in _with_auto() if row.mode == "queued"]
-    assert f"{line} |  |  |  |" in report.auto_table([(alone, about, "docs/x.md")])
-    text = report.report(_with_auto(), {}, "name", [])
-    assert "| overlap | auto: ms | x serial | x PyTorch |" in text
-    assert "| 0.50 | 1.120 | 1.25 | 1.12 |" in text
-
-
-def test_auto_is_held_against_what_it_compares(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine = find("h200-4", None)
-    assert machine is not None
-    problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
-    taken = str(decide(problem, machine=machine).schedule)
-    slower = next(
-        str(one)
-        for one in candidates(problem, machine)
-        if str(one) not in (taken, "serial", "serial:collective")
-    )
-    never = "uniform-unfused-2d:pieces=3,pull"  # whatever it takes, auto does not look at it
-    one = Row("a", "", 32768, 2048, 8192, "bfloat16", 4, "queued", "", "ficco", "ok")
-    times = {taken: 2.0, slower: 1.6, "serial": 3.0, never: 1.0}
-    rows = [replace(one, candidate=name, ms=ms) for name, ms in times.items()]
-    ((mode, found),) = regret.regrets(rows, machine)
-    assert mode == "queued" and found is not None
-    assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
-    assert found.loss == pytest.approx(0.25) and never not in found.errors
-    # Several names of one plan have one time, in the middle of theirs.
-    pair = find("h200-2", None)
-    assert pair is not None
-    times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
-    both = replace(one, m=1536, n=5504, k=4096, world=2)
-    both_rows = [replace(both, candidate=name, ms=ms) for name, ms in times.items()]
-    ((_, found),) = regret.regrets(both_rows, pair)
-    assert found is not None and found.others == 1.5
-    # The first candidate's name, with the time of another name of the same plan.
-    assert (found.auto, found.best) == (("growing:compute=2", 2.0), ("serial", 1.5))
-    # Another operator has decisions and pages of its own.
-    other = Problem("matmul_reduce_scatter", (8192,) * 4, 8192, 2048, "bfloat16")
-    sent = str(decide(other, machine=machine).schedule)
-    one = replace(one, operator=other.operator, n=8192, k=2048)
-    summed = [replace(one, candidate=name, ms=ms) for name, ms in ((sent, 2.0), ("serial", 3.0))]
-    text = regret.report([*rows, *summed], machine, "name")
-    assert "## matmul_reduce_scatter, queued" in text and "## all_gather_matmul, queued" in text
-    # A shape on which what auto takes was not measured is counted.
-    rows += [replace(row, case="b") for row in rows if row.candidate != taken]
-    text = regret.report(rows, machine, "name")
-    assert "| shapes | 1 |" in text and "was not measured | 1 |" in text
-    with pytest.raises(ValueError, match="--schedules candidates"):
-        regret.report(rows[1:4], machine, "name")
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    assert cli.run(["bench", "--regret", str(tmp_path / "other.csv")]) == 2
-    assert "other.csv: header: required columns case" in capsys.readouterr().err
-
-
-def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    text = report.whole_table([(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")])
-    report.put_between(readme, "results", text)
-    report.put_between(readme, "results", text)
-    found = readme.read_text()
-    assert found.startswith("before\n") and found.endswith("\nafter\n") and "old" not in found
-    assert found.count("| `all_gather_matmul` |") == 2
-    readme.write_text("no markers")
-    with pytest.raises(ConfigError, match="markers"):
-        report.put_between(readme, "results", text)
-
-
-def test_several_benches_go_into_one_readme(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- results:begin -->\nold\n<!-- results:end -->\n")
-    table.write(tmp_path / "one.csv", _with_auto())
-    table.write(tmp_path / "two.csv", _of_two())
-    files = [str(tmp_path / name) for name in ("one.csv", "two.csv")]
-    command = ["bench", "--readme", *files, "--readme-file", str(readme)]
-    assert cli.run(command) == 0
-    text = readme.read_text()
-    assert text.count("| `all_gather_matmul` |") == 1 and "(two.md)" not in text
-    assert cli.run([*command, "--readme-table", "all"]) == 0
-    text = readme.read_text()
-    assert text.count("| `all_gather_matmul` |") == 2 + 2
-    assert text.count("*queued*: the host runs") == 1 == text.count("| measured on |")
-    assert "(one.md)" in text and "(two.md)" in text and "old" not in text
-
-
 # The whole, on the CPU engine.
 
 
-def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> list[Row]:
+def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> pd.DataFrame | None:
     """A short bench of all operators but the first; ``wrong``: rank 1 spoils sums."""
     right = ficco.matmul_reduce_scatter
     if wrong and at.rank == 1:
         ficco.matmul_reduce_scatter = lambda *args, **more: right(*args, **more) + 1
     case = Case("a", 64, 16, 32, "float32")
-    settings = Settings(
+    settings = BenchSettings(
         cases=tuple(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
         candidates=choose(["auto", "hetero-fused-1d:pieces=2", "growing:pull@symmetric"]),
         modes=("idle",),
@@ -807,9 +574,9 @@ def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> list[Row]:
 
 def test_every_operator_is_proven_and_timed(tmp_path: Path) -> None:
     rows, none = ranks.run(2, _benched, tmp_path, False)
-    assert none == []
-    found = {(row.operator, row.candidate): row for row in rows}
-    assert {row.candidate for row in rows if not row.ok} == {"pytorch-fused"}
+    assert none is None
+    found = {(row.operator, row.candidate): row for row in rows.itertuples()}
+    assert set(rows["candidate"][rows["status"] != "ok"]) == {"pytorch-fused"}
     for operator in set(OPERATORS) - {OPERATOR}:
         for name in ("gemm", "collective", "copies", "serial-collective", "serial", "auto"):
             assert found[operator, name].ms > 0, (operator, name)
@@ -826,19 +593,22 @@ def test_every_operator_is_proven_and_timed(tmp_path: Path) -> None:
 
 def test_a_wrong_sum_is_not_timed(tmp_path: Path) -> None:
     rows, _ = ranks.run(2, _benched, tmp_path, True)
-    wrong = {(row.operator, row.candidate): row.note for row in rows if row.status == "wrong"}
+    wrong = {
+        (row.operator, row.candidate): row.note
+        for row in rows[rows["status"] == "wrong"].itertuples()
+    }
     names = ("copies", "serial", "auto", "hetero-fused-1d:pieces=2")
     assert wrong == {("matmul_reduce_scatter", name): "wrong result on ranks [1]" for name in names}
 
 
-def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> list[layers.Row]:
+def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> pd.DataFrame | None:
     """A short bench of layers; ``spoilt``: an operator whose results rank 1 doubles."""
     if spoilt:
         right = getattr(ficco, spoilt)
         factor = 1 + at.rank
         setattr(ficco, spoilt, lambda *args, **more: right(*args, **more) * factor)
-    settings = layers.Settings(
-        layers=layers.LAYERS["cpu"],
+    settings = layers.LayerSettings(
+        layers=ways.SHAPES["cpu"],
         modes=("idle",),
         device="cpu",
         rounds=2,
@@ -856,15 +626,17 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> list[layers.Row]:
 
 def test_layers_are_proven_and_timed(tmp_path: Path) -> None:
     rows, none = ranks.run(2, _layered, tmp_path, "")
-    assert none == [] and len(rows) == 2 * len(layers.WAYS)
-    for row in rows:
-        if row.way == layers.ASYNC_TP:
+    assert none is None and len(rows) == 2 * len(ways.WAYS)
+    for row in rows.itertuples():
+        if row.way == ways.ASYNC_TP:
             assert row.status == "skipped" and "GPU" in row.note
         else:
-            assert row.ok and row.ms > 0 and row.error <= layers.TOLERANCE["float32"], row
-    fastest = [row.speedup for row in rows if row.way in layers.COLLECTIVES]
-    assert len(fastest) == 6 and sum(speedup == 1.0 for speedup in fastest) >= 2
-    text = layers.report(layers.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
+            assert row.status == "ok" and row.ms > 0 and row.error <= layers.TOLERANCE["float32"], (
+                row
+            )
+    fastest = rows["speedup"][rows["way"].isin(ways.COLLECTIVES)]
+    assert len(fastest) == 6 and (fastest == 1.0).sum() >= 2
+    text = layers.report(LAYERS.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
     assert "- pytorch-async-tp of attention: skipped" in text
 
@@ -872,10 +644,11 @@ def test_layers_are_proven_and_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spoilt", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> None:
     rows, _ = ranks.run(2, _layered, tmp_path, spoilt)
-    wrong = {(row.layer, row.way) for row in rows if row.status == "wrong"}
-    ours = [way for way in layers.WAYS if way.startswith("ficco")]
-    assert wrong == {(layer.name, way) for layer in layers.LAYERS["cpu"] for way in ours}
-    assert all(row.note for row in rows if row.status == "wrong")
+    refused = rows[rows["status"] == "wrong"]
+    wrong = set(zip(refused["layer"], refused["way"], strict=True))
+    ours = [way for way in ways.WAYS if way.startswith("ficco")]
+    assert wrong == {(layer.name, way) for layer in ways.SHAPES["cpu"] for way in ours}
+    assert (refused["note"] != "").all()
 
 
 def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:
@@ -900,10 +673,10 @@ def test_a_schedule_that_no_operator_takes_is_refused(
 
 def test_shapes_of_the_command_line() -> None:
     parser = argparse.ArgumentParser()
-    command.add(parser)
+    command.add(parser.add_subparsers())
 
     def shapes(*words: str, device: str = "cuda") -> tuple[list[tuple[str, str]], str]:
-        found, name = command.chosen(parser.parse_args(words), device)
+        found, name = command.chosen(parser.parse_args(["bench", *words]), device)
         return [(case.operator, case.name) for case in found], name
 
     assert shapes() == ([(OPERATOR, case.name) for case in cases.measured()], "measured")
@@ -921,6 +694,10 @@ def test_shapes_of_the_command_line() -> None:
     assert [name for _, name in found] == ["g2", "g14", "g14"]
 
 
+def _filled(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
 def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
     shapes = tmp_path / "tiny.csv"
     shapes.write_text("name,m,n,k,dtype\na,64,16,64,float32\nodd,63,16,64,float32\n")
@@ -932,12 +709,14 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
-    rows = table.read(out / "tiny.csv")
-    _equal(table.as_json(rows), json.loads(done.stdout))
-    found = {row.candidate: row for row in rows if row.case == "a"}
-    assert {row.status for row in rows if row.case == "odd"} == {"skipped"}
+    rows = BENCH.read(out / "tiny.csv")
+    pd.testing.assert_frame_equal(
+        rows, BENCH.frame(map(_filled, json.loads(done.stdout))), rtol=1e-5
+    )
+    found = {row.candidate: row for row in rows[rows["case"] == "a"].itertuples()}
+    assert set(rows["status"][rows["case"] == "odd"]) == {"skipped"}
     for name in ("gemm", "collective", "copies", "serial-collective", "serial", "ficco-rccl"):
-        assert found[name].ok and found[name].ms > 0 and found[name].rounds == 3, name
+        assert found[name].status == "ok" and found[name].ms > 0 and found[name].rounds == 3, name
     assert found["ideal"].share == 1.0
     again = found["shrinking"]  # with one peer, the same plan
     assert again.note == "the same steps as growing" and again.ms == found["growing"].ms > 0

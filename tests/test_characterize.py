@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pandas as pd
 import pytest
 import ranks
 import torch
@@ -21,7 +22,8 @@ from ficco.bench import characterize as characterise
 from ficco.bench import characterize_plots as plots
 from ficco.bench.about import read_description
 from ficco.bench.cases import Case
-from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS, Row
+from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS
+from ficco.bench.frames import LOSSES, append
 from ficco.bench.series import MOST_BEHIND, Parts, add, behind, beside
 from ficco.errors import ConfigError
 
@@ -151,9 +153,17 @@ CASE = Case("32x8x16", 32, 8, 16, "float32")
 SIZES = (4096, 65536)
 
 
-def run_small(at: ranks.Rank, csv: str, cases: tuple[Case, ...]) -> list[Row]:
+def run_small(at: ranks.Rank, csv: str, cases: tuple[Case, ...]) -> pd.DataFrame | None:
     device = at.device.type
-    settings = characterise.Settings(cases, SIZES, device, 1.5, Path(csv), "tests", rounds=4)
+    settings = characterise.LossSettings(
+        cases=cases,
+        sizes=SIZES,
+        device=device,
+        seconds=1.5,
+        csv=Path(csv),
+        command="tests",
+        rounds=4,
+    )
     return characterise.characterize(settings)
 
 
@@ -161,13 +171,12 @@ def test_all_losses_are_measured_and_follow_from_their_times(tmp_path: Path) -> 
     csv = tmp_path / "losses.csv"
     skipped = replace(CASE, name="other", skip="waits for another operator")
     found, nothing = ranks.run(2, run_small, str(csv), (CASE, skipped))
-    assert nothing == []
-    rows = characterise.read(csv)
-    assert [row.status for row in rows] == ["ok"] * (4 + 4 + 6) + ["skipped"]
-    assert [(row.loss, row.case, row.cut, row.parts) for row in rows] == [
-        (row.loss, row.case, row.cut, row.parts) for row in found
-    ]
-    rows = [row for row in rows if row.ok]
+    assert nothing is None
+    read = LOSSES.read(csv)
+    assert list(read["status"]) == ["ok"] * (4 + 4 + 6) + ["skipped"]
+    pd.testing.assert_frame_equal(read, found, rtol=1e-5)
+    measured = read[read["status"] == "ok"]
+    rows = list(measured.itertuples())
     assert {(row.nbytes, row.mover) for row in rows if row.loss == characterise.COPY_DIL} == {
         (size, mover) for size in SIZES for mover in (PIECES, COLLECTIVE)
     }
@@ -187,7 +196,7 @@ def test_all_losses_are_measured_and_follow_from_their_times(tmp_path: Path) -> 
     about = read_description(csv)
     assert about["command"] == "tests" and about["ranks"] == 2 and about["date"]
 
-    pictures = plots.draw(rows, csv.with_suffix(""), "a title")
+    pictures = plots.draw(read, csv.with_suffix(""), "a title")
     assert [path.name for path in pictures] == [
         "losses_gemm-dil.png",
         "losses_communication-dil.png",
@@ -207,12 +216,12 @@ def test_losses_are_measured_on_gpus(tmp_path: Path) -> None:
     csv = tmp_path / "losses.csv"
     case = Case("4096x2048x4096", 4096, 2048, 4096)
     ranks.run(2, run_small, str(csv), (case,), device="cuda", timeout=120)
-    rows = characterise.read(csv)
-    assert [row.status for row in rows] == ["ok"] * (4 + 4 + 6)
-    assert all(0.5 < row.ratio < 20 for row in rows)
+    rows = LOSSES.read(csv)
+    assert list(rows["status"]) == ["ok"] * (4 + 4 + 6)
+    assert rows["ratio"].between(0.5, 20).all()
 
 
-def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[Row]:
+def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[dict[str, Any]]:
     before = Parts.accumulated
 
     def fail(self: Parts, *sizes: Any, **how: Any) -> Any:
@@ -224,15 +233,17 @@ def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[Row]:
     try:
         dist.barrier()
         # The rank that is left learns of it from the other's absence in nothing but `gather`.
-        settings = characterise.Settings((), SIZES, "cpu", 0.5, Path(csv), rounds=2)
-        run = characterise._Run(settings)
-        rows = run._tried("x", lambda seconds: list(begin_parts(run)), 1.0)
-        return rows + run._tried("y", lambda seconds: [], 1.0)
+        settings = characterise.LossSettings(
+            cases=(), sizes=SIZES, device="cpu", seconds=0.5, csv=Path(csv), rounds=2
+        )
+        run = characterise.LossBench(settings)
+        rows = run.attempt("x", lambda: list(begin_parts(run)))
+        return rows + run.attempt("y", list)
     finally:
         Parts.accumulated = before  # type: ignore[method-assign]
 
 
-def begin_parts(run: Any) -> Iterator[Row]:
+def begin_parts(run: Any) -> Iterator[dict[str, Any]]:
     made = Parts(run.group, run.device, torch.float32)
     made.accumulated(4, 4, 4, 2)
     yield from ()
@@ -240,7 +251,7 @@ def begin_parts(run: Any) -> Iterator[Row]:
 
 def test_a_shape_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
     for rows in ranks.run(2, fail_in_the_midst, str(tmp_path / "x.csv")):
-        assert [(row.case, row.status, row.note) for row in rows] == [
+        assert [(row["case"], row["status"], row["note"]) for row in rows] == [
             ("x", "failed", "RuntimeError: no room")
         ]
 
@@ -248,27 +259,27 @@ def test_a_shape_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_pat
 # Pictures and files.
 
 
-def row(loss: str, ratio: float, **what: Any) -> Row:
-    made = Row(loss, "8x8x8", 8, 8, 8, "float32", 2, alone_ms=1.0, ms=ratio, ratio=ratio)
-    return replace(made, **what)
+def row(loss: str, ratio: float, **what: Any) -> dict[str, Any]:
+    shape = {"case": "8x8x8", "m": 8, "n": 8, "k": 8, "dtype": "float32", "world": 2}
+    figures = {"alone_ms": 1.0, "ms": ratio, "ratio": ratio, "status": "ok"}
+    return {"loss": loss, **shape, **figures, **what}
 
 
 def test_pictures_need_their_rows(tmp_path: Path) -> None:
-    assert plots.draw([], tmp_path / "x", "") == []
-    only = [row(characterise.GEMM_DIL, 1.1, cut="rows", parts=2)]
+    assert plots.draw(LOSSES.frame([]), tmp_path / "x", "") == []
+    only = LOSSES.frame([row(characterise.GEMM_DIL, 1.1, cut="rows", parts=2)])
     assert [p.name for p in plots.draw(only, tmp_path / "x", "")] == ["x_gemm-dil.png"]
-    failed = [replace(only[0], status="failed")]
-    assert plots.draw(failed, tmp_path / "x", "") == []
+    assert plots.draw(only.assign(status="failed"), tmp_path / "x", "") == []
 
 
-def test_bars_are_the_ratios_of_their_shapes() -> None:
+def test_bars_are_the_ratios_of_their_shapes(tmp_path: Path) -> None:
     rows = [
         row("gemm-dil", 1.5, cut="rows", parts=2),
         row("gemm-dil", 2.5, cut="rows", parts=4),
         row("gemm-dil", 1.25, cut="columns", parts=2),
         row("gemm-dil", 3.5, cut="columns", parts=4),
     ]
-    (axes,) = plots.gemm_dil(rows).axes
+    (axes,) = plots.gemm_dil(LOSSES.frame(rows), tmp_path / "x.png", "").axes
     assert [bar.get_height() for bar in axes.patches] == [1.5, 2.5, 1.25, 3.5]
     shares = [
         row("gemm-dil", 1.3, cut="rows", parts=2),
@@ -276,24 +287,26 @@ def test_bars_are_the_ratios_of_their_shapes() -> None:
         row("communication-dil", 1.2, mover=PIECES, nbytes=64, m=0),
         row("copy-cil", 1.2, mover=PIECES, nbytes=60),
     ]
-    heights = [[b.get_height() for b in axes.patches] for axes in plots.proportion(shares).axes]
+    figure = plots.proportion(LOSSES.frame(shares), tmp_path / "y.png", "")
+    heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [pytest.approx([0.75, 0.25]), pytest.approx([0.5, 0.5])]
 
 
 def test_rows_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    rows = [row("gemm-dil", 1.5, us="1 2"), row("gemm-cil", 2.0, status="failed", note="a, b")]
-    characterise.write(path, rows[:1])
-    characterise.write(path, rows[1:])
-    assert characterise.read(path) == rows
-    empty = replace(rows[0], ratio=math.nan)
-    characterise.write(path, [empty])
-    assert math.isnan(characterise.read(path)[2].ratio)
+    rows = LOSSES.frame(
+        [
+            row("gemm-dil", 1.5, us="1 2"),
+            row("gemm-cil", 2.0, status="failed", note="a, b"),
+            row("gemm-dil", math.nan),
+        ]
+    )
+    append(path, rows[:1])
+    append(path, rows[1:])
+    pd.testing.assert_frame_equal(LOSSES.read(path), rows)
     path.write_text("loss,case\n")
     with pytest.raises(ConfigError, match="required columns"):
-        characterise.read(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        characterise.read(tmp_path / "none.csv")
+        LOSSES.read(path)
 
 
 def test_wrong_arguments_are_refused(capsys: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +23,13 @@ import ficco
 from ficco import cli, doctor
 from ficco.bench import demo
 from ficco.bench.calls import Runner
-from ficco.bench.candidates import Candidate, parse
-from ficco.bench.demo import Result, verdict
+from ficco.bench.candidates import BenchCandidate, parse
+from ficco.bench.demo import verdict
 from ficco.bench.draw import draw, trace
-from ficco.bench.table import Row
+from ficco.bench.frames import BENCH
 from ficco.bench.traces import machine_of, measured
 from ficco.dma.engine import Span
-from ficco.errors import ConfigError
+from ficco.errors import ConfigError, InvalidArgument
 from ficco.launch import RankFailed, check_ranks, launch, own_rank
 from ficco.plan import Plan
 from ficco.problem import Problem
@@ -75,15 +77,15 @@ def test_what_is_measured_to_explain_has_the_time_that_was_asked_for(
     assert limits[0] > 3600
 
 
-def _row(candidate: str, status: str, note: str) -> Row:
-    return Row("explained", "", 64, 8, 32, "bfloat16", 4, "idle", candidate, "", status, note, 0)
+def _row(candidate: str, status: str, note: str) -> dict[str, str]:
+    return {"mode": "idle", "candidate": candidate, "status": status, "note": note}
 
 
 def test_explain_says_what_could_not_be_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [_row("growing", "wrong", "3 elements"), _row("serial", "skipped", "no memory")]
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: rows)
+    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: BENCH.frame(rows))
     asked = ["explain", *SIZES, "--measure"]
     assert cli.run(asked) == 1
     assert "wrong: growing: 3 elements\nskipped: serial: no mem" in capsys.readouterr().err
@@ -204,8 +206,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["demo", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         (["doctor", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         (["doctor", "--selftest", "--ranks", "0"], "--ranks: required at least 1, got 0"),
-        (["simulate", "--m", "8192"], "--n, --k: required beside --m, got none"),
-        (["simulate", "--m", "8", "--k", "8"], "--n: required beside --m, --k, got none"),
+        (["simulate", "--m", "8192"], "--n, --k: required with --m, got none"),
+        (["simulate", "--m", "8", "--k", "8"], "--n: required with --m, --k, got none"),
         (["explain"], "--m, --n, --k: required, got none; for example `ficco explain --m 8192"),
         (["plot", str(Path(__file__)), "--out", "x.png"], "by `ficco bench --plot`"),
         (["nothing"], "nothing"),
@@ -222,15 +224,34 @@ def test_other_commands_refuse_bad_input_too(
     assert said in capsys.readouterr().err
 
 
-def test_only_options_of_the_command_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InvalidArgument("world", "required fewer"), "error: --world: required fewer"),
+        (InvalidArgument("ranks", "required fewer"), "error: ranks: required fewer"),  # no --ranks
+        (ValueError("world: the text begins so"), "error: world: the text begins so"),
+        (ValueError("m: n: required"), "error: m: n: required"),
+    ],
+)
+def test_an_error_names_an_option_by_its_type_not_by_its_text(
+    error: ValueError,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise ValueError("ranks: required fewer")
+        raise error
 
-    monkeypatch.setattr("ficco.heuristics.decide", refuse)
-    assert cli.run(["explain", *SIZES]) == 2  # has no --ranks
-    assert "error: ranks: required fewer" in capsys.readouterr().err
+    for path in ("decide", "where", "problem_of_sizes"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ficco.heuristics.{path}", refuse)
+            assert cli.run(["explain", *SIZES]) == 2
+        assert f"{said}\n" in capsys.readouterr().err
+
+
+def test_an_invalid_argument_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(InvalidArgument("ranks", "required fewer")))
+    assert (error.argument, str(error)) == ("ranks", "ranks: required fewer")
 
 
 def test_the_help_has_every_option_and_its_default() -> None:
@@ -358,7 +379,7 @@ def _orders() -> list[str]:
     group, called = dist.group.WORLD, []
     operands = demo._operands("all_gather_matmul", group, torch.device("cpu"))
 
-    def build(candidate: Candidate, *_: object) -> Runner:
+    def build(candidate: BenchCandidate, *_: object) -> Runner:
         def run() -> torch.Tensor:
             called.append(candidate.name)
             return operands.reference()
@@ -367,7 +388,7 @@ def _orders() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "build", build)
-        demo._rounds([parse("growing"), parse("serial")], operands, group, 20)
+        demo._times([parse("growing"), parse("serial")], operands, group, 20)
     found = [None] * group.size()
     dist.all_gather_object(found, called)
     assert found == [called] * group.size()  # the same on all ranks
@@ -382,10 +403,46 @@ def test_no_candidate_of_the_demo_is_always_the_first() -> None:
 
 
 def test_a_wrong_result_fails_the_demo() -> None:
-    right, absent = Result("a", True, 1.0), Result("b", None, 1.0)
-    assert verdict([right, right, absent], 4) == ("demo ok: 1 schedules exact on 4 ranks", 0)
-    text, code = verdict([right, right, Result("growing", False, 1.0)], 4)
-    assert "growing" in text and code == 1
+    right, wrong = {"exact": True}, {"exact": False}
+    names = ["torch", "a", "b"]
+    operators = pd.DataFrame([{"operator": "x", **right}])
+    results = pd.DataFrame({"schedule": names, "exact": [True, True, None]})
+    assert verdict(results, 4, operators) == ("demo ok: 1 schedules exact on 4 ranks", 0)
+    results["exact"] = [True, True, False]
+    assert verdict(results, 4, operators) == ("demo failed: wrong results of b", 1)
+    results["exact"] = True
+    operators = pd.DataFrame([{"operator": "x", **right}, {"operator": "y", **wrong}])
+    assert verdict(results, 4, operators) == ("demo failed: wrong results of y", 1)
+
+
+def _one_off(number: int) -> pd.DataFrame:
+    """The demo's rows where the last call of rank 1 is wrong in so many elements."""
+    group, operands = dist.group.WORLD, None
+    operands = demo._operands("all_gather_matmul", group, torch.device("cpu"))
+    calls = []
+
+    def build(candidate: BenchCandidate, *_: object) -> Runner:
+        def run() -> torch.Tensor:
+            if candidate.name == "serial":
+                raise NotImplementedError("not here")
+            calls.append(1)
+            result = operands.reference()
+            if group.rank() == 1 and len(calls) == 6 and candidate.name == "growing":
+                result[0, :number] += 1
+            return result
+
+        return Runner(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "build", build)
+        return demo._times([parse("growing"), parse("serial")], operands, group, 5)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_wrong_element_on_one_rank_is_seen(number: int) -> None:
+    found = launch(_one_off, 2, number).set_index("schedule")
+    assert found["exact"].to_dict() == {"growing": number == 0, "serial": None}
+    assert found.loc["growing", "ms"] > 0 and found["note"].to_dict()["serial"] == "not here"
 
 
 # launch

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,8 +22,6 @@ from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
 from ficco import cli, warn
-from ficco.bench.cases import scenarios
-from ficco.bench.decisions import rule_table
 from ficco.heuristics import Saved, decide, problem_of_sizes, saved, where
 from ficco.heuristics.candidates import SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
@@ -271,6 +268,7 @@ for m, n, k in ((32768, 2048, 8192), (8192, 3584, 4096), (2048, 1024, 4096)):
 """
 
 
+@pytest.mark.slow
 def test_every_process_decides_alike() -> None:
     processes = [
         subprocess.Popen(
@@ -453,6 +451,7 @@ def test_the_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["measured"] == {} and one["extra_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_measures_what_it_predicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,9 +478,6 @@ def test_the_command_measures_what_it_predicts(
         ([*SIZES, "--machine", "abacus"], "abacus"),
         ([*SIZES, "--schedule", "slowing"], "serial, shard-overlap"),
         ([*SIZES, "--world", "0"], "world >= 1"),
-        (["--rule-table", "--into", "nowhere.md"], "cannot be read"),
-        (["--rule-table", "--m", "8"], "without --m"),
-        ([*SIZES, "--into", "page.md"], "--rule-table"),
         ([*SIZES, "--seconds", "3"], "--measure"),
         ([*SIZES, "--measure", "--seconds", "-3"], "above 0 and at most 604800, got -3"),
         ([*SIZES, "--draw", "picture"], "--draw: required a file with one of the suffixes"),
@@ -493,7 +489,6 @@ def test_the_command_measures_what_it_predicts(
         ([*SIZES, "--world", "2", "--rows", "²,2"], "--rows: required whole numbers"),
         ([*SIZES, "--world", str(10**20)], "--world: required at most 1024 ranks, got 1000000"),
         ([*SIZES, "--world", "2", "--rows", "8191,1", "--measure"], "without --rows"),
-        (["--rule-table", "--operator", "matmul_all_reduce"], "--operator all_gather_matmul"),
     ],
 )
 def test_the_command_refuses(
@@ -589,31 +584,6 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         assert "would hold 640 GiB with operands and product, h200-4 has 140 GiB" in (
             capsys.readouterr().out
         )
-
-
-def test_the_rule_table_is_made_and_not_typed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- rule-table:begin -->\nstale\n<!-- rule-table:end -->\nafter\n")
-    arguments = ["explain", "--rule-table", "--machine", "mi300x-8"]
-    assert cli.run([*arguments, "--into", str(page)]) == 0
-    capsys.readouterr()
-    assert cli.run(arguments) == 0
-    table = capsys.readouterr().out.strip()
-    assert table in page.read_text() and "stale" not in page.read_text()
-    lines = [line for line in table.splitlines() if line.startswith("| g")]
-    assert len(lines) == 16
-    # By operations of a rank g1 to g12 are all below the card's peak taken as a number.
-    literal = [line.split("|")[4].split()[0] for line in lines[:12]]
-    assert set(literal) == {"`uniform-fused-1d`", "`uniform-fused-2d`"}
-    assert [i + 1 for i, name in enumerate(literal) if "2d" in name] == [1, 3, 5, 7]  # m <= k
-
-
-def test_the_page_about_choosing_holds_the_table_as_it_is_made_now() -> None:
-    page = Path(__file__).parent.parent / "docs" / "choosing.md"
-    made = rule_table(find("mi300x-8", None), scenarios())
-    assert made in page.read_text(), "make it again: ficco explain --rule-table --into " + str(page)
 
 
 MOVERS = ("dma", "kernel")
@@ -758,20 +728,6 @@ def test_a_cache_that_cannot_be_written_is_warned_of_once(
     assert list(tmp_path.rglob(".*")) == []  # no half-written file stays
 
 
-def test_reading_a_saved_decision_is_fast(tmp_path: Path) -> None:
-    asked = problem(8192, 4096, 4096)
-    machine = find("h200-4", None)
-    assert machine is not None
-    decide(asked, machine=machine, saved=keep(tmp_path, machine))
-    took = []
-    for _ in range(5):
-        saved.version.cache_clear()  # as in a new process
-        started = time.perf_counter()
-        decide(asked, machine=machine, saved=keep(tmp_path, machine), predict=refuse)
-        took.append(time.perf_counter() - started)
-    assert min(took) < 5e-3, took
-
-
 # On ranks.
 
 
@@ -786,6 +742,7 @@ def _call(at: Rank, machines: list[str | None], schedule: str = "auto") -> objec
     return caught(once)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_agree(tmp_path: Path) -> None:
     save(replace(MACHINE, ranks=3), tmp_path / "one.yaml")
     save(replace(MACHINE, ranks=3), tmp_path / "two.yaml")  # the same in another file

@@ -255,7 +255,7 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
     ),
     "explain of an unknown operator": (
         lambda: lambda: ficco.explain("conv", m=8, n=8, k=8, world=2),
-        "ValueError",
+        "InvalidArgument",
         ("operator", "all_gather_matmul", "'conv'"),
     ),
     "explain of half a row": (
@@ -270,7 +270,7 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
     ),
     "explain for no ranks": (
         lambda: lambda: ficco.explain("all_gather_matmul", m=8, n=8, k=8, world=0),
-        "ValueError",
+        "InvalidArgument",
         ("world", "0"),
     ),
     # Options.

@@ -31,7 +31,7 @@ from ficco.ops import call as calls
 from ficco.workspace import Workspace, workspaces
 
 #: Seconds after which the calls of these tests give up on a peer.
-PATIENCE_S = 1.5
+PATIENCE_S = 1.0
 #: Seconds that a busy machine may take on top.
 SLACK_S = 2.5
 #: Seconds that anything may take that waits for nobody.

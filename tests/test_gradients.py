@@ -703,7 +703,7 @@ def _broken_dual(at: Rank) -> tuple[str, int]:
     a, b = operands(case, make(case, at.world), at)
     y = product(case, a, b)
     waits: list[Any] = []
-    real_dual, real_result = gradients._dual, gradients._Again.result
+    real_dual, real_result = gradients._dual, gradients._Regather.result
 
     def dual(*args: Any) -> Any:
         raise RuntimeError("on purpose")
@@ -712,11 +712,11 @@ def _broken_dual(at: Rank) -> tuple[str, int]:
         waits.append(again)
         return real_result(again)
 
-    gradients._dual, gradients._Again.result = dual, result  # type: ignore[method-assign]
+    gradients._dual, gradients._Regather.result = dual, result  # type: ignore[method-assign]
     try:
         failure = caught(lambda: y.sum().backward())
     finally:
-        gradients._dual, gradients._Again.result = real_dual, real_result  # type: ignore[method-assign]
+        gradients._dual, gradients._Regather.result = real_dual, real_result  # type: ignore[method-assign]
     return failure.text, len(waits)
 
 

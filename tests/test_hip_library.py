@@ -24,7 +24,7 @@ from ranks import Failure, Rank, caught
 import ficco
 from ficco.dma import blas
 from ficco.hip_kernels.launch import NAMES, REDUCTIONS
-from ficco.tune import copies
+from ficco.tune import communication
 
 #: Schedules whose senders pack columns where there are no 2D copies, and one that packs rows that
 #: lie apart.
@@ -416,11 +416,11 @@ def test_the_tuner_asks_the_engine(
     monkeypatch: pytest.MonkeyPatch, said: int | None, known: int | None, taken: int
 ) -> None:
     engine = SimpleNamespace(copy_engines=lambda: said)
-    monkeypatch.setattr(copies, "workspace_of", lambda *_: SimpleNamespace(engine=engine))
+    monkeypatch.setattr(communication, "workspace_of", lambda *_: SimpleNamespace(engine=engine))
     machine = SimpleNamespace(copies=known and SimpleNamespace(engines=known))
     site: Any = SimpleNamespace(watch=SimpleNamespace(group=None, device=None), machine=machine)
     site.world = 8
-    assert copies.engines(site) == taken
+    assert communication.engines(site) == taken
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ LAYERS = (
     ("ficco",),
     ("launch", "doctor"),
     ("bench",),
-    ("selftest", "tune"),
+    ("tune",),
+    ("selftest",),
     ("cli",),
     ("__main__",),
 )
@@ -272,16 +273,6 @@ def test_every_module_has_a_docstring() -> None:
     assert bare == []
 
 
-@pytest.mark.parametrize("folder", ["bench", "dma"])
-def test_a_table_of_modules_has_all_of_them(folder: str) -> None:
-    table = str(ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())))
-    rows = re.findall(r"^([a-z_]+(?:, [a-z_]+)*)  +\S", table, re.MULTILINE)
-    named = {name for row in rows for name in row.split(", ") if name != "module"}
-    beside = set(re.findall(r"``([a-z_]+)``", table))  # in the row of another
-    there = {path.stem for path in PACKAGE.glob(f"{folder}/*.py") if path.stem[0] != "_"}
-    assert named <= there <= named | beside
-
-
 @pytest.mark.parametrize(
     ("file", "text", "rule"),
     [
@@ -346,3 +337,91 @@ def test_public_names_are_documented() -> None:
         or getattr(ficco, name).__doc__.startswith(f"{name}(")  # made up by dataclass
     ]
     assert bare == []
+
+
+# Circles and names.
+
+
+def modules(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """The modules that each module imports, inside functions, too; not those for types only."""
+    names = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path, _ in sources(package)
+    }
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for path, tree in sources(package):
+        dotted = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        mine = dotted.removesuffix(".__init__")
+        for found in imports_of(path, tree, package):
+            for name in found.names or ("",):
+                full = f"{found.module}.{name}"
+                target = full if full in names else found.module
+                if target in names and target != mine and not found.types_only:
+                    graph[mine].add(target)
+    return graph
+
+
+def circles(package: Path = PACKAGE) -> list[set[str]]:
+    """Modules that import each other, directly or through others."""
+    graph = modules(package)
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        rest = [start]
+        while rest:
+            new = graph[rest.pop()] - seen
+            seen |= new
+            rest += new
+        reach[start] = seen
+    found = {
+        frozenset({start, *(other for other in reach[start] if start in reach[other])})
+        for start in graph
+        if start in reach[start]
+    }
+    return sorted(map(set, found), key=sorted)
+
+
+def shared_class_names(package: Path = PACKAGE) -> dict[str, list[str]]:
+    """Names that several classes of the package have, with their files."""
+    where: dict[str, list[str]] = {}
+    for path, tree in sources(package):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(str(path.relative_to(package)))
+    return {name: files for name, files in where.items() if len(files) > 1}
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles() == []
+
+
+#: Class names that several modules still share. Each is to be used for one thing only.
+SHARED_STILL = {
+    *("Batch", "Buffers", "Candidate", "Claim", "Copies", "Event", "Found", "Line", "Memory"),
+    *("Missing", "OneShot", "Outcome", "Parts", "Result", "Row", "Run", "Settings", "Signals"),
+    *("Step", "Words", "uncaptured", "_Lanes", "_Run", "_Watch"),
+}
+
+
+def test_class_names_are_unique() -> None:
+    shared = shared_class_names()
+    assert {name: shared[name] for name in shared.keys() - SHARED_STILL} == {}
+
+
+def test_circles_and_shared_names_are_seen(tmp_path: Path) -> None:
+    package = tmp_path / "ficco"
+    (package / "plan").mkdir(parents=True)
+    files = {
+        "__init__.py": "",
+        "plan/__init__.py": "from ficco.plan import model",
+        "plan/model.py": "class Step: pass\ndef f():\n    from ficco.problem import x",
+        "problem.py": "class Other: pass\nif TYPE_CHECKING:\n    from ficco import plan",
+        "runtime.py": "class Other: pass\nimport ficco.plan.model",
+    }
+    for name, text in files.items():
+        (package / name).write_text(text)
+    assert circles(package) == []
+    assert shared_class_names(package) == {"Other": ["problem.py", "runtime.py"]}
+    (package / "problem.py").write_text("from ficco.plan import Step")
+    assert circles(package) == [{"ficco.plan", "ficco.plan.model", "ficco.problem"}]
+    assert shared_class_names(package) == {}

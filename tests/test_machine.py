@@ -773,6 +773,13 @@ def test_a_fit_of_hardly_any_samples_is_still_near_them(count: int) -> None:
     assert errors(fit(samples, units=132, peak=H200.peak), samples).worst < 0.1
 
 
+@pytest.mark.parametrize("itemsize", [1, 2, 3, 4, 8])
+def test_the_errors_of_a_model_on_its_own_times_are_none(itemsize: int) -> None:
+    """Also for a dtype that its shares do not name."""
+    truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1)))
+    assert errors(truth, sampled(truth, GRID, itemsize=itemsize)).worst < 1e-9
+
+
 def test_outliers_hardly_move_a_fit() -> None:
     samples = sampled(H200, GRID * 2)
     spoilt = [
@@ -785,7 +792,7 @@ def test_outliers_hardly_move_a_fit() -> None:
 def test_a_fit_of_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="required at least one measured product"):
         fit([])
-    for wrong in (dict(m=0), dict(seconds=0.0), dict(seconds=float("nan"))):
+    for wrong in (dict(m=0), *(dict(seconds=float(s)) for s in ("0", "nan", "inf"))):
         with pytest.raises(ValueError, match="required sizes and seconds above 0"):
             fit([replace(Sample(1, 1, 1, 1, 2, False, 1.0), **wrong)])
 

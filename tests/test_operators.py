@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import _hash, _span, compare
-from ranks import Rank, run
+from ranks import Rank, ranks, run
 
 import ficco
 from ficco.dma.disturbance import Disturbance, disturb
@@ -206,7 +206,7 @@ def every_schedule(operator: str, world: int, dtypes: Sequence[str]) -> list[Cas
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@ranks(1, 2, 3, 4)
 def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
     cases = every_schedule(operator, world, DTYPES if device == "cpu" else DTYPES[:3])
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
@@ -416,7 +416,7 @@ def _in_any_order(at: Rank, calls: int, chance: random.Random) -> int:
     return calls
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@ranks(2, 4)
 def test_operators_in_any_order(device: str, world: int) -> None:
     calls = 100 if device == "cpu" else 400
     assert run(world, _mixed, calls, world, device=device) == [calls] * world
@@ -553,17 +553,25 @@ def test_several_groups_of_a_mesh(device: str) -> None:
     run(4, _two_groups, device=device)
 
 
-def _faulty(at: Rank, operator: str, schedule: str, step: int) -> Any:
-    """What the other ranks say of rank 1, which stops in the middle of a call."""
+def _faulty(at: Rank, operator: str, schedule: str) -> list[Any]:
+    """What the other ranks say of rank 1, which stops in the middle of a call: at the first step of
+    all, and at a product, a copy or a sum."""
     rows = rows_for(operator, at.world, "equal")
     case = Case(operator, rows, 24, 24, schedule=schedule)
-    exact(at, case, 0)
-    stall = Disturbance(stall=(1, step))
-    with disturb(stall), ficco.options(timeout_s=1.0), pytest.raises(FiccoError) as caught:
-        exact(at, case, 1)
-    with pytest.raises(FiccoError):  # the group is of no use any more
-        exact(at, case, 2)
-    return caught.value
+    errors = []
+    for step in range(3):
+        group = dist.new_group(list(range(at.world)))
+        exact(at, case, 0, group)
+        stall = Disturbance(stall=(1, step))
+        with disturb(stall), ficco.options(timeout_s=0.6), pytest.raises(FiccoError) as caught:
+            exact(at, case, 1, group)
+        with pytest.raises(FiccoError):  # the group is of no use any more
+            exact(at, case, 2, group)
+        errors.append(caught.value)
+        ficco.close(group)
+        dist.destroy_process_group(group)
+        dist.barrier()
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -573,15 +581,13 @@ def _faulty(at: Rank, operator: str, schedule: str, step: int) -> Any:
         ("matmul_all_reduce", "one-shot"),
     ],
 )
-@pytest.mark.parametrize("step", [0, 1, 2])
-def test_a_stuck_rank_is_named(operator: str, schedule: str, step: int) -> None:
-    """Whichever step is stuck: the first of all, a product, a copy or a sum."""
-    found = run(3, _faulty, operator, schedule, step, fresh=True)
-    others = [error for rank, error in enumerate(found) if rank != 1]
-    assert all(isinstance(error, ficco.SignalTimeout) for error in found)
-    for error in others:
-        assert (error.operator, error.schedule) == (operator, schedule)
-    assert any(error.peer == 1 for error in others)
+def test_a_stuck_rank_is_named(operator: str, schedule: str) -> None:
+    for errors in zip(*run(3, _faulty, operator, schedule), strict=True):
+        assert all(isinstance(error, ficco.SignalTimeout) for error in errors)
+        first, _, last = errors
+        for error in (first, last):
+            assert (error.operator, error.schedule) == (operator, schedule)
+        assert 1 in (first.peer, last.peer)
 
 
 def _disagree(at: Rank) -> str:

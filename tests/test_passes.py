@@ -138,7 +138,7 @@ REPLACED = [
         ((2, 3, 8), (5, 8), (5,)),
         lambda x, w, b, g: nn.functional.linear(gather(x, 0, g), w, b),
         (AGM,),
-        "the bias is added behind it",
+        "the bias is added to its result",
     ),
     Program("batch of one", ((1, 3, 8), (8, 5)), lambda x, w, g: gather(x, 1, g) @ w, (AGM,)),
     Program(
@@ -234,14 +234,14 @@ REPLACED = [
         ((3, 4, 8), (8, 5), (3, 4, 2), (5, 2), (12, 3), (3, 5)),
         lambda x, w, y, v, z, u, g: scatter(x @ w + y @ v.t() + (z @ u).view(3, 4, 5), 1, g),
         (MRS,),
-        "3 products that are added",
+        "sum of 3 products",
     ),
     Program(
         "reduced sum",
         ((6, 8), (8, 5), (6, 2), (2, 5)),
         lambda x, w, y, v, g: reduce(x @ w + y @ v, g),
         (MAR,),
-        "2 products that are added",
+        "sum of 2 products",
     ),
     Program("a layer", ((2, 3, 8), (8, 6), (6, 8)), _mlp, (AGM, MRS)),
     Program("a slice of all", ((2, 3, 8), (8, 6)), _sliced, (AGM,)),
@@ -319,6 +319,7 @@ def _all_same(at: Rank, names: list[str], options: dict[str, Any]) -> list[list[
     return [_same(at, program, options) for program in chosen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}],
@@ -418,10 +419,11 @@ def test_a_parallelised_model_has_its_collectives_replaced() -> None:
     assert "passes.py:" in told[0][0][3] and "self.w1(x)" in told[0][0][3]
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_gated_model_adds_products() -> None:
     told = run(WORLD, _compiled, True, True, "aot_eager")[0]
     assert _sums(told) == [("all-gather", AGM), ("reduce-scatter", MRS)] * 2
-    assert "2 products that are added are one" in told[3][2]
+    assert "sum of 2 products is one" in told[3][2]
 
 
 def test_a_model_without_sequence_parallelism_reduces() -> None:
@@ -453,6 +455,7 @@ def _inductor(at: Rank) -> tuple[str, int]:
     return str(backend.report), len(seen)
 
 
+@pytest.mark.slow
 def test_inductor_runs_the_pass_behind_the_users_own() -> None:
     report, others = run(WORLD, _inductor, timeout=150)[0]
     assert "1 collective in 1 graph: 1 replaced" in report and others == 1
@@ -804,7 +807,7 @@ def test_a_pytorch_without_the_hook_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(passes.compiling, "HOOK", "a_hook_of_another_version")
     with pytest.raises(NotImplementedError, match="Inductor does not take the pass"):
         passes.inductor_pass()
-    with pytest.raises(ValueError, match="inner='inductor' alone"):
+    with pytest.raises(ValueError, match="only with inner='inductor'"):
         passes.backend("aot_eager")(None, [], mode="max-autotune")
 
 
@@ -847,7 +850,10 @@ def test_labels_follow_the_rows(data: st.DataObject) -> None:
             now = now.reshape(*shape[:dim], 2, shape[dim] // 2, *shape[dim + 1 :])
         elif kind == "permute":
             perm = data.draw(st.permutations(range(len(shape))))
-            order = permuted(order, shape, perm, _plain)
+            try:
+                order = permuted(order, shape, perm, _plain)
+            except Unclear:
+                return  # 3 x 2 was merged and split into 2 x 3
             now = now.permute(*perm)
         elif kind == "pieces" and shape[dim] % 2 == 0:
             target = data.draw(st.integers(0, len(shape) - 1))

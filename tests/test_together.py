@@ -20,7 +20,7 @@ from ficco.runtime import compile
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate import predict, simulate
 from ficco.tune import fits
-from ficco.tune.copies import launches
+from ficco.tune.communication import launches
 from ficco.tune.effort import GPU
 
 

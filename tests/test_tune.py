@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -41,25 +43,10 @@ from ficco.machine import (
 from ficco.ops import problem_log
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
-from ficco.tune import (
-    check,
-    collectives,
-    contention,
-    copies,
-    effort,
-    fits,
-    host,
-    journal,
-    names,
-    products,
-    shapes,
-    shown,
-)
+from ficco.tune import calls, check, communication, effort, fits, products
 from ficco.tune import run as tuning
-from ficco.tune.file import damaged, opened, rounded
-from ficco.tune.journal import Journal
+from ficco.tune.files import Journal, changes, damaged, opened, rounded
 from ficco.tune.site import Site
-from ficco.tune.steps import STEPS, Step
 
 US = 1e-6
 
@@ -123,6 +110,30 @@ def test_host_costs_are_taken_apart_exactly() -> None:
     assert found == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize(("columns", "signed"), [(4, None), (7, 6), (13, None), (30, 29)])
+def test_least_squares_are_nonnegative_and_least_for_any_number_of_columns(
+    columns: int, signed: int | None
+) -> None:
+    draw = np.random.default_rng(columns)
+    matrix = draw.integers(0, 9, size=(3 * columns, columns)).astype(float)
+    seconds = np.exp(draw.normal(size=3 * columns))
+    a = matrix / seconds[:, None]
+    assert np.linalg.lstsq(a, np.ones(len(a)), rcond=None)[0].min() < 0, "bounds matter"
+    found = np.array(fits.least_squares(matrix, seconds, signed))
+    bounded = np.arange(columns) != (-1 if signed is None else signed)
+    assert (found[bounded] >= 0).all() and (found[bounded] == 0).any()
+    # No step that is allowed makes the errors smaller.
+    gains = a.T @ (1 - a @ found)
+    assert gains[bounded & (found == 0)].max() < 1e-9
+    assert gains[(found != 0) | ~bounded] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_are_none_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="required finite numbers and times above 0"):
+        fits.memory([(1e6, 1.0), (2e6, seconds)])
+
+
 def test_host_costs_are_never_negative() -> None:
     found = fits.host(enqueued(20 * US, 9 * US, 2 * US, -0.2 * US))
     assert found["signal"] == 0.0
@@ -143,8 +154,8 @@ def test_links_of_their_own_show_in_copies_at_once(at_once: float, found: Any) -
 
 
 def test_contention_is_the_median_slowdown_and_no_gain() -> None:
-    assert fits.contention([1.0, 2.0, 4.0], [1.5, 2.2, 5.0]) == pytest.approx(1.25)
-    assert fits.contention([1.0, 1.0], [0.9, 0.9]) == 1.0
+    assert fits.slowdown([1.0, 2.0, 4.0], [1.5, 2.2, 5.0]) == pytest.approx(1.25)
+    assert fits.slowdown([1.0, 1.0], [0.9, 0.9]) == 1.0
 
 
 def test_a_hot_round_is_taken_out_by_its_references() -> None:
@@ -199,12 +210,12 @@ def test_rows_of_two_lengths_show_no_bend() -> None:
 
 
 def test_steps_have_names_and_times_and_blocks() -> None:
-    steps = [step.name for step in STEPS]
-    assert (*steps, "shapes") == names.STEPS
+    steps = tuple(tuning.MEASURES)
+    assert (*steps, "shapes") == effort.STEPS
     assert set(steps) <= {field.name for field in fields(Machine)}
     for device, quick, most in (("cuda", False, 170), ("cpu", False, 50), ("cpu", True, 5)):
-        made = effort.effort(device, quick)
-        assert set(made.seconds) == set(steps)
+        made = effort.EFFORTS[device, quick]
+        assert tuple(made.seconds) == steps
         assert sum(made.seconds.values()) < most
         assert len(made.sizes) >= 2 and len(set(made.pieces)) == 2
         assert len(made.heating) == 2 and len(set(made.rows)) >= 3
@@ -245,12 +256,12 @@ def made_up(monkeypatch: Any) -> Site:
     monkeypatch.setattr(products, "row_of", lambda parts, shape, count: (shape, count))
     monkeypatch.setattr(products, "_adds_wide", lambda site: True)
     monkeypatch.setattr(products, "units", lambda site: TRUTH.units)
-    monkeypatch.setattr(products, "peak", lambda site: TRUTH.peak)
     # A third, for a fit in seconds, and all that take the card to its limit.
     large = [shape for shape in effort.GPU.gemms if shape.flops > 1.7e12]
     gpu = replace(effort.GPU, gemms=(*effort.GPU.gemms[::3], *large))
     known = Machine("m", "NVIDIA H200", 2, gemm=replace(TRUTH, burst=1.0, sustained=0.5))
-    return MadeUp(None, gpu, known, lambda kind, note: Provenance(kind, note=note))  # type: ignore
+    watch = SimpleNamespace(on_gpu=True)
+    return MadeUp(watch, gpu, known, lambda kind, note: Provenance(kind, note=note))  # type: ignore
 
 
 def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -> None:
@@ -265,7 +276,6 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
 
 def test_dtypes_that_are_not_measured_are_as_in_a_file_of_such_a_device(made_up: Site) -> None:
     made_up.machine = Machine("new", "NVIDIA H100 80GB HBM3", 2)
-    made_up.watch = SimpleNamespace(on_gpu=True)  # type: ignore[assignment]
     found = products.gemm(made_up)
     sheet = load(configs() / "h100-8.yaml").gemm
     assert sheet and found.shares == sheet.shares and len(sheet.shares) == 3
@@ -302,9 +312,9 @@ def test_a_check_calls_by_the_copy_kernel_where_one_can_copy(
     made_up: Site, monkeypatch: Any, by_kernel: bool
 ) -> None:
     made_up.watch = SimpleNamespace(  # type: ignore[assignment]
-        world=2, mode="queued", group=None, release=lambda: None
+        world=2, mode="queued", on_gpu=True, group=None, release=lambda: None
     )
-    monkeypatch.setattr(copies, "copies_by_kernel", lambda site: by_kernel)
+    monkeypatch.setattr(communication, "copies_by_kernel", lambda site: by_kernel)
     monkeypatch.setattr(
         made_up, "time", lambda step, calls, share: {c: series.Series((1.0,)) for c in calls}
     )
@@ -345,7 +355,7 @@ def test_a_gpu_is_later_by_what_its_host_takes(on_gpu: bool, later: dict[str, fl
 
     watch = type("", (), {"world": 2, "on_gpu": on_gpu})()
     site = Timed(watch, effort.GPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
-    assert host._later(site, {"a": None, "b": None}) == later
+    assert calls._later(site, {"a": None, "b": None}) == later
 
 
 class Watch:
@@ -385,7 +395,7 @@ class Crowded(MadeUp):
     crowded = True
 
     def parts(self) -> Any:
-        names = {"matmul": "product", "copies": "move", "collective": "move"}
+        names = {"matrix": "", "matmul": "product", "copies": "move", "collective": "move"}
         return type("", (), {k: lambda *a, v=v: lambda: v for k, v in names.items()})()
 
     def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
@@ -399,21 +409,21 @@ class Crowded(MadeUp):
 def test_on_crowded_cores_each_of_two_has_half_of_them() -> None:
     watch = type("", (), {"world": 4, "on_gpu": False})()
     site = Crowded(watch, effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
-    found = contention.contention(site)
+    found = communication.contention(site)
     assert found.gemm_under_copies == found.copies_under_gemm == pytest.approx(2 * 9 / 6)
     assert found.gemm_under_collective == found.collective_under_gemm == pytest.approx(2 * 9 / 6)
 
 
 def test_what_runs_at_the_same_time_is_waited_for_and_may_fail() -> None:
     done = []
-    contention._together(lambda: done.append("front"), lambda: done.append("back"))()
+    communication._at_once(lambda: done.append("front"), lambda: done.append("back"))()
     assert sorted(done) == ["back", "front"]
 
     def fail() -> None:
         raise RuntimeError("the device is gone")
 
     with pytest.raises(RuntimeError, match="the device is gone"):
-        contention._together(lambda: None, fail)()
+        communication._at_once(lambda: None, fail)()
 
 
 def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
@@ -422,13 +432,13 @@ def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
     whole = plan(problem, Schedule.parse("shard-overlap"), 0)
     waits = sum(bool(s.waits or s.after) for s in whole.steps)
     posts = sum(bool(s.posts) for s in whole.steps)
-    assert host.counts(whole) == (2, 1, waits + posts)
+    assert calls.counts(whole) == (2, 1, waits + posts)
     four = plan(problem, Schedule.parse("hetero-unfused-1d:pieces=4"), 0)
-    assert host.counts(four)[:2] == (5, 4)
-    assert host.counts(four)[2] == waits + posts + 6
+    assert calls.counts(four)[:2] == (5, 4)
+    assert calls.counts(four)[2] == waits + posts + 6
     # Its own product and the peer's, the copy, and the sum of both.
     sums = Problem("matmul_reduce_scatter", (8, 8), 8, 8, "float32")
-    assert host.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
+    assert calls.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
 
 
 # Files.
@@ -510,24 +520,24 @@ def test_what_is_no_file_is_refused_and_left_alone(tmp_path: Path, capsys: Any) 
 
 def test_a_journal_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    assert journal.read(path) is None
-    noted = Journal("s", "2026-01-02").with_done("gemm").with_done("copies")
-    journal.write(noted, path)
-    assert journal.read(path) == noted
+    assert Journal.read(path) is None
+    noted = Journal("s").with_done("gemm").with_done("copies")
+    noted.write(path)
+    assert Journal.read(path) == noted
     assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
     for text in ("", "[]", '{"settings": 1}', "null"):
-        journal.path_of(path).write_text(text)
-        assert journal.read(path) is None
-    journal.remove(path)
-    journal.remove(path)
+        Journal.path(path).write_text(text)
+        assert Journal.read(path) is None
+    Journal.remove(path)
+    Journal.remove(path)
     assert not list(tmp_path.iterdir())
 
 
 def test_figures_are_shown_old_against_new(tmp_path: Path) -> None:
     old = Machine("m", "cpu", 2, memory=Memory(1e10, 1e10, SOURCE))
     new = replace(old, memory=Memory(1e10, 1.23456789e10, SOURCE), topology=BLOCKS["topology"])
-    assert ("bandwidth", "10 GB/s", "12.35 GB/s") in shown.changes(old, new, "memory")
-    assert ("kind", "-", "switch") in shown.changes(old, new, "topology")
+    assert ("bandwidth", "10 GB/s", "12.35 GB/s") in changes(old, new, "memory")
+    assert ("kind", "-", "switch") in changes(old, new, "topology")
 
 
 def test_a_file_is_rounded_to_what_was_measured() -> None:
@@ -540,7 +550,7 @@ def test_a_file_is_rounded_to_what_was_measured() -> None:
 # Runs, with steps that measure nothing.
 
 
-def fake_step(name: str, calls: Path, fault: str = "") -> Step:
+def fake_measure(name: str, calls: Path, fault: str = "") -> Callable[[Site], Any]:
     def measure(site: Site) -> Any:
         with (calls / f"{site.watch.rank}").open("a") as file:
             file.write(f"{name}\n")
@@ -554,23 +564,24 @@ def fake_step(name: str, calls: Path, fault: str = "") -> Step:
             return replace(BLOCKS["memory"], bandwidth=float("nan"))
         return BLOCKS[name]
 
-    return Step(name, measure)
+    return measure
 
 
 def tune_with(
     at: ranks.Rank, path: str, calls: str, faults: dict[str, str], **settings: Any
 ) -> tuple[tuning.Outcome | None, str]:
     """A run whose steps are fake; what it came to, or the name of what broke it off."""
-    before = tuning.STEPS
-    steps = [fake_step(name, Path(calls), faults.get(name, "")) for name in BLOCKS]
-    tuning.STEPS = tuple(steps)
+    before = tuning.MEASURES
+    tuning.MEASURES = {
+        name: fake_measure(name, Path(calls), faults.get(name, "")) for name in BLOCKS
+    }
     try:
-        wanted = tuning.Settings(Path(path), "cpu", quick=True, **settings)
+        wanted = tuning.TuneSettings(Path(path), "cpu", quick=True, **settings)
         return tuning.tune(wanted), ""
     except KeyboardInterrupt as error:
         return None, type(error).__name__
     finally:
-        tuning.STEPS = before
+        tuning.MEASURES = before
 
 
 def test_a_run_goes_on_wherever_it_was_interrupted(tmp_path: Path) -> None:
@@ -580,7 +591,7 @@ def test_a_run_goes_on_wherever_it_was_interrupted(tmp_path: Path) -> None:
         path = folder / "m.yaml"
         broken = ranks.run(2, tune_with, str(path), str(folder), {name: "interrupt"})
         assert [text for _, text in broken] == ["KeyboardInterrupt"] * 2
-        noted = journal.read(path)
+        noted = Journal.read(path)
         assert noted is not None and noted.done == tuple(BLOCKS)[:number]
         if number:
             assert {b for b in BLOCKS if getattr(load(path), b)} == set(tuple(BLOCKS)[:number])
@@ -589,7 +600,7 @@ def test_a_run_goes_on_wherever_it_was_interrupted(tmp_path: Path) -> None:
         assert not outcome.failures and not outcome.error
         found = load(path)
         assert {block: getattr(found, block) for block in BLOCKS} == BLOCKS
-        assert journal.read(path) is None, "the run is over"
+        assert Journal.read(path) is None, "the run is over"
         for rank in "01":  # the interrupted step alone was begun twice
             begun = (folder / rank).read_text().split()
             assert sorted(begun) == sorted([*BLOCKS, name])
@@ -604,7 +615,7 @@ def test_a_fresh_run_does_not_go_on(tmp_path: Path) -> None:
 
 def tune_and_fail_in_a_round(at: ranks.Rank, path: str, calls: str) -> Any:
     """A run in whose step ``memory`` rank 1 fails while its peer times calls."""
-    before, tuning.STEPS = tuning.STEPS, tuple(fake_step(name, Path(calls)) for name in BLOCKS)
+    before = tuning.MEASURES
     limit, series.PEERS_S = series.PEERS_S, 1.0
 
     def measure(site: Site) -> Any:
@@ -614,13 +625,12 @@ def tune_and_fail_in_a_round(at: ranks.Rank, path: str, calls: str) -> Any:
 
         site.watch.time({"call": call}, seconds=0.1)
 
-    tuning.STEPS = tuple(
-        Step("memory", measure) if step.name == "memory" else step for step in tuning.STEPS
-    )
+    tuning.MEASURES = {name: fake_measure(name, Path(calls)) for name in BLOCKS}
+    tuning.MEASURES["memory"] = measure
     try:
-        return tuning.tune(tuning.Settings(Path(path), "cpu", quick=True))
+        return tuning.tune(tuning.TuneSettings(Path(path), "cpu", quick=True))
     finally:
-        tuning.STEPS, series.PEERS_S = before, limit
+        tuning.MEASURES, series.PEERS_S = before, limit
 
 
 def test_a_rank_that_fails_amid_a_step_does_not_hold_up_its_peers(tmp_path: Path) -> None:
@@ -721,19 +731,19 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
 
 
 def tune_quick(at: ranks.Rank, path: str) -> tuning.Outcome:
-    return tuning.tune(tuning.Settings(Path(path), at.device.type, quick=True, command="tests"))
+    return tuning.tune(tuning.TuneSettings(Path(path), at.device.type, quick=True, command="tests"))
 
 
 def rows_by(at: ranks.Rank, mover: str) -> list[tuple[float, int, bool]]:
     watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
-    asked = effort.effort("cpu", quick=True)
+    asked = effort.EFFORTS["cpu", True]
     site = Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
-    found = copies.copy_times(site, asked.sizes[:2], asked.pieces, "kernel_copies", mover)
+    found = communication.copy_times(site, asked.sizes[:2], asked.pieces, "kernel_copies", mover)
     return [(one.nbytes, one.count, one.seconds > 0) for one in found]
 
 
 def test_rows_of_copies_count_what_is_enqueued_at_once() -> None:
-    small, large = effort.effort("cpu", quick=True).sizes[:2]
+    small, large = effort.EFFORTS["cpu", True].sizes[:2]
     dma = [(size, 2 * n, True) for size in (small, large) for n in (1, 4)]
     assert ranks.run(3, rows_by, "dma")[0] == dma
     assert ranks.run(3, rows_by, "kernel")[0] == [(2 * size, n // 2, ok) for size, n, ok in dma]
@@ -741,14 +751,14 @@ def test_rows_of_copies_count_what_is_enqueued_at_once() -> None:
 
 def curve_of(at: ranks.Rank, step: str) -> list[float]:
     watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
-    asked = replace(effort.effort("cpu", quick=True), exchanges=(4096, 12288, 65536))
+    asked = replace(effort.EFFORTS["cpu", True], exchanges=(4096, 12288, 65536))
     site = Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
-    return [size for size, _ in getattr(collectives, step)(site).curve]
+    return [size for size, _ in communication.collective(site, step).curve]
 
 
 def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
     """What is found where calls take as long as their products, the copies and so many seconds."""
-    asked = replace(effort.effort("cpu", quick=True), sizes=(4096, 1 << 20, 8 << 20))
+    asked = replace(effort.EFFORTS["cpu", True], sizes=(4096, 1 << 20, 8 << 20))
     watch = series.Stopwatch(torch.distributed.group.WORLD, at.device)
     site = Site(watch, asked, None, lambda kind, note: SOURCE)  # type: ignore[arg-type]
     multiplied, mm = [], torch.mm
@@ -765,7 +775,7 @@ def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
         for number, (name, call) in enumerate(calls.items()):
             size, what = name.split(" ", 1)
             assert int(size) < 8 << 20, "times of large ones vary by more than what is asked"
-            product = number // 3 + 1.0
+            product, rows = number // 3 + 1.0, at.world * (int(size) // 2048)
             seconds = {
                 "in front": 0.5 + product + latency + (at.world - 1) * int(size) / rate,
                 "1": 0.5 + product,  # with what every row takes once
@@ -774,14 +784,14 @@ def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
             multiplied.clear()
             result = call()
             if what == "in front":
-                assert result.shape == (at.world * (int(size) // 2048), copies.IN_FRONT_COLUMNS)
+                assert result.shape == (rows, communication.IN_FRONT_COLUMNS)
             else:
-                assert multiplied == int(what) * [at.world * (int(size) // 2048)]
+                assert multiplied == int(what) * [rows]
             found[name] = series.Series((seconds, seconds, 10 * seconds))
         return found
 
     site.time = timed  # type: ignore[method-assign]
-    return copies.in_front(site, Copies(1, 9.0, 9.0, ((1.0, rate),), SOURCE))
+    return communication.in_front(site, Copies(1, 9.0, 9.0, ((1.0, rate),), SOURCE))
 
 
 def test_copies_are_timed_in_front_of_products() -> None:
@@ -795,7 +805,7 @@ def test_collectives_are_measured_at_sizes_of_their_own() -> None:
 
 
 def check_file(at: ranks.Rank, machine: Machine) -> list[check.Point]:
-    return check.check(check.Settings(machine, "cpu", quick=True))
+    return check.check(machine, "cpu")
 
 
 def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
@@ -806,10 +816,10 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     machine = load(path)
     assert machine == outcome.machine
     assert machine.kernel_copies is None  # on a CPU both movers are the same
-    for step in STEPS:
-        if step.name == "kernel_copies":
+    for step in tuning.MEASURES:
+        if step == "kernel_copies":
             continue
-        source = getattr(machine, step.name).provenance
+        source = getattr(machine, step).provenance
         assert source.command == "tests" and source.torch == torch.__version__
         assert source.date and source.commit and source.source in ("measured", "fitted")
     points = ranks.run(2, check_file, machine)[0]
@@ -884,7 +894,7 @@ def call_and_log(at: ranks.Rank, path: str) -> None:
 
 def tune_shapes(at: ranks.Rank, path: str, problems: tuple[Problem, ...]) -> tuning.Outcome:
     return tuning.tune(
-        tuning.Settings(Path(path), "cpu", quick=True, only=("shapes",), problems=problems)
+        tuning.TuneSettings(Path(path), "cpu", quick=True, only=("shapes",), problems=problems)
     )
 
 
@@ -892,11 +902,11 @@ def test_logged_problems_become_tuned_entries(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "m.yaml"
     ranks.run(2, call_and_log, str(log))
     assert [json.loads(line)["n"] for line in log.read_text().splitlines()] == [8, 16, 0]
-    problems = shapes.from_log(log, 2)
+    problems = calls.from_log(log, 2)
     assert [(p.rows, p.n, p.k, p.dtype) for p in problems] == [
         ((4, 4), 8, 8, "float32"), ((4, 4), 16, 8, "float32")
     ]  # fmt: skip
-    assert shapes.from_log(log, 3) == []
+    assert calls.from_log(log, 3) == []
     machine_file(path)
     outcome = ranks.run(2, tune_shapes, str(path), tuple(problems[:1]))[0]
     assert not outcome.failures, outcome.failures
@@ -925,7 +935,7 @@ def call_and_log_all(at: ranks.Rank, path: str) -> None:
 def test_logged_problems_of_every_operator_are_tuned_and_found_again(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "m.yaml"
     ranks.run(2, call_and_log_all, str(log))
-    problems = shapes.from_log(log, 2)
+    problems = calls.from_log(log, 2)
     table = ((5, 1), (2, 4))
     assert [(p.operator, p.rows, p.blocks) for p in problems] == [
         ("matmul_reduce_scatter", (1, 5), ()),
@@ -934,7 +944,7 @@ def test_logged_problems_of_every_operator_are_tuned_and_found_again(tmp_path: P
         ("matmul_all_to_all", (6, 6), table),
         ("all_to_all_transposed_matmul", (7, 5), table),
     ]
-    assert len({shapes.name_of(p) for p in problems}) == 5
+    assert len({calls.name_of(p) for p in problems}) == 5
     machine_file(path)
     some = (problems[0], problems[2], problems[4])
     outcome = ranks.run(2, tune_shapes, str(path), some)[0]
@@ -957,16 +967,16 @@ def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
         (("all_gather_matmul",), set()),
         (("matmul_reduce_scatter", "matmul_all_to_all"), {"reduce_scatter", "all_to_all"}),
     ):
-        settings = tuning.Settings(tmp_path / "m.yaml", "cpu", operators=operators)
+        settings = tuning.TuneSettings(tmp_path / "m.yaml", "cpu", operators=operators)
         assert {*settings.steps} & every == measured
         assert {"gemm", "all_gather", "thresholds"} <= {*settings.steps}
     case = Case("x", 64, 16, 32, "float32")
-    found = shapes.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
+    found = calls.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
     assert [(p.operator, p.n, p.k) for p in found] == [
         ("all_gather_matmul", 16, 32),
         ("matmul_all_reduce", 32, 16),
     ]
-    (alone,) = shapes.from_cases([replace(case, operator="all_to_all_matmul")], 2, "cpu")
+    (alone,) = calls.from_cases([replace(case, operator="all_to_all_matmul")], 2, "cpu")
     assert alone.blocks == ((32, 32), (32, 32))
 
 
@@ -977,12 +987,12 @@ def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> N
         "queued": {"serial:collective": 5.0, "serial": 4.0, "growing": 2.0, "shrinking": 3.0},
         "idle": {"serial:collective": 5.0, "serial": 6.0, "growing": 8.0, "shrinking": 7.0},
     }
-    found = shapes.entry(problem, times, site)
+    found = calls.entry(problem, times, site)
     assert (found.queued, found.idle) == ("growing", "serial:collective")
     assert (found.seconds, found.serial) == ((2.0, 5.0), (4.0, 5.0))
     other = replace(found, n=9)
     machine = Machine("m", "cpu", 2, tuned=(replace(found, queued="serial"), other))
-    assert shapes.with_entry(machine, found).tuned == (other, found)
+    assert calls.with_entry(machine, found).tuned == (other, found)
 
 
 @pytest.mark.parametrize(
@@ -1002,7 +1012,7 @@ def test_a_log_with_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line
     good = '{"operator": "all_gather_matmul", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}'
     log.write_text(f"{good}\n{line}\n")
     with pytest.raises(ConfigError, match="line 2: required a problem"):
-        shapes.from_log(log, 2)
+        calls.from_log(log, 2)
 
 
 @pytest.mark.parametrize("name", ["", "\ud800", "a\0b"], ids=["a folder", "no text", "a zero"])

@@ -1,15 +1,40 @@
-"""The description of a run, which lies beside its CSV file."""
+"""What every run is told, and its description, in a JSON file next to its CSV file."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ficco import doctor
 from ficco.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What every run is told.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        rounds: most rounds of a shape.
+        seconds: time for everything, shared among the shapes.
+        csv: the file that rows are appended to, shape by shape.
+        command: the command line, for the description of the figures.
+    """
+
+    device: str
+    rounds: int
+    seconds: float
+    csv: Path
+    command: str = ""
+
+    def write_description(self, ranks: int, **more: Any) -> None:
+        """Write the description of the run next to its CSV file."""
+        description = {**describe(self.device, ranks, self.command), **more}
+        self.csv.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def describe(device: str, ranks: int, command: str) -> dict[str, Any]:
@@ -38,20 +63,15 @@ def commit() -> str:
         return ""
 
 
-def write_description(path: Path, description: dict[str, Any]) -> None:
-    """Write the description of a CSV file beside it."""
-    path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
-
-
 def read_description(path: Path) -> dict[str, Any]:
-    """The description that lies beside a CSV file; empty if there is none."""
-    beside = path.with_suffix(".json")
-    if not beside.exists():
+    """The description next to a CSV file; empty if there is none."""
+    file = path.with_suffix(".json")
+    if not file.exists():
         return {}
     try:
-        found = json.loads(beside.read_text())
+        description = json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigError(str(beside), "file", f"required JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(str(beside), "file", "required a JSON object")
-    return found
+        raise ConfigError(str(file), "file", f"required JSON: {error}") from None
+    if not isinstance(description, dict):
+        raise ConfigError(str(file), "file", "required a JSON object")
+    return description

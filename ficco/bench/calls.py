@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.bounds import movements
-from ficco.bench.candidates import Candidate
+from ficco.bench.candidates import BenchCandidate, movements
 from ficco.bench.inputs import Operands
 from ficco.heuristics import Decision, decide
 from ficco.options import current
@@ -62,7 +61,7 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def unavailable(candidate: Candidate, operands: Operands) -> str:
+def unavailable(candidate: BenchCandidate, operands: Operands) -> str:
     """Why a candidate does not exist for this shape on this device; empty if it does."""
     if candidate.kind in ("pytorch", "pytorch-native"):
         if operands.device.type != "cuda":
@@ -79,13 +78,13 @@ def unavailable(candidate: Candidate, operands: Operands) -> str:
     return ""
 
 
-def build(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def build(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     """A candidate on these operands."""
     return BUILDERS[candidate.kind](candidate, operands, group)
 
 
 def expected(runner: Runner, operands: Operands) -> torch.Tensor:
-    """What a runner's result must equal, from what this rank made alone."""
+    """What a runner's result must equal, from what only this rank computed."""
     if runner.expected == "whole":
         return operands.whole_OK
     if runner.expected == "product":
@@ -123,22 +122,22 @@ def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
     peers = range(problem.world)
 
     def gathered(a: torch.Tensor) -> torch.Tensor:
-        found = a.new_empty(problem.m, a.shape[1])
-        all_gather(found, a, group=group)
-        return found
+        whole = a.new_empty(problem.m, a.shape[1])
+        all_gather(whole, a, group=group)
+        return whole
 
     def scattered(product: torch.Tensor) -> torch.Tensor:
-        found = product.new_empty(problem.rows[rank], product.shape[1])
-        reduce_scatter(found, product, group=group)
-        return found
+        mine = product.new_empty(problem.rows[rank], product.shape[1])
+        reduce_scatter(mine, product, group=group)
+        return mine
 
     sent = [problem.block(rank, peer) for peer in peers]
     received = [problem.block(peer, rank) for peer in peers]
 
     def exchanged(rows: torch.Tensor) -> torch.Tensor:
-        found = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(found, rows, received, sent, group=group)
-        return found
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows, received, sent, group=group)
+        return arrived
 
     def reduced(product: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(product, group=group)
@@ -152,11 +151,11 @@ def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
     }[problem.kind.collective]
 
 
-def _gemm(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def _gemm(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     return Runner(lambda: torch.mm(operands.multiplied_PK, operands.b_KN), "product")
 
 
-def _collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     move = exchange(operands, group)
     kind = operands.problem.kind
     if not kind.scatters:
@@ -177,8 +176,8 @@ def _collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -
     )
 
 
-def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """The copies of a schedule alone: calls with a B of no columns, whose products are empty."""
+def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """Only the copies of a schedule: calls with a B of no columns, whose products are empty."""
     problem, rank, schedule = operands.problem, operands.rank, candidate.schedule
     moved: list[tuple[Problem, torch.Tensor, torch.Tensor]] = []
     for one in movements(problem):
@@ -189,12 +188,12 @@ def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
 
     def run() -> torch.Tensor:
         for one, a, b in moved:
-            found: torch.Tensor = call(one, a, b, group, schedule)
-        return found
+            result: torch.Tensor = call(one, a, b, group, schedule)
+        return result
 
     def gathered() -> torch.Tensor:
-        found: torch.Tensor = call(*moved[0], group, schedule, return_gathered=True)[1]
-        return found
+        whole: torch.Tensor = call(*moved[0], group, schedule, return_gathered=True)[1]
+        return whole
 
     if problem.operator == "all_gather_matmul":
         return Runner(run, "whole", proof=gathered)
@@ -202,7 +201,9 @@ def _copies(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
     return Runner(run, proof=_ficco(candidate, operands, group).run)
 
 
-def _serial_collective(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def _serial_collective(
+    candidate: BenchCandidate, operands: Operands, group: ProcessGroup
+) -> Runner:
     move = exchange(operands, group)
     if operands.problem.kind.scatters:
         return Runner(lambda: move(torch.mm(operands.a_LK, operands.b_KN)))
@@ -211,7 +212,7 @@ def _serial_collective(candidate: Candidate, operands: Operands, group: ProcessG
     return Runner(lambda: torch.mm(move(operands.a_LK), operands.b_KN))
 
 
-def _pieces(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     """FiCCO-rccl of the paper (section VI-E): W pieces per shard by the vendor's collective.
 
     The pieces of a step come from all ranks, as an all-gather delivers them (uniform-fused-1d).
@@ -240,7 +241,7 @@ def _pieces(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Ru
     return Runner(run)
 
 
-def _pytorch(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     from torch.distributed import _symmetric_memory
 
     enable = _symmetric_memory.enable_symm_mem_for_group
@@ -257,7 +258,7 @@ def _pytorch(candidate: Candidate, operands: Operands, group: ProcessGroup) -> R
     return Runner(run)
 
 
-def _pytorch_native(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def _pytorch_native(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     return Runner(_pytorch(candidate, operands, group).run, context=_native)
 
 
@@ -275,13 +276,13 @@ def _native() -> Any:
             os.environ[NATIVE_SWITCH] = before
 
 
-def _ficco(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Runner:
+def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     name = "a_symmetric_LK" if candidate.symmetric else "a_LK"
 
     def run() -> torch.Tensor:
         a = getattr(operands, name)
-        found: torch.Tensor = call(operands.problem, a, operands.b_KN, group, candidate.schedule)
-        return found
+        result: torch.Tensor = call(operands.problem, a, operands.b_KN, group, candidate.schedule)
+        return result
 
     if not candidate.stages:
         return Runner(run)
@@ -289,7 +290,7 @@ def _ficco(candidate: Candidate, operands: Operands, group: ProcessGroup) -> Run
     return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
 
 
-def capped_bytes(candidate: Candidate, operands: Operands, group: ProcessGroup) -> int:
+def capped_bytes(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> int:
     """Symmetric memory for so many steps of a schedule, signals included."""
     schedule, problem = Schedule.parse(candidate.schedule), operands.problem
     whole = plan(problem, schedule, 0)
@@ -308,7 +309,7 @@ def step_bytes(plan: Plan) -> int:
     return max(read, default=0) * plan.buffer["a"].itemsize
 
 
-BUILDERS: dict[str, Callable[[Candidate, Operands, Any], Runner]] = {
+BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
     "gemm": _gemm,
     "collective": _collective,
     "copies": _copies,

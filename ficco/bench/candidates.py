@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ficco.bench.bounds import block_bytes
 from ficco.bench.cases import OPERATOR
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
 from ficco.problem import Problem
@@ -13,11 +12,11 @@ from ficco.schedules import NAMED, Schedule, refusal, same_plans
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BenchCandidate:
     """One thing that is timed.
 
     Attributes:
-        name: its name in reports; for ficco the schedule's name and, behind ``@``, what else is
+        name: its name in reports; for ficco the schedule's name and, after ``@``, what else is
             special about the call.
         kind: how it is called, a key of ``ficco.bench.calls.BUILDERS``.
         schedule: for ficco.
@@ -37,7 +36,7 @@ class Candidate:
         return self.kind == "ficco"
 
 
-def parse(name: str) -> Candidate:
+def parse(name: str) -> BenchCandidate:
     """A ficco candidate from its name: ``shard-overlap:pull@symmetric``, ``growing@stages=2``."""
     schedule, *marks = name.split("@")
     if schedule != "auto":
@@ -51,26 +50,29 @@ def parse(name: str) -> Candidate:
             stages = int(value)
         else:
             raise ValueError(f"{name!r}: required @symmetric or @stages=2, got @{mark}")
-    return Candidate("@".join([schedule, *marks]), "ficco", schedule, symmetric, stages)
+    return BenchCandidate("@".join([schedule, *marks]), "ficco", schedule, symmetric, stages)
 
 
 #: What every shape is held against, and the operators that have it; none for all of them.
-REFERENCES: tuple[tuple[Candidate, tuple[str, ...]], ...] = (
-    (Candidate("gemm", "gemm"), ()),
-    (Candidate("collective", "collective"), ()),
-    (Candidate("copies", "copies", "shard-overlap"), ()),
-    (Candidate("serial-collective", "serial-collective"), ()),
-    (Candidate("ficco-rccl", "pieces"), (OPERATOR,)),
-    (Candidate("pytorch-fused", "pytorch"), (OPERATOR, "matmul_reduce_scatter")),
-    (Candidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
+REFERENCES: tuple[tuple[BenchCandidate, tuple[str, ...]], ...] = (
+    (BenchCandidate("gemm", "gemm"), ()),
+    (BenchCandidate("collective", "collective"), ()),
+    (BenchCandidate("copies", "copies", "shard-overlap"), ()),
+    (BenchCandidate("serial-collective", "serial-collective"), ()),
+    (BenchCandidate("ficco-rccl", "pieces"), (OPERATOR,)),
+    (BenchCandidate("pytorch-fused", "pytorch"), (OPERATOR, "matmul_reduce_scatter")),
+    (BenchCandidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
 )
+
+#: Baselines that no figure of the others needs.
+OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
 
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
 #: than those by the copy engine (2 H200, 12 of the unseen shapes, 2026-11-21, commit 7a76eddfe07e).
 KERNEL_BYTES = 4 << 20
 
 #: Stands for the schedules that ``auto`` compares.
-COMPARED = Candidate("candidates", "compared")
+COMPARED = BenchCandidate("candidates", "compared")
 
 #: The schedules that are benched unless others are named: every named one, then knobs. An operator
 #: has those that serve it.
@@ -98,11 +100,11 @@ SCHEDULES = tuple(
 )
 
 
-def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candidate, ...]:
+def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchCandidate, ...]:
     """The candidates of a bench: the references but some, and the schedules of these names, or all.
 
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
-    by kernel where copies are small, and those that sum where the peers made it.
+    by kernel where copies are small, and those that sum in the memory of the peers.
     """
     ours = SCHEDULES
     if names is not None:
@@ -112,21 +114,23 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[Candid
     return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
-def of_problem(chosen: Iterable[Candidate], problem: Problem) -> tuple[Candidate, ...]:
+def of_problem(chosen: Iterable[BenchCandidate], problem: Problem) -> tuple[BenchCandidate, ...]:
     """The candidates that a problem's operator has."""
     having = {one.name: operators for one, operators in REFERENCES if operators}
-    found: dict[Candidate, None] = {}
+    available: dict[BenchCandidate, None] = {}
     for one in chosen:
         if one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
             there = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
-            found |= dict.fromkeys(map(parse, there))
+            available |= dict.fromkeys(map(parse, there))
         elif problem.operator in having.get(one.name, (problem.operator,)):
-            found[one] = None
-    return tuple(one for one in found if not refused(one, problem))
+            available[one] = None
+    return tuple(one for one in available if not refused(one, problem))
 
 
-def named_again(candidates: Iterable[Candidate], problem: Problem) -> dict[Candidate, Candidate]:
+def named_again(
+    candidates: Iterable[BenchCandidate], problem: Problem
+) -> dict[BenchCandidate, BenchCandidate]:
     """Those that go through the same steps as one before them, and that one.
 
     They are timed once: of several clocks on one plan the fastest would win by chance.
@@ -140,7 +144,7 @@ def named_again(candidates: Iterable[Candidate], problem: Problem) -> dict[Candi
     return {plain[one]: plain[first] for one, first in same.items() if one != first}
 
 
-def refused(candidate: Candidate, problem: Problem) -> str:
+def refused(candidate: BenchCandidate, problem: Problem) -> str:
     """Why a problem cannot be served by a candidate's schedule; empty if it can."""
     if not candidate.ours:
         return ""
@@ -151,3 +155,42 @@ def refused(candidate: Candidate, problem: Problem) -> str:
     if candidate.schedule == "auto":
         return ""
     return refusal(problem, Schedule.parse(candidate.schedule))
+
+
+# The movement of a problem without its product.
+
+
+def movements(problem: Problem) -> tuple[Problem, ...]:
+    """Problems without products which, one after the other, move what a problem moves.
+
+    What is scattered travels as blocks of an all-to-all. The sum of what arrives is not in it, nor
+    the memory traffic of that; sums that return are gathered.
+
+    >>> [str(one) for one in movements(Problem("matmul_reduce_scatter", (2, 2), 8, 4, "float32"))]
+    ['all_to_all_matmul(m=4 (4 x 2 ranks), n=0, k=8, float32)']
+    """
+    kind, width, dtype = problem.kind, problem.n, problem.dtype
+    if not kind.scatters:
+        return (replace(problem, n=0),)
+    table = problem.blocks or (problem.rows,) * problem.world
+    away = Problem.of_blocks("all_to_all_matmul", table, 0, width, dtype)
+    if not kind.returns:
+        return (away,)
+    return away, Problem("all_gather_matmul", problem.rows, 0, width, dtype)
+
+
+def moved_bytes(problem: Problem) -> int:
+    """Bytes of what is exchanged on a rank: the gathered A, or the product."""
+    return problem.m * _width(problem) * problem.itemsize
+
+
+def block_bytes(problem: Problem) -> int:
+    """Bytes of the largest block that a rank sends to another."""
+    ranks = range(problem.world)
+    rows = [problem.block(src, dst) for src in ranks for dst in ranks if src != dst]
+    return max(rows, default=0) * _width(problem) * problem.itemsize
+
+
+def _width(problem: Problem) -> int:
+    """Columns of what travels."""
+    return problem.n if problem.kind.scatters else problem.k

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
-from ficco.bench.rows import lines
 from ficco.errors import ConfigError
 from ficco.heuristics import problem_of_sizes
 from ficco.machine import configs
@@ -61,7 +61,7 @@ class Case:
     def on(self, operator: str) -> Case:
         """The same layer for another operator.
 
-        What scatters belongs to the row-parallel layer behind the column-parallel one: its n and k
+        What scatters belongs to the row-parallel layer after the column-parallel one: its n and k
         are exchanged.
         """
         if operator == self.operator:
@@ -82,8 +82,8 @@ class Case:
         Counted are B; A four times, as it is given, in symmetric memory, and published in two
         slots; and the result three times. What is gathered counts four times, as the reference's, a
         collective's and in the staging of two slots, and its product once in float32, for sums.
-        What is scattered counts eight times: as the collective's, as what is copied alone, as a
-        call's own and as the product alone, in the staging of two slots, and published in two; what
+        What is scattered counts eight times: as the collective's, as what is only copied, as a
+        call's own and as the plain product, in the staging of two slots, and published in two; what
         the reference is made of counts once.
         """
         problem = self.problem(world)
@@ -100,12 +100,12 @@ class Case:
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
-        found, parts = self, 1
-        while self.halves and found.m >= 2 * world and found.memory(world) > _limit(free_bytes):
+        smaller, parts = self, 1
+        while self.halves and smaller.m >= 2 * world and smaller.memory(world) > _limit(free_bytes):
             parts *= 2
             label = f"{self.label}, m / {parts} for lack of memory"
-            found = replace(self, m=self.m // parts, label=label)
-        return found
+            smaller = replace(self, m=self.m // parts, label=label)
+        return smaller
 
     def skipped(self, world: int, free_bytes: int) -> str:
         """Why this shape is not measured with so much free memory; empty if it is."""
@@ -123,9 +123,13 @@ def _limit(free_bytes: int) -> float:
     return MEMORY_SHARE * free_bytes
 
 
+def _named(*sizes: tuple[int, int, int], **more: str) -> list[Case]:
+    return [Case(f"{m}x{n}x{k}", m, n, k, **more) for m, n, k in sizes]  # type: ignore[arg-type]
+
+
 def measured() -> list[Case]:
     """Layers of dense models, large and small, at four ranks."""
-    shapes = [
+    return _named(
         (32768, 2048, 8192),
         (8192, 7168, 8192),
         (8192, 3584, 4096),
@@ -134,33 +138,24 @@ def measured() -> list[Case]:
         (8192, 2048, 32768),
         (8192, 12288, 12288),
         (16384, 13312, 16384),
-    ]
-    return [Case(f"{m}x{n}x{k}", m, n, k) for m, n, k in shapes]
+    )
 
 
 def small() -> list[Case]:
     """Products of less than about half a millisecond on one H200."""
-    return [
-        Case(f"{m}x{n}x4096", m, n, 4096) for m in (2048, 4096, 8192) for n in (1024, 2048, 4096)
-    ]
+    return _named(*product((2048, 4096, 8192), (1024, 2048, 4096), (4096,)))
 
 
 def decode() -> list[Case]:
     """A few rows for layers of Llama 3 8B and 70B on four ranks: the products in front of attention
     and in the MLP."""
-    return [
-        Case(f"{m}x{n}x{k}", m, n, k)
-        for m in (128, 512, 1024)
-        for n, k in ((1536, 4096), (3584, 4096), (2560, 8192), (7168, 8192))
-    ]
+    layers = ((1536, 4096), (3584, 4096), (2560, 8192), (7168, 8192))
+    return _named(*((m, n, k) for m in (128, 512, 1024) for n, k in layers))
 
 
 def tiny() -> list[Case]:
     """Shapes for the CPU engine."""
-    return [
-        Case(f"{m}x{n}x{k}", m, n, k, "float32")
-        for m, n, k in ((256, 64, 256), (512, 128, 256), (512, 256, 512))
-    ]
+    return _named((256, 64, 256), (512, 128, 256), (512, 256, 512), dtype="float32")
 
 
 def unseen(count: int = 32, seed: int = 17) -> list[Case]:
@@ -171,14 +166,14 @@ def unseen(count: int = 32, seed: int = 17) -> list[Case]:
     """
     hidden = (2048, 2560, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384, 18432, 28672)
     columns = (1280, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 11008, 14336, 18432, 28672, 53248)
-    dice, found = random.Random(seed), dict[str, Case]()
-    while len(found) < count:
+    dice, drawn = random.Random(seed), dict[tuple[int, int, int], None]()
+    while len(drawn) < count:
         m = 512 * round(2 ** dice.uniform(0, 7))
         n = dice.choice(columns) // dice.choice((1, 2, 4, 8))
         k = dice.choice(hidden)
         if 512 <= n <= 16384 and m * n * k <= MOST_UNSEEN:
-            found.setdefault(f"{m}x{n}x{k}", Case(f"{m}x{n}x{k}", m, n, k))
-    return list(found.values())
+            drawn[m, n, k] = None
+    return _named(*drawn)
 
 
 def scenarios() -> list[Case]:
@@ -205,31 +200,30 @@ def scenarios() -> list[Case]:
 def experts() -> list[Case]:
     """The all-to-alls of that table: large experts, whose products take far longer than the rows
     travel."""
-    found = read(configs() / "scenarios.csv")
-    return [replace(case, halves=True) for case in found if case.operator == "all_to_all_matmul"]
+    all_scenarios = read(configs() / "scenarios.csv")
+    return [
+        replace(case, halves=True) for case in all_scenarios if case.operator == "all_to_all_matmul"
+    ]
 
 
 def experts_gain() -> list[Case]:
     """Experts whose products take about as long as their rows travel: an eighth of the hidden layer
     of a large expert, or a small one."""
-    return [
-        Case(f"{m}x{n}x{k}", m, n, k, operator="all_to_all_matmul")
-        for m in (4096, 8192, 16384, 32768)
-        for n, k in ((1024, 7168), (2048, 4096), (4096, 7168))
-    ]
+    tokens, layers = (4096, 8192, 16384, 32768), ((1024, 7168), (2048, 4096), (4096, 7168))
+    return _named(*((m, n, k) for m in tokens for n, k in layers), operator="all_to_all_matmul")
 
 
 def weight_gradients() -> list[Case]:
     """Scenarios of the paper whose k are tokens, each as it is listed and as the gradient of a
     weight that it stands for: tokens are gathered by rows, as in the forward, and summed over."""
-    found = []
+    both = []
     for case in scenarios():
         if case.name in ("g1", "g3", "g5", "g7"):
             label = f"{case.label}; its k are the rows that are gathered"
             sizes = (case.k, case.n, case.m, case.dtype)
             turned = Case(f"{case.name}-gradient", *sizes, label, operator=WEIGHT_GRADIENT)
-            found += [case, turned]
-    return found
+            both += [case, turned]
+    return both
 
 
 SETS: dict[str, Callable[[], list[Case]]] = {
@@ -263,7 +257,9 @@ def read(path: Path) -> Iterable[Case]:
         ConfigError: a column is missing, a size is not a whole number above 0, or there is no such
             operator.
     """
-    rows = lines(path, ("m", "n", "k"))
+    from ficco.bench.frames import read_text
+
+    rows = read_text(path, ("m", "n", "k")).fillna("").to_dict("records")
     if not rows:
         raise ConfigError(str(path), "file", "required a header and one line per shape, got none")
     return [_case(path, line, row) for line, row in enumerate(rows, 2)]
@@ -291,8 +287,8 @@ def _case(path: Path, line: int, row: dict[str, str]) -> Case:
 
 
 def _size(path: Path, line: int, row: dict[str, str], column: str) -> int:
-    value = row.get(column)
-    if value is None or not value.isdecimal() or int(value) < 1:
+    value = row[column]
+    if not value.isdecimal() or int(value) < 1:
         expected = f"required a whole number above 0, got {value!r}"
         raise ConfigError(str(path), f"line {line}, column {column}", expected)
     return int(value)

@@ -1,31 +1,30 @@
 """What cutting and overlapping cost, each by itself (FiCCO, sections IV-B to IV-E).
 
 Decomposition loss: the parts one after the other, against the whole. Contention loss: the same
-work while other work runs beside it, against the same work alone. Both are medians of ratios that
+work during other work, against the same work by itself. Both are medians of ratios that
 are taken round by round, of the slowest rank's times.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.about import describe, write_description
-from ficco.bench.cases import MEMORY_SHARE, Case
-from ficco.bench.rows import append
-from ficco.bench.rows import read as read_rows
+from ficco.bench.about import RunSettings
+from ficco.bench.cases import Case
+from ficco.bench.frames import LOSSES, append
 from ficco.bench.series import Parts, Series, Stopwatch, behind, beside
-from ficco.bench.stats import paired
+from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 
 #: What a row is about. ``dil``: decomposition, ``cil``: contention loss.
@@ -37,86 +36,37 @@ PIECES, SHARDS, COLLECTIVE = "dma-pieces", "dma-shards", "collective"
 #: Seconds that a call may wait for its peers.
 TIMEOUT_S = 30.0
 
-#: Parts of the seconds of a run that communication alone and each shape may take.
+#: Parts of the seconds of a run that pure communication and each shape may take.
 COMMUNICATION_SHARE = 0.15
 
 
-@dataclass(frozen=True)
-class Row:
-    """One loss.
-
-    Attributes:
-        loss: ``gemm-dil``, ``communication-dil``, ``gemm-cil`` or ``copy-cil``.
-        case, m, n, k, dtype: the product; its sizes are 0 where only communication is measured.
-        world: ranks.
-        nbytes: of a shard that is communicated; 0 where nothing is.
-        cut: ``rows`` or ``columns`` of A; of a communication always rows.
-        parts: the product's, or a shard's.
-        mover: ``dma-pieces``, ``dma-shards`` or ``collective``, where something is communicated.
-        rounds: how many there are.
-        alone_ms, ms: medians of the whole, or of the work alone, and of the parts, or of the work
-            beside other work.
-        ratio: the loss: median of the ratios of the rounds.
-        alone_us, us: the times of the rounds in microseconds, with blanks between them.
-        status, note: ``ok``, or ``skipped`` or ``failed`` and why.
-    """
-
-    loss: str
-    case: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    world: int
-    nbytes: int = 0
-    cut: str = ""
-    parts: int = 1
-    mover: str = ""
-    rounds: int = 0
-    alone_ms: float = math.nan
-    ms: float = math.nan
-    ratio: float = math.nan
-    alone_us: str = ""
-    us: str = ""
-    status: str = "ok"
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
+#: One loss, as columns of ``ficco.bench.frames.LOSSES``.
+Loss = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is characterised, and where the rows go.
+@dataclass(frozen=True, kw_only=True)
+class LossSettings(RunSettings):
+    """What is characterised.
 
     Attributes:
         cases: products.
-        sizes: bytes of the shards whose communication is measured alone.
-        device: ``"cpu"`` or ``"cuda"``.
-        seconds: time for everything.
-        csv: the file that rows are appended to, shape by shape.
-        command: the command line, for the description of the figures.
+        sizes: bytes of the shards whose communication is measured without products.
     """
 
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
-    device: str
-    seconds: float
-    csv: Path
-    command: str = ""
-    rounds: int = 25
 
 
-def characterize(settings: Settings) -> list[Row]:
-    """Measure; collective. The rows on rank 0, nothing elsewhere."""
-    run = _Run(settings)
+def characterize(settings: LossSettings) -> pd.DataFrame | None:
+    """Measure; collective. The losses on rank 0, None elsewhere."""
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        return run.run()
+        return LossBench(settings).run()
 
 
-class _Run:
-    def __init__(self, settings: Settings) -> None:
+class LossBench:
+    """The ranks of a job, which measure losses together."""
+
+    def __init__(self, settings: LossSettings) -> None:
         self.settings = settings
         self.group = dist.group.WORLD
         self.device = local_device(settings.device)
@@ -124,53 +74,48 @@ class _Run:
         self.world, self.rank = self.watch.world, self.watch.rank
         self.began = time.monotonic()
 
-    def run(self) -> list[Row]:
+    def run(self) -> pd.DataFrame | None:
         settings = self.settings
-        found: list[Row] = []
+        losses: list[Loss] = []
         if self.rank == 0:
-            write_description(settings.csv, describe(settings.device, self.world, settings.command))
-        steps: list[tuple[str, Callable[[float], list[Row]], float]] = [
-            ("communication", self._communication, settings.seconds * COMMUNICATION_SHARE)
-        ]
+            settings.write_description(self.world)
         each = settings.seconds * (1 - COMMUNICATION_SHARE) / max(len(settings.cases), 1)
-        for case in settings.cases:
-            steps.append((case.name, self._shape(case), each))
-        for number, (name, action, seconds) in enumerate(steps):
-            left = len(steps) - number
-            self._say(f"[{number + 1}/{len(steps)}] {name} ...")
-            rows = self._tried(name, action, seconds)
-            if self.rank == 0:
-                found += rows
-                write(settings.csv, rows)
+        steps = [
+            ("communication", self.communication, settings.seconds * COMMUNICATION_SHARE),
+            *((case.name, partial(self.shape, case), each) for case in settings.cases),
+        ]
+        for number, (name, action, seconds) in enumerate(steps, 1):
+            self._say(f"[{number}/{len(steps)}] {name} ...")
+            rows = self.attempt(name, partial(action, seconds))
+            losses += rows
             spent = time.monotonic() - self.began
-            about = spent / (number + 1) * (left - 1)
-            self._say(f"[{number + 1}/{len(steps)}] {name}: about {about:.0f} s left")
-            for row in rows:
-                self._say(f"  {line(row)}")
+            left = spent / number * (len(steps) - number)
+            self._say(f"[{number}/{len(steps)}] {name}: about {left:.0f} s left")
+            if self.rank == 0:
+                append(settings.csv, LOSSES.frame(rows))
+                for row in rows:
+                    self._say(f"  {line(row)}")
         self.watch.close()
-        return found
+        return LOSSES.frame(losses) if self.rank == 0 else None
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    def _tried(self, name: str, action: Callable[[float], list[Row]], seconds: float) -> list[Row]:
+    def attempt(self, name: str, action: Callable[[], list[Loss]]) -> list[Loss]:
         """The rows of a step, or one that says why there are none; the same on every rank."""
-        rows: list[Row]
-        rows, why = self.watch.together(partial(action, seconds))
+        rows, why = self.watch.together(action)
         if why:
             self.watch.close()
             self.watch = Stopwatch(self.group, self.device)  # the ranks are in step again
-            rows = [Row("", name, 0, 0, 0, "", self.world, status="failed", note=why)]
+            rows = [{"case": name, "world": self.world, "status": "failed", "note": why}]
         self.watch.release()
-        return rows
+        return list(rows)
 
-    # Communication alone.
-
-    def _communication(self, seconds: float) -> list[Row]:
+    def communication(self, seconds: float) -> list[Loss]:
         """Whole shards against pieces, by copies and by the collective (figure 8)."""
-        dtype = torch.float32 if self.settings.device == "cpu" else torch.bfloat16
-        parts = Parts(self.group, self.device, dtype)
+        dtype = "float32" if self.settings.device == "cpu" else "bfloat16"
+        parts = Parts(self.group, self.device, getattr(torch, dtype))
         sizes, world = self.settings.sizes, self.world
         parts.collective(max(sizes))  # grows the memory that the others share
         calls: dict[str, Any] = {}
@@ -179,104 +124,70 @@ class _Run:
             calls[f"{PIECES} {size}"] = parts.copies(pieces(world), size)
             calls[f"{COLLECTIVE} {size} 1"] = parts.collective(size)
             calls[f"{COLLECTIVE} {size} {world}"] = parts.collective(size, world)
-        found = self._time(calls, seconds)
-        rows = []
-        for size in sizes:
+        times = self._time(calls, seconds)
+        what = {"loss": COPY_DIL, "dtype": dtype, "world": world, "cut": "rows", "parts": world}
+        return [
+            {**what, "case": str(size), "nbytes": size, "mover": mover, **ratio(times, whole, cut)}
+            for size in sizes
             for mover, whole, cut in (
                 (PIECES, f"{SHARDS} {size}", f"{PIECES} {size}"),
                 (COLLECTIVE, f"{COLLECTIVE} {size} 1", f"{COLLECTIVE} {size} {world}"),
-            ):
-                rows.append(
-                    _row(
-                        found[whole],
-                        found[cut],
-                        loss=COPY_DIL,
-                        case=f"{size}",
-                        m=0,
-                        n=0,
-                        k=0,
-                        dtype=_name(dtype),
-                        world=world,
-                        nbytes=size,
-                        cut="rows",
-                        parts=world,
-                        mover=mover,
-                    )  # fmt: skip
-                )
-        return rows
+            )
+        ]
 
     def _time(self, calls: dict[str, Any], seconds: float, most: int = 0) -> dict[str, Series]:
-        most = most or self.settings.rounds
-        return self.watch.time(calls, seconds=seconds, most=most)
+        return self.watch.time(calls, seconds=seconds, most=most or self.settings.rounds)
 
-    # A product.
+    def shape(self, case: Case, seconds: float) -> list[Loss]:
+        """The losses of a product."""
+        sizes = {"m": case.m, "n": case.n, "k": case.k}
+        what = {"case": case.name, **sizes, "dtype": case.dtype, "world": self.world}
+        if why := case.skipped(self.world, Verifier(self.watch).free_bytes()):
+            return [{**what, "status": "skipped", "note": why}]
+        rows = [*self._decomposed(case, seconds * 0.4), *self._contended(case, seconds * 0.6)]
+        return [{**what, **row} for row in rows]
 
-    def _shape(self, case: Case) -> Callable[[float], list[Row]]:
-        def action(seconds: float) -> list[Row]:
-            if why := self._skipped(case):
-                what = (case.name, case.m, case.n, case.k, case.dtype, self.world)
-                return [Row("", *what, status="skipped", note=why)]
-            return [*self._decomposed(case, seconds * 0.4), *self._contended(case, seconds * 0.6)]
-
-        return action
-
-    def _skipped(self, case: Case) -> str:
-        if case.skip:
-            return case.skip
-        if self.settings.device == "cuda":
-            torch.cuda.empty_cache()
-            free = min(self.watch.gather(torch.cuda.mem_get_info()[0]))
-            need = case.memory(self.world)
-            if need > MEMORY_SHARE * free:
-                return f"needs {need / 2**30:.0f} GiB on a rank, {free / 2**30:.0f} are free"
-        return ""
-
-    def _decomposed(self, case: Case, seconds: float) -> Iterator[Row]:
+    def _decomposed(self, case: Case, seconds: float) -> Iterator[Loss]:
         """The product cut by rows and by columns into W and W * W parts (figure 7)."""
-        made = Parts(self.group, self.device, getattr(torch, case.dtype))
+        operands = Parts(self.group, self.device, getattr(torch, case.dtype))
         m, n, k = case.m, case.n, case.k
-        calls: dict[str, Any] = {"whole": made.matmul(m, n, k)}
+        calls: dict[str, Any] = {"whole": operands.matmul(m, n, k)}
         numbers = tuple(dict.fromkeys((self.world, self.world**2)))
         for parts in numbers:
-            calls[f"rows {parts}"] = made.matmul(m, n, k, parts=parts)
-            calls[f"columns {parts}"] = made.accumulated(m, n, k, parts, rounding=True)
-        found = self._time(calls, seconds)
+            calls[f"rows {parts}"] = operands.matmul(m, n, k, parts=parts)
+            calls[f"columns {parts}"] = operands.accumulated(m, n, k, parts, rounding=True)
+        times = self._time(calls, seconds)
         for cut in ("rows", "columns"):
             for parts in numbers:
-                yield _row(
-                    found["whole"], found[f"{cut} {parts}"], loss=GEMM_DIL, case=case.name, m=m,
-                    n=n, k=k, dtype=case.dtype, world=self.world, cut=cut, parts=parts,
-                )  # fmt: skip
+                measured = ratio(times, "whole", f"{cut} {parts}")
+                yield {"loss": GEMM_DIL, "cut": cut, "parts": parts, **measured}
 
-    def _contended(self, case: Case, seconds: float) -> Iterator[Row]:
-        """The product in W parts and the communication of its A, beside each other (figure 9)."""
-        made = Parts(self.group, self.device, getattr(torch, case.dtype))
+    def _contended(self, case: Case, seconds: float) -> Iterator[Loss]:
+        """The product in W parts and the communication of A, each under the other (figure 9)."""
+        operands = Parts(self.group, self.device, getattr(torch, case.dtype))
         m, n, k, world = case.m, case.n, case.k, self.world
-        nbytes = m // world * k * made.dtype.itemsize
-        product = made.matmul(m, n, k, parts=world)
+        nbytes = m // world * k * operands.dtype.itemsize
+        product = operands.matmul(m, n, k, parts=world)
         moves = {
-            PIECES: made.copies(pieces(world), nbytes),
-            SHARDS: made.copies("shard-overlap", nbytes),
-            COLLECTIVE: made.collective(nbytes),
+            PIECES: operands.copies(pieces(world), nbytes),
+            SHARDS: operands.copies("shard-overlap", nbytes),
+            COLLECTIVE: operands.collective(nbytes),
         }
-        alone: dict[str, Any] = {"product": product, **moves}
-        guess = self._time(alone, seconds * 0.2, most=5)
-        calls = dict(alone)
+        calls: dict[str, Any] = {"product": product, **moves}
+        guess = self._time(calls, seconds * 0.2, most=5)
         for mover, move in moves.items():
             back = behind(guess["product"].times, guess[mover].times)
-            calls[f"product beside {mover}"] = beside(product, move, back, self.device)
+            calls[f"product during {mover}"] = beside(product, move, back, self.device)
             back = behind(guess[mover].times, guess["product"].times)
-            calls[f"{mover} beside product"] = beside(move, product, back, self.device)
-        found = self._time(calls, seconds * 0.8)
-        for loss, front in ((GEMM_CIL, "product"), (COPY_CIL, "")):
-            for mover in moves:
-                name = front or mover
-                other = mover if front else "product"
-                yield _row(
-                    found[name], found[f"{name} beside {other}"], loss=loss, case=case.name, m=m,
-                    n=n, k=k, dtype=case.dtype, world=world, nbytes=nbytes, cut="rows",
-                    parts=world, mover=mover,
-                )  # fmt: skip
+            calls[f"{mover} during product"] = beside(move, product, back, self.device)
+        times = self._time(calls, seconds * 0.8)
+        what = {"nbytes": nbytes, "cut": "rows", "parts": world}
+        for mover in moves:
+            measured = ratio(times, "product", f"product during {mover}")
+            yield {"loss": GEMM_CIL, "mover": mover, **what, **measured}
+        for mover in moves:
+            measured = ratio(times, mover, f"{mover} during product")
+            yield {"loss": COPY_CIL, "mover": mover, **what, **measured}
 
 
 def pieces(world: int) -> str:
@@ -284,40 +195,24 @@ def pieces(world: int) -> str:
     return f"hetero-fused-1d:pieces={world}"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def ratio(times: Mapping[str, Series], reference: str, other: str) -> Loss:
+    """The figures of a loss: the times under one name against those under another."""
+    before, after = (1e6 * np.array(times[name].times) for name in (reference, other))
+    return {
+        "status": "ok",
+        "rounds": len(before),
+        "alone_ms": np.median(before) / 1e3,
+        "ms": np.median(after) / 1e3,
+        "ratio": np.median(after / before),
+        "alone_us": " ".join(f"{us:.6g}" for us in before),
+        "us": " ".join(f"{us:.6g}" for us in after),
+    }
 
 
-def _row(alone: Series, other: Series, **what: Any) -> Row:
-    return Row(
-        **what,
-        rounds=len(alone.times),
-        alone_ms=alone.seconds * 1e3,
-        ms=other.seconds * 1e3,
-        ratio=paired(other.times, alone.times),
-        alone_us=_series(alone.times),
-        us=_series(other.times),
-    )
-
-
-def _series(times: Sequence[float]) -> str:
-    return " ".join(f"{seconds * 1e6:.6g}" for seconds in times)
-
-
-def line(row: Row) -> str:
+def line(row: Loss) -> str:
     """A row for people."""
-    if not row.ok:
-        return f"{row.case}: {row.status}: {row.note}"
-    what = " ".join(part for part in (row.mover, f"{row.parts} {row.cut}") if part)
-    times = f"{row.alone_ms:.4g} -> {row.ms:.4g} ms, median of paired ratios {row.ratio:.3f}"
-    return f"{row.loss:18} {row.case:20} {what:24} {times}"
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Append rows to a CSV file; a new one gets the header."""
-    append(path, Row, rows)
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a CSV file of losses. Raises as :func:`ficco.bench.rows.read`."""
-    return read_rows(path, Row)
+    if row["status"] != "ok":
+        return f"{row['case']}: {row['status']}: {row['note']}"
+    what = " ".join(part for part in (row.get("mover"), f"{row['parts']} {row['cut']}") if part)
+    times = f"{row['alone_ms']:.4g} -> {row['ms']:.4g} ms, median of paired ratios"
+    return f"{row['loss']:18} {row['case']:20} {what:24} {times} {row['ratio']:.3f}"

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import random
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import build, taken
-from ficco.bench.candidates import Candidate, of_problem, parse
+from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
-from ficco.bench.decisions import examples, table_i
+from ficco.bench.decisions import examples, show_table_i
 from ficco.bench.draw import draw, trace
+from ficco.bench.exact import ExactCall, exact_calls, seconds
 from ficco.bench.inputs import Operands
-from ficco.bench.stats import slowest
+from ficco.bench.progress import bar
+from ficco.bench.tables import cells, show
 from ficco.bench.traces import trace_all
 from ficco.launch import local_device
 from ficco.machine import find
@@ -31,10 +30,9 @@ from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch.distributed import ProcessGroup
 
-#: Schedules beside the named ones: other movers, directions, lanes and pieces.
+#: Schedules besides the named ones: other movers, directions, lanes and pieces.
 KNOBS = (
     "serial:collective",
     "shard-overlap:pull",
@@ -46,22 +44,19 @@ KNOBS = (
 )
 
 #: What everything is compared with.
-TORCH = Candidate("torch.distributed, then matmul", "serial-collective")
-
-#: What is said of a product.
-WORDS = {True: "exact", False: "[bold red]wrong[/]", None: "not served"}
+TORCH = BenchCandidate("torch.distributed, then matmul", "serial-collective")
 
 #: Rounds of calls of all schedules, each round with inputs of its own.
 CALLS = 7
 
-#: Rounds of an operator beside torch's composition.
+#: Rounds of an operator and torch's composition.
 TURNS = 15
 
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
 SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
 
-#: Machines on which the demo decides, and the one on which it simulates.
-DECIDED_ON = ("h200-4",)
+#: The machine on which the demo decides, and the one on which it simulates.
+DECIDED_ON = "h200-4"
 SIMULATED_ON = "mi300x-8"
 
 #: On CPUs the drawn calls copy at this many bytes per second, or the copies could not be seen.
@@ -69,7 +64,7 @@ DRAWN_BANDWIDTH = 3e8
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the demo shows.
 
     Attributes:
@@ -81,108 +76,64 @@ class Settings:
     out: Path | None
 
 
-@dataclass(frozen=True)
-class Result:
-    """One schedule.
-
-    Attributes:
-        name: the schedule, or what it is compared with.
-        exact: every call gave the one right product; None if it is not served here.
-        ms: median of the slowest rank's milliseconds.
-        note: why it is not served.
-    """
-
-    name: str
-    exact: bool | None
-    ms: float
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Served:
-    """One operator as a call with nothing else set does it, beside torch's own composition."""
-
-    operator: str
-    schedule: str
-    result: Result
-    torchs: Result
-
-
-def demo(settings: Settings) -> int:
+def demo(settings: DemoSettings) -> int:
     """Run the demo on this rank; the exit code."""
     from rich.console import Console
-    from rich.progress import Progress
 
     group = dist.group.WORLD
     first = group.rank() == 0
     device = local_device(settings.device)
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
-    candidates = [
-        TORCH,
-        *of_problem([parse(name) for name in (*NAMED, *KNOBS)], problem),
-    ]
-    console = Console(quiet=not first, width=None if sys.stdout.isatty() else 100)
-    console.print(f"{problem} on {device.type}")
-    out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-") if first else "")
-    show = Progress(console=Console(stderr=True, quiet=not first), transient=True)
-    with show:
-        calls = len(candidates) * (CALLS + 1)
-        task = show.add_task("schedules", total=calls + len(OPERATORS) + 1)
-        results = _rounds(candidates, operands, group, CALLS, lambda: show.advance(task))
-        served = []
+    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem)
+    if first:
+        print(f"{problem} on {device.type}", flush=True)
+    console = Console(stderr=True, quiet=not first)
+    total = (len(served) + 1) * (CALLS + 1) + len(OPERATORS)
+    done = count(1)
+    with bar(console, "demo", total) as show_step:
+        results = _times(
+            [TORCH, *served], operands, group, CALLS, lambda: show_step(next(done), "schedules")
+        )
+        taking = []
         for operator in OPERATORS:
-            show.update(task, description=operator)
-            served.append(_operator(operator, group, device))
-            show.advance(task)
-        show.update(task, description="timelines")
-        drawn = [
-            one.schedule
-            for one, result in zip(candidates, results, strict=True)
-            if one.ours and result.exact is not None
-        ]
+            taking.append(_operator(operator, group, device))
+            show_step(next(done), operator)
+        ours = results["schedule"][results["exact"].notna()].iloc[1:]
         with _slow_copies(device):
-            timelines = trace_all(drawn, operands, group)
-        if first:
-            out.mkdir(parents=True, exist_ok=True)
-            limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s"
-            note = f"{problem} on {device.type}, rank 0" + limited * (device.type == "cpu")
-            picture = draw(timelines, out / "timelines.png", columns=2, ranks=[0], note=note)
-            traced = trace(timelines, out / "trace.json")
+            timelines = trace_all(list(ours), operands, group)
     if not first:
         return 0
-    _write(out / "demo.csv", results)
-    _print(console, results)
-    _print_operators(console, served)
-    console.print(f"timelines, planned beside measured: {picture}", soft_wrap=True, highlight=False)
-    console.print(f"trace for https://ui.perfetto.dev: {traced}", soft_wrap=True, highlight=False)
-    _decisions(console)
-    text, code = verdict(results, group.size(), served)
+    out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
+    out.mkdir(parents=True, exist_ok=True)
+    results.to_csv(out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f")
+    limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s" * (device.type == "cpu")
+    note = f"{problem} on {device.type}, rank 0{limited}"
+    picture = draw(timelines, out / "timelines.png", columns=2, ranks=[0], note=note)
+    by_operator = pd.DataFrame(taking)
+    _show("all_gather_matmul by every schedule", results, results["ms"].iloc[0])
+    _show("Every operator by schedule='auto'", by_operator, by_operator.pop("torch"))
+    print(f"timelines, planned and measured: {picture}")
+    print(f"trace for https://ui.perfetto.dev: {trace(timelines, out / 'trace.json')}")
+    machine, papers = find(DECIDED_ON, None), find(SIMULATED_ON, None)
+    assert machine is not None and papers is not None
+    print(f"\nschedule='auto' on {machine.name}:", *examples(machine), sep="\n")
+    show_table_i(papers, scenarios())
+    text, code = verdict(results, group.size(), by_operator)
     print(text, flush=True)
     return code
 
 
-def _decisions(console: Console) -> None:
-    """What ``auto`` takes elsewhere, and the paper's Table I on its machine, both on paper."""
-    for name in DECIDED_ON:
-        machine = find(name, None)
-        assert machine is not None
-        console.print(f"\nschedule='auto' on {name}:", highlight=False)
-        for text in examples(machine):
-            console.print(text, soft_wrap=True, highlight=False)
-    machine = find(SIMULATED_ON, None)
-    assert machine is not None
-    console.print(table_i(machine, scenarios()), highlight=False)
-
-
-def verdict(results: list[Result], world: int, served: Sequence[Served] = ()) -> tuple[str, int]:
+def verdict(results: pd.DataFrame, world: int, by_operator: pd.DataFrame) -> tuple[str, int]:
     """The last line, and the exit code. The first result is not a schedule's."""
-    wrong = [result.name for result in results if result.exact is False]
-    wrong += [one.operator for one in served if not one.result.exact]
+    wrong = [
+        *results["schedule"][results["exact"].eq(False)],
+        *by_operator["operator"][by_operator["exact"].ne(True)],
+    ]
     if wrong:
         return f"demo failed: wrong results of {', '.join(wrong)}", 1
-    count = sum(result.exact is True for result in results[1:])
-    return f"demo ok: {count} schedules exact on {world} ranks", 0
+    right = results["exact"].iloc[1:].eq(True).sum()
+    return f"demo ok: {right} schedules exact on {world} ranks", 0
 
 
 def _operands(operator: str, group: ProcessGroup, device: torch.device) -> Operands:
@@ -193,70 +144,62 @@ def _operands(operator: str, group: ProcessGroup, device: torch.device) -> Opera
     return operands
 
 
-def _operator(operator: str, group: ProcessGroup, device: torch.device) -> Served:
+def _operator(operator: str, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
     """An operator by what ``auto`` takes and by torch's collective, in turns: others may use the
     cores, too."""
     operands = _operands(operator, group, device)
-    torchs, result = _rounds([TORCH, parse("auto")], operands, group, TURNS)
-    schedule = str(taken(operands.problem, group, device).schedule)
-    return Served(operator, schedule, result, torchs)
+    times = _times([TORCH, parse("auto")], operands, group, TURNS)
+    torch_ms, ms = times["ms"]
+    took = str(taken(operands.problem, group, device).schedule)
+    exact = times["exact"].iloc[1]
+    return {"operator": operator, "took": took, "ms": ms, "torch": torch_ms, "exact": exact}
 
 
-def _rounds(
-    candidates: Sequence[Candidate],
+def _times(
+    candidates: Sequence[BenchCandidate],
     operands: Operands,
     group: ProcessGroup,
-    count: int,
+    rounds: int,
     advance: Callable[[], object] = lambda: None,
-) -> list[Result]:
-    """Call all candidates in turns, so many times and once to warm up, each round on inputs of its
-    own and in an order of its own, the same on all ranks: the first of a round has it easiest.
-    Compare every result, and time. ``advance`` is called behind every call."""
-    served: dict[int, Callable[[], torch.Tensor]] = {}
-    notes: dict[int, str] = {}
-    times: list[list[float]] = [[] for _ in candidates]
-    exact = [True] * len(candidates)
+) -> pd.DataFrame:
+    """Call all candidates ``rounds`` times and once to warm up, compare every result, and time.
 
-    def turn(i: int) -> None:
-        _wait(operands.device)
-        dist.barrier(group)
-        start = time.perf_counter()
-        result = served[i]()
-        _wait(operands.device)
-        times[i].append(time.perf_counter() - start)
-        exact[i] = exact[i] and torch.equal(result, operands.reference())
-        advance()
-
-    operands.exact(0)
-    for i, candidate in enumerate(candidates):
+    ``advance`` is called after every call. A row per candidate: its name as ``schedule``; whether
+    every result was ``exact`` on all ranks, None if it is not served here; the median of the
+    slowest rank's ``ms``; and a ``note`` that says why it is not served.
+    """
+    served: dict[str, Callable[[], torch.Tensor]] = {}
+    outcomes: list[ExactCall] = []
+    notes: dict[str, str] = {}
+    measure = seconds(group, operands.device)
+    for number, candidate in enumerate(candidates):
+        one = {candidate.name: build(candidate, operands, group).run}
         try:
-            served[i] = build(candidate, operands, group).run
-            turn(i)
+            outcomes += exact_calls(one, operands, 1, first=number, measure=measure)
         except NotImplementedError as error:
-            notes[i] = str(error)
-            served.pop(i, None)
-    dice = random.Random(0)
-    for number in range(count):
-        operands.exact(1 + number)
-        for i in dice.sample(list(served), len(served)):
-            turn(i)
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (times, exact), group=group)
-    return [
-        Result(
-            candidate.name,
-            all(right[i] for _, right in found),
-            median(slowest([ran[i][1:] for ran, _ in found])) * 1e3,
-        )
-        if i in served
-        else Result(candidate.name, None, float("nan"), notes[i])
-        for i, candidate in enumerate(candidates)
-    ]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+            notes[candidate.name] = str(error)
+        else:
+            served |= one
+            advance()
+    for outcome in exact_calls(served, operands, rounds, first=len(candidates), measure=measure):
+        outcomes.append(outcome)
+        advance()
+    mine = [(name, not wrong.item(), taken_s * 1e3) for name, wrong, taken_s in outcomes]
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, mine, group=group)
+    calls = pd.concat(
+        [pd.DataFrame(one, columns=["schedule", "exact", "ms"]) for one in by_rank],
+        keys=range(group.size()),
+        names=["rank", "call"],
+    )
+    calls = calls.groupby("call").agg({"schedule": "first", "exact": "min", "ms": "max"})
+    exact = calls.groupby("schedule")["exact"].min().astype(object)
+    ms = calls.iloc[len(served) :].groupby("schedule")["ms"].median()
+    names = [candidate.name for candidate in candidates]
+    table = pd.DataFrame({"exact": exact.reindex(names), "ms": ms.reindex(names)})
+    table["exact"] = table["exact"].where(table["exact"].notna(), None)
+    table["note"] = table.index.map(lambda name: notes.get(name, ""))
+    return table.rename_axis("schedule").reset_index()
 
 
 def _slow_copies(device: torch.device) -> Any:
@@ -267,41 +210,12 @@ def _slow_copies(device: torch.device) -> Any:
     return disturb(Disturbance(bandwidth=DRAWN_BANDWIDTH))
 
 
-def _write(path: Path, results: list[Result]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("schedule", "exact", "ms", "note"))
-        for one in results:
-            writer.writerow((one.name, one.exact, f"{one.ms:.4f}", one.note))
-
-
-def _print(console: Console, results: list[Result]) -> None:
-    from rich.table import Table
-
-    torchs = results[0].ms
-    table = Table(title="all_gather_matmul by every schedule", title_justify="left")
-    table.add_column("schedule", overflow="fold")
-    for heading in ("ms", "x torch"):  # times as fast as torch's own composition, the first row
-        table.add_column(heading, justify="right")
-    table.add_column("product")
-    for one in results:
-        word = WORDS[one.exact]
-        figures = ("", "") if one.exact is None else (f"{one.ms:.2f}", f"{torchs / one.ms:.2f}")
-        table.add_row(one.name, *figures, word)
-    console.print(table)
-
-
-def _print_operators(console: Console, served: Sequence[Served]) -> None:
-    from rich.table import Table
-
-    table = Table(title="Every operator by schedule='auto'", title_justify="left")
-    table.add_column("operator")
-    table.add_column("took", overflow="fold")
-    for heading in ("ms", "x torch"):
-        table.add_column(heading, justify="right")
-    table.add_column("result")
-    for one in served:
-        ms, torchs = one.result.ms, one.torchs.ms
-        figures = (f"{ms:.2f}", f"{torchs / ms:.2f}")
-        table.add_row(one.operator, one.schedule, *figures, WORDS[one.result.exact])
-    console.print(table)
+def _show(title: str, rows: pd.DataFrame, torch_ms: Any) -> None:
+    table = rows.drop(columns=["exact", "note"], errors="ignore")
+    table["ms"] = cells(rows["ms"])
+    table["x torch"] = cells(torch_ms / rows["ms"])
+    table["result"] = [
+        "not served" if x is None else "exact" if x else "WRONG" for x in rows["exact"]
+    ]
+    last = table.shape[1] - 1
+    show(title, table, left=(0, *([1] if "took" in table else []), last), width=100)

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ficco.bench.pictures import BLUE, GREEN, ORANGE, PURPLE, picture
 from ficco.timeline import Bar, Timeline
 
 #: Colours of the kinds of bars, also where hues are hard to tell apart: dark, middle, light.
 COLOURS = {
-    "matmul": "#2a5d8f",
-    "copy": "#e08a1e",
-    "collective": "#a05a8a",
-    "place": "#7a9a3a",
+    "matmul": BLUE,
+    "copy": ORANGE,
+    "collective": PURPLE,
+    "place": GREEN,
     "reduce": "#4f7a5a",
     "wait": "#dddddd",
 }
@@ -36,7 +37,6 @@ def draw(
         ranks: the ranks to show; None for all.
         note: a line above the grid.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     lanes = [
@@ -52,35 +52,25 @@ def draw(
     heights = [
         max(len(names) for names in lanes[i * columns : (i + 1) * columns]) for i in range(rows)
     ]
-    figure = Figure(
-        figsize=(max(7.0, 6.5 * columns), sum(0.24 * h + 0.75 for h in heights) + 0.8),
-        layout="constrained",
-    )
-    grid = figure.subplots(
-        rows, columns, squeeze=False, gridspec_kw={"height_ratios": [h + 1.5 for h in heights]}
-    )
-    for axes in grid.flat[len(timelines) :]:
-        axes.set_axis_off()
-    for i, (timeline, names) in enumerate(zip(timelines, lanes, strict=True)):
-        if not names:
-            grid.flat[i].set_axis_off()
-            continue
-        row = i // columns
-        beside = timelines[row * columns : (row + 1) * columns]
-        _draw_one(grid.flat[i], timeline, names, max(t.stop_s for t in beside))
     there = {bar.kind for timeline in timelines for bars in timeline.ranks for bar in bars}
-    kinds = [kind for kind in COLOURS if kind in there]
-    figure.legend(
-        handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds],
-        loc="outside lower center",
-        ncols=len(kinds),
-        frameon=False,
-    )
-    if note:
-        figure.suptitle(note, fontsize=10)
+    kinds = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in there]
+    size = max(7.0, 6.5 * columns), sum(0.24 * h + 0.75 for h in heights) + 0.8
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with picture(path, *size, note) as figure:
+        ratios = {"height_ratios": [height + 1.5 for height in heights]}
+        grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=ratios)
+        for axes in grid.flat[len(timelines) :]:
+            axes.set_axis_off()
+        for i, (axes, timeline, names) in enumerate(zip(grid.flat, timelines, lanes, strict=False)):
+            if not names:
+                axes.set_axis_off()
+                continue
+            first = i // columns * columns
+            until_s = max(one.stop_s for one in timelines[first : first + columns])
+            _draw_one(axes, timeline, names, until_s)
+        figure.legend(
+            handles=kinds, loc="outside lower center", ncols=max(len(kinds), 1), frameon=False
+        )
     return path
 
 
@@ -110,17 +100,11 @@ def _draw_one(
                 linewidth=0.4,
             )
     one_rank = len({rank for rank, _ in names}) == 1
-    axes.set_yticks(
-        range(len(names)),
-        [lane if one_rank else f"rank {rank} {lane}" for rank, lane in names],
-        fontsize=7,
-    )
+    labels = [lane if one_rank else f"rank {rank} {lane}" for rank, lane in names]
+    axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, max(until_s * scale, 1e-9))
-    axes.tick_params(axis="x", labelsize=7)
-    axes.set_title(
-        f"{timeline.title} ({timeline.stop_s * scale:.3g} {unit})", fontsize=8, loc="left"
-    )
+    axes.set_title(f"{timeline.title} ({timeline.stop_s * scale:.3g} {unit})", loc="left")
 
 
 def trace(timelines: Sequence[Timeline], path: str | Path) -> Path:

@@ -19,7 +19,7 @@ from ficco.problem import Problem
 TERMS = 64
 LARGEST = 3
 
-#: Elements of B that are made at once: a bound on what making it takes, in 8-byte integers.
+#: Elements of B that are drawn at once: a bound on what that takes, in 8-byte integers.
 ELEMENTS = 1 << 26
 
 #: Overwrites a tensor with numbers of a generator.
@@ -64,7 +64,7 @@ class Operands:
     def exact(self, iteration: int) -> None:
         """Small integers; A depends on iteration, rank, block and row, so that stale data shows.
 
-        B depends on the sizes alone and is made anew only by :meth:`exact_b`.
+        B depends only on the sizes; :meth:`exact_b` sets it.
         """
 
         def draw(tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -92,7 +92,7 @@ class Operands:
         self.b_KN.normal_(generator=generator).mul_(max(self.b_KN.shape[0], 1) ** -0.5)
 
     def reference(self) -> torch.Tensor:
-        """The result by the library, from what this rank made alone."""
+        """The result by the library, from what only this rank computed."""
         return torch.mm(self._whole, self.b_KN)
 
     @property
@@ -100,7 +100,7 @@ class Operands:
         return self.whole_OK.t() if self.problem.kind.inner else self.whole_OK
 
     def _fill(self, iteration: int, draw: Draw) -> None:
-        """Draw all blocks of A that this rank has, and those of which its result is made."""
+        """Draw all blocks of A that this rank has, and those that its result consists of."""
         generator = torch.Generator(self.device)
         world = self.problem.world
 
@@ -128,7 +128,7 @@ class Operands:
             yield dst, problem.leaves(rank, dst), problem.block(rank, dst)
 
     def _arriving(self) -> Iterator[tuple[int, int, int, int]]:
-        """The blocks that this rank's result is made of: whose each is, whom it is for, its first
+        """The blocks that this rank's result consists of: whose each is, whom it is for, its first
         row in the whole and its rows."""
         problem, rank = self.problem, self.rank
         for src in range(problem.world):

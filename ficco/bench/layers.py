@@ -1,6 +1,6 @@
-"""Steps of tensor-parallel layers, forward and backward: ficco beside the collectives.
+"""Steps of tensor-parallel layers, forward and backward: ficco compared with the collectives.
 
-A layer is a column-parallel product and the row-parallel one behind it. Between two steps the
+A layer is a column-parallel product and the row-parallel one that follows. Between two steps the
 sequence is sharded, so that the first gathers it and the second scatters its sums; backward the
 second gathers and the first scatters. What stands between the products in a model is an activation
 here (``mlp``), or nothing (``attention``: the queries go on, attention itself is not timed).
@@ -10,28 +10,26 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
-from ficco.bench.about import describe, write_description
-from ficco.bench.calls import Runner, all_gather, reduce_scatter
+from ficco.bench.about import RunSettings
+from ficco.bench.calls import Runner
+from ficco.bench.frames import LAYERS, append
 from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
-from ficco.bench.report import MODE_WORDS, about_table, markdown
-from ficco.bench.rows import append
-from ficco.bench.rows import read as read_rows
+from ficco.bench.report import MODE_WORDS, about_table
 from ficco.bench.series import Stopwatch
-from ficco.bench.stats import NONE, better, paired, quartiles
+from ficco.bench.stats import fastest, over, spread
+from ficco.bench.tables import cells, markdown
+from ficco.bench.ways import ASYNC_TP, COLLECTIVES, WAYS, Forward, Layer
 from ficco.errors import FiccoError
 from ficco.launch import local_device
 
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Tensors = tuple[torch.Tensor, ...]
-#: From this rank's x, columns and rows of the weights to its part of the result.
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
 #: Largest difference from the collectives' step, as a share of the root mean square: a result
 #: passes four products and two sums over ranks, each rounded to so many digits. What is stale or
 #: missing differs by tenths.
@@ -51,256 +46,16 @@ TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 1e-4}
 CHECKS = 2
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Two products.
-
-    Attributes:
-        name: how reports call it.
-        tokens: rows of the whole sequence.
-        hidden: columns of x and of the result.
-        columns: columns of the first product on all ranks together; twice ``inner`` for a gate.
-        inner: columns of what the second multiplies, on all ranks together.
-    """
-
-    name: str
-    tokens: int
-    hidden: int
-    columns: int
-    inner: int
-    dtype: str = "bfloat16"
-
-    def between(self, y: torch.Tensor) -> torch.Tensor:
-        """What the second product takes of the first one's result."""
-        if self.columns == 2 * self.inner:
-            gate, up = y.chunk(2, -1)
-            return F.silu(gate) * up
-        return y[:, : y.shape[1] * self.inner // self.columns]
-
-
-#: Llama 3 70B: a feed-forward width of 28672 with a gate; 64 heads and 8 of keys and values.
-LAYERS = {
-    "cuda": (
-        Layer("mlp", 8192, 8192, 2 * 28672, 28672),
-        Layer("attention", 8192, 8192, 10240, 8192),
-    ),
-    "cpu": (
-        Layer("mlp", 256, 128, 2 * 256, 256, "float32"),
-        Layer("attention", 256, 128, 160, 128, "float32"),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way of one layer in one mode. A figure that does not exist is NaN, empty in CSV.
-
-    Attributes:
-        layer, tokens, hidden, columns, inner, dtype, world: what was asked.
-        mode, way, status, note, rounds: as in :class:`ficco.bench.table.Row`.
-        ms, ms_low, ms_high: milliseconds of a step on the slowest rank, and their quartiles.
-        speedup: over the faster way by collectives, paired.
-        vs_pytorch: over PyTorch's Async TP, paired.
-        error: largest difference from the step by collectives, as a share of the root mean square.
-        extra_bytes: most memory beside operands, gradients and result, on the rank that takes most.
-    """
-
-    layer: str
-    tokens: int
-    hidden: int
-    columns: int
-    inner: int
-    dtype: str
-    world: int
-    mode: str
-    way: str
-    status: str
-    note: str = ""
-    rounds: int = 0
-    ms: float = NONE
-    ms_low: float = NONE
-    ms_high: float = NONE
-    speedup: float = NONE
-    vs_pytorch: float = NONE
-    error: float = NONE
-    extra_bytes: float = NONE
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is timed, and where the rows go; as in :class:`ficco.bench.run.Settings`."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(RunSettings):
+    """What is timed."""
 
     layers: tuple[Layer, ...]
     modes: tuple[str, ...]
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
-
-
-# The ways.
-
-
-def _gather(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    found = x.new_empty(x.shape[0] * group.size(), x.shape[1])
-    return found, all_gather(found, x.contiguous(), group=group, async_op=not wait)
-
-
-def _scatter(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    found = x.new_empty(x.shape[0] // group.size(), x.shape[1])
-    return found, reduce_scatter(found, x.contiguous(), group=group, async_op=not wait)
-
-
-class _Column(torch.autograd.Function):
-    """The first product. ``again``: gathered anew in backward, and there beside products, as
-    Megatron-LM does it; otherwise kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, again: bool
-    ) -> torch.Tensor:
-        whole, _ = _gather(x, group)
-        ctx.save_for_backward(x if again else whole, weight)
-        ctx.group, ctx.again = group, again
-        return whole @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        kept, weight = ctx.saved_tensors
-        if not ctx.again:
-            mine, _ = _scatter(grad @ weight, ctx.group)
-            return mine, grad.t() @ kept, None, None
-        whole, gathered = _gather(kept, ctx.group, wait=False)
-        ours = grad @ weight
-        gathered.wait()
-        mine, scattered = _scatter(ours, ctx.group, wait=False)
-        of_weight = grad.t() @ whole
-        scattered.wait()
-        return mine, of_weight, None, None
-
-
-class _Row(torch.autograd.Function):
-    """The second product."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, a: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
-    ) -> torch.Tensor:
-        ctx.save_for_backward(a, weight)
-        ctx.group = group
-        return _scatter(a @ weight.t(), group)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        a, weight = ctx.saved_tensors
-        whole, _ = _gather(grad, ctx.group)
-        return whole @ weight, whole.t() @ a, None
-
-
-def _by_collectives(layer: Layer, group: ProcessGroup, again: bool) -> Forward:
-    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        y = _Column.apply(x, first, group, again)
-        found: torch.Tensor = _Row.apply(layer.between(y), second, group)
-        return found
-
-    return forward
-
-
-def _by_ficco(layer: Layer, group: ProcessGroup) -> Forward:
-    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        y = ficco.all_gather_matmul(x, first.t(), group=group)
-        return ficco.matmul_reduce_scatter(layer.between(y), second.t(), group=group)
-
-    return forward
-
-
-def _saving() -> AbstractContextManager[Any]:
-    return ficco.options(save_gathered=True)
-
-
-def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
-    """Functional collectives, which the compiler can see, and fuses with products if told to."""
-    from torch.distributed import _functional_collectives as functional
-    from torch.distributed import _symmetric_memory
-
-    with warnings.catch_warnings():
-        # Deprecated as needless, and what the compiler still asks for before it fuses (2.11, 2.13).
-        warnings.simplefilter("ignore", FutureWarning)
-        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
-    names = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
-    if not hasattr(functional, names[0]):  # renamed by newer releases
-        names = ("all_gather_tensor_autograd", "reduce_scatter_tensor_autograd")
-    gather, scatter = (getattr(functional, name) for name in names)
-
-    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        y = gather(x, 0, group) @ first.t()
-        found: torch.Tensor = scatter(layer.between(y) @ second.t(), "sum", 0, group)
-        return found
-
-    return forward
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a step is made.
-
-    Attributes:
-        make: gives the forward pass.
-        context: what the step runs inside of.
-        compiler: options of the compiler; None for an eager step.
-        calls: parts of names of operators, each of which a step must call: a compiler that does
-            not find what it should replace says nothing.
-    """
-
-    make: Callable[[Layer, Any], Forward]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    compiler: dict[str, Any] | None = None
-    calls: tuple[str, ...] = ()
-
-    def forward(self, layer: Layer, group: ProcessGroup) -> Forward:
-        eager = self.make(layer, group)
-        if self.compiler is None:
-            return eager
-        how: dict[str, Any] = {"options": self.compiler}
-        if dist.get_backend(group) != "nccl":
-            if self.compiler:
-                raise NotImplementedError(f"PyTorch has {', '.join(self.compiler)} on GPUs only")
-            # Shows that it works, without a C++ compiler.
-            how = {"backend": "aot_eager"}
-        compiled: Forward = torch.compile(eager, fullgraph=True, **how)
-        return compiled
-
-
-#: The first is what the others must agree with.
-WAYS = {
-    "collectives": Way(partial(_by_collectives, again=False)),
-    "collectives, gathered again": Way(partial(_by_collectives, again=True)),
-    "collectives, compiled": Way(_traceable, compiler={}),
-    "pytorch-async-tp": Way(
-        _traceable,
-        compiler={"_micro_pipeline_tp": True},
-        calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
-    ),
-    "ficco": Way(_by_ficco),
-    "ficco, gathered A saved": Way(_by_ficco, _saving),
-    "ficco, compiled": Way(
-        _by_ficco, compiler={}, calls=("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")
-    ),
-}
-COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
-ASYNC_TP = "pytorch-async-tp"
-
-
-# On the ranks.
 
 
 @dataclass
-class Step:
+class LayerStep:
     """The operands of a layer on one rank, and its steps on them."""
 
     layer: Layer
@@ -338,101 +93,96 @@ class Step:
         """One step; its result. The gradients stay with the operands."""
         for tensor in self.operands:
             tensor.grad = None
-        found = forward(*self.operands)
-        found.backward(self.grad)
-        return found
+        result = forward(*self.operands)
+        result.backward(self.grad)
+        return result
 
     def results(self, forward: Forward) -> Tensors:
         """A step's result and gradients."""
-        found = self.run(forward)
+        result = self.run(forward)
         grads = [tensor.grad for tensor in self.operands]
-        return found.detach(), *(grad for grad in grads if grad is not None)
+        return result.detach(), *(grad for grad in grads if grad is not None)
 
 
-def difference(found: Tensors, wanted: Tensors) -> float:
+def difference(results: Tensors, wanted: Tensors) -> float:
     """Root mean square of the difference over that of what is wanted; the largest of several."""
     shares = [
         float((one.double() - other.double()).norm() / other.double().norm())
-        for one, other in zip(found, wanted, strict=True)
+        for one, other in zip(results, wanted, strict=True)
     ]
     return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
 
-def layers(settings: Settings) -> list[Row]:
-    """Measure; collective. The rows on rank 0, nothing elsewhere."""
+def layers(settings: LayerSettings) -> pd.DataFrame | None:
+    """Measure; collective. The rows on rank 0, None elsewhere."""
     group = dist.group.WORLD
     assert group is not None
     watch = Stopwatch(group, local_device(settings.device))
-    rows: list[Row] = []
+    rows: list[pd.DataFrame] = []
     began = time.monotonic()
     if watch.rank == 0:
-        about = describe(settings.device, watch.world, settings.command)
-        write_description(settings.csv, about)
+        settings.write_description(watch.world)
     for number, layer in enumerate(settings.layers):
         left = settings.seconds - (time.monotonic() - began)
-        found = list(_layer(layer, watch, settings, left / (len(settings.layers) - number)))
+        share = left / (len(settings.layers) - number)
+        rows.append(LAYERS.frame(_layer(layer, watch, settings, share)))
         if watch.rank == 0:
-            rows += found
-            append(settings.csv, Row, found)
+            append(settings.csv, rows[-1])
         watch.release()
     watch.close()
-    return rows
+    return pd.concat(rows, ignore_index=True) if watch.rank == 0 else None
 
 
-def _layer(layer: Layer, watch: Stopwatch, settings: Settings, seconds: float) -> Iterator[Row]:
+def _layer(
+    layer: Layer, watch: Stopwatch, settings: LayerSettings, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """The rows of a layer, as columns of ``ficco.bench.frames.LAYERS``."""
     began = time.monotonic()
     # The compiler would take another layer's sizes for a sign that sizes change, and compile for
     # any; and of many layers it would refuse the last.
     torch.compiler.reset()
-    step = Step(layer, watch.rank, watch.world, watch.device)
-    sizes = (layer.name, layer.tokens, layer.hidden, layer.columns, layer.inner, layer.dtype)
-    named = Row(*sizes, watch.world, "", "", "ok")
+    step = LayerStep(layer, watch.rank, watch.world, watch.device)
+    sizes = {name: value for name, value in vars(layer).items() if name != "name"}
+    shape = {"layer": layer.name, **sizes, "world": watch.world}
     runners: dict[str, Runner] = {}
     figures: dict[str, dict[str, Any]] = {}
     for way in WAYS:
         forward, figures[way], why = _proven(way, step, watch)
         if forward is None:
-            yield replace(named, way=way, **figures[way], note=why)
+            yield {**shape, "way": way, **figures[way], "note": why}
         else:
             runners[way] = Runner(partial(step.run, forward), context=WAYS[way].context)
     step.fill(0)
     rest = max(seconds - (time.monotonic() - began), 0.0) / len(settings.modes)
     for mode in settings.modes:
-        times = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
-        series = {way: one.times for way, one in times.items()}
-        serial = better(*(series.get(way) for way in COLLECTIVES))
-        for way, own in series.items():
-            low, high = quartiles(own)
-            yield replace(
-                named,
-                mode=mode,
-                way=way,
-                rounds=len(own),
-                ms=times[way].seconds * 1e3,
-                ms_low=low * 1e3,
-                ms_high=high * 1e3,
-                speedup=paired(serial, own),
-                vs_pytorch=paired(series.get(ASYNC_TP), own),
-                **figures[way],
-            )
+        series = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
+        times = pd.DataFrame({way: one.times for way, one in series.items()})
+        found = spread(times)
+        found["speedup"] = over(fastest(times, COLLECTIVES), times)
+        found["vs_pytorch"] = over(times.get(ASYNC_TP), times)
+        for way, own in found.to_dict("index").items():
+            timed = {"mode": mode, "way": way, "status": "ok", "rounds": len(times)}
+            yield {**shape, **timed, **own, **figures[way]}
 
 
-def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dict[str, Any], str]:
+def _proven(
+    way: str, step: LayerStep, watch: Stopwatch
+) -> tuple[Forward | None, dict[str, Any], str]:
     """A way that agrees with the first one, and what was seen; None if it does not, and why."""
     reference = WAYS[COLLECTIVES[0]].forward(step.layer, watch.group)
 
     def action() -> tuple[Forward, float, int]:
-        made, error, extra = WAYS[way].forward(step.layer, watch.group), 0.0, 0
+        ours, error, extra = WAYS[way].forward(step.layer, watch.group), 0.0, 0
         for turn in range(CHECKS):
             step.fill(turn + 1)
             wanted = step.results(reference)
             with WAYS[way].context():
-                error = max(error, difference(step.results(made), wanted))
+                error = max(error, difference(step.results(ours), wanted))
                 del wanted
-                _, extra = peak_bytes(partial(step.run, made), watch.device)
+                _, extra = peak_bytes(partial(step.run, ours), watch.device)
                 extra += _symmetric_bytes(way, watch.group)
-        require(WAYS[way].calls, partial(step.run, made))
-        return made, error, extra
+        require(WAYS[way].calls, partial(step.run, ours))
+        return ours, error, extra
 
     # After one of ficco's own errors peers may be stuck: there is no way on.
     value, why = watch.together(action, fatal=(FiccoError,))
@@ -445,7 +195,7 @@ def _proven(way: str, step: Step, watch: Stopwatch) -> tuple[Forward | None, dic
     if error > limit:
         return None, {"status": "wrong", "error": error}, f"differs by {error:.2g} of {limit:.2g}"
     on_gpu = watch.device.type == "cuda"
-    return forward, {"error": error, "extra_bytes": float(extra) if on_gpu else NONE}, ""
+    return forward, {"error": error, "extra_bytes": float(extra) if on_gpu else math.nan}, ""
 
 
 def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
@@ -461,34 +211,35 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
 
 
 def _symmetric_bytes(way: str, group: ProcessGroup) -> int:
-    """What a way takes beside PyTorch's own memory, and keeps."""
+    """What a way takes besides PyTorch's own memory, and keeps."""
     if way == ASYNC_TP:
         return pytorch_workspace_bytes(group)
     return 0 if way in COLLECTIVES else ficco.memory(group)
 
 
-def report(rows: Sequence[Row], about: dict[str, Any], name: str) -> str:
+def report(rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
     """The rows as Markdown."""
     parts = [f"# {name}", about_table(about), HOW]
-    for mode in dict.fromkeys(row.mode for row in rows if row.mode):
-        body = [
-            (
-                f"{row.layer}: {row.tokens} tokens, {row.hidden}, {row.columns}, {row.inner}",
-                row.way,
-                f"{row.ms:.3f}",
-                _number(row.speedup, ".2f"),
-                _number(row.vs_pytorch, ".2f"),
-                _number(row.extra_bytes / 2**20, ".0f"),
-                _number(row.error, ".1e"),
-            )
-            for row in rows
-            if row.mode == mode
-        ]
-        heads = ("layer", "way", "ms", "x collectives", "x Async TP", "extra MiB", "differs by")
-        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(heads, body)]
-    missing = [f"- {row.way} of {row.layer}: {row.status}: {row.note}" for row in rows if row.note]
-    if missing:
-        parts += ["## Not measured", "\n".join(missing)]
+    for mode, found in rows[rows["mode"] != ""].groupby("mode", sort=False):
+        text = found.astype(str)
+        sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
+        columns = {
+            "layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes,
+            "way": text["way"],
+            "ms": cells(found["ms"], ".3f"),
+            "x collectives": cells(found["speedup"]),
+            "x Async TP": cells(found["vs_pytorch"]),
+            "extra MiB": cells(found["extra_bytes"] / 2**20, ".0f"),
+            "differs by": cells(found["error"], ".1e"),
+        }
+        table = pd.DataFrame(columns)
+        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
+    missing = rows[rows["note"] != ""]
+    if len(missing):
+        names = ("way", "layer", "status", "note")
+        texts = missing[list(names)].itertuples(index=False)
+        lines = [f"- {way} of {layer}: {status}: {note}" for way, layer, status, note in texts]
+        parts += ["## Not measured", "\n".join(lines)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -504,12 +255,3 @@ HOW = (
     "gradients, within what rounding explains, and must be seen to call the fused operators that "
     "it is named after."
 )
-
-
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a CSV file of layers. Raises as :func:`ficco.bench.rows.read`."""
-    return read_rows(path, Row)

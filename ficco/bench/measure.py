@@ -3,7 +3,7 @@
 =======  ==========================================================================================
 mode     what is timed
 =======  ==========================================================================================
-queued   the GPU sleeps until the host has enqueued the call, as behind a host that runs ahead
+queued   the GPU sleeps until the host has enqueued the call, as after a host that runs ahead
 idle     the GPU waits for the host: what the host takes to enqueue is inside the time
 graph    a replay of as many calls as ``CALLS_IN_GRAPH`` in a row, timed as in queued, by call
 =======  ==========================================================================================
@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import Runner
-from ficco.bench.candidates import Candidate
-from ficco.bench.stats import NONE
+from ficco.bench.candidates import BenchCandidate
+from ficco.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,7 +76,9 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(wanted.split(",")))
     for mode in chosen:
         if mode not in there:
-            raise ValueError(f"mode: required one of {', '.join(there)} on {device}, got {mode!r}")
+            raise InvalidArgument(
+                "mode", f"required one of {', '.join(there)} on {device}, got {mode!r}"
+            )
     return chosen
 
 
@@ -145,12 +147,12 @@ class Item:
     """
 
     mode: str
-    candidate: Candidate
+    candidate: BenchCandidate
     runner: Runner
     replay: Callable[[], None] | None = None
     sleep_s: float = SLEEP_LEAST_S
     times_s: list[float] = field(default_factory=list)
-    host_s: float = NONE
+    host_s: float = math.nan
 
     @property
     def call(self) -> Callable[[], Any]:
@@ -181,7 +183,7 @@ class HostClock:
 
     def host(self, item: Item) -> float:
         """Not told apart from the call's own time."""
-        return NONE
+        return math.nan
 
 
 class DeviceClock:
@@ -309,21 +311,21 @@ def rounds(
 
 def _warm(item: Item, clock: HostClock | DeviceClock, barrier: Barrier) -> None:
     """Call until nothing is slow for being new, and see what the host takes."""
-    found = []
+    taken = []
     for _ in range(clock.warm_calls):
-        found.append(clock.time(item))
+        taken.append(clock.time(item))
         # Not by the slowest ones, for which memory was allocated.
-        long = bool(barrier.decide(min(seconds for seconds, _ in found) > LONG_S * item.calls))
-        if long and len(found) >= LEAST_WARM:
+        long = bool(barrier.decide(min(seconds for seconds, _ in taken) > LONG_S * item.calls))
+        if long and len(taken) >= LEAST_WARM:
             break
-    host = min(host for _, host in found)
+    host = min(host for _, host in taken)
     item.sleep_s = min(SLEEP_LEAST_S + SLEEP_FACTOR * host, SLEEP_MOST_S)
     if not long:
         item.host_s = clock.host(item) / item.calls
 
 
 def peak_bytes(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
-    """A call's result, and the most that it took of PyTorch's memory beside that result.
+    """A call's result, and the most that it took of PyTorch's memory besides that result.
 
     On a CPU the second is 0: nothing there keeps count.
     """
@@ -343,6 +345,6 @@ def pytorch_workspace_bytes(group: ProcessGroup) -> int:
     with suppress(ImportError, AttributeError):
         from torch.distributed import _symmetric_memory
 
-        found = _symmetric_memory._group_name_to_workspace_tensor.get(group.group_name)
-        return 0 if found is None else found.untyped_storage().nbytes()
+        workspace = _symmetric_memory._group_name_to_workspace_tensor.get(group.group_name)
+        return 0 if workspace is None else workspace.untyped_storage().nbytes()
     return 0

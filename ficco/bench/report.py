@@ -1,18 +1,19 @@
-"""Markdown from a bench's rows: a report, and the tables of several benches for READMEs."""
+"""What is said of a bench's rows: a report in Markdown, and tables for a terminal."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from ficco.bench.bounds import moved_bytes
-from ficco.bench.lines import Line, lines, mean_and_worst, modes, number
-from ficco.bench.stats import ROLES
-from ficco.bench.table import ERROR_ROWS, Row, left_out, operators
-from ficco.errors import ConfigError
+import pandas as pd
+
+from ficco.bench import stats
+from ficco.bench.candidates import moved_bytes
+from ficco.bench.cases import Case
+from ficco.bench.roles import RATIOS, by_operator, left_out, lines, measured, modes, shape_text
+from ficco.bench.tables import cells, markdown, show
+from ficco.bench.verify import ERROR_ROWS
 from ficco.problem import OPERATORS
 
 MODE_WORDS = {
@@ -20,32 +21,6 @@ MODE_WORDS = {
     "idle": "the GPU waits for the host, as in a decode step",
     "graph": "replayed from a graph, behind a queue",
 }
-
-
-def report(rows: Sequence[Row], about: dict[str, Any], name: str, pictures: Sequence[Path]) -> str:
-    """A bench as Markdown."""
-    summed = any(OPERATORS[operator].sums for operator in operators(rows))
-    parts = [f"# {name}", about_table(about), HOW + SUMS * summed]
-    parts += [f"![{path.stem}]({path.name})" for path in pictures]
-    several = len(operators(rows)) > 1
-    for operator, mine in by_operator(rows):
-        for mode in modes(mine):
-            heading = f"{operator}, {mode}" if several else mode.capitalize()
-            parts += [f"## {heading}: {MODE_WORDS[mode]}", _bounds(mine, mode)]
-        if costs := _costs(mine):
-            parts += ["## Host cost and memory" + f" of {operator}" * several, costs]
-        if accuracy := _accuracy(mine):
-            parts += ["## Accuracy" + f" of {operator}" * several, accuracy]
-    if missing := left_out(rows):
-        parts += ["## Not measured", "\n".join(f"- {text}" for text in missing)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def by_operator(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each operator."""
-    for operator in operators(rows):
-        yield operator, [row for row in rows if row.operator == operator]
-
 
 HOW = (
     "All candidates of a shape run in shuffled order in every round, so that a GPU that gets hot "
@@ -62,8 +37,33 @@ SUMS = (
     "copies are those of the blocks alone, of an all-reduce there and back."
 )
 
+HINDSIGHT = (
+    "The schedule is the fastest that was measured, which is known in hindsight; `auto` is what a "
+    "call takes with nothing else set."
+)
+
+
+def report(rows: pd.DataFrame, about: dict[str, Any], name: str, pictures: Sequence[Path]) -> str:
+    """A bench as Markdown."""
+    several = rows["operator"].nunique() > 1
+    summed = any(OPERATORS[operator].sums for operator in rows["operator"].unique())
+    parts = [f"# {name}", about_table(about), HOW + SUMS * summed]
+    parts += [f"![{path.stem}]({path.name})" for path in pictures]
+    for operator, mine in by_operator(rows):
+        for mode in modes(mine):
+            heading = f"{operator}, {mode}" if several else mode.capitalize()
+            parts += [f"## {heading}: {MODE_WORDS[mode]}", _bounds(mine, mode)]
+        if costs := _costs(mine):
+            parts += ["## Host cost and memory" + f" of {operator}" * several, costs]
+        if accuracy := _accuracy(mine):
+            parts += ["## Accuracy" + f" of {operator}" * several, accuracy]
+    if missing := left_out(rows):
+        parts += ["## Not measured", "\n".join(f"- {text}" for text in missing)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
 
 def about_table(about: dict[str, Any]) -> str:
+    """The description of a run."""
     if not about:
         return ""
     versions = about.get("versions", {})
@@ -79,53 +79,45 @@ def about_table(about: dict[str, Any]) -> str:
     return markdown(("", ""), [(name, value) for name, value in said if value])
 
 
-def _bounds(rows: Sequence[Row], mode: str) -> str:
-    there = lines(rows, mode)
-    with_auto = any(line.auto for line in there)
-    figures = ["share", "speedup", "vs_pytorch"] + ["vs_queued"] * (mode == "graph")
-    heads = (
-        "shape",
-        "GEMM",
-        "collective",
-        "copies",
-        "serial",
-        "PyTorch",
-        "ficco",
-        "schedule",
-        "of ideal",
-        "x serial",
-        "x PyTorch",
-        *["x queued"] * (mode == "graph"),
-        "overlap",
-        *[f"auto: {AUTO_HEADS[0]}", *AUTO_HEADS[1:]] * with_auto,
+def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{}") -> pd.DataFrame:
+    """A table of text with two rows more: the geometric mean and the least of some columns."""
+    ends = pd.DataFrame("", ["geometric mean", "worst"], table.columns, dtype=object)
+    for head, values in ratios.items():
+        ends[head] = cells(pd.Series([stats.geomean(values), values.min()], ends.index))
+    ends[table.columns[0]] = ends.index.map(bold.format)
+    return pd.concat([table, ends], ignore_index=True)
+
+
+def _bounds(rows: pd.DataFrame, mode: str) -> str:
+    shapes = lines(rows, mode)
+    figures = RATIOS | {"vs_queued": "x queued"} if mode == "graph" else RATIOS
+    timed = {
+        "GEMM": "gemm",
+        "collective": "collective",
+        "copies": "copies",
+        "serial": "serial",
+        "PyTorch": "pytorch",
+        "ficco": "best",
+    }
+    # The name of a column is its heading, but for the second of two alike.
+    table = pd.DataFrame({"shape": shape_text(shapes)})
+    for head, role in timed.items():
+        table[head] = cells(shapes[role, "ms"], ".3f")
+    table["schedule"] = shapes["best", "candidate"].fillna("")
+    ratios = {head: shapes["best", name] for name, head in figures.items()}
+    table = table.assign(**{head: cells(values) for head, values in ratios.items()})
+    table["overlap"] = cells(shapes["best", "efficiency"])
+    heads = list(table)
+    if shapes["auto", "ms"].notna().any():
+        table["auto"] = cells(shapes["auto", "ms"], ".3f")
+        of_auto = {f"auto: {RATIOS[name]}": name for name in ("speedup", "vs_pytorch")}
+        ratios |= {head: shapes["auto", name] for head, name in of_auto.items()}
+        table = table.assign(**{head: cells(ratios[head]) for head in of_auto})
+        heads += ["auto: ms", *(RATIOS[name] for name in of_auto.values())]
+    sizes = _sizes(rows["operator"].iloc[0])
+    return f"Milliseconds; ({sizes}). {HINDSIGHT}\n\n" + markdown(
+        heads, with_means(table, ratios, "**{}**")
     )
-    body = [
-        (
-            _shape(line.shape),
-            *(_ms(row) for row in (line.gemm, line.collective, line.copies)),
-            *(_ms(row) for row in (line.serial, line.pytorch, line.best)),
-            line.best.candidate if line.best else "",
-            *(_figure(line.best, name) for name in figures),
-            _figure(line.best, "efficiency"),
-            *_auto_cells(line) * with_auto,
-        )
-        for line in there
-    ]
-    best = [line.best for line in there]
-    for i, name in enumerate(("geometric mean", "worst")):
-        means = [mean_and_worst(best, figure)[i] for figure in figures]
-        blank = ("",) * 7
-        means_of_auto = ["", *_auto_means(there, i)] * with_auto
-        body.append(
-            (f"**{name}**", *blank, *(number(value) for value in means), "", *means_of_auto)
-        )
-    sizes = _sizes(there[0].shape.operator)
-    return f"Milliseconds; ({sizes}). {HINDSIGHT}\n\n" + markdown(heads, body)
-
-
-#: Figures of what ``auto`` takes, behind its milliseconds.
-AUTO_FIGURES = ("speedup", "vs_pytorch")
-AUTO_HEADS = ("ms", "x serial", "x PyTorch")
 
 
 def _sizes(operator: str) -> str:
@@ -136,190 +128,122 @@ def _sizes(operator: str) -> str:
     return "m, n, k per rank" if kind.scatters else "m, n per rank, k"
 
 
-HINDSIGHT = (
-    "The schedule is the fastest that was measured, which is known in hindsight; `auto` is what a "
-    "call takes with nothing else set."
-)
-
-
-def _auto_cells(line: Line) -> list[str]:
-    return [_ms(line.auto), *(_figure(line.auto, name) for name in AUTO_FIGURES)]
-
-
-def _auto_means(there: Sequence[Line], which: int) -> list[str]:
-    """Geometric means of what ``auto`` reaches, or the worst."""
-    rows = [line.auto for line in there]
-    return [number(mean_and_worst(rows, name)[which]) for name in AUTO_FIGURES]
-
-
-def _shape(row: Row) -> str:
-    size = f"{row.m}, {row.n}, {row.k}"
-    name = "" if row.case == f"{row.m}x{row.n}x{row.k}" else f"{row.case}: "
-    return f"{name}{size}" + (f" ({row.label})" if row.label else "")
-
-
-def _costs(rows: Sequence[Row]) -> str:
+def _costs(rows: pd.DataFrame) -> str:
     """Host microseconds and memory by candidate, over the shapes."""
-    names = list(dict.fromkeys(row.candidate for row in rows if row.ok))
-    measured = [mode for mode in modes(rows) if any(_known(r, mode, "host_us") for r in rows)]
-    body = []
-    for name in names:
-        own = [row for row in rows if row.candidate == name and row.ok]
-        host = [[r.host_us for r in own if _known(r, mode, "host_us")] for mode in measured]
-        extra = [
-            row.extra_bytes / gathered
-            for row in own
-            if not math.isnan(row.extra_bytes) and (gathered := moved_bytes(row.problem))
-        ]
-        if extra or any(host):
-            cells = [f"{median(values):.0f}" if values else "" for values in host]
-            body.append((name, *cells, f"{max(extra):.2f}" if extra else ""))
-    if not body:
+    there = measured(rows)
+    moved = there.apply(_moved_bytes, axis=1) if len(there) else 0
+    there = there.assign(memory=(there["extra_bytes"] / moved).where(moved != 0))
+    by_name = there.groupby("candidate", sort=False)
+    host = there[there["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()
+    hosts = host.unstack().reindex(there["candidate"].unique())
+    known = [mode for mode in modes(rows) if mode in hosts]
+    table = hosts[known].assign(memory=by_name["memory"].max()).dropna(how="all")
+    if table.empty:
         return ""
-    moved = "product" if OPERATORS[rows[0].operator].scatters else "gathered A"
-    heads = ("candidate", *(f"host us, {mode}" for mode in measured), f"memory / {moved}")
-    text = (
+    text = table[known].apply(cells, form=".0f").assign(memory=cells(table["memory"]))
+    what = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
+    heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {what}")
+    return (
         "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
         "the shapes. "
         "Memory beside operands and result, on the rank that takes most, over the bytes of the "
-        f"{moved}; largest of the shapes. ficco holds two slots, so that a call need not wait "
+        f"{what}; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
+        f"\n\n{markdown(heads, text.reset_index())}"
     )
-    return f"{text}\n\n{markdown(heads, body)}"
 
 
-def _known(row: Row, mode: str, figure: str) -> bool:
-    return row.ok and row.mode == mode and not math.isnan(getattr(row, figure))
+def _moved_bytes(row: pd.Series) -> int:
+    case = Case("", row["m"], row["n"], row["k"], row["dtype"], operator=row["operator"])
+    return moved_bytes(case.problem(row["world"]))
 
 
-def _accuracy(rows: Sequence[Row]) -> str:
-    """Errors of sums on random data: ficco's beside those of serial."""
-    body, ratios = [], []
-    for case in dict.fromkeys(row.case for row in rows):
-        found = {row.candidate: row for row in rows if row.case == case and row.error == row.error}
-        serial = found.get(ROLES.serials[0])
-        ours = [row for row in found.values() if row.kind == "ficco"]
-        if not serial or not ours:
-            continue
-        least, most = (pick(ours, key=lambda row: row.error) for pick in (min, max))
-        fused = found.get(ROLES.pytorch[0])
-        ratios.append(most.error / serial.error)
-        body.append(
-            (
-                _shape(serial),
-                _error(serial),
-                _error(fused),
-                _error(least),
-                _error(most),
-                f"`{most.candidate}`",
-                f"{ratios[-1]:.3f}",
-            )
-        )
-    if not body:
+def _accuracy(rows: pd.DataFrame) -> str:
+    """Errors of sums on random data: ficco's compared with those of serial."""
+    there = measured(rows)
+    there = there[there["error"].notna()].drop_duplicates(["case", "candidate"], keep="last")
+    by_case = there.set_index("case")
+    name, ours = by_case["candidate"], by_case[by_case["kind"] == "ficco"]
+    serial = by_case[name == stats.SERIALS[0]]
+    cases = [case for case in serial.index if case in ours.index]
+    if not cases:
         return ""
-    heads = ("", "serial", "PyTorch", "ficco, least", "ficco, largest", "of", "largest / serial")
-    text = (
+    most = ours.sort_values("error", ascending=False, kind="stable")
+    most = most[~most.index.duplicated()].loc[cases]
+    serial = serial.loc[cases]
+    ratios = most["error"] / serial["error"]
+    errors = {
+        "serial": serial["error"],
+        "PyTorch": by_case["error"][name == stats.PYTORCH[0]].reindex(cases),
+        "ficco, least": ours["error"].groupby(level=0).min().loc[cases],
+        "ficco, largest": most["error"],
+    }
+    table = pd.DataFrame({head: cells(values, ".3e") for head, values in errors.items()})
+    shapes = shape_text(pd.concat({"shape": serial.reset_index().set_index(serial.index)}, axis=1))
+    table.insert(0, "", shapes)
+    table = table.assign(of="`" + most["candidate"] + "`", ratio=cells(ratios, ".3f"))
+    larger = int((ratios > 1).sum())
+    return (
         "Random operands, as they are timed. Root mean square of the difference from products and "
         f"sums in float64, over that of these, in {ERROR_ROWS} rows of each rank, on the rank "
         "where it is largest. serial is the GEMM with the vendor's collective behind. "
-    )
-    larger = sum(ratio > 1 for ratio in ratios)
-    verdict = (
         f"ficco's largest error is no larger than serial's on {len(ratios) - larger} of "
-        f"{len(ratios)} shapes; at most it is {max(ratios):.3f} times serial's."
+        f"{len(ratios)} shapes; at most it is {ratios.max():.3f} times serial's."
+        f"\n\n{markdown([*table.columns[:-1], 'largest / serial'], table)}"
     )
-    return f"{text}{verdict}\n\n{markdown(heads, body)}"
 
 
-def _error(row: Row | None) -> str:
-    return "" if row is None else f"{row.error:.3e}"
+# For a terminal.
+
+#: Figures of the table of a shape in each mode: heading, column, format.
+BY_MODE = (("ms", "ms", ".3f"), ("ideal", "share", ".2f"), ("host us", "host_us", ".0f"))
 
 
-#: A bench for a table of several: its rows, what is known of the machine, a link to its report.
-Bench = tuple[Sequence[Row], dict[str, Any], str]
+def show_shape(rows: pd.DataFrame) -> None:
+    """Print one shape's rows: a table, fastest first, and what was left out."""
+    first = rows.iloc[0]
+    operator = "" if first["operator"] == "all_gather_matmul" else f"{first['operator']} "
+    sizes = f"m={first['m']} n={first['n']} k={first['k']} {first['dtype']}"
+    title = f"{operator}{first['case']}: {sizes}, {first['world']} ranks"
+    title += f"; {first['label']}" * bool(first["label"])
+    there = measured(rows)
+    if there.empty:
+        print(f"{title}: {first['status']}: {first['note']}")
+        return
+    by_mode = {
+        mode: mine.sort_values("ms", kind="stable").set_index("candidate")
+        for mode, mine in there.groupby("mode", sort=False)
+    }
+    names = list(dict.fromkeys(name for mine in by_mode.values() for name in mine.index))
+    notes = there.drop_duplicates("candidate").set_index("candidate")["note"].reindex(names)
+    table = pd.DataFrame(
+        {"candidate": [f"{n} ({note})" if note else n for n, note in notes.items()]}
+    )
+    for mode, mine in by_mode.items():
+        for heading, column, form in BY_MODE:
+            if mine[column].notna().any():
+                table[f"{mode}\n{heading}"] = cells(mine[column].reindex(names), form).to_numpy()
+    extra = there.drop_duplicates("candidate").set_index("candidate")["extra_bytes"].reindex(names)
+    if extra.notna().any():
+        table["extra MiB"] = cells(extra / 2**20, ".1f").to_numpy()
+    bold = [number for number, name in enumerate(names) if name == stats.IDEAL]
+    show(title, table, bold=bold, width=140)
+    for text in left_out(rows):
+        print(f"  {text}")
 
-FIGURES = {"share": "of ideal", "speedup": "x serial", "vs_pytorch": "x PyTorch"}
 
-
-def auto_table(benches: Sequence[Bench]) -> str:
-    """What ``auto`` reaches: a line for each operator of each bench, both eager modes in it."""
-    modes_there = ("queued", "idle")
-    heads = [f"{mode}: {name}" for mode in modes_there for name in FIGURES.values()]
-    body = []
-    for place, operator, mine in _operators(benches):
-        by_mode = {mode: [line.auto for line in lines(mine, mode)] for mode in modes_there}
-        if any(one for found in by_mode.values() for one in found):
-            shapes = max(map(len, by_mode.values()))
-            cells = [cell for found in by_mode.values() for cell in _reached(found)]
-            body.append((place, f"`{operator}`", shapes, *cells))
-    words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in modes_there)
-    return f"{MEANS} {words}.\n\n" + markdown(("measured on", "operator", "shapes", *heads), body)
-
-
-def whole_table(benches: Sequence[Bench]) -> str:
-    """What the fastest schedules and ``auto`` reach: a line for each operator and mode of each
-    bench."""
-    heads = ("measured on", "operator", "mode", "shapes", *FIGURES.values())
-    of_auto = [f"`auto`: {name}" for name in FIGURES.values()]
-    body, seen = [], set()
-    for place, operator, mine in _operators(benches):
+def show_best(rows: pd.DataFrame) -> None:
+    """Print what the best schedule reaches on each shape, a table per operator and mode."""
+    for operator, mine in by_operator(rows):
         for mode in modes(mine):
-            if mode != "graph" and (found := lines(mine, mode)):
-                seen.add(mode)
-                best = _reached([line.best for line in found])
-                auto = _reached([line.auto for line in found])
-                body.append((place, f"`{operator}`", mode, len(found), *best, *auto))
-    words = "; ".join(f"*{mode}*: {text}" for mode, text in MODE_WORDS.items() if mode in seen)
-    return f"{MEANS} {words}. {HINDSIGHT}\n\n" + markdown((*heads, *of_auto), body)
-
-
-#: Tables of several benches, by what they tell of.
-TABLES = {"auto": auto_table, "all": whole_table}
-
-MEANS = "Geometric mean over the shapes, and the worst shape."
-
-
-def _operators(benches: Sequence[Bench]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Where each operator of each bench was measured, as a link, its name, and its rows."""
-    for rows, about, link in benches:
-        where = f"{about.get('ranks', '?')} x {about.get('device', 'an unnamed machine')}"
-        date = str(about.get("date", "")).split(" ")[0]
-        for operator, mine in by_operator(rows):
-            yield f"[{where}, {date}]({link})", operator, mine
-
-
-def _reached(found: Sequence[Row | None]) -> list[str]:
-    """The figures of several shapes: their mean, and the worst."""
-    both = [mean_and_worst(found, figure) for figure in FIGURES]
-    return ["" if math.isnan(mean) else f"{mean:.2f} ({worst:.2f})" for mean, worst in both]
-
-
-def put_between(path: Path, name: str, text: str) -> None:
-    """Replace what stands between the two markers of a name in a Markdown file.
-
-    Raises:
-        ConfigError: it does not have both markers, in order.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    try:
-        whole = path.read_text()
-    except OSError as error:
-        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
-    start, stop = whole.find(begin), whole.find(end)
-    if start < 0 or stop < start:
-        raise ConfigError(str(path), "markers", f"required {begin} and then {end}")
-    path.write_text(f"{whole[: start + len(begin)]}\n{text}\n{whole[stop:]}")
-
-
-def markdown(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [heads, ["---"] * len(heads), *body]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def _ms(row: Row | None) -> str:
-    return "" if row is None else f"{row.ms:.3f}"
-
-
-def _figure(row: Row | None, name: str) -> str:
-    return "" if row is None else number(getattr(row, name))
+            shapes = lines(mine, mode)
+            shapes = shapes[shapes["best", "ms"].notna()]
+            if shapes.empty:
+                continue
+            best = shapes["best"]
+            ratios = {head: best[name] for name, head in RATIOS.items()}
+            table = pd.DataFrame({"shape": shapes["shape", "case"], "ms": cells(best["ms"], ".3f")})
+            table = table.assign(**{head: cells(values) for head, values in ratios.items()})
+            table = with_means(table.assign(schedule=best["candidate"]), ratios)
+            title, last = f"{operator}: best schedule per shape, {mode}", len(table) - 1
+            show(title, table, left=(0, table.shape[1] - 1), bold=(last - 1, last))

@@ -3,79 +3,73 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 
-from ficco.bench import table
-from ficco.bench.about import describe, write_description
-from ficco.bench.accuracy import Accuracy
-from ficco.bench.bounds import moved_bytes
+from ficco.bench.about import RunSettings
 from ficco.bench.calls import taken
-from ficco.bench.candidates import Candidate, named_again, of_problem
+from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
+from ficco.bench.frames import BENCH, append
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
 from ficco.bench.progress import bar
-from ficco.bench.series import Stopwatch
-from ficco.bench.stats import NONE, slowest, summarise
-from ficco.bench.table import Row
+from ficco.bench.report import show_shape
+from ficco.bench.series import Stopwatch, slowest
+from ficco.bench.stats import summarise
 from ficco.bench.traces import trace_all
-from ficco.bench.verify import Checked, Verifier
+from ficco.bench.verify import Accuracy, Checked, Verifier
 from ficco.launch import local_device
 from ficco.timeline import dumps
 from ficco.workspace import SLOTS
 
 Tick = Callable[[str], None]
 
+#: A row, as columns of ``ficco.bench.frames.BENCH``.
+BenchRow = dict[str, Any]
+
 #: Of a shape's seconds, what its rounds have however long it took to prepare them.
 LEAST_SHARE = 0.25
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(RunSettings):
     """What is benched, and how.
 
     Attributes:
         cases, candidates, modes: what; of the candidates, each operator those that it has.
-        device: ``"cpu"`` or ``"cuda"``.
-        rounds: most rounds of a shape.
-        seconds: time for everything, shared among the shapes.
-        csv: the file that rows are appended to, shape by shape.
-        command: the command line, for the description of the figures.
         timelines: draw one traced call per schedule of the first shape.
         quiet: print no tables.
         seed: of the order in a round and of the random operands.
     """
 
     cases: tuple[Case, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[BenchCandidate, ...]
     modes: tuple[str, ...]
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
     timelines: bool = False
     quiet: bool = False
     seed: int = 0
 
 
-def bench(settings: Settings) -> list[Row]:
-    """Measure; collective. The rows on rank 0, nothing elsewhere."""
-    return _Bench(settings).run()
+def bench(settings: BenchSettings) -> pd.DataFrame | None:
+    """Measure; collective. The rows on rank 0, None elsewhere."""
+    return Bench(settings).run()
 
 
-class _Bench:
-    def __init__(self, settings: Settings) -> None:
+class Bench:
+    """The ranks of a job, which bench together."""
+
+    def __init__(self, settings: BenchSettings) -> None:
         from rich.console import Console
 
         self.settings = settings
@@ -88,29 +82,25 @@ class _Bench:
         self.rank, self.world = self.watch.rank, self.watch.world
         self.verifier = Verifier(self.watch)
         self.console = Console(stderr=True, quiet=self.rank != 0)
-        quiet = self.rank != 0 or settings.quiet
-        self.out = Console(quiet=quiet, width=None if sys.stdout.isatty() else 140)
 
-    def run(self) -> list[Row]:
+    def run(self) -> pd.DataFrame | None:
         settings = self.settings
         if self.rank == 0:
-            about = describe(settings.device, self.world, settings.command)
-            if "graph" in settings.modes:
-                about["calls_in_graph"] = CALLS_IN_GRAPH
-            write_description(settings.csv, about)
-        found: list[Row] = []
+            graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in settings.modes else {}
+            settings.write_description(self.world, **graphs)
+        frames = [BENCH.frame(())]
         for number, case in enumerate(settings.cases):
             left = self.deadline - time.monotonic()
-            rows = self._case(case, number, left, len(settings.cases) - number)
+            rows = BENCH.frame(self._case(case, number, left, len(settings.cases) - number))
             if self.rank == 0:
-                found += rows
-                table.write(settings.csv, rows)
-                for part in table.show(rows):
-                    self.out.print(part, highlight=False)
+                frames.append(rows)
+                append(settings.csv, rows)
+                if not settings.quiet:
+                    show_shape(rows)
         self.watch.close()
-        return found
+        return pd.concat(frames, ignore_index=True) if self.rank == 0 else None
 
-    def _case(self, case: Case, number: int, left: float, cases: int) -> list[Row]:
+    def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         """Measure one of so many shapes in its share of the seconds that are left."""
         began = time.monotonic()
         free_bytes = self.verifier.free_bytes()
@@ -119,7 +109,7 @@ class _Bench:
         if self.watch.barrier.decide(left < self.preparing):
             why = why or f"out of time ({self.settings.seconds:.0f} s)"
         if why:
-            return [self._row(case, "", Candidate("", ""), "skipped", why)]
+            return [{**self._shape(case), "status": "skipped", "note": why}]
         problem = case.problem(self.world)
         operands = Operands(problem, self.rank, self.device)
         candidates = of_problem(self.settings.candidates, problem)
@@ -146,10 +136,10 @@ class _Bench:
             )
         rows = self._rows(case, checked, items, done)
         rows += [
-            replace(row, candidate=one.name, note=f"the same steps as {timed.name}")
+            {**row, "candidate": one.name, "note": f"the same steps as {timed.name}"}
             for one, timed in again.items()
             for row in rows
-            if row.candidate == timed.name
+            if row["candidate"] == timed.name
         ]
         if self.settings.timelines and number == 0:
             self._timelines(operands, checked)
@@ -159,7 +149,7 @@ class _Bench:
         return rows
 
     def _verify(
-        self, candidates: Sequence[Candidate], operands: Operands, tick: Tick
+        self, candidates: Sequence[BenchCandidate], operands: Operands, tick: Tick
     ) -> list[Checked]:
         """Every candidate, proven right or with the reason why not."""
         operands.exact_b()
@@ -177,7 +167,7 @@ class _Bench:
         """What is left of exactness on random operands."""
         accuracy = Accuracy(operands, self.group)
         for one in checked:
-            if one.runner is not None and one.runner.proof is None and not one.alone:
+            if one.runner is not None and one.runner.proof is None and not one.is_part:
                 with one.runner.context():
                     mine = accuracy.error(one.runner.run())
                 one.error = max(self.watch.gather(mine))
@@ -204,32 +194,37 @@ class _Bench:
                 replay = one.replay if mode == "graph" else None
                 yield Item(mode, one.candidate, one.runner, replay)
 
-    def _rows(self, case: Case, checked: list[Checked], items: list[Item], done: int) -> list[Row]:
+    def _rows(
+        self, case: Case, checked: list[Checked], items: list[Item], done: int
+    ) -> list[BenchRow]:
         mine = {(i.mode, i.candidate.name): (i.times_s, i.host_s) for i in items}
         everyone = self.watch.gather(mine)
         times: dict[str, dict[str, list[float]]] = {mode: {} for mode in self.settings.modes}
         host: dict[tuple[str, str], float] = {}
         for mode, name in mine:
-            times[mode][name] = slowest([found[mode, name][0] for found in everyone])
-            host[mode, name] = max(found[mode, name][1] for found in everyone) * 1e6
+            times[mode][name] = slowest([timed[mode, name][0] for timed in everyone])
+            host[mode, name] = max(timed[mode, name][1] for timed in everyone) * 1e6
         by_name = {one.candidate.name: one for one in checked}
         rows = []
         for mode, series in times.items():
-            summaries = summarise(series, times.get("queued") if mode == "graph" else None)
-            for name, summary in summaries.items():
-                one = by_name.get(name) or Checked(Candidate(name, "bound"))
-                row = self._row(
-                    case, mode, one.candidate, "ok", self._chosen(case, one, mode), done
-                )
-                figures = {**vars(summary), "host_us": host.get((mode, name), NONE)}
-                figures |= {"extra_bytes": one.extra_bytes, "error": one.error}
-                rows.append(replace(row, **figures))
+            shape = {**self._shape(case), "mode": mode}
+            queued = times.get("queued") if mode == "graph" else None
+            figures = summarise(series, queued).to_dict("index") if series else {}
+            for name, own in figures.items():
+                one = by_name.get(name) or Checked(BenchCandidate(name, "bound"))
+                what = {"candidate": name, "kind": one.candidate.kind, "status": "ok"}
+                what |= {"note": self._chosen(case, one, mode), "rounds": done}
+                seen = {"extra_bytes": one.extra_bytes, "error": one.error}
+                rows.append({**shape, **what, **own, **seen})
+                if (mode, name) in host:
+                    rows[-1]["host_us"] = host[mode, name]
             for one in checked:
-                if one.candidate.name not in summaries:
-                    left_out = (one.status, one.note)
+                if one.candidate.name not in figures:
+                    status, note = one.status, one.note
                     if one.runner is not None:
-                        left_out = (one.graph_status, one.graph_note)
-                    rows.append(self._row(case, mode, one.candidate, *left_out))
+                        status, note = one.graph_status, one.graph_note
+                    what = {"candidate": one.candidate.name, "kind": one.candidate.kind}
+                    rows.append({**shape, **what, "status": status, "note": note})
         return rows
 
     def _chosen(self, case: Case, one: Checked, mode: str) -> str:
@@ -237,44 +232,22 @@ class _Bench:
         if one.candidate.schedule != "auto":
             return ""
         kind = "idle" if not self.watch.on_gpu else "queued" if mode == "graph" else "eager"
-        made = taken(case.problem(self.world), self.group, self.device, kind)
-        return f"is {made.schedule} ({made.source})"
+        decision = taken(case.problem(self.world), self.group, self.device, kind)
+        return f"is {decision.schedule} ({decision.source})"
 
-    def _row(
-        self,
-        case: Case,
-        mode: str,
-        candidate: Candidate,
-        status: str,
-        note: str = "",
-        rounds: int = 0,
-    ) -> Row:
-        return Row(
-            operator=case.operator,
-            case=case.name,
-            label=case.label,
-            m=case.m,
-            n=case.n,
-            k=case.k,
-            dtype=case.dtype,
-            world=self.world,
-            mode=mode,
-            candidate=candidate.name,
-            kind=candidate.kind,
-            status=status,
-            note=note,
-            rounds=rounds,
-        )
+    def _shape(self, case: Case) -> BenchRow:
+        names = ("operator", "label", "m", "n", "k", "dtype")
+        return {"case": case.name, "world": self.world, **{n: getattr(case, n) for n in names}}
 
     def _timelines(self, operands: Operands, checked: list[Checked]) -> None:
         names = [one.candidate.schedule for one in checked if one.runner and one.candidate.ours]
-        found = trace_all(list(dict.fromkeys(names)), operands, self.group)
+        timelines = trace_all(list(dict.fromkeys(names)), operands, self.group)
         if self.rank == 0:
             stem = self.settings.csv.with_suffix("")
             note = f"{operands.problem}, rank 0 of {self.world}; planned at the rates measured"
-            draw(found, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
-            trace(found, f"{stem}_trace.json")
-            Path(f"{stem}_timelines.json").write_text(dumps(found))
+            draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
+            trace(timelines, f"{stem}_trace.json")
+            Path(f"{stem}_timelines.json").write_text(dumps(timelines))
 
     @contextmanager
     def _progress(self, title: str, candidates: int) -> Iterator[Tick]:

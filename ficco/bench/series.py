@@ -1,4 +1,4 @@
-"""Several calls timed against each other on all ranks, alone and beside other calls.
+"""Several calls timed against each other on all ranks, exclusively or during other calls.
 
 All times are those of the slowest rank, one per round; rounds are interleaved and shuffled as in
 :mod:`ficco.bench.measure`, so that ratios are taken round by round.
@@ -20,31 +20,38 @@ import torch.distributed as dist
 
 import ficco
 from ficco.bench.calls import Runner, all_gather
-from ficco.bench.candidates import Candidate
+from ficco.bench.candidates import BenchCandidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
-from ficco.bench.stats import Times, slowest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Call = Callable[[], Any]
 
-#: So many times as long as the call in front takes alone do the calls behind it run: neither
+#: Seconds, one per round.
+Times = Sequence[float]
+
+#: The calls in the background run for so many times as long as the call that is timed: neither
 #: slows the other down by more.
 COVER = 2.0
 
-#: Most calls behind another: a device's queue holds about a thousand operations, and a call of
+#: Most calls in the background: a device's queue holds about a thousand operations, and a call of
 #: ficco's is up to fifty of them.
 MOST_BEHIND = 24
 
 
-#: Seconds after which Python's threads take turns while one runs beside another: by default they
+#: Seconds after which Python's threads take turns while several run: by default they
 #: may keep each other waiting for longer than what is timed takes.
 SWITCH_S = 50e-6
 
 
 #: Seconds that a rank waits for its peers before it takes them to have failed.
 PEERS_S = 45.0
+
+
+def slowest(by_rank: Sequence[Times]) -> list[float]:
+    """The slowest rank's time of every round, from the times of every rank."""
+    return [max(times) for times in zip(*by_rank, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -94,18 +101,18 @@ class Stopwatch:
     ) -> dict[str, Series]:
         """Time all calls for about so many seconds; the same on every rank."""
         items = {
-            name: Item(mode or self.mode, Candidate(name, "call"), _runner(call))
+            name: Item(mode or self.mode, BenchCandidate(name, "call"), _runner(call))
             for name, call in calls.items()
         }
         rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)
         everyone = self.gather({name: item.times_s for name, item in items.items()})
-        return {name: Series(tuple(slowest([found[name] for found in everyone]))) for name in items}
+        return {name: Series(tuple(slowest([one[name] for one in everyone]))) for name in items}
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def together(
         self,
@@ -161,12 +168,12 @@ def _runner(call: Call | Runner) -> Runner:
 
 
 def behind(front: Times, back: Times) -> int:
-    """How many calls of one kind go on for as long as one of another, from their times alone."""
+    """How many calls in the background outlast one that is timed, from their exclusive times."""
     return min(max(math.ceil(COVER * median(front) / median(back)), 1), MOST_BEHIND)
 
 
 def beside(front: Call, back: Call, count: int, device: torch.device) -> Runner:
-    """A call in front, which is timed, while so many other calls run behind it.
+    """A call that is timed while so many others run in the background.
 
     On a GPU they run on a stream of their own, on a CPU on a thread of their own.
     """
@@ -210,7 +217,7 @@ def _on_thread(front: Call, back: Call, count: int) -> Runner:
 
     def run() -> Any:
         join()
-        worker.append(threading.Thread(target=work, name="ficco beside"))
+        worker.append(threading.Thread(target=work, name="ficco background"))
         worker[0].start()
         return front()
 
@@ -249,14 +256,14 @@ class Parts:
     def _matrix(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         """A matrix of normal numbers: products take longer on them than on small integers."""
         key = f"{name} {dtype}"
-        found = self.memory.get(key)
-        if found is None or found.numel() < rows * cols:
+        numbers = self.memory.get(key)
+        if numbers is None or numbers.numel() < rows * cols:
             generator = torch.Generator(self.device)
             generator.manual_seed(len(name) + self.group.rank())
             self.memory.pop(key, None)
             made = torch.empty(rows * cols, dtype=dtype, device=self.device)
-            found = self.memory[key] = made.normal_(generator=generator)
-        return found[: rows * cols].view(rows, cols)
+            numbers = self.memory[key] = made.normal_(generator=generator)
+        return numbers[: rows * cols].view(rows, cols)
 
     def matrix(self, name: str, rows: int, cols: int) -> torch.Tensor:
         return self._matrix(name, rows, cols, self.dtype)
@@ -299,9 +306,9 @@ class Parts:
 
         ``wide``: the result is float32 and is added to.
         """
-        a, b = self.matrix("a", batch * m, k), self.matrix("b", k, n)
         if wide:
             return self.accumulated(m, n, k, 1)
+        a, b = self.matrix("a", batch * m, k), self.matrix("b", k, n)
         out = self.matrix("out", batch * m, n)
         if batch > 1:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)

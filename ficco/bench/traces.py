@@ -35,7 +35,7 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
     The plan is simulated at the rates that the steps of the measured call reached, so that both
     differ in what waited for what. Collective; the result is the same on every rank.
     """
-    found: list[Timeline] = []
+    timelines: list[Timeline] = []
     for schedule in schedules:
         with suppress(NotImplementedError):
             operator = operands.problem.operator
@@ -48,8 +48,8 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             plans = [plan for plan, _ in everyone]
             real = measured(f"{schedule}: measured", plans, [spans for _, spans in everyone])
             machine = machine_of(plans, real)
-            found += [simulate(plans, machine, title=f"{schedule}: planned"), real]
-    return found
+            timelines += [simulate(plans, machine, title=f"{schedule}: planned"), real]
+    return timelines
 
 
 def _let_host_ahead(device: torch.device, group: ProcessGroup) -> None:
@@ -62,8 +62,8 @@ def _let_host_ahead(device: torch.device, group: ProcessGroup) -> None:
 def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:
     """The Timeline of a traced call: a Plan and its Spans for every rank."""
     ranks = []
-    for plan, found in zip(plans, spans, strict=True):
-        in_order = sorted(found, key=lambda span: span.start)
+    for plan, mine in zip(plans, spans, strict=True):
+        in_order = sorted(mine, key=lambda span: span.start)
         ranks.append([(plan.steps[span.step], span.start, span.stop) for span in in_order])
     return assemble(title, ranks)
 

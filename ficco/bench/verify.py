@@ -1,4 +1,4 @@
-"""Proving every candidate right, eager and replayed, before it is timed."""
+"""Proving every candidate right, eager and replayed, before it is timed; errors of float sums."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 import ficco
 from ficco.bench.calls import Runner, build, expected, unavailable
-from ficco.bench.candidates import Candidate
+from ficco.bench.candidates import BenchCandidate
+from ficco.bench.exact import exact_calls, wrong_elements
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
 from ficco.bench.series import Stopwatch
 from ficco.errors import FiccoError
 from ficco.problem import Problem
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 #: Calls with fresh inputs that must be right before a candidate is timed; as many replays.
 CHECKS = 2
+
+#: Rows of each rank's part of a result whose errors are looked at.
+ERROR_ROWS = 64
+
+#: Elements of B that are converted to float64 at once.
+FLOAT64_ELEMENTS = 1 << 26
 
 
 @dataclass
@@ -30,13 +41,13 @@ class Checked:
     Attributes:
         runner: it, ready to be called; None if it is not to be timed.
         status, note: as in a :class:`ficco.bench.table.Row`.
-        extra_bytes: most memory beside operands and result, on the rank that takes most.
+        extra_bytes: most memory besides operands and result, on the rank that takes most.
         error: as in a Row.
         replay: it, captured in a graph.
         graph_status, graph_note: why there is no replay.
     """
 
-    candidate: Candidate
+    candidate: BenchCandidate
     runner: Runner | None = None
     status: str = "ok"
     note: str = ""
@@ -47,8 +58,8 @@ class Checked:
     graph_note: str = ""
 
     @property
-    def alone(self) -> bool:
-        """Whether it is a part of the operator alone."""
+    def is_part(self) -> bool:
+        """Whether it is only a part of the operator."""
         return self.runner is not None and self.runner.expected != "result"
 
 
@@ -57,7 +68,7 @@ class Verifier:
     """The ranks of a group, which verify together: a candidate that fails on one is out on all."""
 
     watch: Stopwatch
-    iteration: int = field(default=0, init=False)
+    iteration: int = field(default=1, init=False)
 
     def free_bytes(self) -> int:
         """Free memory where there is least: of a GPU, or a rank's part of the host's."""
@@ -80,7 +91,7 @@ class Verifier:
                 a.shape, dtype=a.dtype, group=self.watch.group, device=self.watch.device
             )
 
-    def eager(self, candidate: Candidate, operands: Operands) -> Checked:
+    def eager(self, candidate: BenchCandidate, operands: Operands) -> Checked:
         """Build a candidate and prove its calls right; note what memory they take."""
         if why := unavailable(candidate, operands):
             return Checked(candidate, status="skipped", note=why)
@@ -90,10 +101,8 @@ class Verifier:
         def action() -> tuple[Runner, bool, int]:
             runner = build(candidate, operands, self.watch.group)
             with runner.context():
-                proof = runner.proof or runner.run
-                found = [self._check(runner, operands, proof) for _ in range(CHECKS)]
-            extra = found[-1][1] + self._symmetric_bytes(candidate, operands)
-            return runner, all(right for right, _ in found), extra
+                right, peak = self._prove(runner, operands, runner.proof or runner.run)
+            return runner, right, peak + self._symmetric_bytes(candidate, operands)
 
         value, why = self._together(action)
         if value is None:
@@ -123,8 +132,7 @@ class Verifier:
 
             if runner.proof is not None:  # its result shows nothing; the eager call's did
                 return replay, True
-            found = [self._check(runner, operands, again) for _ in range(CHECKS)]
-            return replay, all(right for right, _ in found)
+            return replay, self._prove(runner, operands, again)[0]
 
         value, why = self._together(action)
         if value is None:
@@ -134,20 +142,29 @@ class Verifier:
         else:
             checked.replay = value[0]
 
-    def _check(
+    def _prove(
         self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
     ) -> tuple[bool, int]:
-        """Whether a call with inputs never used before is right, and its peak memory."""
-        self.iteration += 1
-        operands.exact(self.iteration)
-        result, peak = peak_bytes(call, self.watch.device)
-        return torch.equal(result, expected(runner, operands)), peak
+        """Whether calls with inputs never used before are right, and the last one's peak memory."""
+        outcomes = list(
+            exact_calls(
+                {"": call},
+                operands,
+                CHECKS,
+                first=self.iteration,
+                compare=lambda result: wrong_elements(result, expected(runner, operands)),
+                measure=lambda one: peak_bytes(one, self.watch.device),
+            )
+        )
+        self.iteration += CHECKS
+        right = not any(outcome.wrong.item() for outcome in outcomes)
+        return right, int(outcomes[-1].figure)
 
     def _wrong(self, right: bool) -> str:
         ranks = [rank for rank, equal in enumerate(self.watch.gather(right)) if not equal]
         return f"wrong result on ranks {ranks}" if ranks else ""
 
-    def _symmetric_bytes(self, candidate: Candidate, operands: Operands) -> int:
+    def _symmetric_bytes(self, candidate: BenchCandidate, operands: Operands) -> int:
         if candidate.ours:
             return ficco.memory(self.watch.group)
         if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):
@@ -166,3 +183,32 @@ def fused_bytes(problem: Problem) -> int:
     if problem.kind.scatters:
         return 2 * rows * problem.n * problem.itemsize
     return rows * problem.k * problem.itemsize
+
+
+class Accuracy:
+    """What the operands of an operator that sums should give, in some rows of each rank.
+
+    All ranks have the same B, so that the sum of their products is the product of their sum; that
+    is added up and multiplied in float64. Collective.
+    """
+
+    def __init__(self, operands: Operands, group: ProcessGroup) -> None:
+        problem, rank = operands.problem, operands.rank
+        picked = [
+            torch.linspace(0, rows - 1, min(rows, ERROR_ROWS), device=operands.device).long()
+            for rows in problem.rows
+        ]
+        everyone = zip(picked, problem.offsets, strict=False)
+        sums = operands.a_LK[torch.cat([rows + first for rows, first in everyone])].double()
+        dist.all_reduce(sums, group=group)
+        mine = sums.split([len(rows) for rows in picked])[rank]
+        width = max(1, FLOAT64_ELEMENTS // max(problem.k, 1))
+        parts = [mine @ some.double() for some in operands.b_KN.split(width, dim=1)]
+        self._wanted = torch.cat(parts, dim=1)
+        self._rows = picked[rank] + (problem.offsets[rank] if problem.kind.returns else 0)
+
+    def error(self, result: torch.Tensor) -> float:
+        """Root mean square of a result's errors over that of what it should be."""
+        wanted = self._wanted
+        away = (result[self._rows].double() - wanted).norm()
+        return float(away / wanted.norm()) if wanted.numel() else 0.0

@@ -18,8 +18,8 @@ from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, si
 
 PROGRAM = "ficco"
 
-#: Options that are checked as arguments of the same name, by what a command calls.
-CHECKED_LATER = ("device", "mode", "ranks", "seconds")
+#: Commands that need the extra ``bench`` whatever they are asked for; others need it for pictures.
+WITH_EXTRA = ("demo", "bench", "characterize", "simulate", "plot", "tune")
 
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
@@ -53,21 +53,29 @@ def run(arguments: Sequence[str]) -> int:
         parsed = _parser().parse_args(arguments)
     except SystemExit as end:  # argparse has printed what is wrong, or the help
         return int(end.code or 0)
-    from ficco.errors import ConfigError, FiccoError
+    from ficco.bench import extra
+    from ficco.errors import ConfigError, FiccoError, InvalidArgument
     from ficco.launch import RankFailed
 
     try:
+        if parsed.command in WITH_EXTRA:
+            extra.require()
         return int(parsed.run(parsed) or 0)
     except RankFailed as error:
         if error.details:
             print(error.details, file=sys.stderr)
         return _fail(error, 1)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in extra.PACKAGES:
+            raise
+        return _fail(extra.missing(package), 2)
     except BrokenPipeError as error:
         return READER_LEFT if _reader_left() else _fail(error, 1)
+    except InvalidArgument as error:
+        return _fail(f"--{error}" if error.argument in parsed else error, 2)
     except (ValueError, NotImplementedError, ConfigError, OSError) as error:
-        name = str(error).partition(":")[0]
-        option = name in CHECKED_LATER and hasattr(parsed, name)
-        return _fail(f"--{error}" if option else error, 2)
+        return _fail(error, 2)
     except FiccoError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
@@ -101,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description="Hide communication behind the matrix product that depends on it."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     for command in COMMANDS:
         command.add(commands)
     return parser

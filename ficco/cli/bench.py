@@ -1,22 +1,316 @@
-"""``ficco bench``."""
+"""``ficco bench``, and the files that commands write."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+import os
+import re
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ficco.bench import cases
+from ficco.bench.candidates import OPTIONAL
+from ficco.problem import OPERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+
+    from ficco.bench.candidates import BenchCandidate
+    from ficco.bench.cases import Case
+
+#: Seconds that starting the ranks, drawing and one shape's verification may take on top.
+START_S = 180.0
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    from ficco.bench.command import add as add_options
-
     text = "time operators by schedules, the serial composition and PyTorch's fused ops, paired"
     parser = commands.add_parser("bench", help=text, description=text)
-    add_options(parser)
     parser.set_defaults(run=_bench)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--operator",
+        nargs="+",
+        choices=list(OPERATORS),
+        metavar="NAME",
+        help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
+        "or those of the set)",
+    )
+    what.add_argument(
+        "--set",
+        nargs="+",
+        choices=list(cases.SETS),
+        metavar="NAME",
+        help=f"shapes: {', '.join(cases.SETS)}; scattering operators take them with n and k "
+        "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
+    )
+    what.add_argument(
+        "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k; optionally op"
+    )
+    what.add_argument("--only", nargs="+", metavar="NAME", help="only the shapes with these names")
+    what.add_argument(
+        "--schedules",
+        nargs="+",
+        metavar="NAME",
+        help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
+        "in symmetric memory, @stages=2 leaves memory for two steps; candidates stands for those "
+        "that auto compares (default: a list)",
+    )
+    what.add_argument(
+        "--without",
+        nargs="+",
+        choices=OPTIONAL,
+        default=[],
+        help="baselines to leave out; PyTorch's native path has been seen to hang",
+    )
+    what.add_argument(
+        "--layers",
+        action="store_true",
+        help="instead of products: forward and backward of two layers of Llama 3 70B, with their "
+        "weights sharded",
+    )
+    what.add_argument(
+        "--mode",
+        help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
+        "all that the ranks have)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    how.add_argument(
+        "--rounds", type=int, default=25, help="at most so many rounds per shape (default: 25)"
+    )
+    how.add_argument(
+        "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
+    )
+    how.add_argument(
+        "--seed", type=int, default=0, help="seed of the order and the operands (default: 0)"
+    )
+    result = parser.add_argument_group("output")
+    result.add_argument(
+        "--out", type=Path, default=Path("ficco-bench"), help="folder (default: ficco-bench)"
+    )
+    result.add_argument("--name", help="name of the files (default: set, machine and date)")
+    result.add_argument("--timelines", action="store_true", help="trace and draw the first shape")
+    result.add_argument("--json", action="store_true", help="print the rows as JSON")
+    later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
+    later.add_argument("--plot", type=Path, metavar="CSV", help="draw its pictures")
+    later.add_argument("--report", type=Path, metavar="CSV", help="write its report next to it")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from ficco.bench.command import run as run_bench
+    if arguments.plot or arguments.report:
+        for path in _pictures(arguments.plot) if arguments.plot else ():
+            print(f"wrote {path}")
+        if arguments.report:
+            print(f"wrote {_report(arguments.report)}")
+        return 0
+    from ficco.launch import check_ranks, check_seconds, default_device, launch
 
-    return run_bench(arguments)
+    device = arguments.device or default_device()
+    ranks = check_ranks(arguments.ranks, device)
+    check_seconds(arguments.seconds)
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
+    if arguments.set and arguments.shapes:
+        raise ValueError("--set and --shapes: required one of them, got both")
+    measure, settings, finish = (_layers if arguments.layers else _products)(
+        arguments, device, ranks
+    )
+    rows = launch(
+        measure,
+        arguments.ranks,
+        settings,
+        device=device,
+        timeout_s=arguments.seconds + START_S,
+    )
+    if rows is None:  # under torchrun, a rank other than 0
+        return 0
+    for path in (settings.csv, *finish(rows)):
+        print(f"wrote {path}", file=sys.stderr)
+    bad = rows[rows["status"].isin(("wrong", "failed"))]
+    for row in bad.to_dict("records"):
+        what = row["candidate"] if "candidate" in row else row["way"]
+        where = row["case"] if "case" in row else row["layer"]
+        print(f"{row['status']}: {what} on {where}: {row['note']}", file=sys.stderr)
+    return 1 if len(bad) else 0
+
+
+def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
+    """The bench of products: the function of the ranks, what it takes, and what follows from
+    the rows."""
+    from ficco.bench.candidates import choose
+    from ficco.bench.frames import records
+    from ficco.bench.measure import modes_of
+    from ficco.bench.report import show_best
+    from ficco.bench.run import BenchSettings, bench
+
+    shapes, what = chosen(arguments, device)
+    candidates = choose(arguments.schedules, arguments.without)
+    if arguments.schedules:
+        _servable(candidates, shapes)
+    settings = BenchSettings(
+        cases=tuple(shapes),
+        candidates=candidates,
+        modes=modes_of(device, arguments.mode),
+        device=device,
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        csv=fresh(arguments.out, arguments.name or named(what, device, ranks)),
+        command=command_line(),
+        timelines=arguments.timelines,
+        quiet=arguments.json,
+        seed=arguments.seed,
+    )
+
+    def finish(rows: pd.DataFrame) -> list[Path]:
+        if arguments.json:
+            print(json.dumps(records(rows)))
+        else:
+            show_best(rows)
+        return [*_pictures(settings.csv), _report(settings.csv)]
+
+    return bench, settings, finish
+
+
+def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
+    """The bench of layers, as :func:`_products`."""
+    from ficco.bench import layers, ways
+    from ficco.bench.about import read_description
+    from ficco.bench.measure import modes_of
+
+    for name in ("set", "shapes", "only", "operator", "schedules", "timelines", "json"):
+        if getattr(arguments, name):
+            raise ValueError(f"--layers: required without --{name}, which is for products")
+    settings = layers.LayerSettings(
+        layers=ways.SHAPES[device],
+        modes=tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph"),
+        device=device,
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        csv=fresh(arguments.out, arguments.name or named("layers", device, ranks)),
+        command=command_line(),
+    )
+
+    def finish(rows: pd.DataFrame) -> list[Path]:
+        path = settings.csv.with_suffix(".md")
+        path.write_text(layers.report(rows, read_description(settings.csv), path.stem))
+        print(path.read_text())
+        return [path]
+
+    return layers.layers, settings, finish
+
+
+def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
+    """The shapes of the command line, and what they are called.
+
+    Raises:
+        ValueError: there is no shape of a name that was asked for.
+    """
+    shapes, what = _of_sets(arguments, device)
+    if arguments.only:
+        there = [case.name for case in shapes]
+        for name in arguments.only:
+            if name not in there:
+                raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
+        shapes = [case for case in shapes if case.name in arguments.only]
+    return shapes, what
+
+
+def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
+    wanted = arguments.operator
+    if arguments.shapes:
+        shapes = list(cases.read(arguments.shapes))
+        what = [arguments.shapes.stem]
+    elif arguments.set:
+        shapes = [case for name in arguments.set for case in cases.SETS[name]()]
+        what = list(arguments.set)
+    else:
+        wanted = wanted or [cases.OPERATOR]
+        pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
+        what = list(dict.fromkeys(name for _, name in pairs))
+        return [case.on(one) for one, name in pairs for case in cases.SETS[name]()], "-".join(what)
+    if wanted:
+        shapes = [case.on(operator) for operator in wanted for case in shapes]
+    return shapes, "-".join(what)
+
+
+def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
+    """Refuse a schedule that none of the operators can take."""
+    from ficco.bench.candidates import refused
+
+    by_operator = {case.operator: case.problem(2) for case in shapes}
+    for candidate in candidates:
+        reasons = [refused(candidate, problem) for problem in by_operator.values()]
+        if reasons and all(reasons):
+            raise ValueError(f"--schedules: {reasons[0]}")
+
+
+def named(what: str, device: str, ranks: int) -> str:
+    """The name of the files of a run: what, the machine and the day."""
+    from ficco import doctor
+
+    kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
+    machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
+    machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def command_line() -> str:
+    """The command of this process, for the description of its figures."""
+    return shlex.join(["python", "-m", "ficco", *sys.argv[1:]])
+
+
+def writable(folder: Path) -> Path:
+    """A folder of ``--out``, which is created; refused before anything is measured in vain.
+
+    Raises:
+        ValueError: it cannot be written to.
+    """
+    why = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f" ({error.strerror})"
+    if why or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--out: required a folder that can be written to, got {folder}{why}")
+    return folder
+
+
+def fresh(folder: Path, name: str) -> Path:
+    """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
+    from ficco.launch import own_rank
+
+    path = writable(folder) / f"{name}.csv"
+    number = 1
+    while path.exists() and own_rank() == 0:
+        number += 1
+        path = path.with_name(f"{name}-{number}.csv")
+    return path
+
+
+def _pictures(csv: Path) -> list[Path]:
+    from ficco.bench import plots
+    from ficco.bench.about import read_description
+    from ficco.bench.frames import BENCH
+
+    about = read_description(csv)
+    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
+    return plots.draw(BENCH.read(csv), csv.with_suffix(""), title)
+
+
+def _report(csv: Path) -> Path:
+    from ficco.bench.about import read_description
+    from ficco.bench.frames import BENCH
+    from ficco.bench.report import report
+
+    pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))
+    path = csv.with_suffix(".md")
+    path.write_text(report(BENCH.read(csv), read_description(csv), csv.stem, pictures))
+    return path

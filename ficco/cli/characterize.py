@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
-import shlex
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ficco.cli.bench import START_S, command_line, fresh, named
 from ficco.cli.tune import at_least_two
 
-#: Seconds that starting the ranks and warming up may take on top.
-START_S = 180.0
-
-#: Bytes of the shards whose communication is measured alone, and seconds for everything.
+#: Bytes of the shards whose communication is measured without products, and seconds for everything.
 SIZES = {
     "cuda": tuple(size << 20 for size in (1, 2, 4, 8, 16, 32, 64, 128)),
     "cpu": tuple(size << 10 for size in (64, 256, 1024)),
@@ -52,19 +47,19 @@ def add(commands: Any) -> None:
         "--plot",
         type=Path,
         metavar="CSV",
-        help="measure nothing; draw the pictures of an earlier run beside its CSV",
+        help="measure nothing; draw the pictures of an earlier run next to its CSV",
     )
     parser.set_defaults(run=_characterize)
 
 
 def _characterize(arguments: argparse.Namespace) -> int:
     from ficco.bench import cases
-    from ficco.bench.characterize import Settings, characterize, read
-    from ficco.bench.command import fresh
+    from ficco.bench.characterize import LossSettings, characterize
+    from ficco.bench.frames import LOSSES
     from ficco.launch import check_ranks, check_seconds, default_device, launch
 
     if arguments.plot:
-        _draw(read(arguments.plot), arguments.plot)
+        _draw(LOSSES.read(arguments.plot), arguments.plot)
         return 0
     device = arguments.device or default_device()
     ranks = at_least_two(check_ranks(arguments.ranks, device))
@@ -75,35 +70,27 @@ def _characterize(arguments: argparse.Namespace) -> int:
         raise ValueError("--set and --shapes: required one of them, got both")
     chosen = arguments.set or ("measured" if device == "cuda" else "cpu")
     shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[chosen]()
-    name = arguments.name or _name(device, ranks)
-    settings = Settings(
+    name = arguments.name or named("losses", device, ranks)
+    settings = LossSettings(
         cases=tuple(shapes),
         sizes=SIZES[device],
         device=device,
         seconds=seconds,
-        csv=fresh(arguments.out / f"{name}.csv").absolute(),
-        command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+        csv=fresh(arguments.out, name),
+        command=command_line(),
         rounds=arguments.rounds,
     )
     rows = launch(
         characterize, arguments.ranks, settings, device=device, timeout_s=START_S + 3 * seconds
     )
-    if not rows:  # under torchrun, a rank other than 0
+    if rows is None:  # under torchrun, a rank other than 0
         return 0
     print(f"wrote {settings.csv}", file=sys.stderr)
     _draw(rows, settings.csv)
-    bad = [row for row in rows if row.status == "failed"]
-    for row in bad:
+    bad = rows[rows["status"] == "failed"]
+    for row in bad.itertuples():
         print(f"ficco: error: {row.case}: {row.note}", file=sys.stderr)
-    return 1 if bad else 0
-
-
-def _name(device: str, ranks: int) -> str:
-    from ficco.bench.about import describe
-
-    machine = str(describe(device, ranks, "")["device"]) if device == "cuda" else "cpu ranks"
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{ranks} {machine}".lower()).strip("-")
-    return f"losses_{slug}_{datetime.now(timezone.utc):%Y-%m-%d}"
+    return 1 if len(bad) else 0
 
 
 def _draw(rows: Any, csv: Path) -> None:

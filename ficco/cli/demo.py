@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ficco.cli.bench import writable
+
 #: Seconds after which a demo has hung; it takes about fifteen.
 DEMO_S = 300.0
 
@@ -29,10 +31,9 @@ def add(commands: Any) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from ficco.bench.command import writable
-    from ficco.bench.demo import Settings, demo
+    from ficco.bench.demo import DemoSettings, demo
     from ficco.launch import default_device, launch
 
     device = arguments.device or default_device()
-    settings = Settings(device, arguments.out and writable(arguments.out))
+    settings = DemoSettings(device, arguments.out and writable(arguments.out))
     return launch(demo, arguments.ranks, settings, device=device, timeout_s=DEMO_S)

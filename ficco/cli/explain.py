@@ -10,16 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ficco.cli.site import GATHERS, add_operator, missing, picture, problem, site
+from ficco.cli.bench import START_S
+from ficco.cli.site import add_operator, missing, picture, problem, site
 
-#: Seconds that ``--measure`` takes, beside starting the ranks and proving every candidate right.
+#: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
-
-#: Options about one problem.
-ASKED = ("m", "n", "k", "rows", "world", "captured", "search", "measure", "seconds", "json", "draw")
-
-#: The file with the problems of ``--rule-table``, where it is filled in.
-TABLE = "rule-table"
 
 
 def add(commands: Any) -> None:
@@ -44,21 +39,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the candidates (png, svg)")
-    parser.add_argument(
-        "--rule-table",
-        action="store_true",
-        help="what the paper's rule takes for its Table I on --machine, in Markdown",
-    )
-    parser.add_argument(
-        "--into", type=Path, metavar="FILE", help=f"put that table between {TABLE}'s markers"
-    )
     parser.set_defaults(run=_explain)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
     _refuse(arguments)
-    if arguments.rule_table:
-        return _rule_table(arguments)
     from ficco.heuristics import decide
 
     asked = site(arguments.machine, arguments.world, captured=arguments.captured)
@@ -89,21 +74,15 @@ def _refuse(arguments: argparse.Namespace) -> None:
     """
     from ficco.launch import check_seconds
 
-    given = [name for name in ASKED if getattr(arguments, name) not in (None, False)]
-    if arguments.operator != GATHERS:
-        if arguments.rule_table:
-            raise ValueError(f"--rule-table: required --operator {GATHERS}, as in Table I")
-    if arguments.rule_table and given:
-        raise ValueError(f"--rule-table: required without --{given[0]}, since it takes Table I")
-    if arguments.into is not None and not arguments.rule_table:
-        raise ValueError(f"--into: required with --rule-table, got {arguments.into} without it")
     if arguments.rows and arguments.measure:
-        raise ValueError("--measure: required without --rows; it times equal ranks alone")
+        raise ValueError("--measure: required without --rows; it times equal rows only")
     if arguments.seconds is not None and not arguments.measure:
-        raise ValueError(f"--seconds: required with --measure, got {arguments.seconds:g} alone")
+        raise ValueError(
+            f"--seconds: required with --measure, got {arguments.seconds:g} without it"
+        )
     if arguments.seconds is not None:
         check_seconds(arguments.seconds)
-    if (sizes := missing(arguments)) and not arguments.rule_table:
+    if sizes := missing(arguments):
         raise ValueError(
             f"{sizes}: required, got none; for example `ficco explain --m 8192 --n 3584 --k 4096 "
             "--machine h200-4`"
@@ -120,18 +99,19 @@ def _measure(
     Raises:
         ValueError: this problem cannot be measured here.
     """
+    from ficco.bench import extra
     from ficco.bench.candidates import parse
     from ficco.bench.cases import Case
-    from ficco.bench.command import START_S
     from ficco.bench.measure import modes_of
-    from ficco.bench.run import Settings, bench
+    from ficco.bench.run import BenchSettings, bench
     from ficco.launch import default_device, launch
 
+    extra.require()
     asked, device = decision.problem, default_device()
     case = Case("explained", asked.m, asked.n, asked.k, asked.dtype, operator=asked.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
-        settings = Settings(
+        settings = BenchSettings(
             cases=(case,),
             candidates=tuple(map(parse, names)),
             modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
@@ -143,11 +123,11 @@ def _measure(
         )
         limit = settings.seconds + START_S
         rows = launch(bench, asked.world, settings, device=device, timeout_s=limit)
-    found: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, float]] = {}
     left_out: dict[str, bool] = {}  # once, not in every mode
-    for row in rows or ():
-        if row.ok:
-            found.setdefault(row.candidate, {})[row.mode] = row.ms * 1e-3
+    for row in () if rows is None else rows.itertuples():
+        if row.status == "ok":
+            measured.setdefault(row.candidate, {})[row.mode] = row.ms * 1e-3
         elif not row.candidate:  # the problem itself
             raise ValueError(f"--measure: {row.note}")
         else:
@@ -155,7 +135,7 @@ def _measure(
             left_out[said] = row.status in ("wrong", "failed")
     for said in left_out:
         print(said, file=sys.stderr)
-    return found, any(left_out.values())
+    return measured, any(left_out.values())
 
 
 def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -198,23 +178,6 @@ def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     if decision.candidates:
         on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
         print(decision.table(measured, shutil.get_terminal_size().columns if on_terminal else None))
-    else:  # measured alone
+    else:  # measured only
         for mode, seconds in measured.get(str(decision.schedule), {}).items():
             print(f"measured {mode}: {seconds_text(seconds)}")
-
-
-def _rule_table(arguments: argparse.Namespace) -> int:
-    from ficco.bench.cases import scenarios
-    from ficco.bench.decisions import rule_table
-    from ficco.bench.report import put_between
-    from ficco.machine import find
-
-    machine = find(arguments.machine or "mi300x-8", None)
-    assert machine is not None
-    text = rule_table(machine, scenarios())
-    if arguments.into is None:
-        print(text)
-        return 0
-    put_between(arguments.into, TABLE, text)
-    print(f"wrote {arguments.into}")
-    return 0

@@ -39,10 +39,10 @@ def _plot(arguments: argparse.Namespace) -> int:
     from ficco.bench.draw import draw, trace
 
     picture(arguments.out, "--out")
-    found = [one for path in arguments.files for one in _read(path, arguments.only)]
-    if not found:
+    chosen = [one for path in arguments.files for one in _read(path, arguments.only)]
+    if not chosen:
         raise ValueError(f"--only: required part of a title, got {arguments.only!r}")
-    timelines, columns = _arrange(found)
+    timelines, columns = _arrange(chosen)
     ranks = _ranks(arguments.ranks, timelines)
     print(f"wrote {draw(timelines, arguments.out, columns=columns, ranks=ranks)}", file=sys.stderr)
     if arguments.trace:
@@ -59,7 +59,7 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error}") from None
     try:
-        found = loads(text, str(path))
+        timelines = loads(text, str(path))
     except ConfigError as error:
         raise ConfigError(
             str(path),
@@ -67,15 +67,15 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
             "required a file of `ficco simulate --timelines` or `ficco bench --timelines`; the CSV "
             f"of a bench is drawn by `ficco bench --plot` ({error.expected})",
         ) from None
-    return [one for one in found if only is None or only in one.title]
+    return [one for one in timelines if only is None or only in one.title]
 
 
-def _arrange(found: list[Timeline]) -> tuple[list[Timeline], int]:
+def _arrange(timelines: list[Timeline]) -> tuple[list[Timeline], int]:
     """Row by row, and the number of columns: what shows the same schedule stands side by side."""
     from ficco.timeline import Timeline
 
     rows: dict[str, list[Timeline]] = {}
-    for one in found:
+    for one in timelines:
         rows.setdefault(one.title.rpartition(": ")[0] or one.title, []).append(one)
     columns = max(map(len, rows.values()))
     padded = [[*row, *[Timeline("", ())] * (columns - len(row))] for row in rows.values()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ficco.cli.site import GATHERS, MACHINE, missing, picture, site
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ficco.bench.cases import Case
-    from ficco.bench.simulated import Row
     from ficco.machine import Machine
     from ficco.timeline import Timeline
 
@@ -61,13 +61,6 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="with one shape: write its timelines, for ficco plot",
     )
-    result.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="with --set scenarios: write a page that compares the paper's claims with the "
-        "simulation, and a CSV and a picture in the folder simulated beside it",
-    )
     parser.set_defaults(run=_simulate)
 
 
@@ -83,7 +76,10 @@ def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: st
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    import pandas as pd
+
     from ficco.bench import simulated
+    from ficco.bench.frames import append, records
     from ficco.problem import OPERATORS
     from ficco.schedules import NAMED, Schedule
     from ficco.simulate import MODES
@@ -111,31 +107,21 @@ def _simulate(arguments: argparse.Namespace) -> int:
             f"--draw, --trace, --timelines: required one shape, got {len(cases)}; "
             "give it with --m, --n and --k"
         )
-    if arguments.report and arguments.set != "scenarios":
-        raise ValueError("--report: required --set scenarios, which is what the paper is about")
-    if arguments.report and arguments.operator not in (None, GATHERS):
-        raise ValueError(f"--report: required --operator {GATHERS}, as in the paper")
-    if arguments.report and schedules:
-        raise ValueError("--report: required no schedules, since it compares the paper's")
     machine = asked.simulated
-    rows: list[Row] = []
-    for case in cases:
-        rows += simulated.simulate_case(case, machine, world, mode, schedules)
+    rows = pd.concat(
+        [simulated.simulate_case(case, machine, world, mode, schedules) for case in cases],
+        ignore_index=True,
+    )
     if arguments.json:
-        print(json.dumps([vars(row) for row in rows]))
+        print(json.dumps(records(rows)))
     else:
         print(", ".join(dict.fromkeys(case.operator for case in cases)))
         _print(rows)
     if arguments.csv:
-        print(f"wrote {simulated.write(arguments.csv, simulated.as_csv(rows))}", file=sys.stderr)
+        arguments.csv.unlink(missing_ok=True)
+        print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
     if drawn:
         _timelines(arguments, cases[0], machine, mode)
-    if arguments.report:
-        from ficco.bench.paper import write_report
-
-        command = shlex.join(["python", "-m", "ficco", *sys.argv[1:]])
-        for path in write_report(rows, cases, machine, arguments.report, command):
-            print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
@@ -149,7 +135,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     if one:
         if absent := missing(arguments):
             given = ", ".join(f"--{name}" for name in "mnk" if f"--{name}" not in absent)
-            raise ValueError(f"{absent}: required beside {given}, got none")
+            raise ValueError(f"{absent}: required with {given}, got none")
         for name, size in zip("mnk", sizes, strict=True):
             if size < 0:
                 raise ValueError(f"--{name}: required a size of at least 0, got {size}")
@@ -159,8 +145,8 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     name = arguments.set or "measured"
     if not arguments.shapes and name not in cases.SETS:
         raise ValueError(f"--set: required one of {', '.join(cases.SETS)}, got {name!r}")
-    found = list(cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]())
-    return [case.on(arguments.operator) for case in found] if arguments.operator else found
+    shapes = list(cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]())
+    return [case.on(arguments.operator) for case in shapes] if arguments.operator else shapes
 
 
 def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode: str) -> None:
@@ -177,35 +163,38 @@ def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode
     ]
     write(timelines, arguments, f"{problem}\nsimulated on {machine.name}, {mode}")
     if arguments.timelines:
-        path = simulated.write(arguments.timelines, dumps(timelines))
-        print(f"wrote {path}", file=sys.stderr)
+        arguments.timelines.parent.mkdir(parents=True, exist_ok=True)
+        arguments.timelines.write_text(dumps(timelines))
+        print(f"wrote {arguments.timelines}", file=sys.stderr)
 
 
-def _print(rows: Sequence[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _print(rows: pd.DataFrame) -> None:
+    import pandas as pd
 
     from ficco.amounts import seconds_text
     from ficco.bench.simulated import BOUNDS
+    from ficco.bench.tables import cells, show
 
-    one = rows[0]
-    table = Table(title=f"simulated on {one.machine}, {one.world} ranks, {one.mode}")
-    table.add_column("m, n per rank, k; candidate", no_wrap=True)
-    for heading in ("time", "x serial", "of ideal"):
-        table.add_column(heading, justify="right")
-    shown = ""
-    for row in rows:
-        if row.case != shown:
-            shown = row.case
-            sizes = f"{row.m}, {row.n}, {row.k}"
-            plain = row.case == sizes.replace(", ", "x")
-            table.add_section()
-            table.add_row(f"[bold]{sizes if plain else f'{row.case}: {sizes}'}[/]")
-        bound = row.candidate in BOUNDS
-        table.add_row(
-            f"[dim]{row.candidate}[/]" if bound else row.candidate,
-            seconds_text(row.ms * 1e-3),
-            "" if bound and row.candidate != "ideal" else f"{row.speedup:.2f}",
-            "" if bound else f"{row.share:.2f}",
-        )
-    Console().print(table)
+    bound = rows["candidate"].isin(BOUNDS)
+    text = pd.DataFrame(
+        {
+            "m, n per rank, k; candidate": rows["candidate"],
+            "time": (rows["ms"] * 1e-3).map(seconds_text),
+            "x serial": cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal"))),
+            "of ideal": cells(rows["share"].where(~bound)),
+        }
+    )
+    heads, tables, ends = list(text), [], []
+    for case, mine in rows.groupby("case", sort=False):
+        sizes = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
+        title = sizes if case == sizes.replace(", ", "x") else f"{case}: {sizes}"
+        tables += [pd.DataFrame([[title, "", "", ""]], columns=heads), text.loc[mine.index]]
+        ends.append(sum(map(len, tables)))
+    starts = [0, *ends[:-1]]
+    machine, world, mode = rows.iloc[0][["machine", "world", "mode"]]
+    show(
+        f"simulated on {machine}, {world} ranks, {mode}",
+        pd.concat(tables),
+        bold=starts,
+        sections=[end - 1 for end in ends],
+    )

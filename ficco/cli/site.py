@@ -30,10 +30,7 @@ def site(
         return fingerprint(device, check_ranks(None, device))
 
     asked = here() if default is None else default
-    try:
-        return where(machine, world, asked, captured=captured)
-    except ValueError as error:
-        raise ValueError(f"--{str(error).removeprefix('--')}") from None
+    return where(machine, world, asked, captured=captured)
 
 
 def add_operator(parser: Any) -> None:
@@ -73,12 +70,9 @@ def problem(arguments: Any, world: int) -> Problem:
             for line in arguments.rows.split(";")
         ]
         rows = table if len(table) > 1 else table[0]
-    try:
-        return problem_of_sizes(
-            operator, arguments.m, arguments.n, arguments.k, arguments.dtype, world, rows
-        )
-    except ValueError as error:
-        raise ValueError(f"--{error}") from None
+    return problem_of_sizes(
+        operator, arguments.m, arguments.n, arguments.k, arguments.dtype, world, rows
+    )
 
 
 def _whole(option: str, text: str) -> int:

@@ -25,7 +25,7 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     from ficco.problem import OPERATORS
-    from ficco.tune.names import STEPS
+    from ficco.tune.effort import STEPS
 
     text = "measure this machine, and which schedules are fastest on it, for schedule='auto'"
     parser = commands.add_parser("tune", help=text, description=text)
@@ -81,8 +81,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     from ficco.dma.engine import fingerprint
     from ficco.launch import check_ranks, default_device, launch, own_rank
     from ficco.machine import user_dir
-    from ficco.tune.file import default_name, opened
-    from ficco.tune.run import Settings, tune
+    from ficco.tune.files import default_name, opened
+    from ficco.tune.run import TuneSettings, tune
 
     _refuse(arguments)
     device = arguments.device or default_device()
@@ -93,7 +93,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         return _check(arguments, device, ranks, path)
     if not (arguments.fresh and path.is_file()):
         opened(path, here)  # says what is wrong with the file before any rank is started
-    settings = Settings(
+    settings = TuneSettings(
         path=path.absolute(),
         device=device,
         quick=arguments.quick,
@@ -107,7 +107,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
     seconds = sum(settings.seconds(name) for name in settings.steps)
     timeout_s = START_S + PATIENCE * seconds
-    outcome = launch(tune, _started(arguments), settings, device=device, timeout_s=timeout_s)
+    outcome = launch(tune, arguments.ranks, settings, device=device, timeout_s=timeout_s)
     if own_rank():
         return 1 if outcome.error or outcome.failures else 0
     if outcome.error:
@@ -132,7 +132,9 @@ def _refuse(arguments: argparse.Namespace) -> None:
     """
     if not arguments.check:
         if arguments.tolerance is not None:
-            raise ValueError(f"--tolerance: required with --check, got {arguments.tolerance} alone")
+            raise ValueError(
+                f"--tolerance: required with --check, got {arguments.tolerance} without it"
+            )
         return
     for name in NOT_CHECKED:
         if getattr(arguments, name):
@@ -145,7 +147,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def at_least_two(ranks: int) -> int:
-    """A number of ranks that have something to say to each other.
+    """A number of ranks between which something passes.
 
     Raises:
         ValueError: it is 1.
@@ -155,40 +157,33 @@ def at_least_two(ranks: int) -> int:
     return ranks
 
 
-def _started(arguments: argparse.Namespace) -> int | None:
-    ranks: int | None = arguments.ranks
-    return ranks
-
-
 def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
     from ficco.bench import cases
     from ficco.problem import OPERATORS
-    from ficco.tune import shapes
+    from ficco.tune.calls import from_cases, from_log
 
-    found = []
+    problems = []
     if arguments.shapes:
         read = cases.read(arguments.shapes)
-        found += shapes.from_cases(read, ranks, device, arguments.operator or ())
+        problems += from_cases(read, ranks, device, arguments.operator or ())
     if arguments.from_log:
         wanted = arguments.operator or OPERATORS
-        logged = [
-            one for one in shapes.from_log(arguments.from_log, ranks) if one.operator in wanted
-        ]
+        logged = [one for one in from_log(arguments.from_log, ranks) if one.operator in wanted]
         if not logged:
             of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(
                 f"--from-log: required a problem of {ranks} ranks{of} in {arguments.from_log}, got "
                 "none; run the program with FICCO_LOG_PROBLEMS on as many ranks"
             )
-        found += logged
-    return list(dict.fromkeys(found))
+        problems += logged
+    return list(dict.fromkeys(problems))
 
 
 def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:
     from ficco.dma.engine import fingerprint
     from ficco.launch import launch, own_rank
     from ficco.machine import load
-    from ficco.tune.check import Settings, check, report
+    from ficco.tune.check import check, report
 
     tolerance = arguments.tolerance or TOLERANCE
     if not path.exists():
@@ -203,8 +198,7 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
             f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
             f"{machine.ranks} of {machine.accelerator}; give another file with --out"
         )
-    settings = Settings(machine, device, arguments.quick)
-    points = launch(check, _started(arguments), settings, device=device, timeout_s=START_S * 2)
+    points = launch(check, arguments.ranks, machine, device, device=device, timeout_s=START_S * 2)
     if not own_rank():
         print(report(points, tolerance, _again(arguments)))
     return 0 if all(point.holds(tolerance) for point in points) else 1

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ficco.errors import InvalidArgument
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
 from ficco.problem import MOST_RANKS, OPERATORS, Problem
@@ -33,13 +34,14 @@ class Where:
             ValueError: its figures say nothing of so many ranks.
         """
         if self.machine is None:
-            raise ValueError(f"machine: required one to simulate, {_KNOWN}, got none")
+            raise InvalidArgument("machine", f"required one to simulate, {_KNOWN}, got none")
         found = described(self.machine, self.world)
         if found is None:
-            raise ValueError(
-                f"--world: required {self.machine.ranks} ranks, got {self.world}: the figures of "
-                f"machine {self.machine.name} hold for its own number of ranks alone; `ficco tune "
-                f"--ranks {self.world}` measures another"
+            raise InvalidArgument(
+                "world",
+                f"required {self.machine.ranks} ranks, got {self.world}: the figures of machine "
+                f"{self.machine.name} hold for its own number of ranks only; `ficco tune --ranks "
+                f"{self.world}` measures another",
             )
         return found
 
@@ -67,11 +69,13 @@ def problem_of_sizes(
         ValueError: an argument is wrong, or they do not fit together.
     """
     if operator not in OPERATORS:
-        raise ValueError(f"operator: required one of {', '.join(OPERATORS)}, got {operator!r}")
+        raise InvalidArgument(
+            "operator", f"required one of {', '.join(OPERATORS)}, got {operator!r}"
+        )
     if m < 0:
-        raise ValueError(f"m: required at least 0, got {m}")
+        raise InvalidArgument("m", f"required at least 0, got {m}")
     if world > MOST_RANKS:
-        raise ValueError(f"world: required at most {MOST_RANKS} ranks, got {world}")
+        raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {world}")
     kind, ranks = OPERATORS[operator], range(world)
     if rows is None:
         equal = tuple(m // world + (rank < m % world) for rank in ranks)
@@ -82,22 +86,24 @@ def problem_of_sizes(
             table = list(zip(*table, strict=True))
         return Problem.of_blocks(operator, table, n, k, dtype)
     found = [list(one) if isinstance(one, Sequence) else one for one in rows]
-    what = f"rows: required {'a table of ' if kind.blocks else ''}{world} "
-    wanted = f"{what}x {world} numbers" if kind.blocks else f"{what}numbers"
+    numbers = f"a table of {world} x {world}" if kind.blocks else world
+    wanted = f"required {numbers} numbers"
     if kind.returns:
-        raise ValueError(f"rows: required none for {operator}, whose result is the same everywhere")
+        raise InvalidArgument(
+            "rows", f"required none for {operator}, whose result is the same everywhere"
+        )
     if kind.blocks:
         whole = all(isinstance(one, list) and len(one) == world for one in found)
         if not whole or len(found) != world:
-            raise ValueError(f"{wanted}, got {rows}")
+            raise InvalidArgument("rows", f"{wanted}, got {rows}")
         problem = Problem.of_blocks(operator, found, n, k, dtype)  # type: ignore[arg-type]
     else:
         if len(found) != world or any(isinstance(one, list) for one in found):
-            raise ValueError(f"{wanted}, got {rows}")
+            raise InvalidArgument("rows", f"{wanted}, got {rows}")
         problem = Problem(operator, tuple(found), n, k, dtype)  # type: ignore[arg-type]
     if problem.m != m:
         most = "the largest sum" if kind.blocks else "the sum"
-        raise ValueError(f"rows: required {most} {m}, which is m, got {problem.m}")
+        raise InvalidArgument("rows", f"required {most} {m}, which is m, got {problem.m}")
     return problem
 
 
@@ -124,15 +130,18 @@ def where(
         ConfigError: there is no such machine, or its file is damaged.
     """
     if not (machine is None or isinstance(machine, (Machine, str, os.PathLike))):
-        raise ValueError(f"machine: required a Machine, a name, a path or None, got {machine!r}")
+        raise InvalidArgument(
+            "machine", f"required a Machine, a name, a path or None, got {machine!r}"
+        )
     if world is not None and world < 1:
-        raise ValueError(f"world: required world >= 1, got {world}")
+        raise InvalidArgument("world", f"required world >= 1, got {world}")
     found = machine if isinstance(machine, Machine) else _found(machine, world, here)
     if world is None:
         if found is None:
-            raise ValueError(
-                f"--world: required the number of ranks, or a machine {_KNOWN}, since nobody "
-                f"described {_accelerator(here)}; got none"
+            raise InvalidArgument(
+                "world",
+                f"required the number of ranks, or a machine {_KNOWN}, since nobody described "
+                f"{_accelerator(here)}; got none",
             )
         world = found.ranks
     on_cpu = (_accelerator(here) if found is None else found.accelerator) == "cpu"

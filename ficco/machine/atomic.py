@@ -10,7 +10,7 @@ from pathlib import Path
 def write(path: Path, text: str, *, durable: bool = True) -> None:
     """Write a file, and the folders that it lies in: a reader sees the old text or the new one.
 
-    What a process that dies leaves behind is a hidden file beside it.
+    A process that dies while it writes leaves a hidden file in the folder.
 
     Args:
         path: the file.

@@ -1,6 +1,6 @@
 """Which machine this host is.
 
-Looked for in this order, and the first that is found is taken:
+Sources in this order, the first that has one:
 
 1. the argument, and 2. the environment variable ``FICCO_MACHINE``: a path, or the name of a user
    or shipped file without its ``.yaml``;
@@ -38,11 +38,11 @@ class Fingerprint:
     ranks: int
 
     def matches(self, machine: Machine) -> bool:
-        """Whether a machine describes such a host; small and capital letters are the same."""
+        """Whether a machine describes such a host; case does not matter."""
         return self.ranks == machine.ranks and self.resembles(machine)
 
     def resembles(self, machine: Machine) -> bool:
-        """Whether it does but for the number of ranks."""
+        """Same accelerator, any rank count."""
         names = {name.casefold() for name in (machine.accelerator, *machine.also)}
         return self.accelerator.casefold() in names
 
@@ -72,7 +72,7 @@ def nearest(fingerprint: Fingerprint) -> Machine | None:
     Its figures per rank hold for groups of other sizes, too; its tuned entries do not.
     """
     alike = filter(fingerprint.resembles, _machines())
-    return min(alike, key=lambda found: abs(log(found.ranks / fingerprint.ranks)), default=None)
+    return min(alike, key=lambda one: abs(log(one.ranks / fingerprint.ranks)), default=None)
 
 
 def _machines() -> Iterator[Machine]:
@@ -90,7 +90,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def home() -> Path:
-    """The user's folder; one that is not there where nobody knows it, as in a container whose user
+    """The user's home; a path that does not exist where it is unknown, as in a container whose user
     has no name."""
     try:
         return Path.home()
@@ -106,7 +106,8 @@ def user_dir() -> Path:
 
 
 def configs() -> Path:
-    """The folder of the files that ship with ficco: in a wheel inside, in a checkout beside it."""
+    """The folder of the files that ship with ficco: inside a wheel, next to the package in a
+    checkout."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"

@@ -91,7 +91,7 @@ def fit(
     if not samples:
         raise ValueError("samples: required at least one measured product, got none")
     for sample in samples:
-        if min(sample.m, sample.n, sample.k, sample.batch) < 1 or not sample.seconds > 0:
+        if min(sample.m, sample.n, sample.k, sample.batch) < 1 or not 0 < sample.seconds < np.inf:
             raise ValueError(f"samples: required sizes and seconds above 0, got {sample}")
     columns, seconds = _columns(samples), np.array([s.seconds for s in samples])
     sizes = sorted({s.itemsize for s in samples})
@@ -135,15 +135,15 @@ def fit(
         off = np.abs(np.log(_predict(made(x), columns) / seconds))
         return float(off.mean() + _PULL * np.abs(x).sum())
 
-    found = made(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
+    fitted = made(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
     if known is None:
-        return found
+        return fitted
     # Shares are of the smallest dtype that was measured: one of the known model's, too, perhaps.
-    scale = dict(found.shares)[sizes[0]] / interpolate(known.shares, sizes[0])
+    scale = dict(fitted.shares)[sizes[0]] / interpolate(known.shares, sizes[0])
     shares = {size: min(1.0, share * scale) for size, share in known.shares if size > sizes[0]}
-    shares |= dict(found.shares)
+    shares |= dict(fitted.shares)
     return replace(
-        found,
+        fitted,
         shares=tuple(sorted(shares.items())),
         burst=known.burst,
         sustained=known.sustained,
@@ -162,8 +162,8 @@ def _columns(samples: Sequence[Sample]) -> list[Any]:
 def _predict(gemm: Gemm, columns: list[Any]) -> Any:
     """:meth:`Gemm.seconds` of many products at once."""
     m, n, k, batch, itemsize, wide = columns
-    share = dict(gemm.shares)
-    rate = gemm.peak * gemm.efficiency * np.array([share.get(i, 1.0) for i in itemsize])
+    share = {size: interpolate(gemm.shares, size) for size in set(itemsize)}
+    rate = gemm.peak * gemm.efficiency * np.array([share[size] for size in itemsize])
     best = np.full(len(m), np.inf)
     for rows in gemm.tile_rows:
         for cols in gemm.tile_cols:
@@ -186,9 +186,9 @@ def _descend(loss: Callable[[Any], float], x: Any) -> Any:
             for step in (steps[axis], -steps[axis]):
                 tried = x.copy()
                 tried[axis] += step
-                found = loss(tried)
-                if found < best - 1e-9:
-                    x, best = tried, found
+                new = loss(tried)
+                if new < best - 1e-9:
+                    x, best = tried, new
                     steps[axis] *= 1.3
                     break
             else:

@@ -150,7 +150,7 @@ class Copies:
 
     Attributes:
         engines: copies that one rank can have in flight at once.
-        latency: seconds from a copy's begin to its signal being seen, beside the bytes' time.
+        latency: seconds from a copy's begin to its signal being seen, beyond the bytes' time.
         gap: seconds between two copies of a queue, signal included.
         curve: (bytes, bytes per second) of one copy that has its link or port for itself.
         in_front: the latency of one on a compute lane, where nothing is forked and joined, as
@@ -169,7 +169,7 @@ class Copies:
         return interpolate(self.curve, nbytes)
 
     def seen(self, in_front: bool) -> float:
-        """Seconds until the signal behind a copy is seen, beside the bytes' time."""
+        """Seconds until the signal after a copy is seen, beyond the bytes' time."""
         return self.latency if self.in_front is None or not in_front else self.in_front
 
 
@@ -211,7 +211,7 @@ class Host:
     """Seconds of host time; they count where a GPU waits for its host ("idle").
 
     Attributes:
-        call: of a call, beside what it enqueues, until an idle GPU begins, and ``collective_call``
+        call: of a call, without what it enqueues, until an idle GPU begins, and ``collective_call``
             of one that goes through the vendor's collective instead.
         matmul, copy, signal: of each product, copy, and batch of waits or posts enqueued.
         skew: between the first and the last rank whose host begins a call.
@@ -308,14 +308,14 @@ class Gemm:
     Attributes:
         peak: operations per second of the smallest dtype in ``shares``, from the data sheet.
         units: processors (SMs, CUs, cores) that work on one tile each.
-        launch: seconds between two products of a lane, beside their own time.
+        launch: seconds between two products of a lane, beyond their own time.
         efficiency: share of the peak at which full waves run.
-        start: seconds of a product before its first and behind its last tile.
+        start: seconds of a product before its first and after its last tile.
         bandwidth: bytes per second at which operands and result are read and written at best.
         tile_rows, tile_cols: sizes of tiles; every pair is a tile that the library has.
         splits: numbers of parts that k can be cut into.
         prologue: seconds of a tile before its first term.
-        step: seconds that every 64 terms of k take beside their operations.
+        step: seconds that every 64 terms of k take beyond their operations.
         write: bytes per second at which all processors together write results; None: at once.
         join: seconds before the parts of a split k are read back and summed.
         shares: (bytes per element, share of the peak) of the dtypes.
@@ -436,7 +436,7 @@ def both(busy: Any, memory: Any) -> Any:
 def _times(
     gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool, adds: bool
 ) -> tuple[float, float]:
-    """Seconds alone, and among others."""
+    """Seconds on an otherwise idle rank, and on one that other products keep busy."""
     if not (m and n and k and batch):
         return 0.0, 0.0
     rate = gemm.peak * gemm.efficiency * interpolate(gemm.shares, itemsize)

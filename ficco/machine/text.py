@@ -37,8 +37,8 @@ def parse(text: str) -> Any:
 
 def dump(data: Any) -> str:
     """The text of data."""
-    found: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-    return found
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text
 
 
 def _refuse_depths(text: str) -> None:

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ficco.ops.all_gather_matmul import all_gather_matmul
-from ficco.ops.gradients import Asked, Kept, backward, refuse_batched, refusing_second
+from ficco.ops.gradients import (
+    OperatorCall,
+    SavedTensors,
+    backward,
+    refuse_batched,
+    refusing_second,
+)
 from ficco.ops.matmul_all_reduce import matmul_all_reduce
 from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ficco.ops.operands import frozen, process_group
@@ -56,9 +62,9 @@ def gathered_linears(
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         y = all_gather_matmul(flat, weight.t(), group=group, schedule=schedule, rows=cut)
     else:
-        asked = Asked("all_gather_matmul", group, schedule, cut)
+        call = OperatorCall("all_gather_matmul", group, schedule, cut)
         x, *weights = _autocast(flat, *weights)
-        y = _Joined.apply(x, asked, *weights)
+        y = _Joined.apply(x, call, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     sizes = [weight.shape[0] for weight in weights]
     # Not y.split, whose parts must not be changed in place; here nothing else holds y.
@@ -152,7 +158,8 @@ def sum_gradient(
     """
     refuse_derivatives()
     refuse_sharded(tensor=tensor)
-    return _SumGradient.apply(tensor, process_group(group))
+    out: torch.Tensor = _SumGradient.apply(tensor, process_group(group))
+    return out
 
 
 def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
@@ -188,8 +195,8 @@ def _lengths(
 
 
 def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
-    found = frozen(rows)
-    lengths = found if isinstance(found, tuple) else ()
+    given = frozen(rows)
+    lengths: tuple[int, ...] = given if isinstance(given, tuple) else ()
     if len(lengths) != world or any(
         not isinstance(length, int) or length < 0 for length in lengths
     ):
@@ -220,10 +227,12 @@ class _Joined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, asked: Asked, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.asked, ctx.options = asked, current()
+    def forward(
+        ctx: Any, x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call, ctx.options = call, current()
         ctx.sizes = [weight.shape[0] for weight in weights]
-        _, group, schedule, rows = asked
+        _, group, schedule, rows = call
         joined = torch.cat(weights).t()
         gathered, some = None, any(ctx.needs_input_grad[2:])
         if ctx.options.save_gathered and some:
@@ -241,9 +250,11 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gathered, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
-        kept = Kept(x, torch.cat(weights).t() if wanted[0] else None, gathered, columns=True)
+        saved = SavedTensors(
+            x, torch.cat(weights).t() if wanted[0] else None, gathered, columns=True
+        )
         with carried(ctx.options):
-            grad_x, grad_joined = backward(ctx.asked, grad.contiguous(), None, kept, wanted)
+            grad_x, grad_joined = backward(ctx.call, grad.contiguous(), None, saved, wanted)
         if grad_joined is None:
             return grad_x, None, *(None for _ in ctx.sizes)
         return grad_x, None, *grad_joined.t().split(ctx.sizes)
@@ -294,7 +305,7 @@ class _Reduced(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n]; the gradient of x is summed over ranks, beside its product."""
+    """[m, k] x [n, k] -> [m, n]; the gradient of x is summed over ranks as it is computed."""
 
     @staticmethod
     def forward(

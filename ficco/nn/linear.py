@@ -75,7 +75,7 @@ def check_schedule(schedule: str | Schedule) -> None:
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {schedule!r}")
 
 
-#: The parameters that a layer shards. It leaves alone any that users add.
+#: The parameters that a layer shards. Those that users add stay as they are.
 _PARAMETERS = ("weight", "bias")
 
 #: The attributes in which a module keeps its hooks.
@@ -128,9 +128,9 @@ class _ParallelLinear(nn.Linear):
                 ranks cannot share it equally.
         """
         _check_source(linear)
-        made = cls.__new__(cls)
-        made._become(linear, group, sequence_dim, schedule)
-        return made.train(linear.training)
+        layer = cls.__new__(cls)
+        layer._become(linear, group, sequence_dim, schedule)
+        return layer.train(linear.training)
 
     def _become(
         self,
@@ -292,7 +292,7 @@ class _ParallelLinear(nn.Linear):
 
     def whole(self, name: str) -> torch.Tensor:
         """The unsharded layer's weight or bias, gathered. All ranks of the group call it."""
-        param = self._of_layer(name).detach()
+        param: torch.Tensor = self._of_layer(name).detach()
         if isinstance(param, DTensor):
             return param.full_tensor()
         cut = self._cut(name)
@@ -457,12 +457,12 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     token = _gathers.set(True)
     try:
-        found = module.state_dict()
+        state = module.state_dict()
     finally:
         _gathers.reset(token)
     return {
         name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in found.items()
+        for name, value in state.items()
     }
 
 
@@ -481,8 +481,8 @@ def _check_source(linear: nn.Module) -> None:
     else:
         return
     raise ValueError(
-        "linear: required an unsharded torch.nn.Linear, not a subclass, with a weight and a bias "
-        f"alone and no hooks, got {got}; take those away first and put them on the parallel layer"
+        "linear: required an unsharded torch.nn.Linear, not a subclass, with only a weight and a "
+        f"bias and without hooks, got {got}; put those on the parallel layer instead"
     )
 
 

@@ -37,7 +37,7 @@ class _Scheduled:
         use_local_output: bool = True,
         schedule: str | Schedule = "auto",
     ) -> None:
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]
             input_layouts=input_layouts,
             output_layouts=output_layouts,
             use_local_output=use_local_output,
@@ -105,7 +105,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
 
     If the plan asks for a sequence shard to be gathered, ``Shard(sequence)`` to ``Replicate()``,
     the module gets the DTensor still sharded. Its shape is the global one, as before, and the
-    :class:`ColwiseParallel` layers that receive it gather it beside their products. Direct children
+    :class:`ColwiseParallel` layers that receive it gather it while they multiply. Direct children
     of the module that receive the very same tensor gather it once for all of them (see
     :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
 
@@ -246,9 +246,9 @@ def _weights(layer: _ColwiseLinear) -> list[tuple[torch.Tensor, int | None, int 
     """A layer's weight and bias, and how often each, and its local part, was changed in place."""
     if torch.compiler.is_compiling():
         return []
-    found = [each for each in (layer.weight, layer.bias) if each is not None]
+    parameters = [each for each in (layer.weight, layer.bias) if each is not None]
     with torch.no_grad():
-        return [(each, _version(each), _version(_local(each))) for each in found]
+        return [(each, _version(each), _version(_local(each))) for each in parameters]
 
 
 def _version(x: torch.Tensor) -> int | None:
@@ -313,8 +313,9 @@ def _convert(
     kind.check_features(module.in_features, module.out_features, ranks.group.size())
     style._partition_linear_fn("", module, mesh)
     module.__class__ = kind
-    module.settle(ranks, 0, style.schedule)
-    module.style = style
+    layer: Any = module
+    layer.settle(ranks, 0, style.schedule)
+    layer.style = style
     return module
 
 
@@ -399,7 +400,7 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Arrived(torch.autograd.Function):
-    """A tensor that a collective brings, when it is there; its ``wait`` alone has no gradient."""
+    """A tensor that a collective brings, once it has arrived; its ``wait`` has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:

@@ -78,9 +78,9 @@ def all_gather_matmul(
     Gradients are those of the sum over all ranks of <result, its gradient>:
 
     - for ``a_shard``, a :func:`ficco.matmul_reduce_scatter`;
-    - for ``b`` as well, a product with A, which is gathered again beside the first, or kept from
+    - for ``b`` as well, a product with A, which is gathered again during the first, or kept from
       the forward with ``options(save_gathered=True)``;
-    - for ``b`` alone, a :func:`ficco.all_gather_transposed_matmul`, unless A was kept.
+    - for only ``b``, a :func:`ficco.all_gather_transposed_matmul`, unless A was kept.
 
     The same operands must need gradients on every rank. Forward and backward work under
     ``torch.compile`` and autocast.

@@ -43,7 +43,7 @@ def all_to_all_matmul(
     multiplied as in :func:`ficco.all_gather_matmul` (FiCCO, Table I, g13 to g16).
 
     Gradients are as in :func:`ficco.all_gather_matmul`: for ``a`` a
-    :func:`ficco.matmul_all_to_all` with the table transposed, for ``b`` alone a
+    :func:`ficco.matmul_all_to_all` with the table transposed, for only ``b`` a
     :func:`ficco.all_to_all_transposed_matmul`.
 
     Args:

@@ -304,17 +304,25 @@ def _bound(
     made = fit.plan
     if fit.columns:
         return Bound(made, 0, fit.single, None, fit.columns)
-    digest = workspace.board.describe(_text(made, options, known, source if chosen.pull else None))
+    digest = workspace.board.describe(
+        _text(problem, made, options, known, source if chosen.pull else None)
+    )
     return Bound(made, digest, fit.single, None if "publish" in made.buffer else source)
 
 
-def _text(plan: Plan, options: Options, known: Known, source: tuple[Symmetric, int] | None) -> str:
+def _text(
+    problem: Problem,
+    plan: Plan,
+    options: Options,
+    known: Known,
+    source: tuple[Symmetric, int] | None,
+) -> str:
     """What ranks must agree on, in words."""
-    parts = [str(plan.problem), f"schedule {plan.schedule}", str(known)]
+    parts = [str(problem), f"schedule {plan.schedule}", str(known)]
     if options.workspace_bytes is not None:
         parts.append(f"workspace_bytes={options.workspace_bytes}")
     if source is not None:
-        left, (memory, start) = left_of(plan.problem.operator), source
+        left, (memory, start) = left_of(problem.operator), source
         parts.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
     return ", ".join(parts)
 

@@ -20,14 +20,14 @@ all_to_all_transposed_-  matmul_all_to_all(b, dY.t()), rows transposed      all_
 
 What overlaps with what:
 
-- If dB alone is wanted and needs gathered or exchanged rows (of A or dY), it is an
+- If only dB is wanted and needs gathered or exchanged rows (of A or dY), it is an
   ``all_gather_transposed_matmul`` or ``all_to_all_transposed_matmul``, which adds up products as
   the rows arrive.
 - If dA and dB are wanted, the middle three gather or exchange dY once, under the product for dA,
   and keep it for dB, which is one product of the library.
 - If dA and dB are wanted, the upper two need A from the peers once more. By default they gather it
   again, as Megatron-LM does under sequence parallelism. On a GPU those copies are enqueued first,
-  on a stream of their own, and run beside the product for dA and its copies; dB follows, as one
+  on a side stream, and overlap the product for dA and its copies; dB follows, as one
   product of the library.
 - With ``options(save_gathered=True)`` the forward of the upper two keeps the gathered A: m k
   elements from forward to backward instead of the m k / W of the shard, and no copies of A in the
@@ -35,9 +35,9 @@ What overlaps with what:
 - ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, before the gathering
   product starts. ``options(all_reduce_gradients="equal")`` needs no communication.
 
-Only gradients that are needed are computed, and only tensors that they need are kept. Backwards are
-calls like any other: all ranks make the same ones in the same order. So the same operands must need
-gradients on every rank, and the same results must be used; otherwise the ranks get
+Only gradients that are needed are computed, and only tensors that they need are saved. Backwards
+are calls like any other: all ranks make the same ones in the same order. So the same operands must
+need gradients on every rank, and the same results must be used; otherwise the ranks get
 ``RankMismatch``.
 """
 
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 #: Operators that multiply the rows that they gather or exchange: dB needs those rows again.
 GATHERS = frozenset({"all_gather_matmul", "all_to_all_matmul"})
 
-#: For dB alone: the operator with the same exchange that sums over the arriving rows; and back.
-TURNED = {
+#: For dB only: the operator with the same exchange that sums over the arriving rows; and back.
+TRANSPOSED = {
     "all_gather_matmul": "all_gather_transposed_matmul",
     "all_to_all_matmul": "all_to_all_transposed_matmul",
     "all_gather_transposed_matmul": "all_gather_matmul",
@@ -84,7 +84,7 @@ Rows = Sequence[Any]  # W ints, or a W x W table of them
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
-class Asked(NamedTuple):
+class OperatorCall(NamedTuple):
     """One call of an operator, without its operands."""
 
     operator: str
@@ -93,12 +93,12 @@ class Asked(NamedTuple):
     rows: Rows | None
 
 
-class Kept(NamedTuple):
-    """What a forward leaves to its backward.
+class SavedTensors(NamedTuple):
+    """What a forward saves for its backward.
 
     Attributes:
         a, b: the operands, ``a`` as a matrix; None if no gradient needs them.
-        gathered: the rows that the forward gathered or exchanged, if they were kept.
+        gathered: the rows that the forward gathered or exchanged, if they were saved.
         columns: b is column-major in memory, and so its gradient should be.
     """
 
@@ -109,10 +109,10 @@ class Kept(NamedTuple):
 
 
 def backward(
-    asked: Asked,
+    call: OperatorCall,
     grad: torch.Tensor | None,
     grad_gathered: torch.Tensor | None,
-    kept: Kept,
+    saved: SavedTensors,
     wanted: tuple[bool, bool],
 ) -> Gradients:
     """dA as a matrix, and dB; None for one that is not wanted or is zero.
@@ -122,83 +122,83 @@ def backward(
         grad_gathered: gradient of the gathered A that the caller got; None for zero.
         wanted: whether dA and dB are wanted.
     """
-    if asked.operator == "matmul_all_reduce":
-        return _of_all_reduce(asked, grad, kept, wanted)
-    if OPERATORS[asked.operator].inner:
-        return _of_transposed(asked, grad, kept, wanted)
-    if asked.operator in GATHERS:
-        return _of_gathering(asked, grad, grad_gathered, kept, wanted)
-    return _of_scattering(asked, grad, kept, wanted)
+    if call.operator == "matmul_all_reduce":
+        return _of_all_reduce(call, grad, saved, wanted)
+    if OPERATORS[call.operator].inner:
+        return _of_transposed(call, grad, saved, wanted)
+    if call.operator in GATHERS:
+        return _of_gathering(call, grad, grad_gathered, saved, wanted)
+    return _of_scattering(call, grad, saved, wanted)
 
 
 def _of_gathering(
-    asked: Asked,
+    call: OperatorCall,
     grad: torch.Tensor | None,
     grad_gathered: torch.Tensor | None,
-    kept: Kept,
+    saved: SavedTensors,
     wanted: tuple[bool, bool],
 ) -> Gradients:
     grad_a = grad_b = None
     if grad is not None:
-        if not wanted[0] and kept.gathered is None:
-            assert kept.a is not None
-            return None, _weight(asked, kept.a, grad, kept.columns)
-        again = None
-        if wanted[1] and kept.gathered is None:
-            assert kept.a is not None
-            again = _Again(asked, kept.a, beside=wanted[0])
+        if not wanted[0] and saved.gathered is None:
+            assert saved.a is not None
+            return None, _weight(call, saved.a, grad, saved.columns)
+        regather = None
+        if wanted[1] and saved.gathered is None:
+            assert saved.a is not None
+            regather = _Regather(call, saved.a, overlapped=wanted[0])
         try:
             if wanted[0]:
-                assert kept.b is not None
-                grad_a, _ = _dual(asked, grad, kept.b, False)
+                assert saved.b is not None
+                grad_a, _ = _dual(call, grad, saved.b, False)
         finally:  # the caller's stream waits for the side stream, after an error, too
-            gathered = again.result() if again else kept.gathered
+            gathered = regather.result() if regather else saved.gathered
         if wanted[1]:
             assert gathered is not None
-            grad_b = weight_gradient(gathered, grad, kept.columns)
+            grad_b = weight_gradient(gathered, grad, saved.columns)
     if grad_gathered is not None and wanted[0]:
-        returned = _returned(asked, grad_gathered)
+        returned = _returned(call, grad_gathered)
         grad_a = returned if grad_a is None else grad_a.add_(returned)
     return grad_a, grad_b
 
 
 def _of_transposed(
-    asked: Asked, grad: torch.Tensor | None, kept: Kept, wanted: tuple[bool, bool]
+    call: OperatorCall, grad: torch.Tensor | None, saved: SavedTensors, wanted: tuple[bool, bool]
 ) -> Gradients:
     grad_a = grad_b = None
     if grad is not None and wanted[0]:
-        assert kept.b is not None
-        grad_a, _ = _dual(asked, kept.b, grad, False)
+        assert saved.b is not None
+        grad_a, _ = _dual(call, saved.b, grad, False)
     if grad is not None and wanted[1]:
-        assert kept.a is not None
-        height = rows_multiplied(asked, kept.a.shape[0])
-        grad_b = _turned(asked, kept.a, grad, height, kept.columns)
+        assert saved.a is not None
+        height = rows_multiplied(call, saved.a.shape[0])
+        grad_b = _transposed_product(call, saved.a, grad, height, saved.columns)
     return grad_a, grad_b
 
 
-def _weight(asked: Asked, x: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
+def _weight(call: OperatorCall, x: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
     """``gathered(x).t() @ b`` for a gathering operator, while the rows travel; column-major if
     ``columns``."""
-    return _turned(asked, x, b, x.shape[1], columns)
+    return _transposed_product(call, x, b, x.shape[1], columns)
 
 
-def _turned(
-    asked: Asked, left: torch.Tensor, right: torch.Tensor, rows: int, columns: bool
+def _transposed_product(
+    call: OperatorCall, left: torch.Tensor, right: torch.Tensor, rows: int, columns: bool
 ) -> torch.Tensor:
-    """The product by the operator of ``TURNED``, which has the same exchange; its result has
+    """The product by the operator of ``TRANSPOSED``, which has the same exchange; its result has
     ``rows`` rows."""
-    operator, schedule = TURNED[asked.operator], _schedule(asked.schedule)
+    operator, schedule = TRANSPOSED[call.operator], _schedule(call.schedule)
     out = _by_columns(right, rows) if columns else None
-    return run(operator, left, right, asked.group, schedule, asked.rows, out=out)[0]
+    return run(operator, left, right, call.group, schedule, call.rows, out=out)[0]
 
 
-def rows_multiplied(asked: Asked, m: int) -> int:
+def rows_multiplied(call: OperatorCall, m: int) -> int:
     """Rows of the product that a call with m rows of A returns on this rank, or of the A that it
     gathers."""
-    world, rank, rows = asked.group.size(), asked.group.rank(), asked.rows
-    if OPERATORS[asked.operator].collective == "all-gather":
+    world, rank, rows = call.group.size(), call.group.rank(), call.rows
+    if OPERATORS[call.operator].collective == "all-gather":
         return m * world if rows is None else sum(rows)
-    if asked.operator == "matmul_reduce_scatter":
+    if call.operator == "matmul_reduce_scatter":
         return m // world if rows is None else rows[rank]
     return m if rows is None else sum(row[rank] for row in rows)
 
@@ -208,56 +208,56 @@ def _by_columns(like: torch.Tensor, rows: int) -> torch.Tensor:
     return like.new_empty((like.shape[1], rows)).t()
 
 
-def _returned(asked: Asked, grad_gathered: torch.Tensor) -> torch.Tensor:
+def _returned(call: OperatorCall, grad_gathered: torch.Tensor) -> torch.Tensor:
     """The gradient of the gathered rows, sent back to where the rows came from."""
-    if OPERATORS[asked.operator].blocks:
-        return _gathered(asked._replace(rows=_back(asked)), grad_gathered)
+    if OPERATORS[call.operator].blocks:
+        return _gathered(call._replace(rows=_rows_back(call)), grad_gathered)
     # All ranks were given the same rows, so their gradients add up.
-    world = asked.group.size()
-    rows = asked.rows or (grad_gathered.shape[0] // world,) * world
-    return _summed_rows(asked, grad_gathered, rows)
+    world = call.group.size()
+    rows = call.rows or (grad_gathered.shape[0] // world,) * world
+    return _summed_rows(call, grad_gathered, rows)
 
 
 def _of_scattering(
-    asked: Asked, grad: torch.Tensor | None, kept: Kept, wanted: tuple[bool, bool]
+    call: OperatorCall, grad: torch.Tensor | None, saved: SavedTensors, wanted: tuple[bool, bool]
 ) -> Gradients:
     if grad is None:
         return None, None
     if not wanted[0]:
-        assert kept.a is not None
-        return None, _weight(_dual_of(asked), grad, kept.a, not kept.columns).t()
-    assert kept.b is not None
-    grad_a, gathered = _dual(asked, grad, kept.b, wanted[1])
+        assert saved.a is not None
+        return None, _weight(_dual_of(call), grad, saved.a, not saved.columns).t()
+    assert saved.b is not None
+    grad_a, gathered = _dual(call, grad, saved.b, wanted[1])
     if not wanted[1]:
         return grad_a, None
-    assert kept.a is not None and gathered is not None
-    return grad_a, weight_gradient(kept.a, gathered, kept.columns)
+    assert saved.a is not None and gathered is not None
+    return grad_a, weight_gradient(saved.a, gathered, saved.columns)
 
 
 def _of_all_reduce(
-    asked: Asked, grad: torch.Tensor | None, kept: Kept, wanted: tuple[bool, bool]
+    call: OperatorCall, grad: torch.Tensor | None, saved: SavedTensors, wanted: tuple[bool, bool]
 ) -> Gradients:
     if grad is None:
         return None, None
     grad_a = grad_b = None
     total: torch.Tensor | None = grad
     if current().all_reduce_gradients == "sum":
-        world, m = asked.group.size(), grad.shape[0]
+        world, m = call.group.size(), grad.shape[0]
         rows = tuple(m // world + (rank < m % world) for rank in range(world))
-        mine = _summed_rows(asked, grad, rows)
-        asked = asked._replace(rows=rows)
+        mine = _summed_rows(call, grad, rows)
+        call = call._replace(rows=rows)
         if wanted[0]:
-            assert kept.b is not None
-            grad_a, total = _dual(asked, mine, kept.b, wanted[1])
+            assert saved.b is not None
+            grad_a, total = _dual(call, mine, saved.b, wanted[1])
         else:
-            assert kept.a is not None
-            return None, _weight(_dual_of(asked), mine, kept.a, not kept.columns).t()
+            assert saved.a is not None
+            return None, _weight(_dual_of(call), mine, saved.a, not saved.columns).t()
     elif wanted[0]:
-        assert kept.b is not None
-        grad_a = _product(grad, kept.b.t())
+        assert saved.b is not None
+        grad_a = _product(grad, saved.b.t())
     if wanted[1]:
-        assert kept.a is not None and total is not None
-        grad_b = weight_gradient(kept.a, total, kept.columns)
+        assert saved.a is not None and total is not None
+        grad_b = weight_gradient(saved.a, total, saved.columns)
     return grad_a, grad_b
 
 
@@ -274,20 +274,20 @@ def by_columns(b: torch.Tensor) -> bool:
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     out = left.new_empty((left.shape[0], right.shape[1]))
-    return torch.mm(left, right, out=out)  # with out=, autocast leaves the dtype alone
+    return torch.mm(left, right, out=out)  # with out=, autocast keeps the dtype
 
 
-def _back(asked: Asked) -> Rows | None:
+def _rows_back(call: OperatorCall) -> Rows | None:
     """Rows of the call that sends everything back to where it came from."""
-    if asked.rows is None or not OPERATORS[asked.operator].blocks:
-        return asked.rows
-    return tuple(zip(*asked.rows, strict=True))
+    if call.rows is None or not OPERATORS[call.operator].blocks:
+        return call.rows
+    return tuple(zip(*call.rows, strict=True))
 
 
-def _dual_of(asked: Asked) -> Asked:
+def _dual_of(call: OperatorCall) -> OperatorCall:
     """The call that sends everything back, by the dual operator."""
-    schedule = _schedule(asked.schedule)
-    return Asked(DUAL[asked.operator], asked.group, schedule, _back(asked))
+    schedule = _schedule(call.schedule)
+    return OperatorCall(DUAL[call.operator], call.group, schedule, _rows_back(call))
 
 
 @cache
@@ -300,42 +300,42 @@ def _schedule(schedule: str | Schedule) -> str | Schedule:
     return "auto" if parsed.beta or parsed.grouping == "one-shot" else schedule
 
 
-def _dual(asked: Asked, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
-    operator, group, schedule, rows = _dual_of(asked)
+def _dual(call: OperatorCall, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
+    operator, group, schedule, rows = _dual_of(call)
     return run(operator, grad, b.t(), group, schedule, rows, return_gathered)
 
 
-def _gathered(asked: Asked, a: torch.Tensor) -> torch.Tensor:
-    """The gathered or exchanged A alone, from a call whose ``b`` has no columns."""
+def _gathered(call: OperatorCall, a: torch.Tensor) -> torch.Tensor:
+    """Only the gathered or exchanged A, from a call whose ``b`` has no columns."""
     nothing = a.new_empty((a.shape[1], 0))
-    schedule = _schedule(asked.schedule)
-    _, gathered = run(asked.operator, a, nothing, asked.group, schedule, asked.rows, True)
+    schedule = _schedule(call.schedule)
+    _, gathered = run(call.operator, a, nothing, call.group, schedule, call.rows, True)
     assert gathered is not None
     return gathered
 
 
-def _summed_rows(asked: Asked, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _summed_rows(call: OperatorCall, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """This rank's rows of the sum of all ranks' x, added up in float32 and rounded once."""
-    world, rank = asked.group.size(), asked.group.rank()
+    world, rank = call.group.size(), call.group.rank()
     table = (tuple(rows),) * world
-    blocks = _gathered(asked._replace(operator="all_to_all_matmul", rows=table), x)
+    blocks = _gathered(call._replace(operator="all_to_all_matmul", rows=table), x)
     wide = torch.float32 if x.itemsize < 4 else x.dtype
     return blocks.view(world, rows[rank], x.shape[1]).sum(0, dtype=wide).to(x.dtype)
 
 
-class _Again:
-    """A gathered once more; if ``beside``, on a GPU, on a stream beside the caller's."""
+class _Regather:
+    """A gathered once more; if ``overlapped``, on a GPU, on a side stream of the caller's."""
 
-    def __init__(self, asked: Asked, a: torch.Tensor, beside: bool) -> None:
+    def __init__(self, call: OperatorCall, a: torch.Tensor, overlapped: bool) -> None:
         self.caller: torch.cuda.Stream | None = None
-        if not (beside and a.is_cuda):
-            self.gathered = _gathered(asked, a)
+        if not (overlapped and a.is_cuda):
+            self.gathered = _gathered(call, a)
             return
         self.caller = torch.cuda.current_stream(a.device)
         self.side = _side_stream(self.caller)
         self.side.wait_stream(self.caller)
         with torch.cuda.stream(self.side):
-            self.gathered = _gathered(asked, a)
+            self.gathered = _gathered(call, a)
 
     def result(self) -> torch.Tensor:
         if self.caller is not None:
@@ -348,7 +348,7 @@ _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def _side_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
-    """A stream beside the caller's, always the same one, so that recorded graphs can be reused."""
+    """The side stream of a stream, always the same one, so that recorded graphs can be reused."""
     if caller not in _side_streams:
         _side_streams[caller] = torch.cuda.Stream(caller.device)
     return _side_streams[caller]
@@ -357,7 +357,7 @@ def _side_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
 # With autograd.
 
 
-def keep(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None) -> None:
+def save(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None) -> None:
     """Save the tensors of a forward that its backward needs, and no others."""
     needs_a, needs_b = ctx.needs_input_grad[:2]
     ctx.columns, ctx.shape = by_columns(b), a.shape
@@ -407,14 +407,17 @@ def refusing_second(backward: Backward) -> Backward:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
-            first, *others = found = backward(ctx, *grads)
+            first, *others = results = backward(ctx, *grads)
         if torch.compiler.is_compiling():  # compiled backwards refuse by themselves
-            return found
+            return results
         both = first is not None and any(other is not None for other in others)
         if not both and not any(grad is not None and grad.requires_grad for grad in grads):
-            return found
-        refuse = torch._C._functions.DelayedError(REFUSAL.encode(), len(found))
-        return refuse(*(None if one is None else one.detach().requires_grad_() for one in found))
+            return results
+        refuse: Any = torch._C._functions.DelayedError(REFUSAL.encode(), len(results))
+        refused: tuple[torch.Tensor | None, ...] = refuse(
+            *(None if one is None else one.detach().requires_grad_() for one in results)
+        )
+        return refused
 
     return refusing
 
@@ -424,13 +427,13 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, asked: Asked, return_gathered: bool
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, call: OperatorCall, return_gathered: bool
     ) -> Any:
-        ctx.asked, ctx.options = asked, current()
-        saves = ctx.options.save_gathered and asked.operator in GATHERS and ctx.needs_input_grad[1]
-        operator, group, schedule, rows = asked
+        ctx.call, ctx.options = call, current()
+        saves = ctx.options.save_gathered and call.operator in GATHERS and ctx.needs_input_grad[1]
+        operator, group, schedule, rows = call
         out, gathered = run(operator, a, b, group, schedule, rows, return_gathered or saves)
-        keep(ctx, a, b, gathered if saves else None)
+        save(ctx, a, b, gathered if saves else None)
         return (out, gathered) if return_gathered else out
 
     @staticmethod
@@ -439,13 +442,13 @@ class Differentiable(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         a, b, gathered = ctx.saved_tensors
-        kept = Kept(matrix(a), b, gathered, ctx.columns)
+        saved = SavedTensors(matrix(a), b, gathered, ctx.columns)
         with carried(ctx.options):
             grad_a, grad_b = backward(
-                ctx.asked,
+                ctx.call,
                 None if grad is None else grad.contiguous(),
                 None if grad_gathered is None else grad_gathered.contiguous(),
-                kept,
+                saved,
                 ctx.needs_input_grad[:2],
             )
         return None if grad_a is None else grad_a.view(ctx.shape), grad_b, None, None

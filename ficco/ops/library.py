@@ -19,17 +19,16 @@ PyTorch's ``FlopCounterMode`` counts the products that this rank computes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib.machinery import ModuleSpec, PathFinder
 from math import prod
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed import distributed_c10d
+from torch.utils.flop_counter import register_flop_formula
 
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
@@ -37,12 +36,12 @@ from ficco.ops.gradients import (
     DUAL,
     GATHERS,
     REFUSAL,
-    Asked,
-    Kept,
+    OperatorCall,
+    SavedTensors,
     backward,
-    keep,
     matrix,
     rows_multiplied,
+    save,
 )
 from ficco.ops.operands import check_operands, frozen
 from ficco.options import carried, current, from_text, saves_gathered, to_text
@@ -61,9 +60,9 @@ Rows = Sequence[int] | None
 class Registered(NamedTuple):
     """The ``torch.library`` operators of one of ficco's operators."""
 
-    product: Any
-    gathered: Any
-    backward: Any
+    product: OpOverload
+    gathered: OpOverload | None
+    backward: OpOverload
 
 
 def call(
@@ -93,15 +92,15 @@ def _flat(rows: Any) -> list[int]:
     return [number for row in rows for number in (row if isinstance(row, (list, tuple)) else [row])]
 
 
-def _asked(operator: str, group: str, schedule: str, rows: Rows) -> Asked:
-    found = distributed_c10d._resolve_process_group(group)
-    world = found.size()
+def _called(operator: str, group: str, schedule: str, rows: Rows) -> OperatorCall:
+    ranks = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    world = ranks.size()
     if rows is None:
-        return Asked(operator, found, schedule, None)
+        return OperatorCall(operator, ranks, schedule, None)
     if OPERATORS[operator].blocks and len(rows) == world * world:
         table = tuple(tuple(rows[i : i + world]) for i in range(0, world * world, world))
-        return Asked(operator, found, schedule, table)
-    return Asked(operator, found, schedule, tuple(rows))  # checked by the call path
+        return OperatorCall(operator, ranks, schedule, table)
+    return OperatorCall(operator, ranks, schedule, tuple(rows))  # checked by the call path
 
 
 def _forward(
@@ -114,9 +113,9 @@ def _forward(
     rows: Rows = None,
     options: str = "",
 ) -> Any:
-    asked = _asked(operator, group, schedule, rows)
+    called = _called(operator, group, schedule, rows)
     with carried(from_text(options)) if options else nullcontext():
-        result = run(operator, a, b, asked.group, schedule, asked.rows, return_gathered)
+        result = run(operator, a, b, called.group, schedule, called.rows, return_gathered)
     return result if return_gathered else result[0]
 
 
@@ -131,9 +130,9 @@ def _fake_forward(
     options: str = "",
 ) -> Any:
     check_operands(operator, a, b)  # the call itself checks the rest
-    asked = _asked(operator, group, schedule, rows)
+    called = _called(operator, group, schedule, rows)
     m, (_, n), k = prod(a.shape[:-1]), b.shape, a.shape[-1]
-    multiplied = rows_multiplied(asked, m)
+    multiplied = rows_multiplied(called, m)
     out = a.new_empty((k if OPERATORS[operator].inner else multiplied, n))
     return (out, a.new_empty((multiplied, k))) if return_gathered else out
 
@@ -142,7 +141,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, ctx.group, ctx.schedule, ctx.rows, text = inputs
     ctx.text = text or to_text(current())
     saves = isinstance(output, tuple) and from_text(ctx.text).save_gathered
-    keep(ctx, a, b, output[1] if saves else None)
+    save(ctx, a, b, output[1] if saves else None)
 
 
 def _autograd(
@@ -151,9 +150,9 @@ def _autograd(
     a, b, gathered = ctx.saved_tensors
     needs_a = ctx.needs_input_grad[0] and not (grad is None and grad_gathered is None)
     needs_b = ctx.needs_input_grad[1] and grad is not None
-    found: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
     if needs_a or needs_b:
-        found = OPS[operator].backward(
+        grads = OPS[operator].backward(
             grad,
             grad_gathered,
             a,
@@ -168,7 +167,7 @@ def _autograd(
             ctx.rows,
             ctx.text,
         )
-    rest = iter(found)
+    rest = iter(grads)
     return next(rest) if needs_a else None, next(rest) if needs_b else None, *[None] * 4
 
 
@@ -188,13 +187,14 @@ def _backward(
     rows: Rows = None,
     options: str = "",
 ) -> list[torch.Tensor]:
-    asked = _asked(operator, group, schedule, rows)
-    kept = Kept(matrix(a), b, gathered, columns)
-    grads = [None if one is None else one.contiguous() for one in (grad, grad_gathered)]
+    called = _called(operator, group, schedule, rows)
+    saved = SavedTensors(matrix(a), b, gathered, columns)
+    grad = None if grad is None else grad.contiguous()
+    grad_gathered = None if grad_gathered is None else grad_gathered.contiguous()
     with carried(from_text(options)):
-        grad_a, grad_b = backward(asked, *grads, kept, (needs_a, needs_b))
-    found = (None if grad_a is None else grad_a.view(shape), grad_b)
-    return [gradient for gradient in found if gradient is not None]
+        grad_a, grad_b = backward(called, grad, grad_gathered, saved, (needs_a, needs_b))
+    grads = (None if grad_a is None else grad_a.view(shape), grad_b)
+    return [gradient for gradient in grads if gradient is not None]
 
 
 def _fake_backward(
@@ -215,25 +215,28 @@ def _fake_backward(
 ) -> list[torch.Tensor]:
     like = grad if grad is not None else grad_gathered
     assert like is not None
-    found = [like.new_empty(tuple(shape))] if needs_a else []
+    grads = [like.new_empty(tuple(shape))] if needs_a else []
     if needs_b:
         k, n = shape[-1], like.shape[1]
         if OPERATORS[operator].inner:
-            k = rows_multiplied(_asked(operator, group, schedule, rows), prod(shape[:-1]))
-        found.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
-    return found
+            k = rows_multiplied(_called(operator, group, schedule, rows), prod(shape[:-1]))
+        grads.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
+    return grads
 
 
-def _register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _register(
+    name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]
+) -> OpOverload:
     torch.library.define(f"ficco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"ficco::{name}", "CompositeExplicitAutograd", real)
     torch.library.register_fake(f"ficco::{name}", fake)
-    return getattr(torch.ops.ficco, name).default
+    op: OpOverload = getattr(torch.ops.ficco, name).default
+    return op
 
 
 def _operator(operator: str) -> Registered:
     """Define and register the ``torch.library`` operators of one of ficco's operators."""
-    found = []
+    forwards = []
     for gathered in (False, True) if operator in GATHERS else (False,):
         name = f"{operator}_gathered" if gathered else operator
         op = _register(
@@ -247,7 +250,7 @@ def _operator(operator: str) -> Registered:
             partial(_autograd, operator),
             setup_context=_setup_context,
         )
-        found.append(op)
+        forwards.append(op)
     back = _register(
         f"{operator}_backward",
         _BACKWARD,
@@ -255,7 +258,7 @@ def _operator(operator: str) -> Registered:
         partial(_fake_backward, operator),
     )
     torch.library.register_autograd(f"ficco::{operator}_backward", _second_derivative)
-    return Registered(found[0], found[1] if len(found) > 1 else None, back)
+    return Registered(forwards[0], forwards[1] if len(forwards) > 1 else None, back)
 
 
 def _second_derivative(ctx: Any, *grads: Any) -> Any:
@@ -314,39 +317,11 @@ def _backward_flops(
     return 2 * rows * shape[-1] * grad[1] * (needs_a + needs_b)
 
 
-def _register_flops(counter: ModuleType) -> None:
-    for operator, ops in OPS.items():
-        for op, formula in (
-            (ops.product, partial(_forward_flops, operator, False)),
-            (ops.gathered, partial(_forward_flops, operator, True)),
-            (ops.backward, partial(_backward_flops, operator)),
-        ):
-            if op:
-                counter.register_flop_formula(op.overloadpacket)(formula)
-
-
-class _Counter:
-    """Registers the formulas when PyTorch's counter is imported, since each instance of it takes
-    the formulas that exist when it is made. Importing it here would import Triton, too, which
-    takes longer than importing ficco."""
-
-    name = "torch.utils.flop_counter"
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The counter's own spec, with one more step after its import; None for other modules."""
-        found = PathFinder.find_spec(name, path, target) if name == self.name else None
-        if found is not None and found.loader is not None:
-            run = found.loader.exec_module
-
-            def run_and_register(module: ModuleType) -> None:
-                run(module)
-                _register_flops(module)
-
-            found.loader.exec_module = run_and_register  # type: ignore[method-assign]
-        return found
-
-
-if _Counter.name in sys.modules:
-    _register_flops(sys.modules[_Counter.name])
-else:
-    sys.meta_path.insert(0, _Counter())
+for _operator_name, _ops in OPS.items():
+    for _op, _formula in (
+        (_ops.product, partial(_forward_flops, _operator_name, False)),
+        (_ops.gathered, partial(_forward_flops, _operator_name, True)),
+        (_ops.backward, partial(_backward_flops, _operator_name)),
+    ):
+        if _op:
+            register_flop_formula(_op.overloadpacket)(_formula)

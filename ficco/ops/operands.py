@@ -164,14 +164,14 @@ def problem_of_operands(
     held, rank, world = a.shape[0], group.rank(), group.size()
     if OPERATORS[operator].blocks:
         table = _blocks(rows, held, rank, world)
-        found = Problem.of_blocks(operator, table, *sizes)
-        if inner and found.product_rows(rank) != b.shape[0]:
+        problem = Problem.of_blocks(operator, table, *sizes)
+        if inner and problem.product_rows(rank) != b.shape[0]:
             raise ValueError(
                 f"required as many rows of b as rank {rank} receives of all ranks' a, got "
-                f"{b.shape[0]} and {found.product_rows(rank)}; pass b with a row for each of them, "
-                "and rows= where blocks are not equal"
+                f"{b.shape[0]} and {problem.product_rows(rank)}; pass b with a row for each of "
+                "them, and rows= where blocks are not equal"
             )
-        return replace(found, symmetric=symmetric, return_gathered=return_gathered)
+        return replace(problem, symmetric=symmetric, return_gathered=return_gathered)
     each = _rows(OPERATORS[operator], rows, held, rank, world)
     if inner and sum(each) != b.shape[0]:
         raise ValueError(
@@ -234,8 +234,8 @@ def _blocks(rows: Any, held: int, rank: int, world: int) -> tuple[tuple[int, ...
             f"rows: required a to have the {sum(rows[rank])} rows of rows[{rank}] on rank {rank}, "
             f"got {held}"
         )
-    found: tuple[tuple[int, ...], ...] = rows
-    return found
+    table: tuple[tuple[int, ...], ...] = rows
+    return table
 
 
 def _is_size(value: Any) -> bool:

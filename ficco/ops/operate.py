@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from ficco.ops import library
 from ficco.ops.call import Result, run
-from ficco.ops.gradients import Asked, Differentiable
+from ficco.ops.gradients import Differentiable, OperatorCall
 from ficco.ops.operands import frozen, process_group
 from ficco.options import current_text
 from ficco.schedules import Schedule
@@ -61,10 +61,11 @@ def operate(
         text = schedule if isinstance(schedule, str) else _name(schedule)
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        asked = Asked(operator, process_group(group), schedule, frozen(rows))
-        found = Differentiable.apply(a, b, asked, return_gathered)
-        return found if return_gathered else (found, None)
-    return run(operator, a, b, group, schedule, rows, return_gathered)
+        call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
+        out = Differentiable.apply(a, b, call, return_gathered)
+        return out if return_gathered else (out, None)
+    # The call path takes the group of a mesh by itself.
+    return run(operator, a, b, group, schedule, rows, return_gathered)  # type: ignore[arg-type]
 
 
 def watched(*operands: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ HOOK = "post_grad_custom_pre_pass"
 class Backend:
     """A backend of torch.compile that runs the pass; see :func:`backend`."""
 
-    def __init__(self, inner: str | Callable[..., Any], group: Any, schedule: str) -> None:
+    def __init__(self, inner: str | Callable[..., Any], group: str | None, schedule: str) -> None:
         self.inner = inner
         self.group = group
         self.schedule = schedule
@@ -34,7 +34,7 @@ class Backend:
             return self._inductor(module, inputs, **kwargs)
         if kwargs:
             raise ValueError(
-                f"required mode and options with inner='inductor' alone, got {sorted(kwargs)}; "
+                f"required mode and options only with inner='inductor', got {sorted(kwargs)}; "
                 "leave them out"
             )
         return self._aot(module, inputs)
@@ -58,7 +58,10 @@ class Backend:
         return compile_fx(module, inputs, config_patches=patches)
 
     def _aot(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
-        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+        from functorch.compile import (  # type: ignore[import-untyped]
+            make_boxed_func,
+            min_cut_rematerialization_partition,
+        )
         from torch._dynamo.backends.common import aot_autograd
 
         def compile(graph: GraphModule, examples: Sequence[Any]) -> Any:
@@ -131,9 +134,8 @@ def inductor_pass(
     def run(graph: Graph) -> None:
         report.add(replace(graph, group=name, schedule=schedule))
 
-    found = _pass_class()(run, None)
-    found.report = report
-    return found
+    hook: Callable[[Graph], None] = _pass_class()(run, report=report)
+    return hook
 
 
 def _hook() -> None:
@@ -155,10 +157,12 @@ def _pass_class() -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
-        def __init__(self, run: Callable[[Graph], None], first: Any) -> None:
+        def __init__(
+            self, run: Callable[[Graph], None], first: Any = None, report: Report | None = None
+        ) -> None:
             self.run = run
             self.first = [] if first is None else first
-            self.report: Report | None = None
+            self.report = report
 
         def __call__(self, graph: Graph) -> None:
             for other in self.first if isinstance(self.first, list | tuple) else [self.first]:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -94,15 +94,15 @@ def _same_divided(one: Size, other: Size) -> bool:
 
 def value(node: Any) -> FakeTensor | None:
     """The fake tensor that a node was traced with."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
-    return found if isinstance(found, FakeTensor) else None
+    tensor = node.meta.get("val") if isinstance(node, Node) else None
+    return tensor if isinstance(tensor, FakeTensor) else None
 
 
 def tensor_of(node: Any) -> FakeTensor:
     """The fake tensor of a node that is known to have one."""
-    found = value(node)
-    assert found is not None, node
-    return found
+    tensor = value(node)
+    assert tensor is not None, node
+    return tensor
 
 
 def known(given: Any) -> Any:
@@ -110,10 +110,16 @@ def known(given: Any) -> Any:
     return given.meta.get("val") if isinstance(given, Node) else given
 
 
+def op_of(node: Node) -> torch._ops.OpOverload:
+    """The operation of a node for which :func:`is_op` holds."""
+    assert isinstance(node.target, torch._ops.OpOverload), node
+    return node.target
+
+
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an operation by name, including defaults."""
     named = {}
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for i, argument in enumerate(op_of(node)._schema.arguments):
         if i < len(node.args):
             named[argument.name] = node.args[i]
         elif argument.name in node.kwargs:
@@ -129,14 +135,15 @@ def is_op(node: Node) -> bool:
 
 def collective(node: Node) -> str | None:
     """The name of a functional collective's overload packet; None for other nodes."""
-    if not is_op(node) or node.target.namespace not in ("_c10d_functional", "c10d_functional"):
+    if not is_op(node) or op_of(node).namespace not in ("_c10d_functional", "c10d_functional"):
         return None
-    name = str(node.target._schema.name).partition("::")[2]
+    name = str(op_of(node)._schema.name).partition("::")[2]
     return name if name in COLLECTIVES or name in OTHER_FORMS else None
 
 
 def is_wait(node: Node) -> bool:
-    return is_op(node) and str(node.target._schema.name).endswith("c10d_functional::wait_tensor")
+    name = str(op_of(node)._schema.name) if is_op(node) else ""
+    return name.endswith("c10d_functional::wait_tensor")
 
 
 def is_size(node: Node) -> bool:
@@ -148,7 +155,7 @@ def is_size(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """One product of a matrix, which may have leading dimensions, and a plain matrix."""
 
     node: Node
@@ -162,33 +169,33 @@ class Product:
         return tensor_of(self.b).shape[0 if self.transposed else 1]
 
 
-def product(node: Any) -> Product | str:
+def product(node: Any) -> MatrixProduct | str:
     """The product that a node computes, or why ficco has no operator for it."""
     if not isinstance(node, Node) or not is_op(node):
         return f"{_called(node)} is no product"
     target = node.target
     if target in (aten.mm.default, aten.matmul.default):
         given = arguments(node)
-        a, b = given.get("self"), given.get("mat2", given.get("other"))
-        found = Product(node, a, b, False)
+        b = given["mat2" if "mat2" in given else "other"]
+        matmul = MatrixProduct(node, given["self"], b, False)
     elif target == aten.addmm.default:
         given = arguments(node)
         if given["beta"] != 1 or given["alpha"] != 1:
             return "addmm with beta or alpha other than 1"
-        found = Product(node, given["mat1"], given["mat2"], False, given["self"])
+        matmul = MatrixProduct(node, given["mat1"], given["mat2"], False, given["self"])
     elif target == aten.linear.default:
         given = arguments(node)
-        found = Product(node, given["input"], given["weight"], True, given["bias"])
+        matmul = MatrixProduct(node, given["input"], given["weight"], True, given["bias"])
     elif target in (aten.bmm.default, aten.baddbmm.default):
         return "bmm multiplies a batch of matrices"
-    elif "scaled_mm" in target._schema.name:
+    elif "scaled_mm" in op_of(node)._schema.name:
         return "scaled products (fp8) are not served"
     else:
         return f"{_called(node)} is no product"
-    a, b = value(found.a), value(found.b)
+    a, b = value(matmul.a), value(matmul.b)
     if a is None or b is None or a.dim() < 2 or b.dim() != 2:
         return f"{_called(node)} of operands that are no matrices"
-    return found
+    return matmul
 
 
 def _called(node: Any) -> str:
@@ -199,11 +206,11 @@ def _called(node: Any) -> str:
     return str(node.target) if is_op(node) else f"{node.op} {node.name}"
 
 
-# Steps that rearrange rows.
+# Relayouts: views, copies, permutations and conversions between a collective and a product.
 
 
 @dataclass(frozen=True)
-class Step:
+class Relayout:
     """Nodes that turn one tensor into another with the same values.
 
     There are several ``nodes`` if a tensor is cut up and joined again; the last is the result.
@@ -220,7 +227,7 @@ class Step:
         return self.nodes[-1]
 
     def forward(self, order: Order) -> Order:
-        """The order after the step."""
+        """The order after the relayout."""
         shape = tensor_of(self.source).shape
         if self.perm is not None:
             return permuted(order, shape, self.perm, same)
@@ -229,7 +236,7 @@ class Step:
         return order
 
     def backward(self, order: Order) -> Order:
-        """The order before the step, for one after it."""
+        """The order before the relayout, for one after it."""
         shape = tensor_of(self.result).shape
         if self.perm is not None:
             inverse = [self.perm.index(i) for i in range(len(self.perm))]
@@ -240,40 +247,41 @@ class Step:
         return order
 
 
-def step_to(node: Any) -> Step | None:
-    """The step whose result a node is."""
-    if not isinstance(node, Node) or not is_op(node) or value(node) is None:
+def relayout_to(node: Any) -> Relayout | None:
+    """The relayout whose result a node is."""
+    after = value(node)
+    if after is None or not is_op(node):
         return None
     if node.target == aten.cat.default:
         return _pieces(node)
     source = node.args[0] if node.args else None
-    before, after = value(source), value(node)
-    if before is None:
+    before = value(source)
+    if before is None or not isinstance(source, Node):
         return None
     nodes, dims = (node,), before.dim()
     if node.target in _CONVERSIONS:
         # Nothing but the dtype may change.
         if before.device == after.device and before.shape == after.shape:
-            return Step(source, nodes, converts=after.dtype)
+            return Relayout(source, nodes, converts=after.dtype)
     elif node.target in _SAME_ORDER or (is_wait(node) and not collective(source)):
-        return Step(source, nodes)
+        return Relayout(source, nodes)
     elif _slices_all(node):
-        return Step(source, nodes)
+        return Relayout(source, nodes)
     elif node.target == aten.copy.default:
         given = arguments(node)
         source = given["src"]
         before = value(source)
         if before is not None and (before.dtype, before.shape) == (after.dtype, after.shape):
-            return Step(source, nodes)
+            return Relayout(source, nodes)
     elif node.target == aten.t.default:
-        return Step(source, nodes, perm=tuple(reversed(range(dims))))
+        return Relayout(source, nodes, perm=tuple(reversed(range(dims))))
     elif node.target == aten.permute.default:
-        return Step(source, nodes, perm=tuple(i % dims for i in node.args[1]))
+        return Relayout(source, nodes, perm=tuple(i % dims for i in node.args[1]))
     elif node.target == aten.transpose.int:
         perm = list(range(dims))
         i, j = (d % dims for d in node.args[1:3])
         perm[i], perm[j] = j, i
-        return Step(source, nodes, perm=tuple(perm))
+        return Relayout(source, nodes, perm=tuple(perm))
     return None
 
 
@@ -285,49 +293,68 @@ def _slices_all(node: Node) -> bool:
     return all(same(one, other) for one, other in zip(before, after, strict=True))
 
 
-def _pieces(cat: Node) -> Step | None:
-    """The step of a cat that joins all pieces of one tensor in order; None for other cats."""
+def _pieces(cat: Node) -> Relayout | None:
+    """The relayout of a cat that joins all pieces of one tensor in order; None for other cats."""
     given = arguments(cat)
     parts = given["tensors"]
-    found = [_piece(part) for part in parts]
-    if not found or any(piece is None for piece in found):
+    found = [piece for part in parts if (piece := _piece(part)) is not None]
+    if not parts or len(found) < len(parts):
         return None
-    source, cut, _, _ = found[0]
+    source, cut = found[0].source, found[0].dim
     shape, length = tensor_of(source).shape, tensor_of(parts[0]).shape[cut]
     for i, (part, piece) in enumerate(zip(parts, found, strict=True)):
-        whole = same(tensor_of(part).shape[cut], length)
-        if piece[:2] != (source, cut) or not whole or not same(piece[2](length), i * length):
+        if piece.source is not source or piece.dim != cut:
+            return None
+        if not same(tensor_of(part).shape[cut], length):
+            return None
+        if not same(piece.start(length), i * length):
             return None
     if not same(len(parts) * length, shape[cut]):
         return None
-    between = dict.fromkeys(node for piece in found for node in piece[3])
+    between = dict.fromkeys(node for piece in found for node in piece.nodes)
     pieces = (cut, given["dim"] % len(shape), len(parts))
-    return Step(source, (*between, cat), pieces=pieces)
+    return Relayout(source, (*between, cat), pieces=pieces)
 
 
-def _piece(node: Any) -> tuple[Node, int, Callable[[Size], Size], tuple[Node, ...]] | None:
-    """If a node is one of several equal pieces of a tensor: that tensor, the dimension that is
-    cut, the start of the piece as a function of the pieces' length, and the nodes."""
+class _Piece(NamedTuple):
+    """One of several equal pieces of a tensor, cut along a dimension.
+
+    Attributes:
+        start: its first index, as a function of the pieces' length.
+        nodes: the nodes that cut it.
+    """
+
+    source: Node
+    dim: int
+    start: Callable[[Size], Size]
+    nodes: tuple[Node, ...]
+
+
+def _piece(node: Any) -> _Piece | None:
+    """The piece of a tensor that a node is."""
     if not isinstance(node, Node) or node.op != "call_function" or value(node) is None:
         return None
     if node.target == operator.getitem:
         cut, number = node.args
-        if not isinstance(cut, Node) or cut.target not in _SPLITS or value(cut.args[0]) is None:
+        if not isinstance(cut, Node) or cut.target not in _SPLITS:
             return None
-        dim = arguments(cut)["dim"] % tensor_of(cut.args[0]).dim()
-        return cut.args[0], dim, lambda length: number * length, (cut, node)
+        source = cut.args[0]
+        if not isinstance(source, Node) or value(source) is None:
+            return None
+        dim = arguments(cut)["dim"] % tensor_of(source).dim()
+        return _Piece(source, dim, lambda length: number * length, (cut, node))
     if node.target == aten.slice.Tensor:
         given = arguments(node)
         if value(given["self"]) is None or known(given["step"]) != 1:
             return None
         start = known(given["start"]) or 0
         dim = given["dim"] % tensor_of(given["self"]).dim()
-        return given["self"], dim, lambda length: start, (node,)
+        return _Piece(given["self"], dim, lambda length: start, (node,))
     return None
 
 
-def steps_from(node: Node) -> Iterator[tuple[Node, Step | None]]:
-    """The users of a node, each with the step that it begins, or None."""
+def relayouts_from(node: Node) -> Iterator[tuple[Node, Relayout | None]]:
+    """The users of a node, each with the relayout that it begins, or None."""
     for user in node.users:
         if is_size(user):
             continue
@@ -336,27 +363,27 @@ def steps_from(node: Node) -> Iterator[tuple[Node, Step | None]]:
             ends = [cat for item in user.users for cat in item.users][:1]
         elif user.target == aten.slice.Tensor and not _slices_all(user):
             ends = list(user.users)[:1]
-        step = step_to(ends[0]) if ends else None
-        if step is None or step.source is not node or user not in step.nodes:
+        relayout = relayout_to(ends[0]) if ends else None
+        if relayout is None or relayout.source is not node or user not in relayout.nodes:
             yield user, None
         else:
-            yield user, step
+            yield user, relayout
 
 
 def source_of(node: Node) -> Node:
-    """The node at the beginning of the chain of steps that leads to this one."""
-    while (step := step_to(node)) is not None:
-        node = step.source
+    """The node at the beginning of the chain of relayouts that leads to this one."""
+    while (relayout := relayout_to(node)) is not None:
+        node = relayout.source
     return node
 
 
-def inner_users(step: Step) -> list[Node]:
-    """Users of a step's inner nodes that are not part of the step."""
+def inner_users(relayout: Relayout) -> list[Node]:
+    """Users of a relayout's inner nodes that are not part of it."""
     return [
         user
-        for node in step.nodes[:-1]
+        for node in relayout.nodes[:-1]
         for user in node.users
-        if user not in step.nodes and not is_size(user)
+        if user not in relayout.nodes and not is_size(user)
     ]
 
 
@@ -369,10 +396,10 @@ def written(node: Node) -> list[Node]:
         return []
     if is_op(node):
         return [
-            found
-            for argument in node.target._schema.arguments
+            tensor
+            for argument in op_of(node)._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
-            for found in _nodes(arguments(node)[argument.name])
+            for tensor in _nodes(arguments(node)[argument.name])
         ]
     if node.op == "call_function":
         functional = "functional" in getattr(node.target, "__name__", "")
@@ -380,7 +407,7 @@ def written(node: Node) -> list[Node]:
         plain = isinstance(node.target, types.BuiltinFunctionType) and module == "_operator"
         if functional or plain or "sym_" in getattr(node.target, "__name__", ""):
             return []
-    return [found for found in node.all_input_nodes if value(found) is not None]
+    return [given for given in node.all_input_nodes if value(given) is not None]
 
 
 def _nodes(given: Any) -> list[Node]:
@@ -395,7 +422,7 @@ def storage(node: Node) -> Node:
     """The node whose memory a view shares."""
     while True:
         if is_op(node) and node.args and isinstance(node.args[0], Node):
-            returns = node.target._schema.returns
+            returns = op_of(node)._schema.returns
             if returns and returns[0].alias_info is not None or node.target in _SAME_ORDER:
                 node = node.args[0]
                 continue
@@ -427,10 +454,10 @@ def origin(*nodes: Node | None) -> str:
     for node in nodes:
         trace = (node.meta.get("stack_trace") or "") if node is not None else ""
         lines = trace.splitlines()
-        frames = [(i, found) for i, text in enumerate(lines) if (found := _FRAME.search(text))]
+        frames = [(i, frame) for i, text in enumerate(lines) if (frame := _FRAME.search(text))]
         own = [at for at in frames if "/torch/" not in at[1]["file"]]
         if own:
-            i, found = own[-1]
+            i, frame = own[-1]
             code = lines[i + 1].strip() if i + 1 < len(lines) else ""
-            return f"{Path(found['file']).name}:{found['line']} {code}".strip()
+            return f"{Path(frame['file']).name}:{frame['line']} {code}".strip()
     return ""

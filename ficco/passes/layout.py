@@ -40,11 +40,11 @@ def original(sizes: Sequence[Size], same: Same) -> Order:
 
 def dimensions(order: Order, shape: Sequence[Size], same: Same) -> list[Order]:
     """The labels of each dimension of a shape. A label is split if a dimension ends inside it."""
-    rest, found = order, []
+    rest, dims = order, []
     for size in shape:
         mine, rest = split(rest, size, same)
-        found.append(mine)
-    return found
+        dims.append(mine)
+    return dims
 
 
 def split(order: Order, size: Size, same: Same) -> tuple[Order, Order]:
@@ -56,10 +56,10 @@ def split(order: Order, size: Size, same: Same) -> tuple[Order, Order]:
         label = rest.pop(0)
         room = _quotient(size, total(mine))
         if room is not None and isinstance(label.size, int) and label.size > room:
-            behind = _quotient(label.size, room)
-            if behind is None:
+            second = _quotient(label.size, room)
+            if second is None:
                 raise Unclear("a view that cuts rows apart")
-            rest.insert(0, Label((*label.key, 1), behind))
+            rest.insert(0, Label((*label.key, 1), second))
             label = Label((*label.key, 0), room)
         mine.append(label)
     return tuple(mine), tuple(rest)

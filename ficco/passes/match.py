@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from ficco.passes.graph import (
     OTHER_FORMS,
-    Product,
-    Step,
+    MatrixProduct,
+    Relayout,
     arguments,
     aten,
     collective,
@@ -22,11 +22,12 @@ from ficco.passes.graph import (
     is_size,
     is_wait,
     known,
+    op_of,
     product,
+    relayout_to,
+    relayouts_from,
     same,
     source_of,
-    step_to,
-    steps_from,
     storage,
     tensor_of,
     value,
@@ -37,11 +38,11 @@ from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_o
 from ficco.problem import ITEMSIZE
 
 #: The operators for a collective before a product, and after one.
-BEFORE = {
+PROLOGUES = {
     "all_gather_into_tensor": "all_gather_matmul",
     "all_to_all_single": "all_to_all_matmul",
 }
-BEHIND = {
+EPILOGUES = {
     "reduce_scatter_tensor": "matmul_reduce_scatter",
     "all_to_all_single": "matmul_all_to_all",
     "all_reduce": "matmul_all_reduce",
@@ -57,7 +58,7 @@ class Leave(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A collective and what its node states."""
 
     node: Node
@@ -72,7 +73,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Before:
+class Prologue:
     """A collective whose result is multiplied.
 
     Attributes:
@@ -81,22 +82,22 @@ class Before:
         hoisted: nodes that b needs and that move before ``place``, too.
         chain: views of the gathered tensor, which move after the operator.
         others: other users of the gathered tensor.
-        converts: the step that converts the gathered tensor; it converts the shard instead.
+        converts: the relayout that converts the gathered tensor; it converts the shard instead.
     """
 
     operator: str
-    call: Call
-    product: Product
+    call: CollectiveCall
+    product: MatrixProduct
     rows: Order
     place: Node
     hoisted: tuple[Node, ...]
     chain: tuple[Node, ...]
     others: tuple[Node, ...]
-    converts: Step | None
+    converts: Relayout | None
 
 
 @dataclass(frozen=True)
-class Behind:
+class Epilogue:
     """A product, or a sum of several, whose result goes into a collective.
 
     Attributes:
@@ -107,15 +108,15 @@ class Behind:
     """
 
     operator: str
-    call: Call
-    products: tuple[Product, ...]
+    call: CollectiveCall
+    products: tuple[MatrixProduct, ...]
     rows: Order
     chain: tuple[Node, ...]
     copies: tuple[Node, ...]
     average: bool
 
 
-def call_of(node: Node, group: str | None) -> Call:
+def call_of(node: Node, group: str | None) -> CollectiveCall:
     """The collective of a node; :class:`Leave` if it cannot be replaced whatever its product."""
     name = collective(node)
     assert name is not None
@@ -125,7 +126,7 @@ def call_of(node: Node, group: str | None) -> Call:
     if not isinstance(given["group_name"], str):
         raise Leave("the group is an object that the graph computes, not a name")
     if group is not None and given["group_name"] != group:
-        raise Leave("it belongs to another group than the one that was asked for")
+        raise Leave("it belongs to another group than the given one")
     world = world_of(node)
     if not world:
         raise Leave(f"there is no process group of the name {given['group_name']!r}")
@@ -144,7 +145,7 @@ def call_of(node: Node, group: str | None) -> Call:
         raise Leave(f"{tensor.device.type} tensors are not served")
     if any(same(size, 0) for size in tensor.shape):
         raise Leave("a tensor without elements")
-    return Call(node, name, given["group_name"], world, (node, *waits))
+    return CollectiveCall(node, name, given["group_name"], world, (node, *waits))
 
 
 def world_of(node: Node) -> int:
@@ -168,12 +169,12 @@ class Leaf:
     user: Node
     tensor: Node
     order: Order | None  #: None if the rows could not be tracked
-    steps: tuple[Step, ...]
+    relayouts: tuple[Relayout, ...]
 
 
-def before(call: Call) -> Before:
-    """The product that a collective feeds."""
-    name = BEFORE[call.name]
+def prologue(call: CollectiveCall) -> Prologue:
+    """A collective and the product that it feeds."""
+    name = PROLOGUES[call.name]
     leaves = [leaf for wait in call.results[1:] for leaf in _leaves(wait, _gathered(call), ())]
     position = {node: i for i, node in enumerate(call.node.graph.nodes)}
     leaves.sort(key=lambda leaf: position[leaf.user])
@@ -182,18 +183,18 @@ def before(call: Call) -> Before:
         if any(target in held or storage(target) in held for target in written(leaf.user)):
             raise Leave(f"{leaf.user.name} may write to the result")
     refused: list[Leave] = []
-    found = []
+    candidates = []
     for leaf in leaves:
         try:
-            found.append(_candidate(call, leaf))
+            candidates.append(_candidate(call, leaf))
         except (Leave, Unclear) as error:
-            whom = leaf.user if isinstance(product(leaf.user), Product) else None
-            refused.append(Leave(str(error), whom))
-    if not found:
+            about = leaf.user if isinstance(product(leaf.user), MatrixProduct) else None
+            refused.append(Leave(str(error), about))
+    if not candidates:
         near = [one for one in refused if one.product] or refused
         raise near[0] if near else Leave("nothing uses the result")
-    found.sort(key=lambda one: _width(one[0]), reverse=True)
-    for chosen, rows, converts in found:
+    candidates.sort(key=lambda one: _width(one[0]), reverse=True)
+    for chosen, rows, converts in candidates:
         users = [*(leaf.user for leaf in leaves), *call.node.users]
         others = tuple(
             u for u in users if u is not chosen.node and u not in call.results and not is_size(u)
@@ -210,8 +211,8 @@ def before(call: Call) -> Before:
         write = write_between(call.node, place, [call.tensor])
         if write is not None:
             raise Leave(f"{write.name} may write to the operand before the product", chosen.node)
-        chain = {node for leaf in leaves for step in leaf.steps for node in step.nodes}
-        return Before(
+        chain = {node for leaf in leaves for relayout in leaf.relayouts for node in relayout.nodes}
+        return Prologue(
             name,
             call,
             chosen,
@@ -225,7 +226,7 @@ def before(call: Call) -> Before:
     raise refused[-1]
 
 
-def _gathered(call: Call) -> Order:
+def _gathered(call: CollectiveCall) -> Order:
     """The labels of the gathered tensor, rank by rank."""
     result, tensor = tensor_of(call.node), tensor_of(call.tensor)
     shape = list(tensor.shape)
@@ -236,7 +237,7 @@ def _gathered(call: Call) -> Order:
     return original((call.world, *shape), same)
 
 
-def _block(call: Call) -> Size:
+def _block(call: CollectiveCall) -> Size:
     """Rows of each block of an all-to-all, which must be equal."""
     given = arguments(call.node)
     blocks = [known(n) for n in (*given["input_split_sizes"], *given["output_split_sizes"])]
@@ -247,30 +248,30 @@ def _block(call: Call) -> Size:
     return blocks[0]
 
 
-def _leaves(node: Node, order: Order | None, steps: tuple[Step, ...]) -> Iterator[Leaf]:
+def _leaves(node: Node, order: Order | None, relayouts: tuple[Relayout, ...]) -> Iterator[Leaf]:
     seen = set()
-    for user, step in steps_from(node):
-        if step is None:
-            yield Leaf(user, node, order, steps)
+    for user, relayout in relayouts_from(node):
+        if relayout is None:
+            yield Leaf(user, node, order, relayouts)
             continue
-        for other in inner_users(step):
-            yield Leaf(other, node, None, steps)
-        if step.result in seen:
+        for other in inner_users(relayout):
+            yield Leaf(other, node, None, relayouts)
+        if relayout.result in seen:
             continue
-        seen.add(step.result)
+        seen.add(relayout.result)
         try:
-            after = None if order is None else step.forward(order)
+            after = None if order is None else relayout.forward(order)
         except Unclear:
             after = None
-        yield from _leaves(step.result, after, (*steps, step))
+        yield from _leaves(relayout.result, after, (*relayouts, relayout))
 
 
-def _candidate(call: Call, leaf: Leaf) -> tuple[Product, Order, Step | None]:
+def _candidate(call: CollectiveCall, leaf: Leaf) -> tuple[MatrixProduct, Order, Relayout | None]:
     """The product at a leaf, the order of its rows, and the conversion on the way to it."""
-    found = product(leaf.user)
-    if isinstance(found, str):
-        raise Leave(found)
-    if leaf.tensor in (found.b, found.bias):
+    matmul = product(leaf.user)
+    if isinstance(matmul, str):
+        raise Leave(matmul)
+    if leaf.tensor in (matmul.b, matmul.bias):
         raise Leave("what was gathered is the right operand of the product")
     if leaf.order is None:
         raise Leave("the rows cannot be followed through a view")
@@ -279,43 +280,43 @@ def _candidate(call: Call, leaf: Leaf) -> tuple[Product, Order, Step | None]:
         raise Leave("the product sums over the rows that were gathered, or over columns that were")
     if not _all_ranks(call, rows):
         raise Leave("the product sums over the ranks")
-    converts = [step for step in leaf.steps if step.converts is not None]
+    converts = [relayout for relayout in leaf.relayouts if relayout.converts is not None]
     if len(converts) > 1:
         raise Leave("the tensor is converted twice on the way to the product")
     if converts:
-        way = leaf.steps[: leaf.steps.index(converts[0]) + 1]
+        way = leaf.relayouts[: leaf.relayouts.index(converts[0]) + 1]
         if len(call.results) > 2 or not all(map(_only_way, way)):
             raise Leave("the tensor is converted for the product and used unconverted elsewhere")
-    _check_dtype(found)
-    return found, rows, converts[0] if converts else None
+    _check_dtype(matmul)
+    return matmul, rows, converts[0] if converts else None
 
 
-def _all_ranks(call: Call, rows: Order) -> bool:
+def _all_ranks(call: CollectiveCall, rows: Order) -> bool:
     """Whether all ranks are among the rows, and none among the columns."""
     return same(total([label for label in rows if of_ranks(label)]), call.world)
 
 
-def _only_way(step: Step) -> bool:
-    """Whether nothing but the step uses its source."""
-    users = [user for user in step.source.users if user not in step.nodes]
-    return all(map(is_size, users)) and not inner_users(step)
+def _only_way(relayout: Relayout) -> bool:
+    """Whether nothing but the relayout uses its source."""
+    users = [user for user in relayout.source.users if user not in relayout.nodes]
+    return all(map(is_size, users)) and not inner_users(relayout)
 
 
-def _check_dtype(found: Product) -> None:
+def _check_dtype(matmul: MatrixProduct) -> None:
     """:class:`Leave` if the operators do not support the product's dtype."""
-    operand = tensor_of(found.a)
+    operand = tensor_of(matmul.a)
     dtype = str(operand.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE or (dtype == "float64" and operand.device.type != "cpu"):
-        raise Leave(f"dtype {dtype} is not served on {operand.device.type}", found.node)
+        raise Leave(f"dtype {dtype} is not served on {operand.device.type}", matmul.node)
 
 
-def _width(found: Product) -> int:
-    columns = found.columns
+def _width(matmul: MatrixProduct) -> int:
+    columns = matmul.columns
     return columns if isinstance(columns, int) else 0
 
 
 def _hoisted(
-    call: Call, chosen: Product, place: Node, position: dict[Node, int]
+    call: CollectiveCall, chosen: MatrixProduct, place: Node, position: dict[Node, int]
 ) -> tuple[Node, ...]:
     """The nodes that have to move before ``place`` so that b is there; Leave if they cannot."""
     needed: set[Node] = set()
@@ -335,7 +336,7 @@ def _hoisted(
     if write is not None:
         raise Leave(f"{write.name} may write to the right operand", chosen.node)
     for node in late:
-        seeded = is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags
+        seeded = is_op(node) and torch.Tag.nondeterministic_seeded in op_of(node).tags
         if node.op != "call_function" or collective(node) or is_wait(node) or seeded:
             raise Leave(f"{node.name} cannot move before {place.name}", chosen.node)
     return tuple(sorted(late, key=position.__getitem__))
@@ -351,99 +352,101 @@ def _span(first: Node, last: Node) -> Iterator[Node]:
 # A collective after a product.
 
 
-def behind(call: Call) -> Behind:
-    """The product, or the sum of products, that feeds a collective."""
-    name = BEHIND[call.name]
-    found: list[tuple[Product, Order]] = []
+def epilogue(call: CollectiveCall) -> Epilogue:
+    """A collective and the product, or the sum of products, that feeds it."""
+    name = EPILOGUES[call.name]
+    summands: list[tuple[MatrixProduct, Order]] = []
     chain: list[Node] = []
     copies: list[Node] = []
-    _summands(call, call.tensor, {call.node}, _scattered(call), found, chain, copies)
-    first, rows = found[0]
-    for chosen, order in found:
+    _summands(call, call.tensor, {call.node}, _scattered(call), summands, chain, copies)
+    first, rows = summands[0]
+    for chosen, order in summands:
         if order != rows:
             raise Leave("products whose rows lie in different orders are added", first.node)
         write = write_between(chosen.node, call.node, [chosen.a, chosen.b])
         if write is not None:
             raise Leave(f"{write.name} may write to an operand of the product", chosen.node)
     average = _average(call, first)
-    products = tuple(chosen for chosen, _ in found)
-    return Behind(name, call, products, rows, tuple(chain), tuple(copies), average)
+    products = tuple(chosen for chosen, _ in summands)
+    return Epilogue(name, call, products, rows, tuple(chain), tuple(copies), average)
 
 
 def _summands(
-    call: Call,
+    call: CollectiveCall,
     node: Node,
     consumers: set[Node],
     order: Order,
-    found: list[tuple[Product, Order]],
+    summands: list[tuple[MatrixProduct, Order]],
     chain: list[Node],
     copies: list[Node],
 ) -> None:
     """Collect the products whose sum a node is, and the nodes between, which nothing else may
     use."""
-    made = product(source_of(node))
+    matmul = product(source_of(node))
     terms = _terms(source_of(node))
-    if isinstance(made, str) and not terms:
-        raise Leave(_why_no_product(source_of(node), made))
-    whom = made.node if isinstance(made, Product) else None
-    while (step := step_to(node)) is not None:
-        if step.converts is not None:
-            raise Leave("the product is rounded to another dtype before it is reduced", whom)
-        _used_alone(node, consumers, whom)
-        if inner_users(step):
-            raise Leave(f"{inner_users(step)[0].name} uses a part of the product, too", whom)
+    if isinstance(matmul, str) and not terms:
+        raise Leave(_why_no_product(source_of(node), matmul))
+    about = matmul.node if isinstance(matmul, MatrixProduct) else None
+    while (relayout := relayout_to(node)) is not None:
+        if relayout.converts is not None:
+            raise Leave("the product is rounded to another dtype before it is reduced", about)
+        _check_only_user(node, consumers, about)
+        if inner_users(relayout):
+            raise Leave(f"{inner_users(relayout)[0].name} uses a part of the product, too", about)
         try:
-            order = step.backward(order)
+            order = relayout.backward(order)
         except Unclear as error:
-            raise Leave(f"the rows cannot be followed: {error}", whom) from None
-        chain += reversed(step.nodes)
-        consumers, node = set(step.nodes), step.source
-    if isinstance(made, str):
-        _used_alone(node, consumers, whom)
+            raise Leave(f"the rows cannot be followed: {error}", about) from None
+        chain += reversed(relayout.nodes)
+        consumers, node = set(relayout.nodes), relayout.source
+    if isinstance(matmul, str):
+        _check_only_user(node, consumers, about)
         chain.append(node)
         for term in terms:
-            _summands(call, term, {node}, order, found, chain, copies)
+            _summands(call, term, {node}, order, summands, chain, copies)
         return
-    if made.bias is not None:
-        raise Leave("the bias is added on every rank, before the sum over ranks", whom)
+    if matmul.bias is not None:
+        raise Leave("the bias is added on every rank, before the sum over ranks", about)
     over = [user for user in node.users if _overwrites(user, node)]
-    _used_alone(node, consumers | set(over), whom)
+    _check_only_user(node, consumers | set(over), about)
     try:
         rows = rows_of(order, tensor_of(node).shape, same)
     except Unclear as error:
-        raise Leave(f"the rows cannot be followed: {error}", whom) from None
+        raise Leave(f"the rows cannot be followed: {error}", about) from None
     scatters = call.name != "all_reduce"
     if rows is None or (scatters and not _all_ranks(call, rows)):
-        raise Leave("the columns of the product are scattered or moved, not its rows", whom)
-    _check_dtype(made)
+        raise Leave("the columns of the product are scattered or moved, not its rows", about)
+    _check_dtype(matmul)
     copies += over
-    found.append((made, rows))
+    summands.append((matmul, rows))
 
 
 def _terms(node: Node) -> list[Node]:
     """The two terms that a node adds, if both are (sums of) products of its shape and dtype."""
     if node.target != aten.add.Tensor or arguments(node)["alpha"] != 1:
         return []
-    terms, total = list(node.args[:2]), value(node)
+    terms = [given for given in node.args[:2] if isinstance(given, Node)]
+    total = value(node)
     for term in terms:
         one = value(term)
         if one is None or total is None or one.dtype != total.dtype or one.dim() != total.dim():
             return []
         if not all(map(same, one.shape, total.shape)):
             return []
-    kinds = [_is_sum(term) for term in terms]
-    return terms if all(kinds) and terms[0] is not terms[1] else []
+    if len(terms) < 2 or terms[0] is terms[1] or not all(map(_is_sum, terms)):
+        return []
+    return terms
 
 
 def _is_sum(node: Node) -> bool:
     """Whether a node is a product or a sum of products."""
-    made = source_of(node)
-    return isinstance(product(made), Product) or bool(_terms(made))
+    source = source_of(node)
+    return isinstance(product(source), MatrixProduct) or bool(_terms(source))
 
 
 def _why_no_product(node: Node, text: str) -> str:
     maker = node.args[0] if node.target == operator.getitem else node
-    if isinstance(maker, Node) and is_op(maker) and maker.target.namespace == "ficco":
+    if isinstance(maker, Node) and is_op(maker) and op_of(maker).namespace == "ficco":
         return "its product is one operator with another collective already"
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         terms = [given for given in node.args[:2] if isinstance(given, Node)]
@@ -452,7 +455,7 @@ def _why_no_product(node: Node, text: str) -> str:
     return f"its operand is no product: {text}"
 
 
-def _scattered(call: Call) -> Order:
+def _scattered(call: CollectiveCall) -> Order:
     """The labels of a collective's operand."""
     shape = list(tensor_of(call.tensor).shape)
     if call.name == "all_reduce":
@@ -466,10 +469,11 @@ def _scattered(call: Call) -> Order:
     return original((call.world, rows, *shape[1:]), same)
 
 
-def _used_alone(node: Node, consumers: set[Node], whom: Node | None) -> None:
+def _check_only_user(node: Node, consumers: set[Node], about: Node | None) -> None:
+    """:class:`Leave` if a node has users other than the consumers."""
     for user in node.users:
         if user not in consumers and not is_size(user):
-            raise Leave(f"{user.name} uses the product, too", whom)
+            raise Leave(f"{user.name} uses the product, too", about)
 
 
 def _overwrites(user: Node, tensor: Node) -> bool:
@@ -484,15 +488,15 @@ def _overwrites(user: Node, tensor: Node) -> bool:
     )
 
 
-def _average(call: Call, found: Product) -> bool:
+def _average(call: CollectiveCall, matmul: MatrixProduct) -> bool:
     """Whether the sum is divided by the number of ranks; Leave if that is not exact."""
     reduce_op = str(arguments(call.node).get("reduce_op", "sum")).lower()
     if reduce_op == "sum":
         return False
     if reduce_op != "avg":
-        raise Leave(f"it reduces by {reduce_op}, not by a sum", found.node)
+        raise Leave(f"it reduces by {reduce_op}, not by a sum", matmul.node)
     if call.world & (call.world - 1):
-        raise Leave(f"an average over {call.world} ranks rounds once more than a sum", found.node)
-    if tensor_of(found.node).dtype == torch.float16:
-        raise Leave("an average in float16 whose sum could overflow", found.node)
+        raise Leave(f"an average over {call.world} ranks rounds once more than a sum", matmul.node)
+    if tensor_of(matmul.node).dtype == torch.float16:
+        raise Leave("an average in float16 whose sum could overflow", matmul.node)
     return True

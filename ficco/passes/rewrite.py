@@ -13,7 +13,7 @@ from ficco.ops.library import OPS
 from ficco.ops.operands import process_group
 from ficco.passes.graph import (
     COLLECTIVES,
-    Product,
+    MatrixProduct,
     arguments,
     aten,
     collective,
@@ -27,19 +27,21 @@ from ficco.passes.graph import (
 )
 from ficco.passes.layout import Order, canonical, of_ranks, total
 from ficco.passes.match import (
-    BEFORE,
-    BEHIND,
-    Before,
-    Behind,
-    Call,
+    EPILOGUES,
+    PROLOGUES,
+    CollectiveCall,
+    Epilogue,
     Leave,
-    before,
-    behind,
+    Prologue,
     call_of,
+    epilogue,
+    prologue,
     world_of,
 )
 from ficco.passes.report import Entry, Report
 from ficco.schedules import Schedule
+
+Pattern = Prologue | Epilogue
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,10 +79,10 @@ def replace(
     report = Report()
     for module in graph.modules():  # regions that are compiled separately are modules inside
         if isinstance(module, GraphModule):
-            found = _replace(module.graph, name, schedule)
-            if found:
+            part = _replace(module.graph, name, schedule)
+            if part:
                 module.recompile()
-            report.add(found)
+            report.add(part)
     return report
 
 
@@ -107,12 +109,12 @@ def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
 def _drop_waits(graph: Graph) -> None:
     """Remove waits for results of operators, which need none: calls run on the current stream."""
     for node in list(graph.nodes):
-        if is_wait(node) and _is_there(source_of(node.args[0])):  # type: ignore[arg-type]
+        if is_wait(node) and _is_ready(source_of(node.args[0])):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
-def _is_there(node: Node) -> bool:
+def _is_ready(node: Node) -> bool:
     """Whether a tensor is ready: no collective may still be writing it."""
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
@@ -120,20 +122,20 @@ def _is_there(node: Node) -> bool:
 
 
 def _visit(node: Node, group: str | None, schedule: str) -> Entry:
-    """Replace one collective, or find out why not."""
+    """Replace one collective, or report why it stays."""
     refused: list[Leave] = []
     facts = _facts(node)
     try:
         call = call_of(node, group)
-        for find, served in ((before, BEFORE), (behind, BEHIND)):
+        for match, served in ((prologue, PROLOGUES), (epilogue, EPILOGUES)):
             if call.name not in served:
                 continue
             try:
-                found = find(call)
-                products = _products(found)
+                pattern = match(call)
+                products = _products(pattern)
                 where = origin(products[0].node, node)
-                shapes = _shapes(found)
-                done = _apply(found, schedule)
+                shapes = _shapes(pattern)
+                done = _apply(pattern, schedule)
                 return Entry(
                     **facts
                     | {
@@ -141,7 +143,7 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
                         "where": where,
                         "shapes": shapes,
                         "replaced": True,
-                        "operator": found.operator,
+                        "operator": pattern.operator,
                         "reason": done,
                     }
                 )
@@ -152,12 +154,12 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
     except Exception as error:  # an unforeseen kind of graph
         refused.append(Leave(f"not understood: {type(error).__name__}: {error}"))
     near = [one for one in refused if one.product] or refused
-    whom = near[0].product
+    about = near[0].product
     return Entry(
         **facts
         | {
-            "product": whom.name if whom else "",
-            "where": origin(whom, node),
+            "product": about.name if about else "",
+            "where": origin(about, node),
             "reason": "; ".join(dict.fromkeys(map(str, near))),
         }
     )
@@ -186,16 +188,16 @@ def _text(tensor: torch.Tensor | None) -> str:
     return "" if tensor is None else "x".join(map(str, tensor.shape))
 
 
-def _shapes(found: Before | Behind) -> str:
-    if isinstance(found, Behind):
-        parts = [f"{_text(value(p.a))} @ {_text(value(p.b))}" for p in found.products]
-        return f"{' + '.join(parts)} {_dtype(found.products[0].a)}"
-    a = found.call.tensor
-    return f"{_text(value(a))} @ {_text(value(found.product.b))} {_dtype(found.product.a)}"
+def _shapes(pattern: Pattern) -> str:
+    if isinstance(pattern, Epilogue):
+        parts = [f"{_text(value(p.a))} @ {_text(value(p.b))}" for p in pattern.products]
+        return f"{' + '.join(parts)} {_dtype(pattern.products[0].a)}"
+    a, matmul = pattern.call.tensor, pattern.product
+    return f"{_text(value(a))} @ {_text(value(matmul.b))} {_dtype(matmul.a)}"
 
 
-def _products(found: Before | Behind) -> tuple[Product, ...]:
-    return found.products if isinstance(found, Behind) else (found.product,)
+def _products(pattern: Pattern) -> tuple[MatrixProduct, ...]:
+    return pattern.products if isinstance(pattern, Epilogue) else (pattern.product,)
 
 
 def _dtype(node: Node) -> str:
@@ -252,13 +254,13 @@ class Writer:
 
     def _symbol(self, at: Node, symbol: Any) -> Node:
         """The node of a dynamic size that is an input of the graph, or a dimension of one."""
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        inputs: list[Node] = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node in inputs:
             if _expr(node.meta.get("val")) == symbol:
                 return node
         for node in inputs:
-            found = value(node)
-            for dim, size in enumerate(found.shape if found is not None else ()):
+            tensor = value(node)
+            for dim, size in enumerate(tensor.shape if tensor is not None else ()):
                 if _expr(size) == symbol:
                     return self(at, aten.sym_size.int, node, dim)
         raise Leave(f"the dynamic size {symbol} is of no input of the graph")
@@ -304,113 +306,117 @@ def _faked(node: Node) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _apply(found: Before | Behind, schedule: str) -> str:
+def _apply(pattern: Pattern, schedule: str) -> str:
     """Change the graph; returns what was done, in words. On an error the graph is unchanged."""
-    write = Writer(_products(found)[0].node)
+    write = Writer(_products(pattern)[0].node)
     try:
-        finish = (_before if isinstance(found, Before) else _behind)(found, schedule, write)
+        if isinstance(pattern, Prologue):
+            finish = _apply_prologue(pattern, schedule, write)
+        else:
+            finish = _apply_epilogue(pattern, schedule, write)
     except BaseException:
         write.undo()
         raise
     return finish()
 
 
-def _before(found: Before, schedule: str, write: Writer) -> Callable[[], str]:
-    call, chosen, place = found.call, found.product, found.place
-    told = []
+def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable[[], str]:
+    call, chosen, place = pattern.call, pattern.product, pattern.place
+    notes = []
     shard = call.tensor
-    if found.converts is not None:
-        (convert,) = found.converts.nodes
+    if pattern.converts is not None:
+        (convert,) = pattern.converts.nodes
         shard = write(place, convert.target, shard, *convert.args[1:], **convert.kwargs)
-        told.append(f"converted to {_dtype(shard)} before it travels")
+        notes.append(f"converted to {_dtype(shard)} before it travels")
     k, n = tensor_of(chosen.a).shape[-1], chosen.columns
-    ordered = canonical(found.rows)
+    ordered = canonical(pattern.rows)
     if not same(tensor_of(shard).shape[-1], k) or tensor_of(shard).dim() < 2:
         shard = write.shaped(place, shard, [_rows(call, ordered), k])
     b = _matrix(write, place, chosen)
-    kept = bool(found.others)
-    out, gathered = _call(write, place, found.operator, shard, b, call, schedule, kept)
-    if kept:
+    out, gathered = _call(
+        write, place, pattern.operator, shard, b, call, schedule, bool(pattern.others)
+    )
+    if gathered is not None:
         gathered = write.shaped(place, gathered, tensor_of(call.node).shape)
-        told.append(f"what was gathered is kept for {_list(found.others)}")
+        notes.append(f"what was gathered is kept for {_list(pattern.others)}")
     at = chosen.node
-    out = write.lying(at, write.moved(at, out, ordered, found.rows, n, tensor_of(at).shape))
-    if found.rows != ordered:
-        told.append("the product's rows are put in order by a copy")
+    out = write.lying(at, write.moved(at, out, ordered, pattern.rows, n, tensor_of(at).shape))
+    if pattern.rows != ordered:
+        notes.append("the product's rows are put in order by a copy")
     if chosen.bias is not None:
         out = write(at, aten.add.Tensor, out, chosen.bias)
-        told.append("the bias is added behind it")
-    sizes = write.sized([*call.results, *found.chain, at])
+        notes.append("the bias is added to its result")
+    sizes = write.sized([*call.results, *pattern.chain, at])
 
     def finish() -> str:
         _resize(sizes)
-        for node in found.hoisted:
+        for node in pattern.hoisted:
             write.made[0].prepend(node)
-        behind = set()
+        after = set()
         node = place
         while node.op != "root":
-            behind.add(node)
+            after.add(node)
             node = node.next
-        for node in found.chain:
-            if node not in behind:
+        for node in pattern.chain:
+            if node not in after:
                 place.prepend(node)
         at.replace_all_uses_with(out)
         for result in reversed(call.results):
             if gathered is not None:
                 result.replace_all_uses_with(gathered)
-        if found.converts is not None and gathered is not None:
-            found.converts.result.replace_all_uses_with(found.converts.source)
-            for node in found.chain:
+        if pattern.converts is not None and gathered is not None:
+            pattern.converts.result.replace_all_uses_with(pattern.converts.source)
+            for node in pattern.chain:
                 node.meta["val"] = _faked(node)
-        _erase([*call.results, *found.chain, at])
-        return "; ".join(told) or "they are one operator now"
+        _erase([*call.results, *pattern.chain, at])
+        return "; ".join(notes) or "they are one operator now"
 
     return finish
 
 
-def _behind(found: Behind, schedule: str, write: Writer) -> Callable[[], str]:
-    call, at = found.call, found.call.node
-    told = []
+def _apply_epilogue(pattern: Epilogue, schedule: str, write: Writer) -> Callable[[], str]:
+    call, at = pattern.call, pattern.call.node
+    notes = []
     scatters = call.name != "all_reduce"
-    now, then = found.rows, canonical(found.rows)
+    now, then = pattern.rows, canonical(pattern.rows)
     if scatters and now != then:
-        told.append("the operand's rows are put in the order of the ranks by a copy")
+        notes.append("the operand's rows are put in the order of the ranks by a copy")
     factors = []
-    for chosen in found.products:
+    for chosen in pattern.products:
         k = tensor_of(chosen.a).shape[-1]
         a = chosen.a
-        if len(found.products) > 1 or (scatters and now != then):
+        if len(pattern.products) > 1 or (scatters and now != then):
             a = write.moved(at, a, now, then if scatters else now, k, [total(now), k])
         factors.append((a, _matrix(write, at, chosen)))
     a, b = factors[0]
     if len(factors) > 1:
         a = write(at, aten.cat.default, [a for a, _ in factors], 1)
         b = write(at, aten.cat.default, [b for _, b in factors], 0)
-        told.append(f"{len(factors)} products that are added are one of operands side by side")
-    out, _ = _call(write, at, found.operator, a, b, call, schedule, False)
-    if found.average:
+        notes.append(f"the sum of {len(factors)} products is one product of joined operands")
+    out, _ = _call(write, at, pattern.operator, a, b, call, schedule, False)
+    if pattern.average:
         out = write(at, aten.mul.Tensor, out, 1 / call.world)
-        told.append(f"the sum is divided by {call.world} behind it")
+        notes.append(f"the sum is divided by {call.world} afterwards")
     if scatters:
         out = write.shaped(at, out, tensor_of(at).shape)
     else:
-        columns = found.products[0].columns
+        columns = pattern.products[0].columns
         moved = write.moved(at, out, now, then, columns, tensor_of(at).shape)
         out = write.lying(at, moved)
         if out is not moved:
-            told.append("the result's rows are put in order by a copy")
-    products = [chosen.node for chosen in found.products]
-    sizes = write.sized([*call.results, *found.chain, *products])
+            notes.append("the result's rows are put in order by a copy")
+    products = [chosen.node for chosen in pattern.products]
+    sizes = write.sized([*call.results, *pattern.chain, *products])
 
     def finish() -> str:
         _resize(sizes)
-        for copy in found.copies:
+        for copy in pattern.copies:
             copy.replace_all_uses_with(copy.args[1])  # type: ignore[arg-type]
             copy.graph.erase_node(copy)
         for node in reversed(call.results):
             node.replace_all_uses_with(out)
-        _erase([*call.results, *found.chain, *products])
-        return "; ".join(told) or "they are one operator now"
+        _erase([*call.results, *pattern.chain, *products])
+        return "; ".join(notes) or "they are one operator now"
 
     return finish
 
@@ -421,7 +427,7 @@ def _call(
     name: str,
     a: Node,
     b: Node,
-    call: Call,
+    call: CollectiveCall,
     schedule: str,
     gathered: bool,
 ) -> tuple[Node, Node | None]:
@@ -433,12 +439,12 @@ def _call(
     return write(at, operator.getitem, both, 0), write(at, operator.getitem, both, 1)
 
 
-def _matrix(write: Writer, at: Node, chosen: Product) -> Node:
+def _matrix(write: Writer, at: Node, chosen: MatrixProduct) -> Node:
     """b as [k, n]."""
     return write(at, aten.permute.default, chosen.b, [1, 0]) if chosen.transposed else chosen.b
 
 
-def _rows(call: Call, ordered: Order) -> Any:
+def _rows(call: CollectiveCall, ordered: Order) -> Any:
     """Rows of the operand that travels: those of a shard, or all in an all-to-all."""
     exchanged = call.name == "all_to_all_single"
     return total([label for label in ordered if exchanged or not of_ranks(label)])

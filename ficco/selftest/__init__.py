@@ -6,17 +6,16 @@ after which it cannot be trusted, what it noted tells which check did it, and th
 left run on new ranks.
 """
 
-from ficco.selftest.rank import Settings
+from ficco.selftest.rank import SelftestSettings
 from ficco.selftest.report import about, as_json, report, show
-from ficco.selftest.run import Result, Selftest, default_ranks, selftest
+from ficco.selftest.run import CheckResult, Selftest, selftest
 
 __all__ = [
-    "Result",
+    "CheckResult",
     "Selftest",
-    "Settings",
+    "SelftestSettings",
     "about",
     "as_json",
-    "default_ranks",
     "report",
     "selftest",
     "show",

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,14 @@ from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED, Schedule
 from ficco.selftest.exact import (
+    compared,
     exact,
-    exact_on,
     in_turn,
     operands_of,
-    sentences,
+    proven,
     uneven_operands,
-    wrong_rows,
 )
-from ficco.selftest.rank import Found, NotOffered, Rank
+from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.selftest.speed import all_at_once, gb_per_s
 
 if TYPE_CHECKING:
@@ -37,16 +36,15 @@ if TYPE_CHECKING:
 SLACK_S = 6.0
 
 
-def device(at: Rank, group: ProcessGroup) -> Found:
-    at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
+def device(at: Rank, group: ProcessGroup) -> Passed:
+    proven(at, group, ["serial"], (at.settings.small, 1))
     engine = at.engine(group)
     mine = {
         "device": engine.fingerprint().accelerator,
         **asdict(engine.capabilities()),
         "attributes": probe.attributes(at.device),
     }
-    found = at.gather(mine)
-    problems = [] if found[0] == mine else [f"differs from rank 0: {mine}"]
+    problems = [] if at.gather(mine)[0] == mine else [f"differs from rank 0: {mine}"]
     if at.device.type == "cuda":
         here = torch.cuda.current_device()
         problems += [
@@ -56,7 +54,7 @@ def device(at: Rank, group: ProcessGroup) -> Found:
         ]
     at.conclude(problems)
     details = "\n".join(f"{name}: {value}" for name, value in mine.items())
-    return Found(f"{mine['engine']} engine on {at.world} x {mine['device']}", details)
+    return Passed(f"{mine['engine']} engine on {at.world} x {mine['device']}", details)
 
 
 #: Schedules that copy whole rows, and columns, in both directions.
@@ -66,7 +64,7 @@ MOVED = (
 )
 
 
-def memory(at: Rank, group: ProcessGroup) -> Found:
+def memory(at: Rank, group: ProcessGroup) -> Passed:
     rows, k, _ = at.settings.large
     count = torch.arange(rows * k, device=at.device, dtype=torch.int64)
 
@@ -83,23 +81,22 @@ def memory(at: Rank, group: ProcessGroup) -> Found:
         for schedule in MOVED:
             for turn in (1, 2):
                 shard.copy_(pattern(at.rank, turn))
-                _, found = ficco.all_gather_matmul(
+                _, gathered = ficco.all_gather_matmul(
                     shard, b, group=group, schedule=schedule, return_gathered=True
                 )
                 ficco.synchronize(group)
-                for rank, part in enumerate(found.view(at.world, rows, k)):
-                    wrong = int((part != pattern(rank, turn)).sum())
-                    if wrong:
+                for rank, part in enumerate(gathered.view(at.world, rows, k)):
+                    if wrong := int((part != pattern(rank, turn)).sum()):
                         problems.append(
                             f"{schedule} from {where}: {wrong} of {rows * k} elements that rank "
                             f"{rank} wrote arrived wrong"
                         )
     at.conclude(problems)
     nbytes = rows * k * 4
-    return Found(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+    return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
 
 
-def signals(at: Rank, group: ProcessGroup, way: str) -> Found:
+def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
     names = ["growing", "shrinking:pull", "hetero-fused-1d:pieces=2"]
     with ficco.options(signals=way):
         try:
@@ -110,17 +107,17 @@ def signals(at: Rank, group: ProcessGroup, way: str) -> Found:
     at.conclude(problems)
     if way != "auto" and "asked for" not in post:
         raise NotOffered(f"this engine has one way: {post}")
-    return Found(post)
+    return Passed(post)
 
 
-#: Schedules whose products come right behind a signal, by pushed and by pulled pieces.
+#: Schedules whose products come right after a signal, by pushed and by pulled pieces.
 ORDERED = (
     *("growing", "shard-overlap:pull", "hetero-fused-1d:pieces=4", "hetero-unfused-1d:pull"),
     *("uniform-fused-1d:pieces=2,copy=2", "hetero-fused-2d:pieces=2"),
 )
 
 
-def ordering(at: Rank, group: ProcessGroup) -> Found:
+def ordering(at: Rank, group: ProcessGroup) -> Passed:
     settings, problems, calls = at.settings, [], 0
     for replay in (True, False):
         with ficco.options(replay=replay):
@@ -129,15 +126,15 @@ def ordering(at: Rank, group: ProcessGroup) -> Found:
                 problems += exact(at, group, ORDERED, shape, count)
                 calls += count * len(ORDERED)
     at.conclude(problems)
-    return Found(f"{calls} calls with changing data, none stale")
+    return Passed(f"{calls} calls with changing data, none stale")
 
 
-def columns(at: Rank, group: ProcessGroup) -> Found:
+def columns(at: Rank, group: ProcessGroup) -> Passed:
     names = [f"{name}:{knob}" for name in NAMED if "2d" in name for knob in ("pieces=3", "pull")]
-    found = in_turn(at, group, names, " with pieces of columns")
+    passed = in_turn(at, group, names, " with pieces of columns")
     capabilities = at.engine(group).capabilities()
     by = re.search(r"columns by .*?(?=, ends told|; |$)", capabilities.copy)
-    seen = f"{found.seen}, {by[0]}" if by else found.seen
+    seen = f"{passed.seen}, {by[0]}" if by else passed.seen
     if at.world > 1 and capabilities.engine != "cpu":  # whose threads share the cores
         of_rows = all_at_once(at)
         of_columns = of_rows.replace("-1d", "-2d")
@@ -145,10 +142,10 @@ def columns(at: Rank, group: ProcessGroup) -> Found:
         seen += f"; {of_columns} takes {rows / cols:.2f} times as long as {of_rows}"
     if by and "want of a 2D copy" in by[0]:
         raise NotOffered(seen)
-    return Found(seen)
+    return Passed(seen)
 
 
-def schedule(at: Rank, group: ProcessGroup, name: str) -> Found:
+def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
     names = [name, f"{name}:pull", f"{name}:pieces=3", f"{name}:pieces=3,pull,copy=2"]
     return in_turn(at, group, names, ", push and pull, whole and in pieces")
 
@@ -167,35 +164,28 @@ VARIED = (
 )
 
 
-def operator(at: Rank, group: ProcessGroup, operator: str) -> Found:
+def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
     settings = at.settings
     uneven = uneven_operands(at, operator)
     movers = (*at.engine(group).capabilities().movers, "collective")
     served = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
     names = [name for name in served if Schedule.parse(name).mover in movers]
-    few, problems, calls = min(settings.repeat, 2), [], 0
-    rows, k, n = settings.large
+    few, (rows, k, n) = min(settings.repeat, 2), settings.large
     if OPERATORS[operator].scatters:  # what travels is wide
         n, k = k, n
-    large = (max(rows // at.world, 1), k, n)
-    for operands, some, count in (
-        (operands_of(at, settings.small, operator), names, settings.repeat),
-        (operands_of(at, large, operator), names, few),
-        (operands_of(at, large, operator), ORDERED, max(2, settings.iterations // 8)),
-        (uneven, names, few),
-    ):
-        problems += exact_on(at, group, some, operands, count)
-        calls += count * len(some)
-    at.conclude(problems)
-    return Found(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
+    small = operands_of(at, settings.small, operator)
+    large = operands_of(at, (max(rows // at.world, 1), k, n), operator)
+    calls = proven(at, group, names, (small, settings.repeat), (large, few), (uneven, few))
+    calls += proven(at, group, ORDERED, (large, max(2, settings.iterations // 8)))
+    return Passed(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
 
 
-def collective(at: Rank, group: ProcessGroup) -> Found:
+def collective(at: Rank, group: ProcessGroup) -> Passed:
     return in_turn(at, group, ["serial:collective"], f" by {dist.get_backend(group)}")
 
 
-def mover(at: Rank, group: ProcessGroup) -> Found:
-    at.conclude(exact(at, group, ["serial"], at.settings.small, 1))
+def mover(at: Rank, group: ProcessGroup) -> Passed:
+    proven(at, group, ["serial"], (at.settings.small, 1))
     engine = at.engine(group)
     if "kernel" not in engine.capabilities().movers:
         raise NotOffered("the engine has no such mover: no compiler for ficco's kernels is here")
@@ -204,13 +194,13 @@ def mover(at: Rank, group: ProcessGroup) -> Found:
     return in_turn(at, group, names, " with copies by the kernel")
 
 
-def graph(at: Rank, group: ProcessGroup) -> Found:
-    problems = exact(at, group, ["growing"], at.settings.small, 1)
-    at.conclude(problems)
+def graph(at: Rank, group: ProcessGroup) -> Passed:
+    proven(at, group, ["growing"], (at.settings.small, 1))
     if at.device.type == "cpu" or not at.engine(group).capabilities().capture:
         raise NotOffered("this engine does not serve captured calls")
     # The last has a lane for every peer, so that many branches begin at one place.
     names, count = ("growing", "shrinking:pull", "hetero-fused-1d:pieces=4", all_at_once(at)), 10
+    problems = []
     for name in names:
         operands = operands_of(at, at.settings.small)
         operands.exact(0)
@@ -220,24 +210,22 @@ def graph(at: Rank, group: ProcessGroup) -> Found:
             product = ficco.all_gather_matmul(
                 operands.a_LK, operands.b_KN, group=group, schedule=name
             )
-        wrong = []
-        for number in range(count):
-            at.iteration += 1
-            operands.exact(at.iteration)
+
+        def replay(graph: Any = graph, product: torch.Tensor = product) -> torch.Tensor:
             graph.replay()
-            wrong.append((f"{name}, replay {number}", wrong_rows(product, operands)))
-        ficco.synchronize(group)
-        problems += sentences(wrong)
+            return product
+
+        problems += compared(at, group, {f"{name}, replayed": replay}, operands, count)
         at.settle()
-        del graph, product
+        del graph, product, replay
     at.conclude(problems)
-    return Found(f"{len(names) * count} replays of {len(names)} graphs exact")
+    return Passed(f"{len(names) * count} replays of {len(names)} graphs exact")
 
 
-def timeout(at: Rank, group: ProcessGroup) -> Found:
+def timeout(at: Rank, group: ProcessGroup) -> Passed:
     if at.world == 1:
         raise NotOffered("one rank has no peer to wait for")
-    at.conclude(exact(at, group, ["growing"], at.settings.small, 2))
+    proven(at, group, ["growing"], (at.settings.small, 2))
     at.settle()
     absent, limit = at.world - 1, at.settings.timeout_s / 2
     problems, waited = [], 0.0
@@ -262,12 +250,14 @@ def timeout(at: Rank, group: ProcessGroup) -> Found:
     at.settle()
     ficco.close(group)
     other = dist.new_group(list(range(at.world)))
-    at.conclude(exact(at, other, ["growing"], at.settings.small, 2))
+    proven(at, other, ["growing"], (at.settings.small, 2))
     at.settle()
     ficco.close(other)
     at.settle()
     dist.destroy_process_group(other)
-    return Found(f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well")
+    return Passed(
+        f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well"
+    )
 
 
 def way(
@@ -277,7 +267,7 @@ def way(
     value: str,
     pull: bool = False,
     columns: bool = False,
-) -> Found:
+) -> Passed:
     """One of the ways that an engine can be told to go; ``pull`` if it is about pulled copies,
     ``columns`` if about pieces of columns."""
     schedule = all_at_once(at) + ",pull" * pull
@@ -287,12 +277,10 @@ def way(
     os.environ[variable] = value
     try:
         count = max(2, at.settings.iterations // 8)
-        problems = exact(at, group, ORDERED, at.settings.small, count)
-        problems += exact(at, group, ORDERED, at.settings.large, 2)
-        at.conclude(problems)
-        # A pulled copy whose end is told late delays the products of its own call alone.
+        calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
+        # A pulled copy whose end is told late delays only the products of its own call.
         n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
-        rate = gb_per_s(at, group, schedule, at.world - 1, n, alone=pull)
+        rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
     except RuntimeError as error:  # of the engine, or of PyTorch's memory
@@ -304,19 +292,18 @@ def way(
             os.environ[variable] = before
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
-    calls = (count + 2) * len(ORDERED)
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
-    return Found(seen + f" with products of {n} columns" * pull, details)
+    return Passed(seen + f" with products of {n} columns" * pull, details)
 
 
-def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Found:
-    found = at.gather(probe.attribute(engine, name, at.device, at.rank))
-    if not all(found):
-        raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(found) if not value]}")
-    return Found(", ".join(map(str, dict.fromkeys(found))))
+def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Passed:
+    values = at.gather(probe.attribute(engine, name, at.device, at.rank))
+    if not all(values):
+        raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(values) if not value]}")
+    return Passed(", ".join(map(str, dict.fromkeys(values))))
 
 
-def sharing(at: Rank, group: ProcessGroup, kind: str) -> Found:
+def sharing(at: Rank, group: ProcessGroup, kind: str) -> Passed:
     if at.world == 1:
         raise NotOffered("one rank has nobody to share with")
     seen = probe.share(kind, at.device, at.rank, at.gather)
@@ -324,4 +311,4 @@ def sharing(at: Rank, group: ProcessGroup, kind: str) -> Found:
         if refused:
             raise NotOffered(f"rank {rank}: {refused[0]}")
     at.conclude(seen.wrong)
-    return Found("every rank read what its peers wrote in theirs, and what one wrote in its own")
+    return Passed("every rank read what its peers wrote in theirs, and what one wrote in its own")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SelftestSettings:
     """How much is tried.
 
     Attributes:
@@ -44,7 +44,7 @@ class Settings:
     limit_s: float = 30.0
 
     @classmethod
-    def of(cls, device: str) -> Settings:
+    def of(cls, device: str) -> SelftestSettings:
         """What suits a device."""
         if device == "cpu":
             return cls()
@@ -61,14 +61,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Found:
+class Passed:
     """What a check that passed has seen, in a line, and what the report says of it."""
 
     seen: str
     details: str = ""
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A check has failed on ranks that are still in step."""
 
 
@@ -87,62 +87,67 @@ class PeerLeft(Exception):
 
 @dataclass
 class Rank:
-    """One rank of the self-test; ``talk`` is a group by which ranks tell each other what they saw,
-    whatever their devices do."""
+    """One rank of the self-test.
+
+    Attributes:
+        talk: a group by which ranks tell each other what they saw, whatever their devices do.
+        iteration: number of the next inputs.
+        pairs: GB/s of each pair of ranks, once they are measured.
+    """
 
     rank: int
     world: int
     device: torch.device
-    settings: Settings
+    settings: SelftestSettings
     talk: ProcessGroup
     iteration: int = 0
-    #: GB/s of each pair of ranks, once they are measured.
     pairs: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank; :class:`PeerLeft` if one has left the check."""
-        found = self._exchange((False, value))
-        if gone := [rank for rank, (left, _) in enumerate(found) if left]:
+        everyone = self._exchange((False, value))
+        if gone := [rank for rank, (left, _) in enumerate(everyone) if left]:
             raise PeerLeft(f"ranks {gone} left the check")
-        return [value for _, value in found]
+        return [value for _, value in everyone]
 
     def _exchange(self, mine: tuple[bool, Any]) -> list[tuple[bool, Any]]:
-        found: list[Any] = [None] * self.world
+        everyone: list[Any] = [None] * self.world
         try:
-            dist.all_gather_object(found, mine, group=self.talk)
+            dist.all_gather_object(everyone, mine, group=self.talk)
         except RuntimeError as error:
             raise PeerLeft(f"a peer's process is gone: {error}") from error
-        return found
+        return everyone
 
     def idle(self) -> None:
-        """This rank's device is idle."""
+        """Wait until this rank's device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def settle(self) -> None:
-        """Every rank is here, and its device is idle."""
+        """Wait until every rank is here, with an idle device."""
         self.idle()
         self.gather(None)
 
     def leave(self, group: ProcessGroup) -> None:
         """Take a group down, once every rank has left the check and nothing uses its memory."""
-        self._outside()
+        self._left()
         ficco.close(group)
-        self._outside()
+        self._left()
         dist.destroy_process_group(group)
 
-    def _outside(self) -> None:
-        """Every rank has left the check; one that has not learns by this that it is over."""
+    def _left(self) -> None:
+        """Wait until every rank has left the check; one that has not learns by this that it is
+        over."""
         self.idle()
         while not all(left for left, _ in self._exchange((True, None))):
             pass
 
     def conclude(self, problems: Iterable[str]) -> None:
         """Raise on all ranks what any of them found wrong."""
-        found = self.gather(list(problems))
-        lines = [f"rank {rank}: {line}" for rank, some in enumerate(found) for line in some]
+        everyone = self.gather(list(problems))
+        lines = [f"rank {rank}: {line}" for rank, some in enumerate(everyone) for line in some]
         if lines:
-            raise Wrong("\n".join(lines))
+            raise CheckFailed("\n".join(lines))
 
     def engine(self, group: ProcessGroup) -> Engine:
         return workspace_of(group, self.device).engine

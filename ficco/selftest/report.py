@@ -14,63 +14,34 @@ from typing import Any
 from ficco import doctor
 from ficco.selftest.run import START_S, Selftest
 
+#: Characters of what was seen in a check that tables show.
+SHOWN = 300
+
 
 def as_json(run: Selftest, path: Path) -> str:
     """The results, and where the report is."""
+    fields = {name: getattr(run, name) for name in ("device", "ranks", "failed", "starts")}
+    results = [asdict(result) for result in run.results]
     return json.dumps(
-        {
-            "device": run.device,
-            "ranks": run.ranks,
-            "failed": run.failed,
-            "starts": run.starts,
-            "seconds": round(run.seconds, 1),
-            "report": str(path),
-            "results": [asdict(result) for result in run.results],
-        }
+        {**fields, "seconds": round(run.seconds, 1), "report": str(path), "results": results}
     )
 
 
 def show(run: Selftest, path: Path) -> None:
-    """Print the results as a table."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    colours = {"ok": "green", "failed": "red", "not offered": "yellow"}
-    table = Table(title=f"Self-test of {run.ranks} ranks on {run.device}", title_justify="left")
-    for column in ("check", "verdict", "what was seen", "used instead"):
-        table.add_column(column, overflow="fold")
+    """Print the results."""
+    print(f"Self-test of {run.ranks} ranks on {run.device}")
     for result in run.results:
-        verdict = f"[{colours[result.verdict]}]{result.verdict}[/]"
-        table.add_row(
-            escape(result.check), verdict, escape(_short(result.seen)), escape(result.instead)
-        )
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    console.print(escape(_summary(run)))
-    console.print(f"The report is in {escape(str(path))}; attach it to a bug report.")
+        print(f"{result.verdict:11} {result.check}: {result.seen[:SHOWN]}")
+        if result.instead:
+            print(f"{'':11}   used instead: {result.instead}")
+    print(_summary(run))
+    print(f"The report is in {path}; attach it to a bug report.")
 
 
 def _summary(run: Selftest) -> str:
-    counts = [f"{_count(run, verdict)} {verdict}" for verdict in ("ok", "not offered", "failed")]
-    return f"{', '.join(counts)}; {run.seconds:.0f} s."
-
-
-def _went_on(run: Selftest) -> str:
-    """Which checks ran although one in front of them had failed."""
     verdicts = [result.verdict for result in run.results]
-    if "failed" not in verdicts:
-        return ""
-    behind = len(verdicts) - 1 - verdicts.index("failed")
-    return f"; {behind} checks came behind the first that failed"
-
-
-def _count(run: Selftest, verdict: str) -> int:
-    return sum(result.verdict == verdict for result in run.results)
-
-
-def _short(text: str, most: int = 300) -> str:
-    return text if len(text) <= most else f"{text[:most]} ..."
+    counts = [f"{verdicts.count(one)} {one}" for one in ("ok", "not offered", "failed")]
+    return f"{', '.join(counts)}; {run.seconds:.0f} s."
 
 
 def about() -> dict[str, Any]:
@@ -79,8 +50,8 @@ def about() -> dict[str, Any]:
     command = [sys.executable, "-m", "ficco", "doctor", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        said: dict[str, Any] = json.loads(done.stdout)
+        return said
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"versions": f"ficco doctor cannot tell: {error}"}
 
@@ -91,16 +62,16 @@ def report(run: Selftest, about: dict[str, Any]) -> str:
 
 
 def _lines(run: Selftest, about: dict[str, Any]) -> Iterator[str]:
+    verdicts = [result.verdict for result in run.results]
+    later = len(verdicts) - 1 - verdicts.index("failed") if "failed" in verdicts else None
+    after = "" if later is None else f"; {later} checks came after the first that failed"
     yield from ("# ficco self-test", "")
     yield f"{datetime.now():%Y-%m-%d %H:%M}, {run.ranks} ranks on {run.device}: {_summary(run)}"
-    yield f"New ranks were started {run.starts} times{_went_on(run)}."
-    yield from (
-        "",
-        "| check | verdict | what was seen | used instead | seconds |",
-        "|---|---|---|---|---|",
-    )
+    yield f"New ranks were started {run.starts} times{after}."
+    yield from ("", "| check | verdict | what was seen | used instead | seconds |")
+    yield "|---|---|---|---|---|"
     for result in run.results:
-        cells = (result.check, result.verdict, _short(result.seen), result.instead)
+        cells = (result.check, result.verdict, result.seen[:SHOWN], result.instead)
         text = " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells)
         yield f"| {text} | {result.seconds:.1f} |"
     yield from _block("Settings", "\n".join(f"{k}: {v}" for k, v in asdict(run.settings).items()))

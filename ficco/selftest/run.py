@@ -24,7 +24,7 @@ from ficco.dma.choose import engine_name
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
 from ficco.options import current
-from ficco.selftest.rank import NotOffered, PeerLeft, Rank, Settings, Wrong
+from ficco.selftest.rank import CheckFailed, NotOffered, PeerLeft, Rank, SelftestSettings
 from ficco.selftest.table import CHECKS, COLLECTIVE, WAYS, Check
 
 #: Seconds that ranks may take to start, with everything that a first use of a library takes.
@@ -37,7 +37,7 @@ LOG_LINES = 60
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What came out of a check: ``verdict`` is ``"ok"``, ``"failed"`` or ``"not offered"``."""
 
     check: str
@@ -48,11 +48,11 @@ class Result:
     details: str = ""
 
 
-@dataclass
-class _Journal:
-    """What a rank begins, finds and ends, a JSON object per line."""
+class _RankJournal:
+    """What a rank begins, sees and ends, a JSON object per line; ``log``: where its output goes."""
 
-    path: Path
+    def __init__(self, folder: str, rank: int) -> None:
+        self.path, self.log = (Path(folder) / f"rank{rank}.{kind}" for kind in ("jsonl", "log"))
 
     def note(self, check: str, event: str, **more: Any) -> None:
         with self.path.open("a") as file:
@@ -60,26 +60,21 @@ class _Journal:
 
     def read(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The events of each check."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        events: dict[str, dict[str, dict[str, Any]]] = {}
         if self.path.exists():
             for line in self.path.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # the rank died while it wrote
                     event = json.loads(line)
-                    found.setdefault(event["check"], {})[event["event"]] = event
-        return found
+                    events.setdefault(event["check"], {})[event["event"]] = event
+        return events
 
 
-def _files(folder: Path, rank: int) -> tuple[_Journal, Path]:
-    """Where a rank notes what it does, and where its output goes."""
-    return _Journal(folder / f"rank{rank}.jsonl"), folder / f"rank{rank}.log"
-
-
-def _on_a_rank(names: Sequence[str], settings: Settings, device: str, folder: str) -> None:
-    """Run checks on this rank, one behind the other."""
+def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, folder: str) -> None:
+    """Run checks on this rank, one after the other."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    journal, log = _files(Path(folder), rank)
+    journal = _RankJournal(folder, rank)
     screen = os.fdopen(os.dup(2), "w")
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(journal.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks share this machine
@@ -113,7 +108,7 @@ def _warm(at: Rank) -> None:
         probe.own_kernels(at.device)
 
 
-def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
+def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
     """Run one check in a group of its own; note what came out. Raises where this rank cannot go
     on."""
     began = time.monotonic()
@@ -126,16 +121,16 @@ def _attempt(at: Rank, check: Check, journal: _Journal) -> None:
 
     group = dist.new_group(list(range(at.world)))
     try:
-        found = check.run(at, group)
-        note("ok", found.seen, found.details)
-    except Wrong as error:
+        passed = check.run(at, group)
+        note("ok", passed.seen, passed.details)
+    except CheckFailed as error:
         note("failed", str(error))
     except (NotOffered, NotImplementedError) as error:
         trace = "".join(traceback.format_exception(error))
         note("not offered", str(error), getattr(error, "details", "") or trace)
         if error.__cause__ is not None:  # who knows where the peers are
             raise
-    except (SignalTimeout, RankMismatch, PeerFailed) as error:
+    except (SignalTimeout, RankMismatch, PeerFailed, TimeoutError) as error:
         note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
     except PeerLeft as error:
         note("left", str(error))
@@ -156,13 +151,13 @@ class Selftest:
         results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
         logs: what ranks printed, by launch and rank.
         starts: how often new ranks were started: for the checks, for those that have ranks to
-            themselves, and behind one after which ranks could not go on.
+            themselves, and after one from which ranks could not go on.
     """
 
     device: str
     ranks: int
-    settings: Settings
-    results: list[Result] = field(default_factory=list)
+    settings: SelftestSettings
+    results: list[CheckResult] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     starts: int = 0
     seconds: float = 0.0
@@ -172,44 +167,40 @@ class Selftest:
         return sum(result.verdict == "failed" for result in self.results)
 
 
-def default_ranks(device: str) -> int:
-    """As many as there are GPUs, two on CPUs."""
-    return torch.cuda.device_count() if device == "cuda" else 2
-
-
-def selftest(device: str, ranks: int | None = None, settings: Settings | None = None) -> Selftest:
-    """Run all checks on ranks of this machine; goes on behind those that fail.
+def selftest(
+    device: str, ranks: int | None = None, settings: SelftestSettings | None = None
+) -> Selftest:
+    """Run all checks on ranks of this machine, a GPU each, or two on CPUs; goes on after those that
+    fail.
 
     Raises:
         ValueError: that many ranks cannot run here.
     """
     if under_torchrun():
         raise ValueError("the self-test starts its ranks by itself; run it without torchrun")
-    if ranks is None and device == "cpu":
-        ranks = default_ranks(device)
-    run = Selftest(device, check_ranks(ranks, device), settings or Settings.of(device))
+    ranks = 2 if ranks is None and device == "cpu" else check_ranks(ranks, device)
+    run = Selftest(device, ranks, settings or SelftestSettings.of(device))
     began = time.monotonic()
     engine = engine_name(torch.device(device), current().engine)
     checks = (*CHECKS, *WAYS[engine])
     left = list(checks)
-    found: dict[str, Result] = {}
+    results: dict[str, CheckResult] = {}
     while left:
-        batch = [left[0]] if left[0].alone else [check for check in left if not check.alone]
+        batch = [left[0]] if left[0].exclusive else [one for one in left if not one.exclusive]
         new = _launched(run, batch)
-        found |= new
+        results |= new
         if not any(check.name in new for check in batch):  # they do not even start
-            why = new["start of ranks"].seen if new else "nothing was noted"
-            for check in left:
-                found[check.name] = Result(check.name, "failed", f"not run: {why}", check.instead)
-        left = [check for check in left if check.name not in found]
+            why = f"not run: {new['start of ranks'].seen if new else 'nothing was noted'}"
+            results |= {one.name: CheckResult(one.name, "failed", why, one.instead) for one in left}
+        left = [check for check in left if check.name not in results]
     names = [check.name for check in checks]
-    run.results = [found[name] for name in names]
-    run.results += [result for name, result in found.items() if name not in names]
+    run.results = [results[name] for name in names]
+    run.results += [result for name, result in results.items() if name not in names]
     run.seconds = time.monotonic() - began
     return run
 
 
-def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, Result]:
+def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
     """Run checks on new ranks; the results of those that they began."""
     settings, error = run.settings, None
     run.starts += 1
@@ -221,28 +212,27 @@ def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, Result]:
             launch(_on_a_rank, run.ranks, *args, device=run.device, timeout_s=limit)
         except RankFailed as failure:
             error = failure
-        journals = []
-        for rank in range(run.ranks):
-            journal, log = _files(Path(folder), rank)
-            journals.append(journal.read())
-            if error is not None and log.exists():
-                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        ranks = [_RankJournal(folder, rank) for rank in range(run.ranks)]
+        journals = [journal.read() for journal in ranks]
+        for rank, journal in enumerate(ranks):
+            if error is not None and journal.log.exists():
+                lines = journal.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
                 run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
-    found = {}
+    results = {}
     for check in batch:
         events = [journal.get(check.name, {}) for journal in journals]
         if any(events):
-            found[check.name] = _result(check, events, error, settings)
-    broken = any(len(journal.get(name, {})) < 3 for journal in journals for name in found)
+            results[check.name] = _result(check, events, error, settings)
+    broken = any(len(journal.get(name, {})) < 3 for journal in journals for name in results)
     if error is not None and not broken:
-        name = "end of ranks" if found else "start of ranks"
-        found[name] = Result(name, "failed", str(error), COLLECTIVE, details=error.details)
-    return found
+        name = "end of ranks" if results else "start of ranks"
+        results[name] = CheckResult(name, "failed", str(error), COLLECTIVE, details=error.details)
+    return results
 
 
 def _result(
-    check: Check, events: list[dict[str, Any]], error: RankFailed | None, settings: Settings
-) -> Result:
+    check: Check, events: list[dict[str, Any]], error: RankFailed | None, settings: SelftestSettings
+) -> CheckResult:
     """The verdict on a check, from what each rank noted of it."""
     outcomes = {rank: one["outcome"] for rank, one in enumerate(events) if "outcome" in one}
     unfinished = [rank for rank, one in enumerate(events) if "begin" in one and "end" not in one]
@@ -266,4 +256,6 @@ def _result(
         if one["details"] and (one["verdict"] != "ok" or rank == 0):
             details.append(f"rank {rank}:\n{one['details']}")
     instead = "" if verdict == "ok" else check.instead
-    return Result(check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details)))
+    return CheckResult(
+        check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details))
+    )

@@ -13,7 +13,7 @@ from ficco.dma.ways import variable
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, refusal
 from ficco.selftest import checks, kernels, speed
-from ficco.selftest.rank import Found, Rank
+from ficco.selftest.rank import Passed, Rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class Check:
     """A thing that is assumed; ``instead`` says what is used where it does not hold.
 
-    ``alone`` is for one that leaves ranks in a state that the next should not meet; ``limits`` is
-    the time that it may take, in limits of the settings.
+    An ``exclusive`` check has ranks of its own, since it leaves them in a state that no other
+    should meet; ``limits`` is the time that it may take, in limits of the settings.
     """
 
     name: str
-    run: Callable[[Rank, ProcessGroup], Found]
+    run: Callable[[Rank, ProcessGroup], Passed]
     instead: str
-    alone: bool = False
+    exclusive: bool = False
     limits: int = 1
 
 
@@ -49,7 +49,7 @@ CHECKS = (
     Check(
         "order of copy and signal",
         checks.ordering,
-        "options(signals='copy'); options(replay=False) if that alone is right",
+        "options(signals='copy'); options(replay=False) if only that is right",
         limits=2,
     ),
     Check(
@@ -91,17 +91,17 @@ CHECKS = (
     Check(
         "bandwidth of all pairs",
         speed.bandwidth_of_all,
-        "schedules with fewer copy lanes (copy=), in case that lanes run one behind the other; on "
+        "schedules with fewer copy lanes (copy=), in case that lanes run one after the other; on "
         "AMD cards set GPU_MAX_HW_QUEUES=16 on all ranks",
         limits=3,
     ),
     Check(
         "products beside copies",
-        speed.beside,
+        speed.overlap,
         "copies by compute units, which slow products down; on AMD cards leave HSA_ENABLE_SDMA and "
         "FICCO_HIP=memory=torch out, and try FICCO_HIP=copy=nocu if its row passes",
     ),
-    Check("timeouts", checks.timeout, "a limit of your own for each call", alone=True),
+    Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
 
 #: What says how the end of a pulled copy is told, and how columns travel.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 import ficco
@@ -16,8 +15,8 @@ from ficco.machine import COLLECTIVES, Machine, Provenance
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
-from ficco.tune import collectives, copies, memory, products
-from ficco.tune.effort import effort
+from ficco.tune import communication, products
+from ficco.tune.effort import EFFORTS
 from ficco.tune.run import TIMEOUT_S
 from ficco.tune.site import Site
 
@@ -26,15 +25,6 @@ PRODUCTS = 4
 
 #: What is predicted as a whole call.
 CALLS = ("serial", "shard-overlap")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is checked: a machine, on a device, in short or not."""
-
-    machine: Machine
-    device: str
-    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,22 +45,22 @@ class Point:
         return 1 / (1 + tolerance) <= self.ratio <= 1 + tolerance
 
 
-def check(settings: Settings) -> list[Point]:
-    """Measure a few points; collective. The same on every rank."""
-    watch = Stopwatch(dist.group.WORLD, local_device(settings.device))
-    made = effort(settings.device, True)
+def check(machine: Machine, device: str) -> list[Point]:
+    """Measure a few points of a machine on ``"cpu"`` or ``"cuda"``; collective. The same on every
+    rank."""
+    watch = Stopwatch(dist.group.WORLD, local_device(device))
 
     def source(kind: str, note: str) -> Provenance:
         return Provenance(kind, note=note)
 
-    site = Site(watch, made, settings.machine, source)
-    found: list[Point] = []
+    site = Site(watch, EFFORTS[device, True], machine, source)
+    points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        for points in (_gemm, _copies, _collective, _memory, _calls):
-            found += points(site)
+        for some in (_gemm, _copies, _collective, _memory, _calls):
+            points += some(site)
             watch.release()
     watch.close()
-    return found
+    return points
 
 
 def _gemm(site: Site) -> Iterator[Point]:
@@ -80,16 +70,16 @@ def _gemm(site: Site) -> Iterator[Point]:
     usual = [shape for shape in site.effort.gemms if not shape.wide and shape.batch == 1]
     usual.sort(key=lambda shape: shape.flops)
     chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
-    itemsize = getattr(torch, site.effort.dtype).itemsize
-    rows = {f"{s.m} x {s.n} x {s.k}": products.in_a_row(s) for s in chosen}
+    rows = {shape[:3]: shape.in_a_row for shape in chosen}
     for one in products.samples(site, chosen):
-        name = f"{one.m} x {one.n} x {one.k}"
-        stored = model.seconds(one.m, one.n, one.k, itemsize=itemsize)
-        yield Point("gemm", name, model.heated(stored * rows[name]) / rows[name], one.seconds)
+        size = one.m, one.n, one.k
+        row = rows[size]
+        stored = model.heated(row * model.seconds(*size, itemsize=site.itemsize)) / row
+        yield Point("gemm", "{} x {} x {}".format(*size), stored, one.seconds)
     shape, longest = site.effort.heating[0], site.effort.rows[-1]
-    (row,) = products.row_times(site, (shape,), (longest,))
-    stored = longest * model.seconds(*shape[:3], itemsize=itemsize)
-    yield Point("gemm", f"{longest} of {row.product} in a row", model.heated(stored), row.seconds)
+    (time,) = products.row_times(site, (shape,), (longest,))
+    stored = longest * model.seconds(*shape[:3], itemsize=site.itemsize)
+    yield Point("gemm", f"{longest} of {time.product} in a row", model.heated(stored), time.seconds)
 
 
 def _copies(site: Site) -> Iterator[Point]:
@@ -97,7 +87,7 @@ def _copies(site: Site) -> Iterator[Point]:
     if model is None or site.world < 2:
         return
     sizes = (site.effort.sizes[1], site.effort.sizes[-1])
-    for one in copies.copy_times(site, sizes, (1,)):
+    for one in communication.copy_times(site, sizes, (1,)):
         row = one.count * one.nbytes / model.rate(one.nbytes) + (one.count - 1) * model.gap
         what = f"{one.count} of {one.nbytes / 1024:.0f} KiB"
         yield Point("copies", what, model.latency + row, one.seconds)
@@ -108,7 +98,7 @@ def _collective(site: Site) -> Iterator[Point]:
         model = getattr(site.machine, name)
         if model is None or site.world < 2:
             continue
-        for nbytes, seconds in getattr(collectives, name)(site).curve[1::2]:
+        for nbytes, seconds in communication.collective(site, name).curve[1::2]:
             what = f"{nbytes / 1024:.0f} KiB a rank"
             yield Point(name, what, model.seconds(nbytes), seconds)
 
@@ -117,7 +107,7 @@ def _memory(site: Site) -> Iterator[Point]:
     model = site.machine.memory
     if model is None:
         return
-    now, size = memory.memory(site), 2 * site.effort.moves[-1]
+    now, size = products.memory(site), 2 * site.effort.moves[-1]
     stored = model.latency + size / model.bandwidth
     yield Point("memory", f"{size >> 20} MiB", stored, now.latency + size / now.bandwidth)
 
@@ -130,29 +120,25 @@ def _calls(site: Site) -> Iterator[Point]:
     m, n, k = site.effort.rule[-1]
     rows = (m // site.world,) * site.world
     problem = Problem("all_gather_matmul", rows, n, k, site.effort.dtype)
-    parts, group = site.parts(), site.watch.group
+    parts = site.parts()
     a, b = parts.matrix("a", rows[0], k), parts.matrix("b", k, n)
-
-    def call(name: str) -> object:
-        return lambda: ficco.all_gather_matmul(a, b, group=group, schedule=name)
-
-    by_kernel = site.machine.kernel_copies is not None and copies.copies_by_kernel(site)
-    names = (*CALLS, copies.IN_FRONT) if by_kernel else CALLS
-    found = site.time("thresholds", {name: call(name) for name in names}, share=0.5)
+    names = CALLS
+    if site.machine.kernel_copies is not None and communication.copies_by_kernel(site):
+        names = (*CALLS, communication.IN_FRONT)
+    series = site.time("thresholds", site.gathers(a, b, names), share=0.5)
     for name in names:
         stored = predict(problem, Schedule.parse(name), site.machine, mode)
-        yield Point("call", f"{name}, {m} x {n} x {k}", stored, found[name].seconds)
+        yield Point("call", f"{name}, {m} x {n} x {k}", stored, series[name].seconds)
 
 
 def report(points: list[Point], tolerance: float, again: str = "ficco tune") -> str:
     """The points as text, and whether all of them hold; ``again`` measures the machine anew."""
     lines = [f"{'':44} {'stored':>12} {'measured':>12} {'ratio':>6}"]
     for point in points:
-        name = f"{point.block} {point.what}"
+        stored, measured = (f"{s * 1e3:.4g} ms" for s in (point.stored, point.measured))
         mark = "" if point.holds(tolerance) else "  off"
-        lines.append(
-            f"{name:44} {_ms(point.stored):>12} {_ms(point.measured):>12} {point.ratio:6.2f}{mark}"
-        )
+        name = f"{point.block} {point.what}"
+        lines.append(f"{name:44} {stored:>12} {measured:>12} {point.ratio:6.2f}{mark}")
     off = [point for point in points if not point.holds(tolerance)]
     rule = f"no more than {1 + tolerance:g} times as much or as little"
     if not points:
@@ -166,7 +152,3 @@ def report(points: list[Point], tolerance: float, again: str = "ficco tune") -> 
     else:
         lines.append(f"all {len(points)} points hold ({rule})")
     return "\n".join(lines)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"

@@ -1,16 +1,16 @@
-"""What is measured, as data: sizes and shapes for GPUs and CPUs, in full and in short."""
+"""The steps of a tuning run, and what each measures, as data: for GPUs and CPUs, full and quick."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 class Shape(NamedTuple):
-    """A product of one rank; ``wide`` ones add up in float32."""
+    """A product of one rank; ``wide`` ones accumulate into float32."""
 
     m: int
     n: int
@@ -22,6 +22,11 @@ class Shape(NamedTuple):
     def flops(self) -> int:
         return 2 * self.batch * self.m * self.n * self.k
 
+    @property
+    def in_a_row(self) -> int:
+        """How many products are timed at once: with small ones the time between two counts."""
+        return 4 if self.flops < 2e11 else 1
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -32,18 +37,19 @@ class Effort:
         gemms: products, and ``reference`` one that tells how hot the device is.
         heating: products, with many terms and with many columns, and ``rows`` how many of them
             follow each other until the device is at its power limit; three numbers or more.
-        sizes: bytes of a copy, and
-            ``exchanges`` of what a rank has for another in a collective, whose library changes its
-            ways from size to size; empty for the same.
+        sizes: bytes of a copy.
         pieces: copies to each peer in a row; two different numbers.
         least_bytes: copies of more than this are measured with fewer pieces.
-        products: products that are measured beside communication, and
+        products: products that are measured during communication, and
             ``traffic``: bytes of the shards that are communicated meanwhile.
         moves: bytes of copies within a rank.
         tiny: rows of a rank, columns of b and of A of calls whose host time counts.
         rule: m, n and k of products for the thresholds of the rule.
-        seconds: time for each step; the whole is about a quarter more.
+        seconds: time for each step; the whole run takes about a quarter more.
+        shape_seconds: time for each given problem.
         least: rounds of everything that is timed.
+        exchanges: bytes that a rank has for another in a collective, whose library changes its
+            algorithm from size to size.
     """
 
     name: str
@@ -61,8 +67,9 @@ class Effort:
     tiny: tuple[int, int, int]
     rule: tuple[tuple[int, int, int], ...]
     seconds: dict[str, float]
-    least: int = 3
-    exchanges: tuple[int, ...] = ()
+    shape_seconds: float
+    least: int
+    exchanges: tuple[int, ...]
 
 
 def grid(
@@ -89,20 +96,26 @@ def grid(
         for n, k in ((ns[0], ks[-1]), (ns[-1], ks[0]))
     ]
     wide = [Shape(m, n, k, 1, True) for m in ms[1:] for n in (ns[0], ns[-1]) for k in ks[:2]]
-    found = []
+    chosen = []
     for kind, share in ((regular, 0.6), (odd, 0.2), (batches, 0.12), (wide, 0.08)):
         small = [shape for shape in kind if shape.flops <= most_flops]
         wanted = max(1, round(count * share))
-        found += small if len(small) <= wanted else draw.sample(small, wanted)
-    return tuple(dict.fromkeys(found))
+        chosen += small if len(small) <= wanted else draw.sample(small, wanted)
+    return tuple(dict.fromkeys(chosen))
 
 
+#: In the order of the steps: what a step needs of the machine comes before it.
 _GPU_SECONDS = {
-    "gemm": 45.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0, "all_gather": 12.0,
-    "contention": 24.0,
-    "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
-    "memory": 3.0, "host": 6.0, "thresholds": 20.0,
+    "gemm": 45.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
+    "all_gather": 12.0, "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
+    "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0,
 }  # fmt: skip
+
+#: Stands for all shapes that are given, where steps are chosen.
+SHAPES = "shapes"
+
+#: Names of the steps, in order.
+STEPS = (*_GPU_SECONDS, SHAPES)
 
 GPU = Effort(
     name="gpu",
@@ -130,6 +143,8 @@ GPU = Effort(
                      (32768, 8192))
     ),
     seconds=_GPU_SECONDS,
+    shape_seconds=12.0,
+    least=3,
     exchanges=tuple(
         size * KIB for size in (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536, 131072)
     ),
@@ -145,47 +160,47 @@ CPU = Effort(
     sizes=tuple(size * KIB for size in (16, 64, 256, 1024, 4096)),
     pieces=(1, 4),
     least_bytes=4 * MIB,
-    # Long against the slices in which ranks that share cores take turns: what is shorter waits for
-    # whole slices of others, and seems to be ten times as slow.
+    # Long against the time slices in which ranks share cores: what is shorter waits for whole
+    # slices of others, and seems to be ten times as slow.
     products=(Shape(512, 512, 512), Shape(1024, 512, 512)),
     traffic=4 * MIB,
     moves=(256 * KIB, 1 * MIB, 16 * MIB),
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
     seconds={
-        "gemm": 8.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0, "all_gather": 4.0,
-        "contention": 8.0,
-        "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
-        "memory": 2.0, "host": 4.0, "thresholds": 6.0,
+        "gemm": 8.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
+        "all_gather": 4.0, "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
+        "memory": 2.0, "contention": 8.0, "host": 4.0, "thresholds": 6.0,
     },
+    shape_seconds=6.0,
     least=5,
+    exchanges=tuple(size * KIB for size in (16, 64, 256, 1024, 4096)),
 )  # fmt: skip
 
-#: In short: for a look, and for continuous integration.
-SHORT = {
-    "gpu": dict(
+#: By device, in full and for ``--quick``.
+EFFORTS = {
+    ("cuda", False): GPU,
+    ("cuda", True): replace(
+        GPU,
         name="gpu-quick",
         gemms=GPU.gemms[::3],
-        seconds={step: most / 5 for step, most in _GPU_SECONDS.items()},
+        seconds={step: most / 5 for step, most in GPU.seconds.items()},
+        shape_seconds=GPU.shape_seconds / 5,
         rule=GPU.rule[1::2],
     ),
-    "cpu": dict(
+    ("cpu", False): CPU,
+    ("cpu", True): replace(
+        CPU,
         name="cpu-quick",
         gemms=CPU.gemms[::2],
-        sizes=CPU.sizes[:4:2] + (1 * MIB,),
+        sizes=(*CPU.sizes[:4:2], 1 * MIB),
         products=CPU.products[:1],
         traffic=256 * KIB,
         moves=(256 * KIB, 4 * MIB),
         rule=CPU.rule[:3],
         seconds=dict.fromkeys(CPU.seconds, 0.4),
+        shape_seconds=CPU.shape_seconds / 5,
         least=2,
+        exchanges=(*CPU.exchanges[:4:2], 1 * MIB),
     ),
 }
-
-
-def effort(device: str, quick: bool) -> Effort:
-    """What to measure on a device."""
-    from dataclasses import replace
-
-    whole = GPU if device == "cuda" else CPU
-    return replace(whole, **SHORT[whole.name]) if quick else whole  # type: ignore[arg-type]

@@ -1,15 +1,19 @@
 """One tuning run on all ranks: step by step, each saved before the next begins.
 
-Rank 0 alone reads and writes files, and tells the others. A step that fails leaves its block as it
-was and the run goes on; the next run does what is left.
+Each step measures one block of a Machine on all ranks together; every rank ends it with the same
+figures, those of the slowest rank. Only rank 0 reads and writes files, and tells the others, and
+only rank 0 prints: progress to stderr, figures to stdout. A step that fails leaves its block as it
+was and the run goes on; the next run measures what is left.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch.distributed as dist
 import ficco
 from ficco import doctor
 from ficco.bench.about import commit
+from ficco.bench.progress import bar
 from ficco.bench.series import Stopwatch
 from ficco.dma.engine import fingerprint
 from ficco.errors import ConfigError
@@ -30,35 +35,42 @@ from ficco.machine import (
     dumps,
     loads,
     save,
+    tuned_key,
 )
 from ficco.problem import OPERATORS, Problem
-from ficco.tune import journal as journals
-from ficco.tune import shapes
-from ficco.tune.effort import Effort, effort
-from ficco.tune.file import opened, rounded
-from ficco.tune.journal import Journal
-from ficco.tune.say import Reporter
-from ficco.tune.site import Site
-from ficco.tune.steps import STEPS
+from ficco.tune import calls, communication, products
+from ficco.tune.effort import EFFORTS, SHAPES, STEPS, Effort
+from ficco.tune.files import Journal, changes, opened, rounded
+from ficco.tune.site import Site, Tick
 
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0
 
-#: The name for all given shapes where steps are chosen.
-SHAPES = "shapes"
+#: What measures the block of each step; None leaves the block as it is.
+MEASURES: dict[str, Callable[[Site], Any]] = {
+    "gemm": products.gemm,
+    "copies": communication.copies,
+    "kernel_copies": communication.kernel_copies,
+    "topology": communication.topology,
+    **{name: partial(communication.collective, name=name) for name in communication.EXCHANGES},
+    "memory": products.memory,
+    "contention": communication.contention,
+    "host": calls.host,
+    "thresholds": calls.thresholds,
+}
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuneSettings:
     """What is tuned, and where the figures go.
 
     Attributes:
         path: the machine's file.
         device: ``"cpu"`` or ``"cuda"``.
-        quick: measure in short.
+        quick: measure for less time.
         only: names of steps; empty for all.
         operators: whose collectives are measured; empty for all. The all-gather always is, since
-            those that were not measured are reckoned from it.
+            collectives that were not measured are derived from it.
         problems: whose candidates are measured exhaustively.
         fresh: begin anew, whatever an interrupted run has done.
         command: the command line, for the provenance of the figures.
@@ -75,28 +87,27 @@ class Settings:
 
     @property
     def effort(self) -> Effort:
-        return effort(self.device, self.quick)
+        return EFFORTS[self.device, self.quick]
 
     @property
     def steps(self) -> tuple[str, ...]:
         """Names of the steps, in order."""
-        wanted = [step.name for step in STEPS if not self.only or step.name in self.only]
+        wanted = [name for name in MEASURES if not self.only or name in self.only]
         if self.operators:
             kinds = {OPERATORS[name].collective for name in self.operators}
             others = {COLLECTIVES[kind] for kind in {*COLLECTIVES} - {*kinds, "all-gather"}}
             wanted = [name for name in wanted if name not in others]
         if not self.only or SHAPES in self.only:
-            wanted += [shapes.name_of(problem) for problem in self.problems]
+            wanted += map(calls.name_of, self.problems)
         return tuple(wanted)
 
     def describe(self, fingerprint: Fingerprint) -> str:
-        """What another run must share to go on with this one."""
+        """What another run must share to continue this one."""
         return f"{fingerprint} {self.effort.name} {' '.join(self.steps)}"
 
     def seconds(self, step: str) -> float:
         """About how long a step takes."""
-        share = shapes.QUICK_SHARE if self.quick else 1.0
-        return self.effort.seconds.get(step, 2 * share * shapes.SECONDS[self.device])
+        return self.effort.seconds.get(step, 2 * self.effort.shape_seconds)
 
 
 @dataclass
@@ -105,7 +116,7 @@ class Outcome:
 
     Attributes:
         machine: with all that was measured.
-        done: steps of this run, in order; ``earlier`` those of the one that it went on with.
+        done: steps of this run, in order; ``earlier`` those of the one that it continued.
         failures: steps that failed, with the reason.
         error: why the run could not begin, or could not save; empty otherwise.
     """
@@ -117,82 +128,73 @@ class Outcome:
     error: str = ""
 
 
-def tune(settings: Settings) -> Outcome:
+def tune(settings: TuneSettings) -> Outcome:
     """Measure and save; collective. The outcome is the same on every rank."""
-    run = _Run(settings)
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        return run.run()
+        return _TuningRun(settings).run()
 
 
-class _Run:
-    def __init__(self, settings: Settings) -> None:
+class _TuningRun:
+    def __init__(self, settings: TuneSettings) -> None:
         self.settings = settings
         self.group = dist.group.WORLD
         self.rank, self.world = self.group.rank(), self.group.size()
         self.device = local_device(settings.device)
-        self.reporter = Reporter(self.rank, settings.seconds)
         self.here = fingerprint(settings.device, self.world)
         self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        error, machine, journal = self._told(self._begin)
+        error, machine, journal = self._on_rank_0(self._begin)
         if error:
             return Outcome(error=error)
-        outcome = self.outcome
-        outcome.machine, outcome.earlier = machine, journal.done
-        settings, reporter = self.settings, self.reporter
-        reporter.plan(self.here, settings.steps, journal.done, settings.path)
+        outcome, settings = Outcome(machine, earlier=journal.done), self.settings
+        todo = {n: settings.seconds(n) for n in settings.steps if n not in journal.done}
+        self.reporter = reporter = _Reporter(self.rank, todo)
+        reporter.plan(self.here, journal.done, settings.path)
         watch = Stopwatch(self.group, self.device)
-        todo = [name for name in settings.steps if name not in journal.done]
-        for number, name in enumerate(todo):
+        for name in todo:
             site = Site(watch, settings.effort, machine, self._source)
             began = time.monotonic()
-            with reporter.progress(number, todo) as site.tick:
-                measured, why = watch.together(
-                    lambda n=name, s=site: self._measure(n, s), named=True
-                )
+            with reporter.progress(name) as site.tick:
+                measured, why = watch.together(partial(self._measure, name, site), named=True)
             watch, closing = self._after(watch, bool(why))
             why = why or closing
             taken = time.monotonic() - began
             if why:
                 outcome.failures[name] = why
-                reporter.failed(number, todo, taken, why)
+                reporter.failed(name, taken, why)
                 continue
             before, machine = machine, measured
             journal = journal.with_done(name)
-            error, _, _ = self._told(lambda m=machine, j=journal: self._keep(m, j))
+            error, _, _ = self._on_rank_0(partial(self._keep, machine, journal))
             if error:
                 outcome.error = error
                 break
             outcome.machine = machine
             outcome.done.append(name)
-            reporter.done(number, todo, taken)
-            reporter.change(name, before, machine)
+            reporter.done(name, taken, before, machine)
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:
-            journals.remove(settings.path)
+            Journal.remove(settings.path)
         return outcome
-
-    # Files, on rank 0.
 
     def _begin(self) -> tuple[Machine, Journal]:
         settings = self.settings
         machine = opened(settings.path, self.here, settings.fresh)
         text = settings.describe(self.here)
-        journal = None if settings.fresh else journals.read(settings.path)
+        journal = None if settings.fresh else Journal.read(settings.path)
         if journal is None or journal.settings != text or not settings.path.exists():
-            journal = Journal(text, self.date)
-        journals.write(journal, settings.path)  # before anything is measured in vain
+            journal = Journal(text)
+        journal.write(settings.path)  # before anything is measured in vain
         return machine, journal
 
     def _keep(self, machine: Machine, journal: Journal) -> tuple[None, None]:
         save(machine, self.settings.path)
-        journals.write(journal, self.settings.path)
+        journal.write(self.settings.path)
         return None, None
 
-    def _told(self, action: Callable[[], tuple[Any, Any]]) -> tuple[str, Any, Any]:
-        """What rank 0 did, on every rank: the error in words, or two results."""
+    def _on_rank_0(self, action: Callable[[], tuple[Any, Any]]) -> tuple[str, Any, Any]:
+        """The error of rank 0 in words, or its two results, on every rank."""
         told: list[Any] = [None]
         if self.rank == 0:
             try:
@@ -200,30 +202,27 @@ class _Run:
             except (ConfigError, OSError) as error:
                 told = [(str(error), None, None)]
         dist.broadcast_object_list(told, group_src=0, group=self.group)
-        found: tuple[str, Any, Any] = told[0]
-        return found
-
-    # Measuring.
+        outcome: tuple[str, Any, Any] = told[0]
+        return outcome
 
     def _measure(self, name: str, site: Site) -> Machine:
         """The machine with what a step has measured, which a file can hold."""
-        for step in STEPS:
-            if step.name == name:
-                measured = step.measure(site)
-                if measured is None:
-                    return site.machine
-                block = {name: rounded(measured)}
-                alone = Machine("block", self.here.accelerator, self.world, **block)
-                loads(dumps(alone), str(self.settings.path))  # else the step has failed
-                return replace(site.machine, **block)
-        problem = next(p for p in self.settings.problems if shapes.name_of(p) == name)
-        best = shapes.measure(site, problem, self.settings.quick)
+        if name in MEASURES:
+            measured = MEASURES[name](site)
+            if measured is None:
+                return site.machine
+            block = {name: rounded(measured)}
+            single = Machine("block", self.here.accelerator, self.world, **block)
+            loads(dumps(single), str(self.settings.path))  # else the step has failed
+            return replace(site.machine, **block)
+        problem = next(p for p in self.settings.problems if calls.name_of(p) == name)
+        best = calls.best(site, problem)
         for left_out, why in best.left_out.items():
             self.reporter.say(f"  {left_out} was not measured: {why}")
-        return shapes.with_entry(site.machine, rounded(best.entry))
+        return calls.with_entry(site.machine, rounded(best.entry))
 
     def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
-        """Free what the step held. Ranks that failed in its midst are brought into step again."""
+        """Free what the step held. After a failure, ranks begin with a new barrier."""
         if failed:
             watch.close()
             watch = Stopwatch(self.group, self.device)
@@ -244,3 +243,78 @@ class _Run:
             commit=commit() or f"ficco {versions['ficco']}",
             note=note,
         )
+
+
+class _Reporter:
+    """Says what a run does, and about how long it will take.
+
+    ``seconds``: about how long each step takes.
+    """
+
+    def __init__(self, rank: int, seconds: dict[str, float]) -> None:
+        from rich.console import Console
+
+        self._seconds, self._names = seconds, list(seconds)
+        self._console = Console(stderr=True, quiet=rank != 0)
+        self._out = Console(quiet=rank != 0)
+        self._taken = self._estimated = 0.0  # seconds of the steps so far
+
+    def say(self, text: str, figures: bool = False) -> None:
+        to = self._out if figures else self._console
+        to.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _left(self, first: int) -> float:
+        """Seconds from a step on, if they take as much longer than estimated as those before."""
+        pace = self._taken / self._estimated if self._taken else 1.0
+        return pace * sum(self._seconds[name] for name in self._names[first:])
+
+    def _title(self, name: str) -> str:
+        return f"[{self._names.index(name) + 1}/{len(self._names)}] {name}"
+
+    def plan(self, here: Fingerprint, earlier: Sequence[str], path: Path) -> None:
+        """What is to be done, and what an earlier run has done."""
+        if earlier:
+            self.say(f"continues an interrupted run; done: {', '.join(earlier)}")
+        self.say(
+            f"{here.accelerator}, {here.ranks} ranks: {len(self._names)} steps, about "
+            f"{self._left(0):.0f} s; every one is saved to {path}"
+        )
+
+    def failed(self, name: str, taken: float, why: str) -> None:
+        self.say(f"{self._title(name)}: failed after {taken:.1f} s: {why}")
+
+    def done(self, name: str, taken: float, before: Machine, after: Machine) -> None:
+        """The figures of a step, old against new."""
+        self._taken += taken
+        self._estimated += self._seconds[name]
+        left = self._left(self._names.index(name) + 1)
+        rest = f"about {left:.0f} s left" if left else "done"
+        self.say(f"{self._title(name)}: {taken:.1f} s; {rest}")
+        if name in STEPS:
+            for figure, old, new in changes(before, after, name):
+                self.say(f"  {name}.{figure}: {old} -> {new}", figures=True)
+            return
+        entry = after.tuned[-1]
+        old_entry = next((t for t in before.tuned if tuned_key(t) == tuned_key(entry)), None)
+        for i, mode in enumerate(("queued", "idle")):
+            self.say(
+                f"  {name}, {mode}: {getattr(old_entry, mode, '-')} -> {getattr(entry, mode)}, "
+                f"{entry.seconds[i] * 1e3:.3f} ms, {entry.serial[i] / entry.seconds[i]:.2f} times "
+                "as fast as serial",
+                figures=True,
+            )
+
+    @contextmanager
+    def progress(self, name: str) -> Iterator[Tick]:
+        """A bar over the whole run."""
+        whole, own, began = sum(self._seconds.values()), self._seconds[name], time.monotonic()
+        past = sum(self._seconds[one] for one in self._names[: self._names.index(name)])
+        left = self._left(self._names.index(name))
+        with bar(self._console, self._title(name), whole, past) as show:
+
+            def tick(what: str) -> None:
+                spent = min(time.monotonic() - began, own)
+                rest = left * (whole - past - spent) / (whole - past)
+                show(past + spent, f"{what}; about {rest:.0f} s left")
+
+            yield tick

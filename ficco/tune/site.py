@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+import ficco
 from ficco.bench.calls import Runner
 from ficco.bench.series import Parts, Series, Stopwatch
 from ficco.machine import Machine, Provenance
@@ -37,37 +39,57 @@ class Site:
         return self.watch.world
 
     def provenance(self, kind: str, note: str) -> Provenance:
-        """Of a block, with how its times were taken where that is not by the clock."""
+        """Of a block; the note says how times were taken if not by the clock."""
         if self.crowded:
             note += f"; what {self.world} ranks take of the {cores()} cores that they share"
         return self.source(kind, note)
 
+    @property
+    def itemsize(self) -> int:
+        size: int = getattr(torch, self.effort.dtype).itemsize
+        return size
+
     def parts(self) -> Parts:
-        dtype = getattr(torch, self.effort.dtype)
-        return Parts(self.watch.group, self.watch.device, dtype)
+        return Parts(self.watch.group, self.watch.device, getattr(torch, self.effort.dtype))
+
+    def gathers(
+        self, a: torch.Tensor, b: torch.Tensor, schedules: Iterable[str]
+    ) -> dict[str, Callable[[], Any]]:
+        """Calls of ``all_gather_matmul``, by schedule."""
+        call = partial(ficco.all_gather_matmul, a, b, group=self.watch.group)
+        return {name: partial(call, schedule=name) for name in schedules}
 
     @property
     def crowded(self) -> bool:
-        """Whether ranks share their cores, so that all are busy while a call is under way."""
+        """Whether ranks share their cores, so that all are busy during a call."""
         return not self.watch.on_gpu and self.world >= cores()
 
-    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, Series]:
-        """Time calls in the seconds of a step, or a share of them.
+    def needs_peers(self) -> None:
+        """Refuse a single rank.
 
-        Ranks that share cores are timed by what the cores do: a call takes as long as all threads
-        of all ranks together, over the cores. What else runs on the host does not count then; by
-        the clock it would, and most where many threads wait for each other.
+        Raises:
+            ValueError: there is one.
         """
-        share = settings.pop("share", 1.0)
-        settings.setdefault("least", self.effort.least)
-        settings.setdefault("most", 40)
-        settings |= {"seconds": self.effort.seconds[step] * share, "tick": self.tick}
+        if self.world < 2:
+            raise ValueError("ranks: required two or more to measure what passes between them")
+
+    def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, Series]:
+        """Time calls in the seconds of a step, or in a ``share`` of them; the rest of ``how`` as
+        :meth:`Stopwatch.time` takes it.
+
+        Ranks that share cores are timed by what the cores do: a call takes the CPU time of all
+        threads of all ranks, divided by the number of cores. The clock would count what else runs
+        on the host, and most where many threads wait for each other.
+        """
+        share = how.pop("share", 1.0)
+        how = {"least": self.effort.least, "most": 40, "tick": self.tick, **how}
+        how["seconds"] = self.effort.seconds[step] * share
         if not self.crowded:
-            return self.watch.time(calls, **settings)
+            return self.watch.time(calls, **how)
         spent: dict[str, list[float]] = {name: [] for name in calls}
         counted = {name: _counted(call, spent[name]) for name, call in calls.items()}
-        found = self.watch.time(counted, **settings)
-        rounds = len(next(iter(found.values())).times) if found else 0  # behind those to warm up
+        series = self.watch.time(counted, **how)
+        rounds = len(next(iter(series.values())).times) if series else 0  # the first calls warm up
         everyone = self.watch.gather({name: times[-rounds:] for name, times in spent.items()})
         return {
             name: replace(
@@ -77,7 +99,7 @@ class Site:
                     for by_rank in zip(*(times[name] for times in everyone), strict=True)
                 ),
             )
-            for name, one in found.items()
+            for name, one in series.items()
         }
 
 
@@ -86,13 +108,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def needs_peers(site: Site) -> None:
-    if site.world < 2:
-        raise ValueError("ranks: required two or more to measure what passes between them, got 1")
-
-
 def _counted(call: Any, spent: list[float]) -> Runner:
-    """The call, which notes what all threads of this process took in it."""
+    """The call, which notes the CPU time of this process in it."""
     runner = call if isinstance(call, Runner) else Runner(call)
 
     def run() -> Any:

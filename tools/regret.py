@@ -1,5 +1,7 @@
 """What ``auto`` loses against the best schedule that was measured, and how far predictions are off.
 
+    python -m tools.regret docs/results/measured-h200-4.csv [--machine configs/h200-4.yaml]
+
 Rows of a bench and a machine in, figures and Markdown out. Nothing is measured; the schedule that
 ``auto`` takes is decided anew from the machine's file, its time is that of the same schedule in the
 bench. A report says so, and by which ficco: with another, or another machine file, it may differ.
@@ -7,22 +9,30 @@ bench. A report says so, and by which ficco: with another, or another machine fi
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 
-from ficco.bench.about import commit
-from ficco.bench.report import MODE_WORDS, by_operator, markdown
-from ficco.bench.table import Row
+import pandas as pd
+
+from ficco.bench.about import commit, read_description
+from ficco.bench.cases import Case
+from ficco.bench.frames import BENCH
+from ficco.bench.report import MODE_WORDS
+from ficco.bench.roles import by_operator, measured
+from ficco.bench.tables import markdown
 from ficco.heuristics import Where, candidates, decide, rule
 from ficco.heuristics.candidates import ALL_MOVERS, MOVERS, predictable
-from ficco.machine import Machine, digest
+from ficco.machine import Fingerprint, Machine, digest, find, nearest
 from ficco.problem import Problem
 from ficco.schedules import Schedule, same_plans
 from ficco.simulate import predict
 from ficco.version import version
 
-#: Kinds of rows that ``auto`` must not fall behind.
+#: Kinds of rows that ``auto`` must be no slower than.
 OTHERS = ("serial-collective", "pytorch", "pytorch-native")
 
 #: The other one, by copy engine.
@@ -67,40 +77,38 @@ class Regret:
         return self.others / self.auto[1]
 
 
-def regrets(rows: Iterable[Row], machine: Machine) -> Iterator[tuple[str, Regret | None]]:
+def regrets(rows: pd.DataFrame, machine: Machine) -> Iterator[tuple[str, Regret | None]]:
     """The mode and the regret of every shape that was measured in it; None where the schedule that
     ``auto`` takes was not.
 
     Raises:
         ValueError: the machine says nothing of so many ranks.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if row.ok and row.mode in ("queued", "idle"):
-            groups.setdefault((row.operator, row.case, row.mode), []).append(row)
-    for (_, _, mode), found in groups.items():
-        yield mode, _regret(found, mode, machine)
+    there = measured(rows)
+    there = there[there["mode"].isin(("queued", "idle"))]
+    for (_, _, mode), mine in there.groupby(["operator", "case", "mode"], sort=False):
+        yield mode, _regret(mine, mode, machine)
 
 
-def _regret(rows: Sequence[Row], mode: str, machine: Machine) -> Regret | None:
-    row = rows[0]
+def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
+    row = next(rows.itertuples())
     asked = Where(machine, row.world, "idle" if machine.accelerator == "cpu" else "eager")
-    problem = row.problem
-    measured = {
-        Schedule.parse(r.candidate): r.ms for r in rows if r.kind == "ficco" and _plain(r.candidate)
-    }
-    movers = tuple({schedule.mover: None for schedule in measured})
+    case = Case(row.case, row.m, row.n, row.k, row.dtype, operator=row.operator)
+    problem = case.problem(row.world)
+    ours = rows[(rows["kind"] == "ficco") & rows["candidate"].map(_plain)]
+    timed = dict(zip(map(Schedule.parse, ours["candidate"]), ours["ms"], strict=True))
+    movers = tuple({schedule.mover: None for schedule in timed})
     # Older files lack what the model may take of these: it was not thought of then.
     by_kernel = [
         one
         for one in candidates(problem, asked.simulated, ALL_MOVERS)
         if one.mover == "kernel" and predictable(one, problem, asked.simulated)
     ]
-    newer = by_kernel and measured.keys() >= set(by_kernel)
+    newer = by_kernel and timed.keys() >= set(by_kernel)
     by_model = ALL_MOVERS if newer else MOVERS
     auto = decide(problem, machine=machine, mode=asked.mode, movers=by_model).schedule
     names = (*candidates(problem, asked.simulated, movers), auto)
-    times = _by_plan(problem, measured, names)
+    times = _by_plan(problem, timed, names)
     if auto not in times:
         return None
     compared = {one: times[one] for one in dict.fromkeys(names) if one in times}
@@ -110,7 +118,7 @@ def _regret(rows: Sequence[Row], mode: str, machine: Machine) -> Regret | None:
         name, _ = rule(problem, machine.thresholds)
         ms = times.get(Schedule.parse(name))
         ruled = (name, ms) if ms else None
-    others = [r.ms for r in rows if r.kind in OTHERS] + [times.get(SERIAL, float("inf"))]
+    others = [*rows["ms"][rows["kind"].isin(OTHERS)], times.get(SERIAL, float("inf"))]
     best = min(compared, key=compared.__getitem__)
     return Regret(
         problem,
@@ -125,13 +133,13 @@ def _regret(rows: Sequence[Row], mode: str, machine: Machine) -> Regret | None:
 
 
 def _by_plan(
-    problem: Problem, measured: Mapping[Schedule, float], others: Iterable[Schedule]
+    problem: Problem, timed: Mapping[Schedule, float], others: Iterable[Schedule]
 ) -> dict[Schedule, float]:
     """Milliseconds of all schedules that lead to a plan that was measured: the median of what was
     measured of it, under whatever names. The luckiest of several clocks would beat the rest."""
-    first = same_plans(problem, dict.fromkeys((*measured, *others)))
+    first = same_plans(problem, dict.fromkeys((*timed, *others)))
     by_plan: dict[Schedule, list[float]] = {}
-    for schedule, ms in measured.items():
+    for schedule, ms in timed.items():
         by_plan.setdefault(first[schedule], []).append(ms)
     return {one: median(by_plan[plan]) for one, plan in first.items() if plan in by_plan}
 
@@ -141,21 +149,21 @@ def _plain(candidate: str) -> bool:
     return candidate != "auto" and "@" not in candidate
 
 
-def summary(found: Sequence[Regret], left_out: int) -> str:
+def summary(regrets_found: Sequence[Regret], left_out: int) -> str:
     """The figures of one mode as Markdown, with how many shapes are not in them."""
-    losses = [one.loss for one in found]
-    errors = [abs(error) for one in found for error in one.errors.values()]
-    ranked = [one.first / one.best[1] - 1.0 <= NEAR for one in found]
-    ruled = [one.rule[1] / one.best[1] - 1.0 for one in found if one.rule]
+    losses = [one.loss for one in regrets_found]
+    errors = [abs(error) for one in regrets_found for error in one.errors.values()]
+    ranked = [one.first / one.best[1] - 1.0 <= NEAR for one in regrets_found]
+    ruled = [one.rule[1] / one.best[1] - 1.0 for one in regrets_found if one.rule]
     lines = [
-        ("shapes", str(len(found))),
+        ("shapes", str(len(regrets_found))),
         ("shapes left out, since what `auto` takes was not measured", str(left_out)),
         ("`auto` against the best: mean loss", f"{mean(losses):.1%}"),
         ("worst loss", f"{max(losses):.1%}"),
         (f"within {NEAR:.0%} of the best", f"{mean(loss <= NEAR for loss in losses):.0%}"),
         (
             "against the best of serial (collective, copy engine) and PyTorch, worst",
-            f"{min(one.against_others for one in found):.2f}",
+            f"{min(one.against_others for one in regrets_found):.2f}",
         ),
         ("prediction against measurement, mean absolute error", f"{mean(errors):.1%}"),
         (f"predicted best is within {NEAR:.0%} of the best", f"{mean(ranked):.0%}"),
@@ -168,7 +176,7 @@ def summary(found: Sequence[Regret], left_out: int) -> str:
     return markdown(("", ""), lines)
 
 
-def table(found: Sequence[Regret]) -> str:
+def table(regrets_found: Sequence[Regret]) -> str:
     """Every shape of one mode as Markdown."""
     body = [
         (
@@ -180,13 +188,13 @@ def table(found: Sequence[Regret]) -> str:
             f"{one.loss:.1%}",
             f"{one.against_others:.2f}",
         )
-        for one in found
+        for one in regrets_found
     ]
     heads = ("m x n x k", "`auto` takes", "ms", "best", "ms", "loss", "x others")
     return markdown(heads, body)
 
 
-def report(rows: Sequence[Row], machine: Machine, name: str, date: str = "") -> str:
+def report(rows: pd.DataFrame, machine: Machine, name: str, date: str = "") -> str:
     """Regret of all modes as Markdown.
 
     Args:
@@ -201,15 +209,15 @@ def report(rows: Sequence[Row], machine: Machine, name: str, date: str = "") -> 
     several = len({operator for operator, _ in by_mode}) > 1
     if not any(one for every in by_mode.values() for one in every):
         raise ValueError(
-            "--regret: required a bench with the schedules that auto takes, got none of them; "
+            "required a bench with the schedules that auto takes, got none of them; "
             "`ficco bench --schedules candidates` measures all that it compares"
         )
     for (operator, mode), every in by_mode.items():
-        found = [one for one in every if one]
+        known = [one for one in every if one]
         heading = f"{operator}, {mode}" if several else mode.capitalize()
         parts.append(f"## {heading}: {MODE_WORDS[mode]}")
-        if found:
-            parts += [summary(found, len(every) - len(found)), table(found)]
+        if known:
+            parts += [summary(known, len(every) - len(known)), table(known)]
         else:
             parts.append(f"What `auto` takes was measured on none of {len(every)} shapes.")
     return "\n\n".join(parts) + "\n"
@@ -239,3 +247,23 @@ ABOUT = (
     "that `auto` compares and of those by a copy kernel beside products, which it takes from a "
     "tuned entry alone; others are the better of serial and PyTorch's fused op."
 )
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("csv", type=Path, help="results of ficco bench")
+    parser.add_argument("--machine", help="a name or a file (default: that of the bench)")
+    asked = parser.parse_args(words)
+    rows, about = BENCH.read(asked.csv), read_description(asked.csv)
+    device, ranks = str(about.get("device", "")), int(about.get("ranks", 0))
+    there = Fingerprint(device, ranks)
+    machine = find(asked.machine, there) or (nearest(there) if ranks else None)
+    if machine is None:
+        raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
+    path = asked.csv.with_name(f"{asked.csv.stem}_regret.md")
+    path.write_text(report(rows, machine, asked.csv.stem, str(about.get("date", ""))))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

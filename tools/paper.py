@@ -1,17 +1,25 @@
-"""The FiCCO paper's claims beside a simulation of its scenarios, as a page."""
+"""The FiCCO paper's claims compared with a simulation of its scenarios: a page, a CSV, a picture.
+
+python -m tools.paper [docs/mi300x-simulated.md]
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import geometric_mean
 
-from ficco.bench.cases import Case
-from ficco.bench.report import markdown
-from ficco.bench.simulated import Row, as_csv, write
+import pandas as pd
+
+from ficco.bench.cases import Case, scenarios
+from ficco.bench.frames import append
+from ficco.bench.pictures import BLACK, BLUE, GREEN, LIGHT, picture
+from ficco.bench.simulated import simulate_case
+from ficco.bench.tables import markdown
 from ficco.heuristics.candidates import suited
-from ficco.machine import Machine, Provenance
+from ficco.machine import Machine, Provenance, find
 from ficco.problem import Problem
 from ficco.schedules import NAMED
 from ficco.simulate import predict
@@ -29,7 +37,7 @@ class Line:
     """One scenario: speed-ups over the better serial composition.
 
     Attributes:
-        row: the shape.
+        case: the shape; world, mode: how it is simulated.
         gathers: whether the paper ran an all-gather, which is what is simulated.
         balance: time of the GEMM over time of the communication.
         ideal, overlap, best_1d, two_d: of the bound, of shard overlap, of the fastest studied
@@ -37,7 +45,9 @@ class Line:
         name_1d: that schedule with pieces of rows.
     """
 
-    row: Row
+    case: Case
+    world: int
+    mode: str
     gathers: bool
     balance: float
     ideal: float
@@ -58,36 +68,41 @@ class Claim:
     why: str
 
 
-def write_report(
-    rows: Sequence[Row], cases: Sequence[Case], machine: Machine, path: Path, command: str
-) -> list[Path]:
-    """Write the page, and a CSV and a picture in the folder ``simulated`` beside it."""
-    lines = [_line(case, rows, machine) for case in cases]
+def write_report(machine: Machine, path: Path, command: str) -> pd.DataFrame:
+    """Write the page, and a CSV and a picture in the folder ``simulated`` next to it; the rows."""
+    cases, mode = scenarios(), "queued"
+    by_case = [simulate_case(case, machine, machine.ranks, mode) for case in cases]
+    lines = [_line(*both, machine) for both in zip(cases, by_case, strict=True)]
+    rows = pd.concat(by_case, ignore_index=True)
     stem = path.parent / "simulated" / machine.name
     table, picture = stem.with_suffix(".csv"), stem.with_suffix(".png")
-    write(table, as_csv(rows))
-    _draw(lines, picture, f"simulated on {machine.name}, {rows[0].world} ranks, {rows[0].mode}")
-    return [write(path, page(lines, machine, command, table, picture)), table, picture]
+    table.unlink(missing_ok=True)
+    append(table, rows)
+    _draw(lines, picture, f"simulated on {machine.name}, {machine.ranks} ranks, {mode}")
+    path.write_text(page(lines, machine, command, table, picture))
+    return rows
 
 
-def _line(case: Case, rows: Sequence[Row], machine: Machine) -> Line:
-    mine = {row.candidate: row for row in rows if row.case == case.name}
-    problem = case.problem(next(iter(mine.values())).world)
-
-    def speedup(name: str) -> float:
-        return mine[str(suited(NAMED[name], problem, machine))].speedup
-
-    moved = min(mine[name].ms for name in ("collective", "copies") if name in mine)
-    best = max(STUDIED_1D, key=speedup)
+def _line(case: Case, rows: pd.DataFrame, machine: Machine) -> Line:
+    by_name = rows.set_index("candidate")
+    ms, speedup = by_name["ms"], by_name["speedup"]
+    problem = case.problem(machine.ranks)
+    studied = {
+        name: speedup[str(suited(NAMED[name], problem, machine))]
+        for name in (*STUDIED_1D, STUDIED_2D)
+    }
+    best = max(STUDIED_1D, key=lambda name: studied[name])
     return Line(
-        mine["gemm"],
+        case,
+        machine.ranks,
+        rows["mode"].iloc[0],
         not case.skip,
-        mine["gemm"].ms / moved,
-        mine["ideal"].speedup,
-        mine["shard-overlap"].speedup,
-        speedup(best),
+        ms["gemm"] / ms.reindex(["collective", "copies"]).min(),
+        speedup["ideal"],
+        speedup["shard-overlap"],
+        studied[best],
         best,
-        speedup(STUDIED_2D),
+        studied[STUDIED_2D],
     )
 
 
@@ -95,7 +110,7 @@ def page(lines: Sequence[Line], machine: Machine, command: str, table: Path, pic
     """The page as Markdown."""
     gathers = [line for line in lines if line.gathers]
     others = [line for line in lines if not line.gathers]
-    one = lines[0].row
+    one = lines[0]
     folder = picture.parent.name
     parts = [
         f"# The paper's scenarios on {machine.name}, simulated",
@@ -131,13 +146,13 @@ def page(lines: Sequence[Line], machine: Machine, command: str, table: Path, pic
 
 
 def _claims(lines: Sequence[Line], others: Sequence[Line], machine: Machine) -> str:
-    found = [
+    claims = [
         *_speedup_claims(lines),
         *_communication_claims([*lines, *others], machine),
         _shape_claim(lines),
     ]
     head = ("claim", "paper", "simulated", "difference", "why")
-    rows = [(c.text, c.paper, c.simulated, c.difference, c.why) for c in found]
+    rows = [(c.text, c.paper, c.simulated, c.difference, c.why) for c in claims]
     return markdown(head, rows)
 
 
@@ -151,17 +166,17 @@ def _speedup_claims(lines: Sequence[Line]) -> list[Claim]:
         Claim(
             "ideal overlap (VI-B)",
             "up to 1.7",
-            f"up to {ideal.ideal:.2f} ({ideal.row.case})",
+            f"up to {ideal.ideal:.2f} ({ideal.case.name})",
             _difference(ideal.ideal, 1.7),
             "The bound is 2 where GEMM and communication take equally long, and falls to both "
-            f"sides. {ideal.row.case} is at {ideal.balance:.2f} here, with a GEMM rate and a "
+            f"sides. {ideal.case.name} is at {ideal.balance:.2f} here, with a GEMM rate and a "
             "collective that are assumed; the paper's were measured, and no scenario of its met "
             "that balance as closely.",
         ),
         Claim(
             "shard overlap attains no speed-up on the mesh (VI-B)",
             "at most 1",
-            f"at most {fast.overlap:.2f} ({fast.row.case})",
+            f"at most {fast.overlap:.2f} ({fast.case.name})",
             _difference(fast.overlap, 1.0),
             "One of seven links is in use at a time. Where the GEMM takes many times as long as "
             "the communication, even that is nearly hidden.",
@@ -169,7 +184,7 @@ def _speedup_claims(lines: Sequence[Line]) -> list[Claim]:
         Claim(
             "shard overlap's slowdown against serial (III-C)",
             "up to 3.9",
-            f"up to {1 / slow.overlap:.1f} ({slow.row.case})",
+            f"up to {1 / slow.overlap:.1f} ({slow.case.name})",
             _difference(1 / slow.overlap, 3.9),
             "Copies alone take seven times as long; what remains is the balance of GEMM and "
             "communication, as above.",
@@ -177,14 +192,14 @@ def _speedup_claims(lines: Sequence[Line]) -> list[Claim]:
         Claim(
             "FiCCO with pieces of rows (VI-C)",
             "up to 1.6",
-            f"up to {rows.best_1d:.2f} ({rows.row.case}, {rows.name_1d})",
+            f"up to {rows.best_1d:.2f} ({rows.case.name}, {rows.name_1d})",
             _difference(rows.best_1d, 1.6),
             "",
         ),
         Claim(
             "FiCCO with pieces of columns, which the paper emulates (VI-C)",
             "up to 1.7",
-            f"up to {columns.two_d:.2f} ({columns.row.case})",
+            f"up to {columns.two_d:.2f} ({columns.case.name})",
             _difference(columns.two_d, 1.7),
             "The paper copies 1D pieces of the same size. Here float32 sums of all m n elements "
             "are read and written in every one of the steps, and rounded once more at the end: "
@@ -198,15 +213,15 @@ def _communication_claims(lines: Sequence[Line], machine: Machine) -> list[Claim
     peer_by_peer: list[float] = []
     pieces: list[float] = []
     for line in lines:
-        row = line.row
-        rows = Case(row.case, row.m, 0, row.k, row.dtype).problem(row.world).rows
-        problem = Problem("all_gather_matmul", rows, 0, row.k, row.dtype)
-        for found, schedule in (
+        case = line.case
+        rows = case.problem(line.world).rows
+        problem = Problem("all_gather_matmul", rows, 0, case.k, case.dtype)
+        for times, schedule in (
             (whole, suited(NAMED["shard-overlap"], problem, machine)),
             (peer_by_peer, NAMED["shard-overlap"]),
             (pieces, suited(NAMED["hetero-unfused-1d"], problem, machine)),
         ):
-            found.append(predict(problem, schedule, machine))
+            times.append(predict(problem, schedule, machine))
     slower = geometric_mean([b / a for a, b in zip(whole, peer_by_peer, strict=True)])
     loss = geometric_mean([b / a for a, b in zip(whole, pieces, strict=True)])
     return [
@@ -229,10 +244,10 @@ def _communication_claims(lines: Sequence[Line], machine: Machine) -> list[Claim
 
 
 def _shape_claim(lines: Sequence[Line]) -> Claim:
-    wrong = [line for line in lines if (line.row.m <= line.row.k) != (line.two_d > line.best_1d)]
+    wrong = [line for line in lines if (line.case.m <= line.case.k) != (line.two_d > line.best_1d)]
     right = len(lines) - len(wrong)
     lost = [abs(1 - line.best_1d / line.two_d) for line in wrong]
-    names = ", ".join(line.row.case for line in wrong)
+    names = ", ".join(line.case.name for line in wrong)
     return Claim(
         "pieces of columns where m <= k, else of rows (V-C)",
         "right for all",
@@ -256,8 +271,8 @@ def _table(lines: Sequence[Line]) -> str:
     head += ["FiCCO 1D", "its schedule", "FiCCO 2D"]
     rows = [
         [
-            line.row.case,
-            f"{line.row.m}, {line.row.n}, {line.row.k}",
+            line.case.name,
+            f"{line.case.m}, {line.case.n}, {line.case.k}",
             f"{line.balance:.2f}",
             f"{line.ideal:.2f}",
             f"{line.overlap:.2f}",
@@ -287,33 +302,38 @@ def _assumptions(machine: Machine) -> str:
 
 def _draw(lines: Sequence[Line], path: Path, title: str) -> None:
     """Speed-ups by the balance of GEMM and communication, as in the paper's figure 13."""
-    from matplotlib.figure import Figure
-
     series = (
-        ("ideal", "ideal", "#333333"),
-        ("shard overlap", "overlap", "#7a9a3a"),
-        ("FiCCO, pieces of rows", "best_1d", "#2a5d8f"),
-        ("FiCCO, pieces of columns", "two_d", "#6f9fca"),
+        ("ideal", "ideal", BLACK),
+        ("shard overlap", "overlap", GREEN),
+        ("FiCCO, pieces of rows", "best_1d", BLUE),
+        ("FiCCO, pieces of columns", "two_d", LIGHT),
     )
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    axes = figure.subplots()
     ordered = sorted(lines, key=lambda line: line.balance)
     width = 0.8 / len(series)
-    for i, (label, name, colour) in enumerate(series):
-        left = [x - 0.4 + (i + 0.5) * width for x in range(len(ordered))]
-        values = [getattr(line, name) for line in ordered]
-        axes.bar(left, values, width, label=label, color=colour)
-    axes.axhline(1, color="#333333", linewidth=0.8)
-    names = [
-        f"{line.row.case}{'' if line.gathers else '*'}\n{line.balance:.2f}" for line in ordered
-    ]
-    axes.set_xticks(range(len(ordered)), names, fontsize=7)
-    axes.set_xlabel(
-        "time of the GEMM / time of the communication; *: an all-to-all in the paper", fontsize=8
-    )
-    axes.set_ylabel("speed-up over serial", fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.legend(fontsize=7)
-    axes.set_title(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    with picture(path, 11, 3.8, title) as figure:
+        axes = figure.subplots()
+        for i, (label, name, colour) in enumerate(series):
+            left = [x - 0.4 + (i + 0.5) * width for x in range(len(ordered))]
+            values = [getattr(line, name) for line in ordered]
+            axes.bar(left, values, width, label=label, color=colour)
+        axes.axhline(1, color=BLACK, linewidth=0.8)
+        names = [
+            f"{line.case.name}{'' if line.gathers else '*'}\n{line.balance:.2f}" for line in ordered
+        ]
+        axes.set_xticks(range(len(ordered)), names)
+        axes.set_xlabel(
+            "time of the GEMM / time of the communication; *: an all-to-all in the paper"
+        )
+        axes.set_ylabel("speed-up over serial")
+        axes.legend()
+
+
+def main(path: Path) -> None:
+    machine = find("mi300x-8", None)
+    assert machine is not None
+    write_report(machine, path, f"python -m tools.paper {path}")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/mi300x-simulated.md"))

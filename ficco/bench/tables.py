@@ -1,0 +1,52 @@
+"""Frames of text as tables: for Markdown, and for a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+
+def cells(values: pd.Series, form: str = ".2f") -> pd.Series:
+    """Figures as text; nothing for NaN."""
+    return values.map(lambda value: "" if pd.isna(value) else format(value, form)).astype(object)
+
+
+def markdown(heads: Sequence[str], rows: pd.DataFrame | Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    body = rows.itertuples(index=False) if isinstance(rows, pd.DataFrame) else rows
+    lines = [heads, ["---"] * len(heads), *body]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def show(
+    title: str,
+    rows: pd.DataFrame,
+    left: Sequence[int] = (0,),
+    bold: Sequence[int] = (),
+    sections: Sequence[int] = (),
+    width: int = 120,
+) -> None:
+    """Print a table to the terminal, or so wide where there is none.
+
+    Args:
+        rows: text; the names of the columns are the headings.
+        left: columns that are aligned to the left.
+        bold: rows to stress.
+        sections: rows after which a line is drawn.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left")
+    for number, heading in enumerate(rows.columns):
+        justify, overflow = ("left", "fold") if number in left else ("right", "ellipsis")
+        table.add_column(escape(heading), justify=justify, overflow=overflow)
+    for number, row in enumerate(rows.itertuples(index=False)):
+        style = "bold" if number in bold else ""
+        table.add_row(*map(escape, row), style=style, end_section=number in sections)
+    console = Console(width=None if sys.stdout.isatty() else width)
+    console.print(table, highlight=False)

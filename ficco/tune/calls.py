@@ -1,0 +1,246 @@
+"""What whole calls take: of the host to enqueue them, the thresholds of the rule, and the fastest
+schedules of given problems, each proven right and then timed in pairs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ficco.bench.candidates import parse
+from ficco.bench.cases import MEMORY_SHARE, Case
+from ficco.bench.inputs import Operands
+from ficco.bench.verify import Verifier
+from ficco.errors import ConfigError
+from ficco.heuristics.candidates import SERIALS, candidates
+from ficco.heuristics.rule import ROWS, Observation, fit_thresholds
+from ficco.machine import Host, Machine, Thresholds, Tuned, tuned_key
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plan
+from ficco.tune import fits
+from ficco.tune.site import Site
+from ficco.workspace import workspace_of
+
+#: Schedules with different numbers of products, copies and signals.
+ENQUEUED = (
+    "serial",
+    "shard-overlap",
+    "shard-overlap:pull",
+    "growing",
+    "hetero-unfused-1d:pieces=4",
+    "hetero-unfused-1d:pieces=8",
+    "hetero-unfused-1d:pieces=8,pull",
+    "hetero-fused-1d:pieces=4",
+    "hetero-fused-1d:pieces=8",
+    "uniform-fused-1d:pieces=4",
+)
+#: Products in a row whose host time is taken at once.
+PRODUCTS = 8
+#: Calls before host time is taken: an engine may record the first few.
+WARM_CALLS = 12
+#: Most rounds in which host time is taken, and the share of its seconds in mode "idle".
+HOST_ROUNDS, HOST_SHARE = 200, 0.6
+
+
+def host(site: Site) -> Host:
+    parts, on_gpu = site.parts(), site.watch.on_gpu
+    rows, n, k = site.effort.tiny
+    problem = Problem("all_gather_matmul", (rows,) * site.world, n, k, site.effort.dtype)
+    a, b = parts.matrix("a", rows, k), parts.matrix("b", k, n)
+    calls = site.gathers(a, b, (*ENQUEUED, "serial:collective"))
+    if not on_gpu:
+        product = parts.matmul(rows, n, k)
+        calls["products"] = lambda: [product() for _ in range(PRODUCTS)]
+        calls["collective"] = parts.collective(rows * k * a.element_size())
+    for call in calls.values():
+        for _ in range(WARM_CALLS):
+            call()
+    taken = _later(site, calls)
+    times = []
+    if not on_gpu:  # tells a product's time from that of its call
+        times += [fits.Enqueued(taken["products"], 0, PRODUCTS, 0, 0)] * 3
+    for name in ENQUEUED:
+        numbers = counts(plan(problem, Schedule.parse(name), site.watch.rank))
+        times.append(fits.Enqueued(taken[name], 1, *numbers))
+    each = fits.host(site.watch.gather(times)[0])
+    # A CPU carries out the collective itself, too, whose own time is in its own block.
+    exchange = taken.get("collective", 0.0)
+    collective_call = max(taken["serial:collective"] - exchange - each["matmul"], 0.0)
+    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; " + (
+        "how much later warm calls, which the engine replays, end on an idle GPU"
+        if on_gpu
+        else "on a CPU a call is carried out by its host"
+    )
+    source = site.provenance("fitted", note)
+    return Host(collective_call=collective_call, provenance=source, **each)
+
+
+def counts(whole: Plan) -> tuple[int, int, int]:
+    """Products, copies and batches of signals that a host enqueues for a plan, as a simulation
+    in mode "idle" counts them: a placement or a sum counts as a product."""
+    matmuls = copies = signals = 0
+    for step in whole.steps:
+        matmuls += len(step.products) + (step.op in ("place", "reduce"))
+        copies += step.op == "copy"
+        signals += bool(step.waits or step.after) + bool(step.posts)
+    return matmuls, copies, signals
+
+
+def _later(site: Site, calls: dict[str, Any]) -> dict[str, float]:
+    """Seconds by which calls end later where a device waits for its host.
+
+    This is not the host's own time to enqueue them, which is longer with calls in flight; and it is
+    without what a GPU takes to begin.
+    """
+    idle = site.time("host", calls, mode="idle", share=HOST_SHARE, most=HOST_ROUNDS)
+    if not site.watch.on_gpu:
+        return {name: one.seconds for name, one in idle.items()}
+    queued = site.time("host", calls, mode="queued", share=1 - HOST_SHARE, most=HOST_ROUNDS)
+    return {name: max(idle[name].seconds - queued[name].seconds, 0.0) for name in calls}
+
+
+def thresholds(site: Site) -> Thresholds:
+    site.needs_peers()
+    observed = []
+    for m, n, k in site.effort.rule:
+        rows = (m // site.world,) * site.world
+        problem = Problem("all_gather_matmul", rows, n, k, site.effort.dtype)
+        operands = Operands(problem, site.watch.rank, site.watch.device)
+        operands.random(0)
+        calls = site.gathers(operands.a_LK, operands.b_KN, ROWS)
+        series = site.time("thresholds", calls, share=1 / len(site.effort.rule))
+        observed.append(Observation(problem, {name: one.seconds for name, one in series.items()}))
+        site.watch.release()
+    fitted = fit_thresholds(observed)
+    return replace(fitted, provenance=site.provenance("fitted", fitted.provenance.note))
+
+
+@dataclass(frozen=True)
+class Best:
+    """The entry of a problem, and what was not measured, with the reason."""
+
+    entry: Tuned
+    left_out: dict[str, str]
+
+
+def best(site: Site, problem: Problem) -> Best:
+    """Measure all candidates of a problem; the same on all ranks.
+
+    Raises:
+        ValueError: the problem does not fit, or no serial schedule could be timed.
+        ArithmeticError: a candidate's result was wrong.
+    """
+    watch = site.watch
+    verifier = Verifier(watch)
+    case = Case("", problem.m, problem.n, problem.k, problem.dtype, operator=problem.operator)
+    need, free = case.memory(problem.world), verifier.free_bytes()
+    if need > MEMORY_SHARE * free:
+        raise ValueError(f"{problem} needs {need >> 20} MiB on a rank, {free >> 20} are free")
+    movers = workspace_of(watch.group, watch.device).engine.capabilities().movers
+    operands = Operands(problem, watch.rank, watch.device)
+    operands.exact_b()
+    checked = []
+    for name in map(str, candidates(problem, site.machine, movers)):
+        site.tick(f"verify {name}")
+        checked.append(verifier.eager(parse(name), operands))
+    if wrong := [f"{one.candidate.name}: {one.note}" for one in checked if one.status == "wrong"]:
+        raise ArithmeticError("; ".join(wrong))
+    verifier.renew(operands, symmetric=False)
+    operands.random(0)
+    calls = {one.candidate.name: one.runner for one in checked if one.runner is not None}
+    modes = ("queued", "idle") if watch.on_gpu else ("idle",)
+    seconds, least = site.effort.shape_seconds / len(modes), site.effort.least
+    times = {}
+    for mode in modes:
+        series = watch.time(calls, seconds=seconds, mode=mode, least=least, tick=site.tick)
+        times[mode] = {name: one.seconds for name, one in series.items()}
+    left_out = {one.candidate.name: one.note for one in checked if one.runner is None}
+    return Best(entry(problem, times, site), left_out)
+
+
+def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site) -> Tuned:
+    """The entry from seconds by mode and schedule; a CPU has the one mode for both."""
+    by_mode = (times.get("queued", times["idle"]), times["idle"])
+    queued, idle = (min(seconds, key=seconds.__getitem__) for seconds in by_mode)
+    serial = [
+        min((seconds[name] for name in SERIALS if name in seconds), default=0.0)
+        for seconds in by_mode
+    ]
+    if not all(serial):
+        raise ValueError(f"{problem}: required a serial schedule to compare with, none was timed")
+    return Tuned(
+        operator=problem.operator,
+        rows=problem.rows,
+        n=problem.n,
+        k=problem.k,
+        dtype=problem.dtype,
+        queued=queued,
+        idle=idle,
+        seconds=(by_mode[0][queued], by_mode[1][idle]),
+        serial=(serial[0], serial[1]),
+        provenance=site.source("measured", f"the fastest of {len(by_mode[1])} candidates"),
+        blocks=problem.blocks,
+    )
+
+
+def with_entry(machine: Machine, new: Tuned) -> Machine:
+    """The machine with an entry, in place of an older one of the same problem."""
+    others = [one for one in machine.tuned if tuned_key(one) != tuned_key(new)]
+    return replace(machine, tuned=(*others, new))
+
+
+def name_of(problem: Problem) -> str:
+    """The name of a problem as a step of a run."""
+    rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
+    return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.dtype}"
+
+
+def from_log(path: Path, world: int) -> list[Problem]:
+    """The problems that a program has logged, for so many ranks, each once, without empty ones.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not of a problem.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
+    logged = dict.fromkeys(
+        _problem(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+    )
+    return [problem for problem in logged if problem.world == world and problem.flops]
+
+
+def _problem(path: Path, number: int, line: str) -> Problem:
+    try:
+        data = json.loads(line)
+        return Problem(
+            str(data["operator"]),
+            tuple(int(rows) for rows in data["rows"]),
+            int(data["n"]),
+            int(data["k"]),
+            str(data["dtype"]),
+            blocks=tuple(tuple(int(rows) for rows in line) for line in data.get("blocks", ())),
+        )
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            str(path),
+            f"line {number}",
+            f"required a problem as FICCO_LOG_PROBLEMS writes it: {type(error).__name__}: {error}",
+        ) from None
+
+
+def from_cases(
+    cases: Iterable[Case], world: int, device: str, operators: Sequence[str] = ()
+) -> list[Problem]:
+    """The problems of shapes for so many ranks, of their own operator or of all that are given; a
+    CPU takes half precision as float32."""
+    problems = [
+        case.on(name).problem(world) for case in cases for name in operators or (case.operator,)
+    ]
+    if device == "cpu":
+        problems = [replace(one, dtype="float32") if one.itemsize < 4 else one for one in problems]
+    return list(dict.fromkeys(problems))

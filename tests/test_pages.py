@@ -1,0 +1,475 @@
+"""Frames of figures: their files, and reports, tables, pictures and pages that come from them."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from ficco.bench import plots, report, stats
+from ficco.bench.about import read_description
+from ficco.bench.cases import OPERATOR, Case, scenarios
+from ficco.bench.frames import BENCH, LAYERS, LOSSES, append, records
+from ficco.bench.roles import balance, lines, modes
+from ficco.bench.simulated import BOUNDS
+from ficco.errors import ConfigError
+from ficco.heuristics import candidates, decide
+from ficco.machine import digest, find
+from ficco.problem import Problem
+from ficco.version import version
+from tools import paper, readme, regret, rule_table
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+Line = dict[str, Any]
+
+
+# Files.
+
+
+def _figures() -> list[Line]:
+    found = []
+    for number, mode in enumerate(("queued", "idle")):
+        for case, scale in (Case("64x32x16", 64, 32, 16), 1.0), (Case("g1", 128, 32, 16), 2.0):
+            one: Line = {"operator": OPERATOR, "case": case.name, "dtype": "bfloat16", "world": 4}
+            one |= {"m": case.m, "n": case.n, "k": case.k, "mode": mode, "status": "ok"}
+            one |= {"rounds": 9, "ms": scale, "ms_low": scale, "ms_high": scale}
+            for name, ms in (("gemm", 1.0), ("collective", 0.5), ("copies", 0.4)):
+                found.append({**one, "candidate": name, "kind": name, "ms": ms * scale})
+            for name, kind, ms in (
+                ("ideal", "bound", 1.0),
+                ("serial-collective", "serial-collective", 1.5),
+                ("serial", "ficco", 1.4),
+                ("shard-overlap", "ficco", 1.2),
+                ("hetero-fused-1d:pieces=4", "ficco", 1.1 + 0.05 * number),
+                ("uniform-fused-2d", "ficco", 1.3),
+                ("ficco-rccl", "pieces", 1.6),
+                ("pytorch-fused", "pytorch", 1.25),
+            ):
+                row = {**one, "candidate": name, "kind": kind, "ms": ms * scale}
+                row |= {"speedup": 1.4 / ms, "share": 1 / ms, "vs_pytorch": 1.25 / ms}
+                found.append({**row, "efficiency": 0.5, "host_us": 40.0, "extra_bytes": 1e3})
+            native = {**one, "candidate": "pytorch-native", "kind": "pytorch-native"}
+            native |= {"ms": math.nan, "ms_low": math.nan, "ms_high": math.nan}
+            note = "applies for 2048 < m <= 4096"
+            found.append({**native, "status": "skipped", "note": note})
+    return found
+
+
+def _rows() -> pd.DataFrame:
+    return BENCH.frame(_figures())
+
+
+def _equal(found: pd.DataFrame, wanted: pd.DataFrame) -> None:
+    """Rows are equal but for the digits that a file does not hold."""
+    pd.testing.assert_frame_equal(found, wanted, rtol=1e-5)
+
+
+def test_rows_survive_the_file(tmp_path: Path) -> None:
+    rows, path = _rows(), tmp_path / "new" / "rows.csv"
+    append(path, rows[:5])
+    append(path, rows[5:])
+    with path.open(newline="") as file:
+        assert next(csv.reader(file)) == list(BENCH.columns)
+    assert "\n\n" not in path.read_text() and "nan" not in path.read_text()
+    _equal(BENCH.read(path), rows)
+    path.write_text("case,m\na,1\n")
+    with pytest.raises(ConfigError, match="columns"):
+        BENCH.read(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        BENCH.read(tmp_path / "none.csv")
+
+
+def test_rows_for_json_have_nothing_where_a_figure_is_missing() -> None:
+    native = records(_rows())[11]
+    assert native["candidate"] == "pytorch-native" and native["ms"] is None
+    assert (native["m"], type(native["m"])) == (64, int)
+
+
+def test_a_row_of_another_kind_is_refused() -> None:
+    with pytest.raises(KeyError, match="tokens"):
+        BENCH.frame([{"tokens": 3}])
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "said"),
+    [
+        ("m", "-", "row 2, m: required a whole number, got '-'"),
+        ("m", "", "row 2, m: required a whole number, got ''"),
+        ("m", "1.5", "row 2, m: required a whole number, got '1.5'"),
+        ("ms", "fast", "row 2, ms: required a number, got 'fast'"),
+    ],
+)
+def test_a_row_that_is_damaged_is_named(tmp_path: Path, column: str, cell: str, said: str) -> None:
+    path = tmp_path / "rows.csv"
+    append(path, _rows()[:3])
+    head, first, second, third = path.read_text().splitlines()
+    fields = second.split(",")
+    fields[list(BENCH.columns).index(column)] = cell
+    path.write_text("\n".join((head, first, ",".join(fields), third)) + "\n")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        BENCH.read(path)
+
+
+def test_a_row_that_ends_early_or_late_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    append(path, _rows()[:3])
+    whole = path.read_text().rstrip("\n")
+    path.write_text(whole[: whole.rindex(",")])
+    with pytest.raises(ConfigError, match=f"row 3, {list(BENCH.columns)[-1]}: the row ends before"):
+        BENCH.read(path)
+    path.write_text(f"{whole},7\n")
+    with pytest.raises(ConfigError, match="required a CSV file"):
+        BENCH.read(path)
+
+
+def test_files_from_before_there_were_operators_are_read() -> None:
+    rows = BENCH.read(RESULTS / "small-h200-2.csv")
+    assert len(rows) > 100 and set(rows["operator"]) == {OPERATOR}
+    assert set(rows["world"]) == {2} and rows["error"].isna().all()
+    assert "operator" not in (RESULTS / "small-h200-2.csv").read_text().splitlines()[0]
+
+
+#: Committed files whose columns are those of today.
+FILES = {
+    "measured-h200-4": BENCH,
+    "all-reduce-h200-4": BENCH,
+    "decode-graph-h200-2": BENCH,
+    "layers-h200-2": LAYERS,
+    "losses-h200-2": LOSSES,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_committed_file_is_read_and_written_byte_for_byte(name: str, tmp_path: Path) -> None:
+    committed = RESULTS / f"{name}.csv"
+    again = append(tmp_path / "again.csv", FILES[name].read(committed))
+    assert again.read_bytes() == committed.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["measured-h200-4", "all-reduce-h200-4", "decode-graph-h200-2"])
+def test_a_committed_report_follows_from_its_rows_byte_for_byte(name: str) -> None:
+    committed = RESULTS / f"{name}.csv"
+    pictures = sorted(RESULTS.glob(f"{name}_*.png"))
+    text = report.report(BENCH.read(committed), read_description(committed), name, pictures)
+    assert text == (RESULTS / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "which"), [("README.md", "auto"), ("docs/results/README.md", "all")]
+)
+def test_a_readme_holds_the_table_as_it_is_made_now(page: str, which: str) -> None:
+    """`make readme` would not change it."""
+    (names,) = re.findall(r"^BENCHES := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    csvs = [RESULTS / f"{name}.csv" for name in names.split()]
+    table = readme.table(csvs, ROOT / page, which)
+    assert f"<!-- results:begin -->\n{table}\n<!-- results:end -->" in (ROOT / page).read_text()
+
+
+# Reports, tables and pictures.
+
+
+def _of_two() -> pd.DataFrame:
+    """The rows once more, of an operator that sums, with errors."""
+    summed = _rows().assign(operator="matmul_reduce_scatter")
+    summed["speedup"] *= 2
+    errors = {"serial-collective": 2e-3, "serial": 1.5e-3, "shard-overlap": 1.8e-3}
+    summed["error"] = summed["candidate"].map(errors)
+    return pd.concat([_rows(), summed], ignore_index=True)
+
+
+def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
+    rows = _of_two()
+    _equal(BENCH.read(append(tmp_path / "two.csv", rows)), rows)
+    found = lines(rows, "queued")
+    assert len(found) == 4
+    text = readme.whole_table([(rows, {"device": "a device", "ranks": 4}, "x.md")])
+    assert text.count("| `all_gather_matmul` |") == 2 == text.count("| `matmul_reduce_scatter` |")
+    share = found["best", "share"]["matmul_reduce_scatter", "g1"]
+    assert f"| `matmul_reduce_scatter` | queued | 2 | {share:.2f} (" in text
+    text = report.report(rows, {}, "name", [])
+    assert "## all_gather_matmul, queued: " in text and "## matmul_reduce_scatter, idle: " in text
+    assert "the memory traffic of the sum is not in the ideal" in text
+    assert "no larger than serial's on 2 of 2 shapes; at most it is 0.900 times" in text
+    assert "the memory traffic" not in report.report(_rows(), {}, "name", [])
+    assert "Accuracy" not in report.report(_rows(), {}, "name", [])
+    names = [path.name for path in plots.draw(rows, tmp_path / "name", "title")]
+    assert names[2] == "name_matmul_reduce_scatter_share.png" and len(names) == 4
+
+
+def test_lines_take_the_best_of_each_shape() -> None:
+    rows = _rows()
+    assert modes(rows) == ["queued", "idle"]
+    found = lines(rows, "queued")
+    assert list(found.index) == [(OPERATOR, "64x32x16"), (OPERATOR, "g1")]
+    for role, candidate in (
+        ("best", "hetero-fused-1d:pieces=4"),
+        ("best_1d", "hetero-fused-1d:pieces=4"),
+        ("best_2d", "uniform-fused-2d"),
+        ("serial", "serial"),
+        ("pytorch", "pytorch-fused"),
+        ("pieces", "ficco-rccl"),
+        ("overlap", "shard-overlap"),
+    ):
+        assert list(found[role, "candidate"]) == [candidate] * 2, role
+    assert found["auto"].isna().all(axis=None)
+    assert list(balance(found)) == [2.5, 2.5]
+    assert stats.geomean(found["best", "share"]) == pytest.approx(1 / 1.1)
+    alone = rows[(rows["kind"] != "ficco") | (rows["candidate"] == "shard-overlap")]
+    alone = alone.replace({"candidate": {"shard-overlap": "auto"}})
+    assert list(lines(alone, "queued")["best", "candidate"]) == ["auto"] * 2  # nothing else is
+
+
+def test_tables_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _rows()
+    report.show_shape(rows[rows["case"] == "g1"])
+    text = capsys.readouterr().out
+    assert "g1: m=128 n=32 k=16 bfloat16, 4 ranks" in text
+    row = next(line for line in text.splitlines() if "hetero-fused-1d:pieces=4" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    # In both modes milliseconds, share of the ideal and microseconds of the host; KiB once.
+    assert cells[1:] == ["2.200", "0.91", "40", "2.300", "0.87", "40", "0.0"]
+    assert text.index("collective") < text.index("shard-overlap")  # fastest first
+    assert "pytorch-native on g1: skipped: applies for 2048" in text
+    report.show_best(rows)
+    text = capsys.readouterr().out
+    assert "all_gather_matmul: best schedule per shape, queued" in text
+    assert re.search(r"geometric mean │ +│ +0.91 │ +1.27 │ +1.14 │", text)
+
+
+def test_a_report_and_pictures_come_from_the_rows_alone(tmp_path: Path) -> None:
+    rows = _rows()
+    pictures = plots.draw(rows, tmp_path / "name", "title")
+    assert [path.name for path in pictures] == ["name_share.png", "name_speedup.png"]
+    assert all(path.stat().st_size > 10_000 for path in pictures)
+    about = {"device": "a device", "ranks": 4, "date": "2026-01-02 03:04 UTC", "command": "c"}
+    text = report.report(rows, about, "name", pictures)
+    assert "| 64, 32, 16 | 1.000 | 0.500 | 0.400 | 1.400 | 1.250 | 1.100 |" in text
+    assert "pytorch-native on 64x32x16, g1: skipped" in text
+    assert "| **geometric mean** |" in text and "name_share.png" in text
+
+
+def _with_auto() -> pd.DataFrame:
+    """What ``auto`` takes is 1.25 times as fast as serial, the best 1.27 times."""
+    auto = _rows().query("candidate == 'shard-overlap'")
+    figures = {"share": 0.875, "speedup": 1.25, "vs_pytorch": 1.125}
+    return pd.concat([_rows(), auto.assign(candidate="auto", ms=1.12, **figures)])
+
+
+def test_what_auto_reaches_stands_beside_the_best() -> None:
+    about = {"device": "a device", "ranks": 4, "date": "2026-11-22 01:02 UTC"}
+    place = "[4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | queued | 2"
+    best = f"| {place} | 0.91 (0.91) | 1.27 (1.27) | 1.14 (1.14) |"
+    assert f"{best}  |  |  |" in readme.whole_table([(_rows(), about, "docs/x.md")])
+    text = readme.whole_table([(_with_auto(), about, "docs/x.md")])
+    assert f"{best} 0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12) |" in text
+    for heading in ("*queued*: the host runs ahead", "*idle*: the GPU waits"):
+        assert heading in text
+    reached = "0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12)"
+    line = f"| [4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | 2 | {reached}"
+    text = readme.auto_table([(_with_auto(), about, "docs/x.md"), (_rows(), about, "docs/y.md")])
+    assert f"{line} | {reached} |" in text and "y.md" not in text  # where auto was not timed
+    alone = _with_auto().query("mode == 'queued'")
+    assert f"{line} |  |  |  |" in readme.auto_table([(alone, about, "docs/x.md")])
+    text = report.report(_with_auto(), {}, "name", [])
+    assert "| overlap | auto: ms | x serial | x PyTorch |" in text
+    assert "| 0.50 | 1.120 | 1.25 | 1.12 |" in text
+
+
+def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
+    text = readme.whole_table([(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")])
+    readme.put_between(page, "results", text)
+    readme.put_between(page, "results", text)
+    found = page.read_text()
+    assert found.startswith("before\n") and found.endswith("\nafter\n") and "old" not in found
+    assert found.count("| `all_gather_matmul` |") == 2
+    page.write_text("no markers")
+    with pytest.raises(ConfigError, match="markers"):
+        readme.put_between(page, "results", text)
+
+
+def test_several_benches_go_into_one_readme(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("<!-- results:begin -->\nold\n<!-- results:end -->\n")
+    append(tmp_path / "one.csv", _with_auto())
+    append(tmp_path / "two.csv", _of_two())
+    files = [str(tmp_path / name) for name in ("one.csv", "two.csv")]
+    command = [*files, "--file", str(page)]
+    readme.main(command)
+    text = page.read_text()
+    assert text.count("| `all_gather_matmul` |") == 1 and "(two.md)" not in text
+    readme.main([*command, "--table", "all"])
+    text = page.read_text()
+    assert text.count("| `all_gather_matmul` |") == 2 + 2
+    assert text.count("*queued*: the host runs") == 1 == text.count("| measured on |")
+    assert "(one.md)" in text and "(two.md)" in text and "old" not in text
+
+
+# What auto loses.
+
+
+def _read(name: str, case: str) -> pd.DataFrame:
+    rows = BENCH.read(RESULTS / f"{name}.csv")
+    return rows[rows["case"] == case]
+
+
+def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
+    """Is that of what ``auto`` would take without them, and none of its shapes are left out."""
+    machine = find("h200-2", None)
+    assert machine is not None
+    rows = _read("unseen-h200-2", "512x3584x2048")
+    problem = Case("", 512, 3584, 2048).problem(2)
+    assert decide(problem, machine=machine).schedule.mover == "kernel"
+    assert "serial:kernel" not in set(rows["candidate"])
+    found = [one for _, one in regret.regrets(rows, machine) if one is not None]
+    assert len(found) == 2 and all("kernel" not in one.auto[0] for one in found)
+    assert found[0].best[0] == "shard-overlap:kernel"  # a tuned entry may name it
+
+
+def test_a_regret_says_what_decided_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decisions are of today, its times are not."""
+    machine = find("h200-4", None)
+    assert machine is not None
+    rows = _read("measured-h200-4", "8192x3584x4096")
+    monkeypatch.setattr(regret, "commit", lambda: "0123456789ab")
+    text = regret.report(rows, machine, "name", "2026-11-22 06:49 UTC")
+    top = text.split("## ")[0]
+    assert "**Recomputed, not measured:**" in top
+    assert f"ficco {version()}, commit 0123456789ab, decided anew" in top
+    assert f"`h200-4` (digest {digest(machine):010x})" in top
+    assert "[`name.csv`](name.csv), measured 2026-11-22 06:49 UTC." in top
+    assert "[the report](name.md)" in top
+    monkeypatch.setattr(regret, "commit", lambda: "")  # outside of a checkout
+    assert f"ficco {version()} decided anew" in regret.report(rows, machine, "name")
+
+
+def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
+    machine = find("h200-4", None)
+    assert machine is not None
+    problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
+    taken = str(decide(problem, machine=machine).schedule)
+    slower = next(
+        str(one)
+        for one in candidates(problem, machine)
+        if str(one) not in (taken, "serial", "serial:collective")
+    )
+    never = "uniform-unfused-2d:pieces=3,pull"  # whatever it takes, auto does not look at it
+    one: Line = {"operator": OPERATOR, "case": "a", "m": 32768, "n": 2048, "k": 8192, "world": 4}
+    one |= {"dtype": "bfloat16", "mode": "queued", "kind": "ficco", "status": "ok"}
+
+    def rows_of(times: dict[str, float], **more: Any) -> pd.DataFrame:
+        return BENCH.frame({**one, **more, "candidate": n, "ms": ms} for n, ms in times.items())
+
+    rows = rows_of({taken: 2.0, slower: 1.6, "serial": 3.0, never: 1.0})
+    ((mode, found),) = regret.regrets(rows, machine)
+    assert mode == "queued" and found is not None
+    assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
+    assert found.loss == pytest.approx(0.25) and never not in found.errors
+    # Several names of one plan have one time, in the middle of theirs.
+    pair = find("h200-2", None)
+    assert pair is not None
+    times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
+    both_rows = rows_of(times, m=1536, n=5504, k=4096, world=2)
+    ((_, found),) = regret.regrets(both_rows, pair)
+    assert found is not None and found.others == 1.5
+    # The first candidate's name, with the time of another name of the same plan.
+    assert (found.auto, found.best) == (("growing:compute=2", 2.0), ("serial", 1.5))
+    # Another operator has decisions and pages of its own.
+    other = Problem("matmul_reduce_scatter", (8192,) * 4, 8192, 2048, "bfloat16")
+    sent = str(decide(other, machine=machine).schedule)
+    summed = rows_of({sent: 2.0, "serial": 3.0}, operator=other.operator, n=8192, k=2048)
+    text = regret.report(pd.concat([rows, summed]), machine, "name")
+    assert "## matmul_reduce_scatter, queued" in text and "## all_gather_matmul, queued" in text
+    # A shape on which what auto takes was not measured is counted.
+    rest = rows[rows["candidate"] != taken]
+    text = regret.report(pd.concat([rows, rest.assign(case="b")]), machine, "name")
+    assert "| shapes | 1 |" in text and "was not measured | 1 |" in text
+    with pytest.raises(ValueError, match="--schedules candidates"):
+        regret.report(rest, machine, "name")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="other.csv: header: required columns case"):
+        regret.main([str(tmp_path / "other.csv")])
+
+
+# Committed pages.
+
+
+def test_results_name_the_files_of_the_project_from_its_root() -> None:
+    pages = [page for page in RESULTS.iterdir() if page.suffix in (".md", ".json")]
+    assert pages
+    elsewhere = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
+    for page in pages:
+        assert not (found := elsewhere.search(page.read_text())), (page, found)
+
+
+def test_every_page_of_results_is_linked_from_another() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    texts = {page: page.read_text() for page in (docs.parent / "README.md", *docs.rglob("*.md"))}
+    pages = sorted((docs / "results").glob("*.md"))
+    for page in pages:
+        linked = [at for at, text in texts.items() if f"{page.name})" in text and at != page]
+        assert linked or page.name == "README.md", page
+    assert pages
+
+
+def test_every_picture_of_results_is_shown_on_a_page() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    pages = [docs.parent / "README.md", *docs.rglob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    pictures = sorted((docs / "results").glob("*.png"))
+    assert pictures
+    for picture in pictures:
+        assert re.search(rf"[(/]{re.escape(picture.name)}\)", text), picture
+
+
+def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> None:
+    pages = sorted(RESULTS.glob("*_regret.md"))
+    assert pages
+    for page in pages:
+        name = page.stem.removesuffix("_regret")
+        date = read_description(RESULTS / f"{name}.csv")["date"]
+        top = page.read_text().split("## ")[0]
+        assert re.search(r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided", top), page
+        assert re.search(r"`h[12]00-[24]` \(digest [0-9a-f]{10}\)", top), page
+        assert f"[`{name}.csv`]({name}.csv), measured {date}." in top, page
+
+
+def test_the_page_about_choosing_holds_the_table_as_it_is_made_now() -> None:
+    machine = find(rule_table.MACHINE, None)
+    assert machine is not None
+    made = rule_table.rule_table(machine, scenarios())
+    assert made in (ROOT / "docs" / "choosing.md").read_text(), "python -m tools.rule_table"
+    lines = [line for line in made.splitlines() if line.startswith("| g")]
+    assert len(lines) == 16
+    # By operations of a rank g1 to g12 are all below the card's peak taken as a number.
+    literal = [line.split("|")[4].split()[0] for line in lines[:12]]
+    assert set(literal) == {"`uniform-fused-1d`", "`uniform-fused-2d`"}
+    assert [i + 1 for i, name in enumerate(literal) if "2d" in name] == [1, 3, 5, 7]  # m <= k
+
+
+def test_the_papers_claims_beside_a_simulation(tmp_path: Path) -> None:
+    page, machine = tmp_path / "page.md", find("mi300x-8", None)
+    assert machine is not None
+    rows = paper.write_report(machine, page, "a command").set_index(["case", "candidate"])
+    gathers = [f"g{i}" for i in range(1, 13)]
+    # What the paper says of the mesh: shard overlap gains nothing there, finer pieces do.
+    speedup = rows["speedup"].unstack().loc[gathers]
+    assert speedup["shard-overlap"].max() < 1.05 and speedup["hetero-fused-1d:copy=7"].max() > 1.4
+    schedules = rows.drop([*BOUNDS], level="candidate")
+    assert (schedules["share"] <= 1.0 + 1e-9).all()
+    text = page.read_text()
+    assert "Nothing on this page was measured" in text and "all-to-all" in text
+    assert all(f"| {case} |" in text for case in [*gathers, "g13", "g16"])
+    assert {path.name for path in (tmp_path / "simulated").iterdir()} == {
+        "mi300x-8.csv",
+        "mi300x-8.png",
+    }
+    committed = ROOT / "docs" / "simulated" / "mi300x-8.csv"
+    assert (tmp_path / "simulated" / "mi300x-8.csv").read_bytes() == committed.read_bytes()
