@@ -16,12 +16,12 @@ def call_claims(steps: Steps, signals: Signals, footprint: Footprint, order: Ord
     """Check what ranks touch of each other's slots and inputs, and return what that claims."""
     access, me = footprint.access, steps.rank[footprint.access.step]
     shared = footprint.buffers.slot[access.buffer] | (access.rank != me)
-    found = [(access.step[shared], access.rank[shared])]
+    touched = [(access.step[shared], access.rank[shared])]
     for uses in (signals.posts, signals.waits, signals.clears):
         # The post that hands a slot over is for the next call.
         here = ~signals.released[uses.word] | (uses is not signals.posts)
-        found.append((uses.step[here], signals.word_of[uses.word[here]]))
-    home, first, last = _touches(steps, *map(np.concatenate, zip(*found, strict=True)))
+        touched.append((uses.step[here], signals.word_of[uses.word[here]]))
+    home, first, last = _touches(steps, *map(np.concatenate, zip(*touched, strict=True)))
     if not steps.words:
         demand(home < 0, steps.by_step(first), "shares memory without a signal")
         return []
