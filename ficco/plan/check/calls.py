@@ -12,7 +12,9 @@ from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 
 
-def call_claims(steps: Steps, signals: SignalColumns, footprint: Footprint, order: Order) -> list[Claim]:
+def call_claims(
+    steps: Steps, signals: SignalColumns, footprint: Footprint, order: Order
+) -> list[Claim]:
     """Check what ranks touch of each other's slots and inputs, and return what that claims."""
     access, me = footprint.access, steps.rank[footprint.access.step]
     shared = footprint.buffers.slot[access.buffer] | (access.rank != me)
