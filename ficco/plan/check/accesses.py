@@ -18,7 +18,7 @@ from ficco.plan.check.columns import (
     unzipped,
 )
 from ficco.plan.check.rules import PlanError, Who, demand
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 from ficco.plan.model import Product, Reduction, Region, Transfer
 from ficco.specification import Contraction, Exchange
@@ -80,7 +80,7 @@ class Footprint:
             say whose products they move.
     """
 
-    def __init__(self, steps: Steps, signals: Signals) -> None:
+    def __init__(self, steps: Steps, signals: SignalColumns) -> None:
         self.steps, self.signals = steps, signals
         self.asked, self.world = steps.asked, steps.world
         self.buffers = BufferColumns(steps)

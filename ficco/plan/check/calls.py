@@ -8,11 +8,13 @@ from ficco.plan.check.accesses import Footprint
 from ficco.plan.check.columns import Ints
 from ficco.plan.check.order import Order
 from ficco.plan.check.rules import Claim, demand
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 
 
-def call_claims(steps: Steps, signals: Signals, footprint: Footprint, order: Order) -> list[Claim]:
+def call_claims(
+    steps: Steps, signals: SignalColumns, footprint: Footprint, order: Order
+) -> list[Claim]:
     """Check what ranks touch of each other's slots and inputs, and return what that claims."""
     access, me = footprint.access, steps.rank[footprint.access.step]
     shared = footprint.buffers.slot[access.buffer] | (access.rank != me)
@@ -59,7 +61,7 @@ def _touches(steps: Steps, step: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
     return used % steps.world, first[used], last[used]
 
 
-def _heard(steps: Steps, signals: Signals, order: Order) -> Ints:
+def _heard(steps: Steps, signals: SignalColumns, order: Order) -> Ints:
     """By rank and peer, the step that first waits for a signal of the peer in this call."""
     data = ~signals.released[signals.waits.word]
     step, word = signals.waits.step[data], signals.waits.word[data]

@@ -6,11 +6,11 @@ import numpy as np
 
 from ficco.plan.check.order import Order
 from ficco.plan.check.rules import Claim, PlanError, demand
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 
 
-def execute(steps: Steps, signals: Signals) -> Order:
+def execute(steps: Steps, signals: SignalColumns) -> Order:
     """Find an order in which every step can run, each rank's plan as one queue."""
     indices, step = steps.held(steps.of.after)
     after = np.array(indices, np.int64)

@@ -25,7 +25,7 @@ class Uses(NamedTuple):
         return f"signal {self.signals[index].name}"
 
 
-class Signals:
+class SignalColumns:
     """The signals of all ranks, and which steps use their words.
 
     Attributes:
