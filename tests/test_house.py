@@ -50,8 +50,6 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-#: Upward imports for type checkers alone: (who, whom).
-TYPES_ONLY = {("watchdog", "workspace")}
 
 #: What the pure units do not import, not even inside a function or for a type.
 IMPURE_MODULES = {
@@ -172,9 +170,7 @@ def upward(package: Path = PACKAGE) -> list[str]:
             if found.unit not in level or target not in level:
                 unknown = ({found.unit, target} - level.keys()).pop()
                 wrong.append(f"{found.where}: {unknown} has no place in LAYERS")
-            elif level[target] >= level[found.unit] and not (
-                found.types_only and (found.unit, target) in TYPES_ONLY
-            ):
+            elif level[target] >= level[found.unit]:
                 wrong.append(f"{found.where}: {found.unit} imports {target}, which is not below it")
     return wrong
 
@@ -396,10 +392,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 #: Class names that several modules still share. Each is to be used for one thing only.
-SHARED_STILL = {
-    *("Batch", "Buffers", "Copies", "Event", "Missing", "OneShot", "Run", "Signals", "Words"),
-    "uncaptured",
-}
+SHARED_STILL = {"Batch", "Copies", "Event", "Missing", "Run", "uncaptured"}
 
 
 def test_class_names_are_unique() -> None:
