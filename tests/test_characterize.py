@@ -1,4 +1,4 @@
-"""Losses: one small run, its rows, its pictures, and what is measured beside what."""
+"""Losses: one small run, its rows, its pictures, and what is measured during what."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ficco.bench.about import read_description
 from ficco.bench.cases import Case
 from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS
 from ficco.bench.frames import LOSSES, append
-from ficco.bench.series import MOST_BEHIND, Parts, add, behind, beside
+from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, add, calls_to_cover, contended
 from ficco.errors import ConfigError
 
 CPU = torch.device("cpu")
 
 
-# What is measured beside what.
+# What is measured during what.
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 def test_what_runs_behind_goes_on_longer_than_what_is_in_front(
     front: float, back: float, count: int
 ) -> None:
-    assert behind([front], [back]) == (count or MOST_BEHIND)
+    assert calls_to_cover([front], [back]) == (count or MOST_IN_BACKGROUND)
 
 
 def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
@@ -54,7 +54,7 @@ def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
         assert running.wait(5)
         return len(done)
 
-    runner = beside(front, back, 3, CPU)
+    runner = contended(front, back, 3, CPU)
     with runner.context():
         assert runner.run() < 3
     assert len(done) == 3, "nothing runs on once its context is left"
@@ -62,10 +62,10 @@ def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
 
 def test_an_error_behind_is_not_lost() -> None:
     def fail() -> None:
-        raise OSError("behind")
+        raise OSError("in the background")
 
-    runner = beside(lambda: None, fail, 1, CPU)
-    with pytest.raises(OSError, match="behind"), runner.context():
+    runner = contended(lambda: None, fail, 1, CPU)
+    with pytest.raises(OSError, match="in the background"), runner.context():
         runner.run()
 
 
@@ -98,7 +98,7 @@ def test_on_a_gpu_what_is_behind_has_a_stream_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    runner = beside(
+    runner = contended(
         lambda: log.append(f"front on {FakeStream.now}"),
         lambda: log.append(f"back on {FakeStream.now}"),
         3,
@@ -116,7 +116,7 @@ def test_on_a_gpu_what_is_behind_has_a_stream_of_its_own(monkeypatch: pytest.Mon
 
 
 def test_parts_add_up_to_the_whole() -> None:
-    made = Parts(FakeGroup(), CPU, torch.float32)
+    made = MeasuredCalls(FakeGroup(), CPU, torch.float32)
     a, b = made.matrix("a", 7, 12), made.matrix("b", 12, 5)
     whole = a @ b
     for parts in (1, 3, 7, 9):
@@ -222,14 +222,14 @@ def test_losses_are_measured_on_gpus(tmp_path: Path) -> None:
 
 
 def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[dict[str, Any]]:
-    before = Parts.accumulated
+    before = MeasuredCalls.accumulated
 
-    def fail(self: Parts, *sizes: Any, **how: Any) -> Any:
+    def fail(self: MeasuredCalls, *sizes: Any, **how: Any) -> Any:
         if at.rank == 1:
             raise RuntimeError("no room\nfor that")
         return before(self, *sizes, **how)
 
-    Parts.accumulated = fail  # type: ignore[method-assign]
+    MeasuredCalls.accumulated = fail  # type: ignore[method-assign]
     try:
         dist.barrier()
         # The rank that is left learns of it from the other's absence in nothing but `gather`.
@@ -240,11 +240,11 @@ def fail_in_the_midst(at: ranks.Rank, csv: str) -> list[dict[str, Any]]:
         rows = run.attempt("x", lambda: list(begin_parts(run)))
         return rows + run.attempt("y", list)
     finally:
-        Parts.accumulated = before  # type: ignore[method-assign]
+        MeasuredCalls.accumulated = before  # type: ignore[method-assign]
 
 
 def begin_parts(run: Any) -> Iterator[dict[str, Any]]:
-    made = Parts(run.group, run.device, torch.float32)
+    made = MeasuredCalls(run.group, run.device, torch.float32)
     made.accumulated(4, 4, 4, 2)
     yield from ()
 

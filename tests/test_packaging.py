@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,28 +232,27 @@ def test_this_interpreter_is_supported() -> None:
     assert f"Python :: {sysconfig.get_python_version()}" in text
 
 
-#: A command line in an interpreter where the packages of the extra cannot be imported.
+#: Runs when an interpreter starts, those of ranks included: the extra cannot be imported.
 WITHOUT_EXTRA = """
 import sys
 for name in ("pandas", "matplotlib", "rich"):
     sys.modules[name] = None
-from ficco import cli
-sys.exit(cli.run(sys.argv[1:]))
 """
 
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "2"]
 
 
-def without_extra(*words: str) -> tuple[int, str, str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRA, *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=env,
-    )
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def without_extra(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs an interpreter, and those that it starts, without the packages of the extra."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EXTRA)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,20 @@ def without_extra(*words: str) -> tuple[int, str, str]:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_needs_no_extra_works_without_it(words: list[str], said: str) -> None:
-    code, out, err = without_extra(*words)
-    assert code == 0, err
-    assert said in out
+def test_what_needs_no_extra_works_without_it(
+    words: list[str], said: str, without_extra: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = without_extra("-m", "ficco", *words)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_the_selftest_needs_no_extra(
+    without_extra: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    names = [f"ficco.selftest.{path.stem}" for path in (ROOT / "ficco/selftest").glob("[!_]*.py")]
+    done = without_extra("-c", f"import {', '.join(names)}")
+    assert names and done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -286,10 +296,12 @@ def test_what_needs_no_extra_works_without_it(words: list[str], said: str) -> No
     ],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
-def test_what_needs_the_extra_says_how_to_install_it(words: list[str]) -> None:
-    code, out, err = without_extra(*words)
-    assert (code, out) == (2, ""), err
-    (line,) = err.splitlines()
+def test_what_needs_the_extra_says_how_to_install_it(
+    words: list[str], without_extra: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = without_extra("-m", "ficco", *words)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    (line,) = done.stderr.splitlines()
     assert 'pip install "ficco[bench]"' in line
 
 

@@ -409,26 +409,6 @@ def test_results_name_the_files_of_the_project_from_its_root() -> None:
         assert not (found := elsewhere.search(page.read_text())), (page, found)
 
 
-def test_every_page_of_results_is_linked_from_another() -> None:
-    docs = Path(__file__).parent.parent / "docs"
-    texts = {page: page.read_text() for page in (docs.parent / "README.md", *docs.rglob("*.md"))}
-    pages = sorted((docs / "results").glob("*.md"))
-    for page in pages:
-        linked = [at for at, text in texts.items() if f"{page.name})" in text and at != page]
-        assert linked or page.name == "README.md", page
-    assert pages
-
-
-def test_every_picture_of_results_is_shown_on_a_page() -> None:
-    docs = Path(__file__).parent.parent / "docs"
-    pages = [docs.parent / "README.md", *docs.rglob("*.md")]
-    text = "".join(page.read_text() for page in pages)
-    pictures = sorted((docs / "results").glob("*.png"))
-    assert pictures
-    for picture in pictures:
-        assert re.search(rf"[(/]{re.escape(picture.name)}\)", text), picture
-
-
 def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> None:
     pages = sorted(RESULTS.glob("*_regret.md"))
     assert pages

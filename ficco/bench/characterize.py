@@ -23,7 +23,7 @@ import ficco
 from ficco.bench.about import RunSettings
 from ficco.bench.cases import Case
 from ficco.bench.frames import LOSSES, append
-from ficco.bench.series import Parts, Series, Stopwatch, behind, beside
+from ficco.bench.series import MeasuredCalls, Series, Stopwatch, calls_to_cover, contended
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 
@@ -115,7 +115,7 @@ class LossBench:
     def communication(self, seconds: float) -> list[Loss]:
         """Whole shards against pieces, by copies and by the collective (figure 8)."""
         dtype = "float32" if self.settings.device == "cpu" else "bfloat16"
-        parts = Parts(self.group, self.device, getattr(torch, dtype))
+        parts = MeasuredCalls(self.group, self.device, getattr(torch, dtype))
         sizes, world = self.settings.sizes, self.world
         parts.collective(max(sizes))  # grows the memory that the others share
         calls: dict[str, Any] = {}
@@ -149,7 +149,7 @@ class LossBench:
 
     def _decomposed(self, case: Case, seconds: float) -> Iterator[Loss]:
         """The product cut by rows and by columns into W and W * W parts (figure 7)."""
-        operands = Parts(self.group, self.device, getattr(torch, case.dtype))
+        operands = MeasuredCalls(self.group, self.device, getattr(torch, case.dtype))
         m, n, k = case.m, case.n, case.k
         calls: dict[str, Any] = {"whole": operands.matmul(m, n, k)}
         numbers = tuple(dict.fromkeys((self.world, self.world**2)))
@@ -164,7 +164,7 @@ class LossBench:
 
     def _contended(self, case: Case, seconds: float) -> Iterator[Loss]:
         """The product in W parts and the communication of A, each under the other (figure 9)."""
-        operands = Parts(self.group, self.device, getattr(torch, case.dtype))
+        operands = MeasuredCalls(self.group, self.device, getattr(torch, case.dtype))
         m, n, k, world = case.m, case.n, case.k, self.world
         nbytes = m // world * k * operands.dtype.itemsize
         product = operands.matmul(m, n, k, parts=world)
@@ -176,10 +176,10 @@ class LossBench:
         calls: dict[str, Any] = {"product": product, **moves}
         guess = self._time(calls, seconds * 0.2, most=5)
         for mover, move in moves.items():
-            back = behind(guess["product"].times, guess[mover].times)
-            calls[f"product during {mover}"] = beside(product, move, back, self.device)
-            back = behind(guess[mover].times, guess["product"].times)
-            calls[f"{mover} during product"] = beside(move, product, back, self.device)
+            back = calls_to_cover(guess["product"].times, guess[mover].times)
+            calls[f"product during {mover}"] = contended(product, move, back, self.device)
+            back = calls_to_cover(guess[mover].times, guess["product"].times)
+            calls[f"{mover} during product"] = contended(move, product, back, self.device)
         times = self._time(calls, seconds * 0.8)
         what = {"nbytes": nbytes, "cut": "rows", "parts": world}
         for mover in moves:

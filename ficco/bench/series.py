@@ -38,7 +38,7 @@ COVER = 2.0
 
 #: Most calls in the background: a device's queue holds about a thousand operations, and a call of
 #: ficco's is up to fifty of them.
-MOST_BEHIND = 24
+MOST_IN_BACKGROUND = 24
 
 
 #: Seconds after which Python's threads take turns while several run: by default they
@@ -168,12 +168,12 @@ def _runner(call: Call | Runner) -> Runner:
     return call if isinstance(call, Runner) else Runner(call)
 
 
-def behind(front: Times, back: Times) -> int:
+def calls_to_cover(front: Times, back: Times) -> int:
     """How many calls in the background outlast one that is timed, from their exclusive times."""
-    return min(max(math.ceil(COVER * median(front) / median(back)), 1), MOST_BEHIND)
+    return min(max(math.ceil(COVER * median(front) / median(back)), 1), MOST_IN_BACKGROUND)
 
 
-def beside(front: Call, back: Call, count: int, device: torch.device) -> Runner:
+def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:
     """A call that is timed while so many others run in the background.
 
     On a GPU they run on a stream of their own, on a CPU on a thread of their own.
@@ -236,7 +236,7 @@ def _on_thread(front: Call, back: Call, count: int) -> Runner:
 
 
 @dataclass
-class Parts:
+class MeasuredCalls:
     """The calls that are measured, on one rank: copies and collectives of so many bytes, and
     products, all on operands that stay the same.
 

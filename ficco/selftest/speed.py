@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.series import Parts, Stopwatch
+from ficco.bench.series import MeasuredCalls, Stopwatch
 from ficco.heuristics.where import where
 from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.tune.communication import slowdowns
@@ -52,7 +52,7 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
     at.settle()
     rows, k, seconds = 1024, at.settings.pair_bytes // 2048, 0.0
     if group is not None:
-        parts = Parts(group, at.device, torch.bfloat16)
+        parts = MeasuredCalls(group, at.device, torch.bfloat16)
         a, b = parts.matrix("a", rows, k), parts.matrix("b", k, max(n, 1))[:, :n]
 
         def call() -> None:
@@ -73,7 +73,7 @@ def overlap(at: Rank, group: ProcessGroup) -> Passed:
         raise NotOffered("there are no DMA engines: on a CPU the cores do all work")
     if at.world == 1:
         raise NotOffered("one rank has no peer to copy to")
-    parts = Parts(group, at.device, torch.bfloat16)
+    parts = MeasuredCalls(group, at.device, torch.bfloat16)
     products = {"product": parts.matmul(*GPU.products[0][:3])}
     copies = {"copies": parts.copies(all_at_once(at), at.settings.pair_bytes)}
     with stopwatch(at, group) as watch:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import reduce_scatter
-from ficco.bench.series import Parts, Series, behind, beside
+from ficco.bench.series import MeasuredCalls, Series, calls_to_cover, contended
 from ficco.machine import Collective, Contention, Copies, Topology
 from ficco.plan import together
 from ficco.problem import Problem
@@ -177,30 +177,30 @@ def collective(site: Site, name: str) -> Collective:
     return Collective(curve, site.provenance("measured", f"{name.replace('_', '-')}, {unit}"))
 
 
-def _for_all(parts: Parts, nbytes: int) -> torch.Tensor:
+def _for_all(parts: MeasuredCalls, nbytes: int) -> torch.Tensor:
     """As many bytes for every rank."""
     rows, columns = parts.shard(nbytes).shape
     return parts.matrix("gathered", rows * parts.world, columns)
 
 
-def _reduce_scatter(parts: Parts, nbytes: int) -> Call:
+def _reduce_scatter(parts: MeasuredCalls, nbytes: int) -> Call:
     return partial(reduce_scatter, parts.shard(nbytes), _for_all(parts, nbytes), group=parts.group)
 
 
-def _all_to_all(parts: Parts, nbytes: int) -> Call:
+def _all_to_all(parts: MeasuredCalls, nbytes: int) -> Call:
     sent = _for_all(parts, nbytes)
     received = parts.matrix("received", *sent.shape)
     return partial(dist.all_to_all_single, received, sent, group=parts.group)
 
 
-def _all_reduce(parts: Parts, nbytes: int) -> Call:
+def _all_reduce(parts: MeasuredCalls, nbytes: int) -> Call:
     # The numbers grow from call to call, which takes no longer.
     return partial(dist.all_reduce, _for_all(parts, nbytes), group=parts.group)
 
 
 #: The call of each collective on so many bytes, and what the bytes are.
-EXCHANGES: dict[str, tuple[Callable[[Parts, int], Call], str]] = {
-    "all_gather": (Parts.collective, "bytes per rank"),
+EXCHANGES: dict[str, tuple[Callable[[MeasuredCalls, int], Call], str]] = {
+    "all_gather": (MeasuredCalls.collective, "bytes per rank"),
     "reduce_scatter": (_reduce_scatter, "bytes of a rank's part of the sum"),
     "all_to_all": (_all_to_all, "bytes of a block"),
     "all_reduce": (_all_reduce, "bytes of a rank's part of the sum"),
@@ -248,8 +248,11 @@ def slowdowns(
     exclusive = time(calls, share=0.2, most=7)
     pairs = [pair for move in moves for one in products for pair in ((one, move), (move, one))]
     together = {
-        f"{front} under {back}": beside(
-            calls[front], calls[back], behind(exclusive[front].times, exclusive[back].times), device
+        f"{front} under {back}": contended(
+            calls[front],
+            calls[back],
+            calls_to_cover(exclusive[front].times, exclusive[back].times),
+            device,
         )
         for front, back in pairs
     }

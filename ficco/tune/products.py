@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ficco.accelerator import gpu
-from ficco.bench.series import Parts, add
+from ficco.bench.series import MeasuredCalls, add
 from ficco.machine import Fingerprint, Gemm, Memory, nearest
 from ficco.machine.fit import Sample, errors, fit
 from ficco.tune import fits
@@ -67,14 +67,14 @@ def samples(site: Site, shapes: Sequence[Shape], heat: fits.Heat = fits.COLD) ->
     ]
 
 
-def reserve(parts: Parts, shapes: Sequence[Shape]) -> None:
+def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:
     """Grow the memory of all operands before the first is cut from it."""
     parts.matrix("a", max(s.batch * s.m * s.k for s in shapes), 1)
     parts.matrix("b", max(s.k * s.n for s in shapes), 1)
     parts.matrix("out", max(s.batch * s.m * s.n for s in shapes), 1)
 
 
-def row_of(parts: Parts, shape: Shape, count: int) -> Callable[[], Any]:
+def row_of(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
     """So many products in a row."""
     call = parts.matmul(shape.m, shape.n, shape.k, batch=shape.batch, wide=shape.wide)
 

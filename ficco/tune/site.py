@@ -13,7 +13,7 @@ import torch
 
 import ficco
 from ficco.bench.calls import Runner
-from ficco.bench.series import Parts, Series, Stopwatch
+from ficco.bench.series import MeasuredCalls, Series, Stopwatch
 from ficco.machine import Machine, Provenance
 from ficco.tune.effort import Effort
 
@@ -49,8 +49,8 @@ class Site:
         size: int = getattr(torch, self.effort.dtype).itemsize
         return size
 
-    def parts(self) -> Parts:
-        return Parts(self.watch.group, self.watch.device, getattr(torch, self.effort.dtype))
+    def parts(self) -> MeasuredCalls:
+        return MeasuredCalls(self.watch.group, self.watch.device, getattr(torch, self.effort.dtype))
 
     def gathers(
         self, a: torch.Tensor, b: torch.Tensor, schedules: Iterable[str]
