@@ -16,15 +16,15 @@ from ficco.problem import Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-#: Begins one collective; a library that needs no waiting for gives None.
+#: Starts one collective; None from a library that completes it at once.
 Start = Callable[[], "Work | None"]
 
 
 class Collectives:
-    """What does a Problem's exchange with all ranks at once.
+    """The collectives that carry out a Problem's exchange.
 
-    The all-gather and the reduce-scatter of most libraries want equal rows of all ranks. Elsewhere
-    a broadcast from each rank, or a reduction to each, does the same.
+    The all-gather and the reduce-scatter of most libraries require equal rows on all ranks. For
+    unequal ones a broadcast from each rank, or a reduction to each, does the same.
     """
 
     def __init__(self, plan: Plan, step: int, rank: int, group: ProcessGroup) -> None:
@@ -37,33 +37,28 @@ class Collectives:
     def starts(
         self, tensors: Mapping[str, torch.Tensor], timeout: timedelta | None = None
     ) -> Iterator[Start]:
-        """The collectives of one call, each to be begun once the one before is over.
+        """The collectives of one call, each to be started once the previous one has completed.
 
         Args:
             tensors: the buffers of the call by name.
-            timeout: after which the library gives up by itself; None for the group's own.
+            timeout: after which the library gives up; None for the group's own.
         """
 
         def options(make: Callable[[], Any], **fields: Any) -> Any:
-            found = make()
-            found.asyncOp = False
+            made = make()
             if timeout is not None:
-                found.timeout = timeout
-            for name, value in fields.items():
-                setattr(found, name, value)
-            return found
+                fields["timeout"] = timeout
+            for name, value in {"asyncOp": False, **fields}.items():
+                setattr(made, name, value)
+            return made
 
         problem, rank, group = self.problem, self.rank, self.group
         src, dst = (tensors[name] for name in self.ends)
         match problem.kind.collective:
             case "all-gather":
                 if problem.equal:
-                    yield partial(
-                        group._allgather_base,
-                        dst,
-                        src.contiguous(),
-                        options(c10d.AllgatherOptions),
-                    )
+                    equal = options(c10d.AllgatherOptions)
+                    yield partial(group._allgather_base, dst, src.contiguous(), equal)
                     return
                 dst[slice(*self.bounds[rank])].copy_(src)
                 for root, (first, last) in enumerate(self.bounds):
