@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,8 @@ class Collectives:
         assert isinstance(problem, Problem) and transfer is not None
         self.problem, self.rank, self.group = problem, rank, group
         self.ends = transfer.src.buffer, transfer.dst.buffer
-        self.bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
+        #: The rows of each rank.
+        self.rows = [slice(*bounds) for bounds in pairwise(problem.offsets)]
 
     def starts(
         self, tensors: Mapping[str, torch.Tensor], timeout: timedelta | None = None
@@ -54,27 +56,26 @@ class Collectives:
 
         problem, rank, group = self.problem, self.rank, self.group
         src, dst = (tensors[name] for name in self.ends)
+        nonempty = [root for root, rows in enumerate(self.rows) if rows.start < rows.stop]
         match problem.kind.collective:
             case "all-gather":
                 if problem.equal:
                     equal = options(c10d.AllgatherOptions)
                     yield partial(group._allgather_base, dst, src.contiguous(), equal)
                     return
-                dst[slice(*self.bounds[rank])].copy_(src)
-                for root, (first, last) in enumerate(self.bounds):
-                    if first < last:
-                        one = options(c10d.BroadcastOptions, rootRank=root)
-                        yield partial(group.broadcast, [dst[first:last]], one)
+                dst[self.rows[rank]].copy_(src)
+                for root in nonempty:
+                    one = options(c10d.BroadcastOptions, rootRank=root)
+                    yield partial(group.broadcast, [dst[self.rows[root]]], one)
             case "reduce-scatter":
                 if problem.equal:
                     equal = options(c10d.ReduceScatterOptions)
                     yield partial(group._reduce_scatter_base, dst, src, equal)
                     return
-                for root, (first, last) in enumerate(self.bounds):
-                    if first < last:
-                        one = options(c10d.ReduceOptions, rootRank=root)
-                        yield partial(group.reduce, [src[first:last]], one)
-                dst.copy_(src[slice(*self.bounds[rank])])
+                for root in nonempty:
+                    one = options(c10d.ReduceOptions, rootRank=root)
+                    yield partial(group.reduce, [src[self.rows[root]]], one)
+                dst.copy_(src[self.rows[rank]])
             case "all-to-all":
                 peers = range(problem.world)
                 sent = [problem.block(rank, peer) for peer in peers]

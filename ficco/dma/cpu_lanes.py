@@ -93,24 +93,21 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # A daemon: a stuck lane must not keep the process alive.
-        self._thread = threading.Thread(
-            target=_work, args=(self._jobs,), name=f"ficco {name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, name=f"ficco {name}", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it references the operands of the call
+
     def close(self, join: bool) -> None:
         self._jobs.put(None)
         if join and threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # it references the operands of the call
 
 
 def timed_out(
