@@ -1,8 +1,8 @@
 """The board in shared memory on which ranks post their calls, to detect disagreement.
 
-A call costs one store to host memory. Three kinds of calls wait for the entries of the others:
+A call costs one store to host memory. Three kinds of calls wait for their peers' entries:
 ``ficco.empty``, calls whose problem is new to this rank, and calls whose slots were freed since.
-All other calls are compared while they wait for their peers anyway, or by the watchdog.
+All other calls are compared while they wait for their peers in any case, or by the watchdog.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from ficco.problem import digest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Calls of a rank that the board remembers.
+#: Calls that the board holds for each rank.
 ENTRIES = 256
-#: Texts of a rank that it remembers, and bytes of each with its header.
+#: Texts that it holds for each rank, and the bytes of each, with its header.
 TEXTS, TEXT_BYTES = 128, 2048
 
 _DIGEST_BITS = 40
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _NUMBERS = 1 << (64 - _DIGEST_BITS)
 
-#: How a call can end with an error: refused before it was posted; failed on its own; timed out.
+#: How a call fails: refused before it was posted; by an error of its own; by a timeout.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
 _REFUSED, _FAILED, _LATE = map(digest, (REFUSED, FAILED, LATE))
 
 #: digest, checksum and length of a text
 _HEADER = struct.Struct("=QII")
 
-#: Looks at the board before a waiting rank begins to sleep between looks, and the longest sleep.
+#: Polls of the board before a waiting rank sleeps between polls, and the longest sleep.
 SPINS, SLEEP_S = 200, 0.002
-#: Seconds that a rank that has seen a difference waits for the entries of the rest, and for a
-#: text that is still being written.
+#: Seconds that a rank waits after a mismatch for the entries of the other ranks, and for a text
+#: that is still being written.
 GRACE_S, TEXT_GRACE_S = 0.5, 0.05
-#: Seconds after which a rank stops waiting once it has seen that another rank timed out. Until
-#: then its own wait may time out and name the rank that both miss.
+#: Seconds that a rank still waits after another rank timed out. Its own wait may time out by then
+#: and name the rank that both miss.
 LATE_S = 0.7
 
 # An entry is 64 bits: the lower 24 bits of the number of the call, then 40 bits of digest. It is
 # written by one aligned 8-byte store and read by one aligned 8-byte load (numpy accesses an element
-# of an aligned array as its C type), which are atomic on x86-64 and Arm: no reader sees half an
-# entry. Nothing is ever read *because* an entry was seen: the data of a call wait for signals. So
-# the order of entries relative to other accesses does not matter. They only have to become
-# visible, which cache coherence guarantees. The one exception is the texts of error messages: they
-# carry a checksum, and a text that is not there yet shows as unknown.
+# of an aligned array as its C type), which are atomic on x86-64 and Arm: no reader sees a torn
+# entry. No read depends on an entry: the data of a call wait for signals. So entries need no
+# ordering relative to other accesses; they only have to become visible, which cache coherence
+# guarantees. The one exception is the texts of error messages: they carry a checksum, and a text
+# that has not arrived shows as unknown.
 
 
 class _Pages:
@@ -67,11 +67,11 @@ class _Pages:
             memoryview(part)[ENTRIES * 8 : ENTRIES * 8 + TEXTS * TEXT_BYTES] for part in memory.maps
         ]
         self.ranks = range(len(memory.maps))
-        self._late: dict[int, float] = {}  # call -> when a rank's timeout was first seen
+        self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen
         memory.close()
 
     def entry(self, rank: int, number: int) -> int:
-        """A rank's digest for a call; 0 if it is not posted yet, or overwritten."""
+        """A rank's digest for a call; 0 if it is not posted yet or overwritten."""
         entry = self.rings[rank].item(number % ENTRIES)
         return entry & _DIGEST if entry >> _DIGEST_BITS == number % _NUMBERS else 0
 
@@ -92,16 +92,16 @@ class _Pages:
         return number - min(distances) if distances else 0
 
     def differing(self, mine: int, latest: int) -> Iterator[int]:
-        """Numbers, up to ``latest``, of the remembered calls of rank ``mine`` for which another
-        rank has posted another digest."""
+        """Numbers, up to ``latest``, of the calls of rank ``mine`` on the board for which another
+        rank has posted a different digest."""
         ring = self.rings[mine].copy()
         for rank in self.ranks:
             if rank == mine:
                 continue
-            # The XOR has only lower bits set if the numbers are equal and the digests differ.
+            # The XOR has only digest bits set if the numbers are equal and the digests differ.
             other = self.rings[rank]
             differs = (ring ^ other) - np.uint64(1) < np.uint64(_DIGEST)
-            if not differs.any():  # the usual case, and waiting ranks look often
+            if not differs.any():  # the common case, and waiting ranks poll
                 continue
             for index in np.flatnonzero(differs & (other != 0) & (ring != 0)):
                 number = latest - (latest - (int(ring[index]) >> _DIGEST_BITS)) % _NUMBERS
@@ -109,7 +109,7 @@ class _Pages:
                     yield number
 
     def mismatch(self, number: int) -> RankMismatch | PeerFailed | None:
-        """The disagreement on one call among the entries written so far, or the ranks on which it
+        """The mismatch of one call among the entries posted so far, or the ranks on which it
         failed; None if there is neither."""
 
         def entries() -> dict[int, int]:
@@ -120,18 +120,15 @@ class _Pages:
         if len(set(posted.values())) < 2:
             return None
         failed = {rank: value for rank, value in posted.items() if value in (_FAILED, _LATE)}
-        if _FAILED in failed.values() or (failed and self._given_up(number)):
-            return PeerFailed({rank: self.text(rank, value) for rank, value in failed.items()})
         if failed:
+            now = time.monotonic()
+            if _FAILED in failed.values() or now - self._late.setdefault(number, now) >= LATE_S:
+                return PeerFailed({rank: self.text(rank, value) for rank, value in failed.items()})
             return None
         deadline = time.monotonic() + GRACE_S
         while len(posted := entries()) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(SLEEP_S)
         return RankMismatch({rank: self.text(rank, value) for rank, value in posted.items()})
-
-    def _given_up(self, number: int) -> bool:
-        now = time.monotonic()
-        return now - self._late.setdefault(number, now) >= LATE_S
 
     def text(self, rank: int, digest: int) -> str:
         texts = self.texts[rank]
@@ -150,27 +147,27 @@ class _Pages:
 
 
 class Board:
-    """One rank's view of the board of a group. Making one is collective."""
+    """One rank's view of the board of a group. The constructor is collective."""
 
     def __init__(self, group: ProcessGroup, timeout_s: float, operator: str = "ficco") -> None:
         self.rank, self.world = group.rank(), group.size()
         size = ENTRIES * 8 + TEXTS * TEXT_BYTES
-        # None once closed. A thread that still reads the pages holds its own reference.
+        # None once closed. A thread that is reading the pages holds its own reference.
         self._pages: _Pages | None = _Pages(
             HostMemory(group, size, timeout_s, "the agreement board", operator)
         )
         self._ring: np.ndarray | None = self._pages.rings[self.rank]
-        self._writing = threading.Lock()  # a watchdog writes, too
-        self._cells: dict[int, int] = {}  # digest -> where this rank wrote its text
-        self._cell = 0
+        self._writing = threading.Lock()  # the watchdog writes, too
+        self._cells: dict[int, int] = {}  # by digest: where this rank wrote its text
+        self._cell = 0  # where it writes the next new one
 
     def describe(self, text: str, same_as: str = "") -> int:
-        """Publish a text that says what a call computes; returns the digest to look it up by.
+        """Publish a text that says what a call computes; returns the digest that stands for it.
 
-        Texts older than the latest 128 are overwritten; describing one again rewrites it. Texts
-        with the same ``same_as`` share its digest, which leads to the latest of them.
+        The latest 128 texts are kept; describing an older one writes it again. Texts with the same
+        ``same_as`` share its digest, which stands for the latest of them.
         """
-        key = digest(same_as or text) or 1  # an entry of 0 is none
+        key = digest(same_as or text) or 1  # an entry of 0 means none
         with self._writing:
             if (same_as or key not in self._cells) and (pages := self._pages) is not None:
                 self._write(pages, key, text)
@@ -192,7 +189,7 @@ class Board:
         self._cells[key] = cell
 
     def post(self, number: int, digest: int) -> None:
-        """Post a call. Numbers count from 1."""
+        """Post a call. Numbers start at 1."""
         if (ring := self._ring) is not None:
             ring[number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
 
@@ -206,8 +203,7 @@ class Board:
         return pages is not None and pages.entry(self.rank, number) == _REFUSED
 
     def await_same(self, number: int) -> None:
-        """Wait briefly until all ranks have the same entry for a call, such as that they refuse
-        it."""
+        """Wait briefly until all ranks have the same entry for a call, such as a refusal."""
         end = time.monotonic() + GRACE_S
         while (pages := self._pages) is not None and time.monotonic() < end:
             if len({pages.entry(rank, number) for rank in pages.ranks}) == 1:
@@ -217,26 +213,25 @@ class Board:
     def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
         """Wait until all ranks have posted a call that this rank has posted.
 
-        A rank that is 256 calls ahead or more counts as agreeing, since its entry is overwritten.
-        The wait also ends if ranks disagreed on an earlier call, which this rank may have refused.
+        A rank that is at least 256 calls ahead counts as agreeing, since its entry is overwritten.
+        The wait also ends on a mismatch of an earlier call, which this rank may have refused.
 
         Raises:
-            RankMismatch: the ranks differ.
-            PeerFailed: one of them ended a call with an error.
+            RankMismatch: the ranks' entries differ.
+            PeerFailed: a call of a peer failed.
             SignalTimeout: a rank did not post the call in time.
         """
-        pages = self._pages
-        if pages is None:
+        if (pages := self._pages) is None:
             return
         begin = time.monotonic()
         absent = [rank for rank in pages.ranks if rank != self.rank]
-        looks = 0
+        polls = 0
         while absent := [rank for rank in absent if not pages.passed(rank, number)]:
-            looks += 1
-            if looks <= SPINS:  # the checks below take longer than a look
+            polls += 1
+            if polls <= SPINS:  # the checks below take longer than a poll
                 continue
-            time.sleep(min(SLEEP_S, 2e-5 * (looks - SPINS)))
-            if looks % 16:
+            time.sleep(min(SLEEP_S, 2e-5 * (polls - SPINS)))
+            if polls % 16:
                 continue
             if error := self.mismatch(number):
                 raise error
@@ -256,19 +251,15 @@ class Board:
             raise error
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
-        """The first disagreement or failure among this rank's remembered calls up to a number;
-        None if there is none.
-
-        Safe to call from a thread other than the one that posts.
-        """
-        pages = self._pages
-        if pages is None:
+        """The first mismatch or failure among this rank's calls on the board up to a number; None
+        if there is none. Thread-safe."""
+        if (pages := self._pages) is None:
             return None
-        for number in pages.differing(self.rank, latest):
-            if error := pages.mismatch(number):
+        for error in map(pages.mismatch, pages.differing(self.rank, latest)):
+            if error:
                 return error
         return None
 
     def close(self) -> None:
-        """Leave the board. Peers still see this rank's entries."""
+        """Leave the board; peers still see this rank's entries."""
         self._pages = self._ring = None

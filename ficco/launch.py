@@ -1,8 +1,8 @@
 """Runs a function on ranks on this machine: processes started here, or by torchrun.
 
 Each rank gets the default process group (gloo on CPUs, NCCL or RCCL on GPUs), its share of the
-CPU's cores, and a time limit after which it prints its stacks and ends. If a rank fails, the others
-are ended, and :func:`launch` raises its error.
+CPU's cores, and a timeout after which it prints its stacks and exits. If a rank fails, the others
+are terminated, and :func:`launch` raises its error.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import torch.distributed as dist
 from ficco.accelerator import gpu
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 
-#: Seconds that ranks get to end by themselves once one of them has failed: long enough to report an
-#: error of their own, too short to wait for a peer that is gone.
+#: Seconds that ranks get to exit once one of them has failed: long enough to report an error of
+#: their own, too short to wait for a peer that is gone.
 GRACE_S = 3.0
 
 #: Seconds between SIGTERM and SIGKILL.
 TERMINATE_S = 5.0
 
-#: Seconds that ranks may take to start, before their own time limits begin.
+#: Seconds that ranks may take to start, before their own timeouts begin.
 START_S = 60.0
 
-#: Seconds that a run may be asked to measure for, a week. Pipes are waited for in milliseconds of
-#: 32 bits, and a limit is up to three times what is measured.
+#: The longest measurement in seconds, a week. Waits for pipes count milliseconds in 32 bits, and a
+#: timeout is up to three times the measurement.
 LONGEST_S = 604_800.0
 
 Report = tuple[str, Any]
@@ -51,7 +51,7 @@ class RankFailed(FiccoError):
     Attributes:
         rank: the rank that failed first.
         kind: name of the exception's type, ``"exit"`` or ``"timeout"``.
-        text: its message, of which this exception's own message has the first line.
+        text: its message; this exception's own has the first line of it.
         details: its traceback; empty if there is none.
     """
 
@@ -70,15 +70,15 @@ def under_torchrun() -> bool:
 
 
 def own_rank() -> int:
-    """The rank that a launcher started this process as; 0 where none did."""
+    """The rank that a launcher gave this process; 0 without a launcher."""
     return _number("RANK") if under_torchrun() else 0
 
 
 def _number(variable: str) -> int:
-    """The number that a launcher put into a variable.
+    """The number in an environment variable of a launcher.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a number.
     """
     text = os.environ[variable]
     if not text.isdecimal():
@@ -92,7 +92,7 @@ def default_device() -> str:
 
 
 def local_device(device: str) -> torch.device:
-    """This rank's own of ``"cpu"`` or ``"cuda"``: of the GPUs the one that :func:`launch` set."""
+    """This rank's device for ``"cpu"`` or ``"cuda"``: the GPU that :func:`launch` has set."""
     if device == "cuda":
         return torch.device(device, gpu.current_device())
     return torch.device(device)
@@ -114,19 +114,19 @@ def launch(
         fn: a function at the top level of a module, so that it can be pickled.
         ranks: number of ranks; None for one per GPU, four on CPUs, or torchrun's number.
         device: ``"cpu"``, or ``"cuda"`` for GPUs of any vendor.
-        timeout_s: seconds after which a rank prints its stacks and ends.
+        timeout_s: seconds after which a rank prints its stacks and exits.
 
     Raises:
         ValueError: that many ranks cannot run here.
-        RankFailed: a rank failed; the others have been ended.
+        RankFailed: a rank failed; the others have been terminated.
     """
     if under_torchrun():
         return _join(fn, ranks, args, device, timeout_s)
     ranks = check_ranks(ranks, device)
     # This process hosts the store, so that it outlives any rank that fails.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    # Ranks are forks of a process that has imported torch and never uses a device. They start in
-    # milliseconds, and can use any device.
+    # Ranks are forks of a process that has imported torch but uses no device: they start in
+    # milliseconds and can use any device.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "ficco"])
     processes: list[BaseProcess] = []
@@ -154,7 +154,7 @@ def launch(
 
 
 def check_ranks(ranks: int | None, device: str) -> int:
-    """How many ranks to start here; ``ValueError`` if they cannot run."""
+    """The number of ranks to start here; ``ValueError`` if they cannot run."""
     if device not in ("cpu", "cuda"):
         raise InvalidArgument("device", f"required cpu or cuda, got {device!r}")
     gpus = gpu.device_count() if device == "cuda" else 0
@@ -179,7 +179,7 @@ def check_ranks(ranks: int | None, device: str) -> int:
 
 
 def check_seconds(seconds: float) -> float:
-    """How long to measure; ``ValueError`` if that is no time, or longer than can be waited for."""
+    """How long to measure; ``ValueError`` if not above 0, or too long to wait for."""
     if not 0 < seconds <= LONGEST_S:
         raise InvalidArgument(
             "seconds", f"required a number above 0 and at most {LONGEST_S:.0f}, got {seconds:g}"
@@ -206,7 +206,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: f
                 results[rank] = outcome[0]
         if new and not failed:
             deadline = time.monotonic() + GRACE_S
-        # A rank that died comes first: it makes others fail, which may show at the same moment.
+        # A rank that died comes first: others fail because of it, perhaps at the same moment.
         failed += sorted(new, key=lambda failure: failure.kind != "exit")
     if failed:
         raise failed[0]
@@ -223,15 +223,13 @@ def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> tuple[Any] | 
         kind, value = pipe.recv()
     except EOFError:
         process.join(TERMINATE_S)
-        return RankFailed(rank, "exit", f"the process ended with {_exit(process.exitcode)}")
+        code = process.exitcode
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"signal {signal.Signals(-code).name}"
+        return RankFailed(rank, "exit", f"the process ended with {how}")
     return (value,) if kind == "result" else RankFailed(rank, *value)
-
-
-def _exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def _end(processes: list[BaseProcess]) -> None:
@@ -261,7 +259,7 @@ def _rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its ranks
     try:
         if device == "cpu":
-            # All ranks are on this machine, even if the host's name resolves elsewhere.
+            # All ranks are on this machine, even if its host name resolves elsewhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.TCPStore("127.0.0.1", port, None, False)
         with _group(rank, world, rank, device, timeout_s, store):
@@ -275,7 +273,7 @@ def _rank(
 
 
 def _end_with_parent() -> None:
-    """End this process once its parent is gone, however that ended."""
+    """Kill this process once its parent is gone, however that ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -283,7 +281,7 @@ def _end_with_parent() -> None:
 
 
 def _send(pipe: Connection, report: Report) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is about to end by itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is about to exit
     pipe.send(report)
 
 
@@ -322,7 +320,7 @@ def _join(
 def _group(
     rank: int, world: int, local: int, device: str, timeout_s: float, store: dist.Store | None
 ) -> Iterator[None]:
-    """The default process group, the rank's device and its share of the cores."""
+    """Sets up the default process group, the rank's device and its share of the cores."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
@@ -336,17 +334,12 @@ def _group(
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
     try:
         yield
-        _close()
+        import ficco
+
+        dist.barrier()  # no peer accesses this rank's symmetric memory any more
+        ficco.close()
         dist.destroy_process_group()
     finally:
         # After an exception the group is not destroyed: that would wait for peers, which may be
         # gone.
         faulthandler.cancel_dump_traceback_later()
-
-
-def _close() -> None:
-    """Free the symmetric memory of this process's groups, once no peer accesses it."""
-    import ficco
-
-    dist.barrier()
-    ficco.close()

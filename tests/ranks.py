@@ -330,6 +330,10 @@ def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str,
     faulthandler.enable(output)
     faulthandler.register(signal.SIGUSR1, output, all_threads=True)
     torch.set_num_threads(1)
+    if at.device.type == "cpu":
+        import disturbance
+
+        disturbance.install()
     device_id = None
     if at.device.type == "cuda":
         torch.cuda.set_device(at.device)

@@ -14,19 +14,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import disturbance
 import pytest
 import torch
 import torch.distributed as dist
 from cases import gathered_bytes
+from disturbance import Disturbance, disturb
 from ranks import Died, Rank, caught, ranks, run
 
-from ficco.dma import disturbance
 from ficco.dma.blas import library
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives
-from ficco.dma.cpu_lanes import Run
+from ficco.dma.cpu_lanes import CallState
 from ficco.dma.cpu_memory import CpuMemory
-from ficco.dma.disturbance import Disturbance, disturb
 from ficco.dma.engine import Call, Program, Slot
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.errors import RankMismatch
@@ -193,11 +193,13 @@ def test_staging_as_a_ring_is_exact(world: int) -> None:
 def with_jitter(at: Rank) -> None:
     of = problem([8] * at.world)
     plans = [plan(of, Schedule.parse(name), at.rank) for name in NAMES]
-    with engine() as made, disturb(Disturbance(delay_s=0.003, seed=5)):
+    jitter = Disturbance(delay_s=0.003, seed=5)
+    with engine() as made, disturb(jitter):
         slot = slot_for(made, plans)
         for one in plans:
             execute(made, compile(one, made, slot), 2)
         at_rest(made, slot)
+    assert jitter._random.keys() == {at.rank}  # delays were drawn
 
 
 def test_copies_may_come_in_any_order() -> None:
@@ -290,7 +292,7 @@ def test_narrow_dtypes_are_rounded_once(dtype: str) -> None:
 def spans(at: Rank) -> None:
     of = problem([8] * at.world)
     with engine() as made:
-        made.trouble.own = Disturbance(bandwidth=8 * 24 * 4 / 0.05)  # a shard takes 50 ms
+        made.bandwidth = 8 * 24 * 4 / 0.05  # a shard takes 50 ms
         one = plan(of, Schedule.parse("shard-overlap"), at.rank)
         program = compile(one, made, slot_for(made, [one]), trace=True)
         a, b = operands(of, 0)
@@ -345,12 +347,12 @@ def lonely(at: Rank, name: str, way: str, victim: int, timeout_s: float) -> Any:
         dist.barrier()
         made.timeout_s = timeout_s
         step = victim, first_copy(plan(of, Schedule.parse(name), victim))
-        made.trouble.own = Disturbance(**{} if way == "absent" else {way: step})
         a, b = operands(of, 0)
         begin = time.monotonic()
         failure = None
-        while failure is None and (way != "absent" or at.rank != victim):
-            failure = caught(lambda: made.execute(program, call_for(one, a, b)))
+        with disturb(Disturbance(**{} if way == "absent" else {way: step})):
+            while failure is None and (way != "absent" or at.rank != victim):
+                failure = caught(lambda: made.execute(program, call_for(one, a, b)))
         seconds = time.monotonic() - begin
         begin = time.monotonic()
     closing = time.monotonic() - begin
@@ -430,7 +432,7 @@ def slices(at: Rank) -> list[Any]:
         for waits in (["slow", ""], ["slow", "slow", ""], ["slow", "broken"], ["slow"] * 1000):
             work = _Work(waits)
             call = call_for(one, *operands(one.problem, 0))
-            call.state = Run(1, [], made.timeout_s, None)
+            call.state = CallState(1, [], made.timeout_s, None)
             began = caught(
                 lambda: collectives.collect(program, call, 0, lambda: None, lambda: work)  # noqa: B023
             )
@@ -528,13 +530,11 @@ def test_an_error_of_a_lane_is_raised_by_the_call() -> None:
 
 
 def seeded(at: Rank) -> list[float]:
-    with engine() as made:
-        trouble = Disturbance(delay_s=1.0, seed=3)
-        found = [made.trouble._generator(trouble).random() for _ in range(3)]
-        assert made.trouble._generator(trouble).random() not in found
-        made.trouble._random = None
-        assert [made.trouble._generator(trouble).random() for _ in range(3)] == found
-        return found
+    once, again = (Disturbance(delay_s=1.0, seed=3) for _ in range(2))
+    delays = [once.delay(at.rank) for _ in range(3)]
+    assert once.delay(at.rank) not in delays
+    assert [again.delay(at.rank) for _ in range(3)] == delays
+    return delays
 
 
 def test_delays_are_seeded_per_rank() -> None:
@@ -546,9 +546,9 @@ def test_disturb_puts_back_what_was() -> None:
     outer, inner = Disturbance(seed=1), Disturbance(seed=2)
     with disturb(outer):
         with disturb(inner):
-            assert disturbance._disturbance is inner
-        assert disturbance._disturbance is outer
-    assert disturbance._disturbance is None
+            assert disturbance._active is inner
+        assert disturbance._active is outer
+    assert disturbance._active is None
 
 
 def describe(at: Rank) -> None:

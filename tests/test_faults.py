@@ -19,6 +19,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from cases import Case, call, equal, exact, make
+from disturbance import Disturbance, disturb
 from ranks import Died, Failure, Rank, caught
 from test_all_gather_matmul import end_of, start_ranks
 
@@ -167,8 +168,6 @@ def test_stopped_rank(victim: int, warm: bool) -> None:
 
 
 def _killed_at_step(at: Rank, case: Case, victim: int, step: int) -> dict[str, Any]:
-    from ficco.dma.disturbance import Disturbance, disturb
-
     for iteration in range(2):
         exact(at, case, iteration)
     at.barrier()
@@ -248,8 +247,6 @@ def test_survivors_end_by_themselves(victim: int, how: str, tmp_path: Path) -> N
 
 
 def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[str, Any]:
-    from ficco.dma.disturbance import Disturbance, disturb
-
     group = dist.new_group(list(range(at.world)))
     if warm:
         exact(at, case, 0, group)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from disturbance import Disturbance, disturb
 from ranks import Failure, Rank, caught, ranks, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -950,8 +951,6 @@ def test_threads_that_take_turns_on_a_group() -> None:
 
 
 def _jitter(at: Rank) -> None:
-    from ficco.dma.disturbance import Disturbance, disturb
-
     with disturb(Disturbance(delay_s=0.003, seed=3)):
         for iteration in range(3):
             for operator in OPERATORS:

@@ -44,10 +44,10 @@ NO_RECTANGLES = {"2D": 0}
 
 
 def _without_compiler(at: Rank, fn: Any, *args: Any) -> Any:
-    from ficco.hip_kernels.build import FINDERS, Missing
+    from ficco.hip_kernels.build import FINDERS, CompilerNotFound
 
     def missing() -> Any:
-        raise Missing("hidden by the test")
+        raise CompilerNotFound("hidden by the test")
 
     FINDERS["hip"] = (missing,)
     return fn(at, *args)

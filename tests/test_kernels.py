@@ -26,7 +26,7 @@ import torch
 from ficco import warn
 from ficco.errors import BackendError
 from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, TorchKernels, build, launch
-from ficco.hip_kernels.build import Compiler, Missing, Target
+from ficco.hip_kernels.build import Compiler, CompilerNotFound, Target
 
 ON_HOST = Path(__file__).parent / "kernels_on_host"
 HALVES = (torch.bfloat16, torch.float16)
@@ -43,7 +43,7 @@ def compiler(finder: Callable[[], Compiler]) -> Compiler:
     """A compiler that the test is about."""
     try:
         return finder()
-    except Missing as error:
+    except CompilerNotFound as error:
         missing(error)
 
 
@@ -413,7 +413,7 @@ def test_without_rocm(hip_python: Path, tmp_path: Path) -> None:
         "from ficco.hip_kernels import build\n"
         "try:\n"
         "    build.hiprtc()\n"
-        "except build.Missing as error:\n"
+        "except build.CompilerNotFound as error:\n"
         "    assert 'libhiprtc.so' in str(error) and '\\n' not in str(error), error\n"
         "else:\n"
         "    raise AssertionError('found')\n"
@@ -456,7 +456,7 @@ class HostBinding:
 def for_this_cpu() -> Compiler:
     def run(text: str, arch: str) -> bytes:
         arguments = ["-x", "c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-        return build._compile_with("g++", lambda path: [*arguments, path], text)
+        return build._compile_with("g++", arguments, text)
 
     return Compiler("g++", "any", run)
 
@@ -1105,7 +1105,7 @@ class Counted:
 
 
 def gone() -> Compiler:
-    raise Missing("it was not found")
+    raise CompilerNotFound("it was not found")
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import _hash, _span, compare
+from disturbance import Disturbance, disturb
 from ranks import Rank, ranks, run
 
 import ficco
-from ficco.dma.disturbance import Disturbance, disturb
 from ficco.errors import FiccoError
 from ficco.schedules import NAMED
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,6 +24,7 @@ from ficco.bench.inputs import Operands
 from ficco.bench.progress import bar
 from ficco.bench.tables import cells, show
 from ficco.bench.traces import trace_all
+from ficco.dma.cpu import CpuEngine
 from ficco.launch import local_device
 from ficco.machine import find
 from ficco.problem import OPERATORS
@@ -100,7 +101,7 @@ def demo(settings: DemoSettings) -> int:
             taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
-        with _slow_copies(device):
+        with _slow_copies():
             timelines = trace_all(list(ours), operands, group)
     if not first:
         return 0
@@ -202,12 +203,14 @@ def _times(
     return table.rename_axis("schedule").reset_index()
 
 
-def _slow_copies(device: torch.device) -> Any:
-    if device.type != "cpu":
-        return nullcontext()
-    from ficco.dma.disturbance import Disturbance, disturb
-
-    return disturb(Disturbance(bandwidth=DRAWN_BANDWIDTH))
+@contextmanager
+def _slow_copies() -> Iterator[None]:
+    """On CPUs; the engines of GPUs have no such limit."""
+    CpuEngine.bandwidth = DRAWN_BANDWIDTH
+    try:
+        yield
+    finally:
+        CpuEngine.bandwidth = None
 
 
 def _show(title: str, rows: pd.DataFrame, torch_ms: Any) -> None:

@@ -7,10 +7,9 @@ module                   subject
 engine                   the interface, and what it is given: slots, programs, calls
 choose                   which engine serves a device
 cpu                      the CPU engine: threads as queues
-cpu_lanes                its calls under way: the threads, their common state, how they fail
+cpu_lanes                its calls in flight: the threads, their shared state, how they fail
 cpu_memory               its memory as tensors, and the layout of a slot
-cpu_collectives          its collectives, which name a rank that does not come
-disturbance              how its calls are disturbed on purpose
+cpu_collectives          its collectives, whose errors name the absent rank
 host                     host memory that ranks share, and semaphores in it
 gpu                      the GPU engine
 driver                   what it needs of a vendor

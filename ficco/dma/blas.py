@@ -1,4 +1,4 @@
-"""The library behind PyTorch's matrix products, in words."""
+"""The name of the library behind PyTorch's matrix products."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 
 import torch
 
-#: What PyTorch's names of preferred libraries stand for, by the build.
+#: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
 _ON_CUDA = {"Cublas": "cuBLAS", "Cublaslt": "cuBLASLt"}
 _ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck": "CK"}
-#: What builds for CPUs call their library.
+#: The libraries by their names in the configuration of a build for CPUs.
 _ON_CPU = {"mkl": "MKL", "open": "OpenBLAS", "accelerate": "Accelerate", "generic": "a plain BLAS"}
 
 
 def library(device: torch.device) -> str:
-    """What multiplies matrices on a device, as PyTorch says. Never begins to use a GPU."""
+    """The library of matrix products on a device, as PyTorch reports it; initializes no GPU."""
     return _cpu_library() if device.type == "cpu" else _gpu_library()
 
 
@@ -32,9 +32,9 @@ def _gpu_library() -> str:
 
 def _cpu_library() -> str:
     try:
-        found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-        halves = torch.backends.mkldnn.is_available()
+        info = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+        has_onednn = torch.backends.mkldnn.is_available()
     except (AttributeError, RuntimeError):
         return "this PyTorch does not tell"
-    name = _ON_CPU.get(found[1], found[1]) if found else "PyTorch's own loops"
-    return name + (", oneDNN for the dtypes that PyTorch gives it" if halves else "")
+    name = _ON_CPU.get(info[1], info[1]) if info else "PyTorch's own loops"
+    return name + (", oneDNN for the dtypes that PyTorch gives it" if has_onednn else "")

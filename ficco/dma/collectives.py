@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +17,15 @@ from ficco.problem import Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-#: Begins one collective; a library that needs no waiting for gives None.
+#: Starts one collective; None from a library that completes it at once.
 Start = Callable[[], "Work | None"]
 
 
 class Collectives:
-    """What does a Problem's exchange with all ranks at once.
+    """The collectives that carry out a Problem's exchange.
 
-    The all-gather and the reduce-scatter of most libraries want equal rows of all ranks. Elsewhere
-    a broadcast from each rank, or a reduction to each, does the same.
+    The all-gather and the reduce-scatter of most libraries require equal rows on all ranks. For
+    unequal ones a broadcast from each rank, or a reduction to each, does the same.
     """
 
     def __init__(self, plan: Plan, step: int, rank: int, group: ProcessGroup) -> None:
@@ -32,54 +33,49 @@ class Collectives:
         assert isinstance(problem, Problem) and transfer is not None
         self.problem, self.rank, self.group = problem, rank, group
         self.ends = transfer.src.buffer, transfer.dst.buffer
-        self.bounds = list(zip(problem.offsets, problem.offsets[1:], strict=False))
+        #: The rows of each rank.
+        self.rows = [slice(*bounds) for bounds in pairwise(problem.offsets)]
 
     def starts(
         self, tensors: Mapping[str, torch.Tensor], timeout: timedelta | None = None
     ) -> Iterator[Start]:
-        """The collectives of one call, each to be begun once the one before is over.
+        """The collectives of one call, each to be started once the previous one has completed.
 
         Args:
             tensors: the buffers of the call by name.
-            timeout: after which the library gives up by itself; None for the group's own.
+            timeout: after which the library gives up; None for the group's own.
         """
 
         def options(make: Callable[[], Any], **fields: Any) -> Any:
-            found = make()
-            found.asyncOp = False
+            made = make()
             if timeout is not None:
-                found.timeout = timeout
-            for name, value in fields.items():
-                setattr(found, name, value)
-            return found
+                fields["timeout"] = timeout
+            for name, value in {"asyncOp": False, **fields}.items():
+                setattr(made, name, value)
+            return made
 
         problem, rank, group = self.problem, self.rank, self.group
         src, dst = (tensors[name] for name in self.ends)
+        nonempty = [root for root, rows in enumerate(self.rows) if rows.start < rows.stop]
         match problem.kind.collective:
             case "all-gather":
                 if problem.equal:
-                    yield partial(
-                        group._allgather_base,
-                        dst,
-                        src.contiguous(),
-                        options(c10d.AllgatherOptions),
-                    )
+                    equal = options(c10d.AllgatherOptions)
+                    yield partial(group._allgather_base, dst, src.contiguous(), equal)
                     return
-                dst[slice(*self.bounds[rank])].copy_(src)
-                for root, (first, last) in enumerate(self.bounds):
-                    if first < last:
-                        one = options(c10d.BroadcastOptions, rootRank=root)
-                        yield partial(group.broadcast, [dst[first:last]], one)
+                dst[self.rows[rank]].copy_(src)
+                for root in nonempty:
+                    one = options(c10d.BroadcastOptions, rootRank=root)
+                    yield partial(group.broadcast, [dst[self.rows[root]]], one)
             case "reduce-scatter":
                 if problem.equal:
                     equal = options(c10d.ReduceScatterOptions)
                     yield partial(group._reduce_scatter_base, dst, src, equal)
                     return
-                for root, (first, last) in enumerate(self.bounds):
-                    if first < last:
-                        one = options(c10d.ReduceOptions, rootRank=root)
-                        yield partial(group.reduce, [src[first:last]], one)
-                dst.copy_(src[slice(*self.bounds[rank])])
+                for root in nonempty:
+                    one = options(c10d.ReduceOptions, rootRank=root)
+                    yield partial(group.reduce, [src[self.rows[root]]], one)
+                dst.copy_(src[self.rows[rank]])
             case "all-to-all":
                 peers = range(problem.world)
                 sent = [problem.block(rank, peer) for peer in peers]

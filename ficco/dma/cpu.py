@@ -1,12 +1,11 @@
 """CPUs: shared host memory, POSIX semaphores and PyTorch's own matrix product.
 
-The engine runs every Plan on any Linux machine and is the one in which calls can be disturbed on
-purpose, see :mod:`ficco.dma.disturbance`. Every lane is a thread; ``compute0`` is the caller's own.
-Buffers lie in host memory that the ranks share, a signal is a semaphore in the waiter's memory. A
-call is over when it returns, so it raises its errors itself.
+The reference engine: it runs every Plan on any Linux machine. Every lane is a thread; ``compute0``
+is the caller's own. Buffers lie in host memory that the ranks share, and a signal is a semaphore in
+the waiter's memory. Calls are synchronous and raise their own errors.
 
-Ordering: what a lane wrote before it posts a semaphore is seen by the lane whose wait takes it, see
-:class:`ficco.dma.host.Semaphores`. Lanes of one rank order each other through threading events.
+Ordering: what a lane wrote before it posts a semaphore is visible to the lane whose wait takes it,
+see :class:`ficco.dma.host.Semaphores`. Lanes of one rank synchronize through threading events.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ import torch
 
 from ficco.dma.blas import library
 from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives, out_of_step
-from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, Lane, Run, timed_out
+from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, Lane, timed_out
 from ficco.dma.cpu_memory import CpuMemory, data_offset
-from ficco.dma.disturbance import Trouble
 from ficco.dma.engine import Call, Capabilities, Engine, Op, Program, Slot, Span, Symmetric
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.products import FUNCTIONS, multiply
@@ -37,20 +35,21 @@ class CpuEngine(Engine):
     """See the module's docstring.
 
     Attributes:
-        operator: what errors of an allocation say was running.
-        trouble: what disturbs calls on purpose, for tests.
+        operator: named by the errors of an allocation.
+        bandwidth: limit of each copy in bytes per second, so that copies show in a timeline; None
+            for no limit.
     """
 
     name = "cpu"
     operator = "ficco"
+    bandwidth: float | None = None
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self.trouble = Trouble(self.rank)
         self._serial = 0
         self._lanes: dict[str, Lane] = {}
         self._collectives: CpuCollectives | None = None
-        self._calls = 0  # under way
+        self._in_flight = 0
 
     @property
     def out_of_step(self) -> bool:
@@ -73,13 +72,13 @@ class CpuEngine(Engine):
         assert isinstance(memory, CpuMemory)
         first = memory.addresses[self.rank]
         for word in range(words):
-            # The words by which peers hand the slot over rest at 1, see ficco.plan.Signal.
+            # The words that hand the slot to the next call are 1 between calls: ficco.plan.Signal.
             semaphores().init(first + word * SEMAPHORE_STRIDE, int(word < self.world))
         memory.host.barrier(self.timeout_s)
         return Slot(memory, words, nbytes, data_offset(words), captured)
 
     def retire(self, slot: Slot) -> None:
-        pass  # a call is over when it returns
+        pass  # calls are synchronous
 
     # Signals.
 
@@ -97,22 +96,22 @@ class CpuEngine(Engine):
                 if not take(word):
                     self._wait(program, call, step, signal, word)
 
-        return self.trouble.disturbed(step, op)
+        return op
 
     def _wait(self, program: Program, call: Call, step: int, signal: Signal, word: int) -> None:
-        run: Run = call.state
+        state: CallState = call.state
         lane = program.plan.steps[step].lane
         begin = time.monotonic()
         while not semaphores().wait(word, SLICE_S):
-            run.check()
+            state.check()
             self.interrupt()
-            if lane not in run.blocked:
-                run.blocked[lane] = (step, signal, word, begin)
-                self._mark(program, run, lane, 1)
-            if time.monotonic() - begin > run.timeout_s:
-                self._expire(program, run)
-        if run.blocked.pop(lane, None):
-            self._mark(program, run, lane, 0)
+            if lane not in state.blocked:
+                state.blocked[lane] = (step, signal, word, begin)
+                self._mark(program, state, lane, 1)
+            if time.monotonic() - begin > state.timeout_s:
+                self._expire(program, state)
+        if state.blocked.pop(lane, None):
+            self._mark(program, state, lane, 0)
 
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         words = [self._word(program, signal) for signal in signals]
@@ -122,10 +121,10 @@ class CpuEngine(Engine):
             for word in words:
                 post(word)
 
-        return self.trouble.disturbed(step, op)
+        return op
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
-        return None  # a wait takes what was posted
+        return None  # a wait decrements the semaphore
 
     def record(self, program: Program, step: int) -> Op:
         return lambda call: call.state.recorded[step].set()
@@ -135,22 +134,22 @@ class CpuEngine(Engine):
             while not call.state.recorded[earlier].wait(SLICE_S):
                 call.state.check()
 
-        return self.trouble.disturbed(step, op)
+        return op
 
-    # Whom to blame. Where several lanes of a rank wait, one of the peers may itself only wait for
-    # another. Every rank therefore marks the lanes that wait in the slot, for its peers to see.
+    # Which peer a timeout names. Where several lanes of a rank wait, one of the peers may itself
+    # wait for another. Every rank therefore marks its waiting lanes in the slot, where peers read.
 
-    def _mark(self, program: Program, run: Run, lane: str, value: int) -> None:
-        run.marks[self.rank][program.plan.lanes.index(lane) % SEMAPHORE_STRIDE] = value
+    def _mark(self, program: Program, state: CallState, lane: str, value: int) -> None:
+        state.marks[self.rank][program.plan.lanes.index(lane) % SEMAPHORE_STRIDE] = value
 
-    def _expire(self, program: Program, run: Run) -> NoReturn:
+    def _expire(self, program: Program, state: CallState) -> NoReturn:
         """Raise for the wait whose peer most likely is the cause: dead, or not waiting itself."""
 
         def order(wait: tuple[int, Signal, int, float]) -> tuple[bool, bool, float]:
             peer = wait[1].poster
-            return not dead(run.pids[peer]), bool(run.marks[peer].any()), wait[3]
+            return not dead(state.pids[peer]), bool(state.marks[peer].any()), wait[3]
 
-        step, signal, word, begin = min(list(run.blocked.values()), key=order)
+        step, signal, word, begin = min(list(state.blocked.values()), key=order)
         seconds = time.monotonic() - begin
         raise timed_out(program, step, signal.poster, seconds, 1, semaphores().value(word))
 
@@ -162,34 +161,35 @@ class CpuEngine(Engine):
         move = _move if mover == "dma" else torch.Tensor.copy_
 
         def op(call: Call) -> None:
+            begin = time.monotonic()
             move(dst(call), src(call))
+            if self.bandwidth is not None:
+                rest = nbytes / self.bandwidth - (time.monotonic() - begin)
+                call.state.failed.wait(max(rest, 0))
 
-        return self.trouble.disturbed(step, self.trouble.slowed(nbytes, op))
+        return op
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         src, dst = (self._rectangle(program, region) for region in transfer[:2])
         function = FUNCTIONS.get(transfer.function)
 
         def op(call: Call) -> None:
-            moved = src(call)
-            dst(call).copy_(function(moved) if function else moved)
+            placed = src(call)
+            dst(call).copy_(function(placed) if function else placed)
 
-        return self.trouble.disturbed(step, op)
+        return op
 
     def collective(self, program: Program, step: int) -> Op:
-        """As all engines do, but a rank that does not come is a timeout of this call and named."""
+        """As on all engines, but an absent rank is named by a timeout of this call."""
         if self._collectives is None:
             self._collectives = CpuCollectives(self, self.symmetric(COUNT_BYTES))
-        return self.trouble.disturbed(step, self._collectives.op(program, step))
+        return self._collectives.op(program, step)
 
     def _rectangle(
         self, program: Program, region: Region, batch: int = 1, stride: int = 0
     ) -> Callable[[Call], torch.Tensor]:
-        """Finds a region in a call's operands or in shared memory, which a Program knows already.
-
-        With ``batch`` there are several, ``stride`` rows apart.
-        """
-
+        """Looks up a region of a call: in shared memory the view is made once, in operands for each
+        call. With ``batch`` there are several, ``stride`` rows apart."""
         buffer = program.plan.buffer[region.buffer]
 
         def view(whole: torch.Tensor) -> torch.Tensor:
@@ -212,64 +212,56 @@ class CpuEngine(Engine):
         """A symmetric buffer of any rank as a matrix."""
         plan, slot = program.plan, program.slot
         buffer = plan.buffer[region.buffer]
+        rows, cols = buffer.shapes[region.rank]
         if buffer.memory == "slot":
             assert slot is not None
             memory, start = slot.memory, slot.data + plan.offsets[buffer.name]
+            rows = buffer.rows  # the most of any rank: a view must not exceed its storage
         else:
             assert program.source is not None
             memory, start = program.source
         assert isinstance(memory, CpuMemory)
-        # As many rows as the rank has that has most: a view must not leave its storage.
-        shape = (buffer.rows, buffer.shapes[region.rank][1])
-        if buffer.memory != "slot":
-            shape = buffer.shapes[region.rank]
-        nbytes = shape[0] * shape[1] * buffer.itemsize
-        part = memory.parts[region.rank][start : start + nbytes]
-        return part.view(getattr(torch, buffer.dtype)).view(shape)
+        part = memory.parts[region.rank][start : start + rows * cols * buffer.itemsize]
+        return part.view(getattr(torch, buffer.dtype)).view(rows, cols)
 
     # Products.
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
-        parts = [
-            (
-                product,
-                self._rectangle(program, product.a, product.batch, product.a_stride),
-                self._rectangle(program, product.b),
-                self._rectangle(program, product.out, product.batch, product.out_stride),
-                product.addend and self._rectangle(program, product.addend),
-                self._factors(program, product),
+        region = partial(self._rectangle, program)
+        parts = []
+        for product in products:
+            batch = product.batch, product.a_stride
+            pairs = zip(product.scales, (batch, ()), strict=False)
+            parts.append(
+                (
+                    product,
+                    region(product.a, *batch),
+                    region(product.b),
+                    region(product.out, product.batch, product.out_stride),
+                    product.addend and region(product.addend),
+                    [region(scale, *each) for scale, each in pairs],
+                )
             )
-            for product in products
-        ]
 
         def op(call: Call) -> None:
             for product, a, b, out, addend, scales in parts:
-                left, to = a(call), out(call)
-                added = addend(call) if addend else to if product.accumulate else None
+                left, result = a(call), out(call)
+                added = addend(call) if addend else result if product.accumulate else None
                 left = left.t() if product.transposed else left
-                _multiply(left, b(call), to, added, [scale(call) for scale in scales])
+                _multiply(left, b(call), result, added, [scale(call) for scale in scales])
 
-        return self.trouble.disturbed(step, op)
-
-    def _factors(self, program: Program, product: Product) -> list[Callable[[Call], torch.Tensor]]:
-        if not product.scales:
-            return []
-        rows, cols = product.scales
-        return [
-            self._rectangle(program, rows, product.batch, product.a_stride),
-            self._rectangle(program, cols),
-        ]
+        return op
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         parts = [self._rectangle(program, part) for part in reduction.parts]
         out = self._rectangle(program, reduction.out)
-        # float64 is served here alone, and keeps its own precision.
+        # Only this engine serves float64, which keeps its precision.
         dtype = program.plan.buffer[reduction.out.buffer].dtype
         wide = torch.float64 if dtype == "float64" else torch.float32
 
         def op(call: Call) -> None:
-            # No pass over memory beside the sums themselves. The result comes last: a part may lie
-            # where it goes.
+            # No pass over memory but the sums themselves. The result is written last: it may alias
+            # a part.
             first, *others = (part(call) for part in parts)
             result, total = out(call), first.to(wide)
             for i, other in enumerate(others[:-1]):
@@ -281,7 +273,7 @@ class CpuEngine(Engine):
             else:
                 result.copy_(total + others[-1])
 
-        return self.trouble.disturbed(step, op)
+        return op
 
     # Running.
 
@@ -293,37 +285,35 @@ class CpuEngine(Engine):
                 lanes.setdefault(lane, []).append(op)
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
-        slot = program.slot
-        run = call.state = Run(len(lanes), program.state["recorded"], self.timeout_s, slot)
-        self._calls += 1
+        state = call.state = CallState(
+            len(lanes), program.state["recorded"], self.timeout_s, program.slot
+        )
+        self._in_flight += 1
         try:
             for lane, ops in lanes.items():
                 if lane != "compute0":
-                    self._lane(lane).submit(partial(run.carry_out, ops, call))
-            run.carry_out(lanes["compute0"], call)
-            run.over.wait()
+                    if lane not in self._lanes:
+                        self._lanes[lane] = Lane(lane)
+                    self._lanes[lane].submit(partial(state.run_lane, ops, call))
+            state.run_lane(lanes["compute0"], call)
+            state.done.wait()
         except BaseException as error:  # Ctrl-C: no lane may write to the result any more
-            run.fail(error)
-            run.over.wait(JOIN_S)
+            state.fail(error)
+            state.done.wait(JOIN_S)
         finally:
-            self._calls -= 1
-        if run.error is not None:
-            raise run.error
-        # A call may get through on what peers sent for another one. Data from all of them has come,
-        # and so have their entries on the board.
+            self._in_flight -= 1
+        if state.error is not None:
+            raise state.error
+        # A call can succeed on what peers sent for a different one. Data of all peers has arrived,
+        # and so have their entries on the board: compare them now.
         self.interrupt()
-
-    def _lane(self, name: str) -> Lane:
-        if name not in self._lanes:
-            self._lanes[name] = Lane(name)
-        return self._lanes[name]
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
         return lambda call: call.state.stamps.append((step, end, time.perf_counter()))
 
     def spans(self, program: Program, call: Call) -> list[Span]:
-        run: Run = call.state
-        times = {(step, end): when - run.began for step, end, when in run.stamps}
+        state: CallState = call.state
+        times = {(step, end): when - state.began for step, end, when in state.stamps}
         return [
             Span(step, program.plan.steps[step].lane, start, times[step, True])
             for (step, end), start in sorted(times.items())
@@ -334,7 +324,7 @@ class CpuEngine(Engine):
         return 0
 
     def synchronize(self) -> None:
-        pass  # a call is over when it returns
+        pass  # calls are synchronous
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -356,14 +346,12 @@ class CpuEngine(Engine):
         )
 
     def copy_engines(self) -> int:
-        # A lane's thread copies, but all of them share the cores and the bandwidth of memory.
-        return 1
+        return 1  # every lane copies, but all share the cores and the memory bandwidth
 
     def close(self) -> None:
-        self.trouble.close()
         for lane in self._lanes.values():
-            # At the end of a process a call of another thread may be stuck: leave its lanes alone.
-            lane.close(join=not self._calls)
+            # At exit a call of another thread may be stuck: do not wait for its lanes.
+            lane.close(join=not self._in_flight)
         self._lanes.clear()
         if self._collectives is not None:
             self._collectives.memory.free()

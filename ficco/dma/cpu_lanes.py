@@ -1,6 +1,7 @@
-"""A call of the CPU engine under way: its lanes as threads, their common state, and how they fail.
+"""A call of the CPU engine in flight: its lanes as threads, their shared state, and how they fail.
 
-The lane that fails first says why; the others stop at their next operation or slice of a wait.
+The call raises the error of the lane that fails first; the others stop at their next operation or
+slice of a wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ficco.dma.host import SEMAPHORE_STRIDE
 from ficco.errors import SignalTimeout
 from ficco.plan import Signal
 
-#: Seconds between two looks of a waiting lane at failures of other lanes, the clock and
+#: Seconds after which a waiting lane checks for failures of other lanes, the timeout and
 #: :attr:`Engine.interrupt`.
 SLICE_S = 0.02
 #: Seconds that closing the engine waits for a lane.
@@ -29,14 +30,14 @@ class Stopped(Exception):
     """Another lane of this call has failed."""
 
 
-class Run:
-    """One call under way: its lanes' common state."""
+class CallState:
+    """What the lanes of a call in flight share."""
 
     def __init__(
         self, lanes: int, recorded: Sequence[int], timeout_s: float, slot: Slot | None
     ) -> None:
-        # What waits need of the slot: a stuck lane may outlast it, and its addresses must stay
-        # mapped. Behind the words lie marks, a byte per lane, see CpuEngine._expire.
+        # What waits need of the slot: a stuck lane may outlive it, and its addresses must stay
+        # mapped. After the words come marks, a byte per lane, see CpuEngine._expire.
         self.parts: list[torch.Tensor] = []
         if slot is not None:
             assert isinstance(slot.memory, CpuMemory)
@@ -46,19 +47,20 @@ class Run:
         self.timeout_s = timeout_s
         self.recorded = {step: threading.Event() for step in recorded}
         self.stamps: list[tuple[int, bool, float]] = []
-        self.blocked: dict[str, tuple[int, Signal, int, float]] = {}  # lane -> its long wait
+        #: By lane: step, signal, its address and the start of a wait longer than a slice.
+        self.blocked: dict[str, tuple[int, Signal, int, float]] = {}
         self.began = time.perf_counter()
         self.failed = threading.Event()
         self.error: BaseException | None = None
         self._lanes = lanes
         self._lock = threading.Lock()
-        self.over = threading.Event()
+        self.done = threading.Event()
 
-    def carry_out(self, ops: Sequence[Op], call: Call) -> None:
+    def run_lane(self, ops: Sequence[Op], call: Call) -> None:
         """Run one lane."""
         try:
-            # Grad and inference mode belong to a thread; only here both hold for all lanes, and
-            # only inference mode may write to tensors of either kind.
+            # Grad and inference mode are per thread, so that each lane sets its own; only in
+            # inference mode may it write to inference tensors and to those that require grad.
             with torch.inference_mode():
                 for op in ops:
                     if self.failed.is_set():
@@ -72,7 +74,7 @@ class Run:
             with self._lock:
                 self._lanes -= 1
                 if not self._lanes:
-                    self.over.set()
+                    self.done.set()
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error and stop all lanes."""
@@ -86,29 +88,26 @@ class Run:
 
 
 class Lane:
-    """A thread that works off the operations of one lane, call after call."""
+    """A thread that runs the operations of one lane, call after call."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A daemon: a lane that is stuck must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=_work, args=(self._jobs,), name=f"ficco {name}", daemon=True
-        )
+        # A daemon: a stuck lane must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name=f"ficco {name}", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it references the operands of the call
+
     def close(self, join: bool) -> None:
         self._jobs.put(None)
         if join and threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # it holds the operands of the call
 
 
 def timed_out(
@@ -119,7 +118,7 @@ def timed_out(
     wanted: int | None = None,
     found: int | None = None,
 ) -> SignalTimeout:
-    """The error of a step that has waited for a peer for too long."""
+    """The error of a step that has waited too long for a peer."""
     plan = program.plan
     return SignalTimeout(
         operator=plan.problem.operator,

@@ -1,4 +1,4 @@
-"""Host memory of all ranks as tensors, and the layout of a slot of the CPU engine in it."""
+"""Host memory of all ranks as tensors, and the layout of the CPU engine's slots in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CpuMemory(Symmetric):
             engine.timeout_s,
             f"allocation {serial}",
             engine.operator,
-            # A rank alone in wanting memory learns here that its call is not that of its peers.
+            # If only this rank allocates, here it learns that its call differs from its peers'.
             interrupt=lambda: engine.interrupt(),
         )
         self.parts = [
@@ -30,12 +30,12 @@ class CpuMemory(Symmetric):
         self.addresses = [self.host.address(rank) for rank in range(engine.world)]
 
     def free(self) -> None:
-        """Let go of it; tensors in it, and calls under way, keep it mapped."""
+        """Drop it; tensors in it, and calls in flight, keep it mapped."""
         self.parts, self.addresses = [], []
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self.host.close()
 
 
 def data_offset(words: int) -> int:
-    """Where the data of a slot begin, after its words and the marks of its lanes."""
+    """The byte of a slot at which its data begin, after its words and the marks of its lanes."""
     return (words + 1) * SEMAPHORE_STRIDE

@@ -1,7 +1,7 @@
 """Host memory that the ranks of a group share, and semaphores in it.
 
-Every rank makes an anonymous file (a memfd) and maps those of its peers. Such a file has no name
-in any file system: it is gone with the last process that maps it, however that process ends, and
+Every rank creates an anonymous file (a memfd) and maps those of its peers. Such a file has no name
+in any file system: it is freed with the last process that maps it, however that process ends, and
 the size of /dev/shm does not limit it.
 """
 
@@ -26,10 +26,10 @@ from ficco.errors import BackendError, RankMismatch, SignalTimeout
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-#: Distance of semaphores in bytes: a cache line each. A sem_t takes 32 bytes on 64-bit Linux.
+#: Bytes from one semaphore to the next: a cache line. A sem_t takes 32 bytes on 64-bit Linux.
 SEMAPHORE_STRIDE = 64
-#: Seconds in which a rank that gave up can say so, before its peers report that its memory is gone.
-SAYS_S = 0.3
+#: Seconds in which a rank that failed can report why, before its peers report its memory as gone.
+REPORT_S = 0.3
 
 _CLOCK_MONOTONIC = 1
 
@@ -43,36 +43,35 @@ class Semaphores:
 
     POSIX.1-2017, XBD 4.12 'Memory Synchronization', lists sem_post, sem_wait, sem_timedwait and
     sem_trywait among the functions that synchronize memory: what a rank wrote before a post is
-    seen behind the wait that the post ends, by other processes and on weakly ordered processors
-    (Arm) as well. sem_clockwait does the same (POSIX.1-2024, XBD 4.15.2).
+    visible after the wait that the post ends, also to other processes and on weakly ordered
+    processors (Arm). sem_clockwait does the same (POSIX.1-2024, XBD 4.15.2).
 
     Calls go through ctypes, which releases the interpreter lock around them.
     """
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        address = ctypes.c_void_p
-        self._init = libc.sem_init
-        self._init.argtypes = [address, ctypes.c_int, ctypes.c_uint]
-        self._post = libc.sem_post
-        self._post.argtypes = [address]
-        self._trywait = libc.sem_trywait
-        self._trywait.argtypes = [address]
-        self._getvalue = libc.sem_getvalue
-        self._getvalue.argtypes = [address, ctypes.POINTER(ctypes.c_int)]
+
+        def function(name: str, *arguments: Any) -> Any:
+            function = getattr(libc, name)
+            function.argtypes = [ctypes.c_void_p, *arguments]
+            return function
+
+        self._init = function("sem_init", ctypes.c_int, ctypes.c_uint)
+        self._post = function("sem_post")
+        self._trywait = function("sem_trywait")
+        self._getvalue = function("sem_getvalue", ctypes.POINTER(ctypes.c_int))
         timespec = ctypes.POINTER(_Timespec)
-        # sem_timedwait follows the wall clock, which can be set back; glibc has had a monotonic
-        # one since 2.30, other C libraries may not.
+        # sem_timedwait uses the wall clock, which can be set back. glibc offers a monotonic clock
+        # since 2.30; other C libraries may not.
         try:
-            self._clockwait = libc.sem_clockwait
-            self._clockwait.argtypes = [address, ctypes.c_int, timespec]
+            self._clockwait = function("sem_clockwait", ctypes.c_int, timespec)
         except AttributeError:
             self._clockwait = None
-            self._timedwait = libc.sem_timedwait
-            self._timedwait.argtypes = [address, timespec]
+            self._timedwait = function("sem_timedwait", timespec)
 
     def init(self, address: int, value: int) -> None:
-        """Make a semaphore with a first value; nobody may use it yet."""
+        """Initialize a semaphore that no rank uses yet."""
         if self._init(address, 1, value):
             raise _failure("sem_init")
 
@@ -81,11 +80,11 @@ class Semaphores:
             raise _failure("sem_post")
 
     def try_wait(self, address: int) -> bool:
-        """Take one if there is one."""
+        """Decrement without waiting; whether that was possible."""
         return self._trywait(address) == 0
 
     def wait(self, address: int, seconds: float) -> bool:
-        """Take one; False if none came in time, or earlier if a Unix signal came instead."""
+        """Decrement; False after a timeout, or earlier if a Unix signal interrupts the wait."""
         if self._clockwait is not None:
             code = self._clockwait(address, _CLOCK_MONOTONIC, _timespec(time.monotonic() + seconds))
         else:
@@ -95,10 +94,10 @@ class Semaphores:
         return code == 0
 
     def value(self, address: int) -> int:
-        found = ctypes.c_int()
-        if self._getvalue(address, found):
+        value = ctypes.c_int()
+        if self._getvalue(address, value):
             raise _failure("sem_getvalue")
-        return found.value
+        return value.value
 
 
 @cache
@@ -107,9 +106,8 @@ def semaphores() -> Semaphores:
     return Semaphores()
 
 
-def _timespec(when: float) -> _Timespec:
-    seconds = int(when)
-    return _Timespec(seconds, int((when - seconds) * 1e9))
+def _timespec(seconds: float) -> _Timespec:
+    return _Timespec(int(seconds), int(seconds % 1 * 1e9))
 
 
 def _failure(call: str) -> BackendError:
@@ -120,11 +118,11 @@ def _failure(call: str) -> BackendError:
 class HostMemory:
     """Memory of the same size on every rank of a group on one machine, mapped by all of them.
 
-    Making one is collective and returns once every rank has mapped all parts.
+    The constructor is collective and returns once every rank has mapped all parts.
 
     Attributes:
         maps: the parts, by rank; empty once closed.
-        nbytes: usable bytes of each, zeroed at first.
+        nbytes: usable bytes of each, initially zero.
         pids: process of each rank.
     """
 
@@ -141,8 +139,8 @@ class HostMemory:
         may raise.
 
         Raises:
-            SignalTimeout: a rank did not come within ``timeout_s``; ``purpose`` says what for.
-            RankMismatch: the ranks want different sizes.
+            SignalTimeout: a rank did not arrive within ``timeout_s``; names the ``purpose``.
+            RankMismatch: the ranks request different sizes.
             NotImplementedError: the ranks cannot share memory, or this is not Linux.
         """
         if not hasattr(os, "memfd_create"):
@@ -170,21 +168,23 @@ class HostMemory:
                 for rank, hello in enumerate(hellos)
             ]
             self.pids = [hello["pid"] for hello in hellos]
-            # All are here; whoever came at the last moment still gets the time to map.
+            # A rank that arrived at the last moment still needs time to map.
             self.barrier(max(deadline - time.monotonic(), 1.0))
-            self._require_equal(hellos)
+            sizes = [f"{hello['nbytes']} bytes of memory for {purpose}" for hello in hellos]
+            if len(set(sizes)) > 1:
+                raise RankMismatch(dict(enumerate(sizes)))
         except BaseException:
             self.close()
             raise
         finally:
-            os.close(fd)  # behind the barrier: every peer has opened it
+            os.close(fd)  # after the barrier, since peers open it through this descriptor
 
     def address(self, rank: int) -> int:
-        """Where a rank's part begins in this process."""
+        """The address of a rank's part in this process."""
         return _address(self.maps[rank])
 
     def barrier(self, timeout_s: float) -> None:
-        """Wait for every rank to come here; what it wrote before is seen behind."""
+        """Wait for every rank; what it wrote before is visible afterwards."""
         gates = [self._gates(part)[self.rank] for part in self.maps]
         for rank, gate in enumerate(gates):
             if rank != self.rank:
@@ -192,29 +192,29 @@ class HostMemory:
         deadline = time.monotonic() + timeout_s
         absent = []
         for rank, gate in enumerate(self._gates(self.maps[self.rank])):
-            came = rank == self.rank or semaphores().try_wait(gate)
-            while not came and (rest := deadline - time.monotonic()) > 0:
+            arrived = rank == self.rank or semaphores().try_wait(gate)
+            while not arrived and (rest := deadline - time.monotonic()) > 0:
                 self._interrupt()
-                came = semaphores().wait(gate, min(rest, 0.02))  # in slices: Ctrl-C comes through
-            if not came:
+                arrived = semaphores().wait(gate, min(rest, 0.02))  # in slices, for Ctrl-C
+            if not arrived:
                 absent.append(rank)
         if absent:
             raise self._timeout(absent, timeout_s)
 
     def close(self) -> None:
-        """Give the maps up. Tensors that look into them keep them mapped as long as they live.
+        """Drop the maps. Tensors that are views of them keep them mapped.
 
-        A map is therefore never closed by force: torch.frombuffer keeps the map but no lock on its
-        buffer, so that closing it would pull the memory from under a tensor.
+        A map is never closed explicitly: torch.frombuffer references the map but does not lock its
+        buffer, so that closing it would unmap the memory of a live tensor.
         """
         self.maps.clear()
 
     def _total(self, nbytes: int) -> int:
-        """The size of a part: behind the data one semaphore per rank, for barriers."""
+        """The size of a part: the data, then one semaphore per rank, for barriers."""
         return (-(-nbytes // SEMAPHORE_STRIDE) + self.world) * SEMAPHORE_STRIDE
 
     def _gates(self, part: mmap.mmap) -> list[int]:
-        """Addresses of a part's barrier semaphores: one per rank that comes to the barrier."""
+        """Addresses of a part's barrier semaphores, one per rank that arrives."""
         end = _address(part) + len(part)
         return [end - (rank + 1) * SEMAPHORE_STRIDE for rank in range(self.world)]
 
@@ -232,7 +232,7 @@ class HostMemory:
         )
 
     def _hello(self, fd: int) -> dict[str, Any]:
-        """What peers must know to map this rank's part."""
+        """What peers need to map this rank's part."""
         return {
             "host": socket.gethostname(),
             "boot": _read("/proc/sys/kernel/random/boot_id"),
@@ -248,7 +248,7 @@ class HostMemory:
         self, group: ProcessGroup, mine: dict[str, Any], timeout_s: float, deadline: float
     ) -> list[dict[str, Any]]:
         """Exchange hellos through the group's store."""
-        found: dict[int, dict[str, Any]] = {self.rank: mine}
+        hellos: dict[int, dict[str, Any]] = {self.rank: mine}
         absent = [rank for rank in range(self.world) if rank != self.rank]
         if not absent:
             return [mine]
@@ -261,21 +261,20 @@ class HostMemory:
                 "group: required a process group that exists, got one that was destroyed; pass "
                 "another, and call ficco.close(group) before dist.destroy_process_group(group)"
             ) from None
-        begin = deadline - timeout_s
-        over, stop = threading.Event(), threading.Event()
+        done, stop = threading.Event(), threading.Event()
         errors: list[Exception] = []
 
         def exchange() -> None:
             try:
-                self._exchange(store, mine, found, absent, stop)
+                self._exchange(store, mine, hellos, absent, stop)
             except Exception as error:
                 errors.append(error)
-            over.set()
+            done.set()
 
-        # In a thread: a store whose host is stopped keeps its clients waiting for longer than this.
+        # In a thread: clients of a store whose host is stopped wait longer than this timeout.
         threading.Thread(target=exchange, name="ficco meet", daemon=True).start()
         try:
-            while not over.wait(0.02):
+            while not done.wait(0.02):
                 self._interrupt()
                 if time.monotonic() > deadline:
                     raise self._timeout(list(absent), timeout_s)
@@ -285,37 +284,38 @@ class HostMemory:
             if not isinstance(error, DistError):
                 raise error
             # The rank that hosts the store is gone.
-            raise self._timeout(list(absent) or None, time.monotonic() - begin) from error
-        return [found[rank] for rank in range(self.world)]
+            seconds = time.monotonic() - (deadline - timeout_s)
+            raise self._timeout(list(absent) or None, seconds) from error
+        return [hellos[rank] for rank in range(self.world)]
 
     def _exchange(
         self,
         store: Store,
         mine: dict[str, Any],
-        found: dict[int, dict[str, Any]],
+        hellos: dict[int, dict[str, Any]],
         absent: list[int],
         stop: threading.Event,
     ) -> None:
-        """Fill ``found``, and empty ``absent`` while doing so.
+        """Fill ``hellos`` until no rank is ``absent``.
 
-        A store can outlive a group, and the names in it are used again. Each rank therefore makes
-        up a token and repeats those that it heard: a hello with this rank's token in it is new. The
-        barrier behind keeps a rank from coming back before all its peers have left this exchange.
+        A store can outlive a group, and its keys are used again. Each rank therefore sends a random
+        token and echoes those that it heard: a hello that echoes this rank's token is new. The
+        barrier that follows keeps a rank from returning before all its peers have left this
+        exchange.
         """
         key = f"ficco/{self.purpose}/"
-        said = None
+        sent = None
         pause = 0.0005
         while not stop.is_set():
-            heard = {str(rank): hello["token"] for rank, hello in found.items()}
-            if heard != said:
+            heard = {str(rank): hello["token"] for rank, hello in hellos.items()}
+            if heard != sent:
                 store.set(f"{key}{self.rank}", json.dumps({**mine, "heard": heard}))
-                said, pause = heard, 0.0005
+                sent, pause = heard, 0.0005
             if not absent:
                 return
             for rank in list(absent):
                 if store.check([f"{key}{rank}"]):
-                    hello = json.loads(store.get(f"{key}{rank}"))
-                    found[rank] = hello
+                    hello = hellos[rank] = json.loads(store.get(f"{key}{rank}"))
                     if hello["heard"].get(str(self.rank)) == mine["token"]:
                         absent.remove(rank)
             if absent:
@@ -337,23 +337,14 @@ class HostMemory:
                     f"namespace"
                 )
 
-    def _require_equal(self, hellos: list[dict[str, Any]]) -> None:
-        if len({hello["nbytes"] for hello in hellos}) > 1:
-            raise RankMismatch(
-                {
-                    rank: f"{hello['nbytes']} bytes of memory for {self.purpose}"
-                    for rank, hello in enumerate(hellos)
-                }
-            )
-
     def _open(self, rank: int, hello: dict[str, Any]) -> mmap.mmap:
         path = f"/proc/{hello['pid']}/fd/{hello['fd']}"
         ended = f"rank {rank} has just ended or given up"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            # Most often it is not there. Another file in its place may be one that cannot be
-            # opened, such as a socket; what is left of a dead process is root's alone to look at.
+            # Most often it does not exist. The descriptor may by now stand for a file that cannot
+            # be opened, such as a socket, and only root may inspect a dead process.
             if dead(hello["pid"]) or _file(path) not in (None, hello["file"]):
                 code = errno.errorcode.get(error.errno or 0, str(error.errno))
                 raise self._gone(code, f"{path}: {ended}") from None
@@ -371,8 +362,8 @@ class HostMemory:
             os.close(fd)
 
     def _gone(self, code: str, why: str) -> BackendError:
-        """That a peer's memory is not there, unless the peer says meanwhile why it gave up."""
-        end = time.monotonic() + SAYS_S
+        """The error of a peer whose memory is gone, unless it reports first why it failed."""
+        end = time.monotonic() + REPORT_S
         while time.monotonic() < end:
             self._interrupt()
             time.sleep(0.01)
@@ -380,13 +371,13 @@ class HostMemory:
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    # Older Pythons keep a copy of the descriptor for as long as the map lives.
+    # Older Pythons keep a duplicate of the descriptor open as long as the map.
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(fd, nbytes, **options)
 
 
 def dead(pid: int) -> bool:
-    """Whether a peer's process is gone, or only waits for its parent to take note."""
+    """Whether a peer's process is gone, or a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
@@ -395,14 +386,14 @@ def dead(pid: int) -> bool:
 
 
 def _file(at: int | str) -> list[int] | None:
-    """What tells a file from any other on this host; None if one may not even look."""
+    """The identity of a file on this host: empty if there is none, None without permission."""
     try:
-        found = os.stat(at)
+        status = os.stat(at)
     except PermissionError:
         return None
     except FileNotFoundError:
         return []
-    return [found.st_dev, found.st_ino]
+    return [status.st_dev, status.st_ino]
 
 
 def _address(part: mmap.mmap) -> int:

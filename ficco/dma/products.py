@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-#: The elementwise functions that a place may apply, by name.
+#: The elementwise functions that a place operation may apply, by name.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": torch.relu}
 
 
@@ -28,20 +28,16 @@ def multiply(
 ) -> None:
     """``out = a @ b``, or ``addend + a @ b``, for matrices or batches.
 
-    The sums are as wide as the operands or wider; ``addend`` may be ``out``. PyTorch brings any
+    ``out`` is of the operands' dtype or a wider one. ``addend`` may be ``out``; PyTorch copies any
     other to ``out`` first.
     """
+    widened: dict[str, torch.dtype] = {}
+    if a.dtype != out.dtype:
+        if not _has_out_dtype() or not a.is_cuda:
+            return multiply(a.float(), b.float(), out, addend)
+        widened = {"out_dtype": out.dtype}
     batched = a.dim() == 3
-    if a.dtype == out.dtype:
-        if addend is not None:
-            (torch.baddbmm if batched else torch.addmm)(addend, a, b, out=out)
-        else:
-            (torch.bmm if batched else torch.mm)(a, b, out=out)
-        return
-    if not _has_out_dtype() or not a.is_cuda:
-        multiply(a.float(), b.float(), out, addend)
-    elif addend is not None:
-        add = torch.baddbmm if batched else torch.addmm
-        add(addend, a, b, out_dtype=out.dtype, out=out)
+    if addend is None:
+        (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
     else:
-        (torch.bmm if batched else torch.mm)(a, b, out_dtype=out.dtype, out=out)
+        (torch.baddbmm if batched else torch.addmm)(addend, a, b, **widened, out=out)

@@ -1,9 +1,9 @@
-"""Kernels of ficco's own: placement, peer copy, reduction, signals. One source for HIP and CUDA.
+"""ficco's kernels: placement, peer copy, reduction, signals. One source for HIP and CUDA.
 
-They are compiled on first use for the card at hand (:mod:`ficco.hip_kernels.build`) and launched
-through the vendor's driver on any stream (:mod:`ficco.hip_kernels.launch`). Where that cannot be
-done, :class:`TorchKernels` places and sums with PyTorch. Importing this package touches no device
-and no compiler.
+They are compiled on first use for the device (:mod:`ficco.hip_kernels.build`) and launched through
+the vendor's driver on any stream (:mod:`ficco.hip_kernels.launch`). Where they cannot be compiled,
+:class:`TorchKernels` places and sums with PyTorch. Importing this package uses no device and no
+compiler.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ __all__ = [
 
 
 def kernels(device: torch.device | int) -> Kernels | TorchKernels:
-    """The kernels for a device of this build of PyTorch; PyTorch's own operations, with a warning,
-    where they cannot be compiled. An engine for HIP makes its own from its binding."""
+    """The kernels for a device of this build of PyTorch; where they cannot be compiled, PyTorch's
+    operations, with a warning. The HIP engine makes :class:`Kernels` from its own binding."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type != "cuda" or torch.version.cuda is None:
         return TorchKernels()

@@ -1,19 +1,20 @@
 """Compile the kernels for one architecture, once.
 
 On NVIDIA through nvrtc (cuda-bindings) or nvcc, on AMD through ROCm's or a distribution's clang, or
-hiprtc (hip-python). No vendor's header is needed. The result is kept in the user's cache folder
+hiprtc (hip-python). No vendor's header is needed. The binary is cached in the user's cache folder
 by the source, the architecture and the compiler's version.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,12 +26,12 @@ from ficco.warn import warn_once
 
 HERE = Path(__file__).resolve().parent
 
-#: What a file in the cache begins with; then the SHA-256 of the rest.
+#: The header of a file in the cache; the SHA-256 of the rest follows.
 MAGIC = b"ficco kernels 1\n"
 #: Seconds that a compiler may take.
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
-#: Arguments of nvcc and of a clang for AMD. Neither wraps the code for one device in a bundle.
+#: Arguments of nvcc and of clang for AMD. The output is for one architecture, not a bundle.
 NVCC = ("-x", "cu", "-std=c++17", "-O3")
 CLANG = (
     *("-x", "hip", "-std=c++17", "-O3", "--cuda-device-only", "--no-gpu-bundle-output"),
@@ -40,8 +41,8 @@ CLANG = (
 
 @dataclass(frozen=True)
 class Target:
-    """What to compile for: ``"cuda"`` and ``"sm_90"``, or ``"hip"`` and ``"gfx942"``, with the
-    features that the runtime names behind it (``"gfx942:sramecc+:xnack-"``)."""
+    """What to compile for: ``"cuda"`` and ``"sm_90"``, or ``"hip"`` and ``"gfx942"``, followed by
+    the features that the runtime reports (``"gfx942:sramecc+:xnack-"``)."""
 
     vendor: str
     arch: str
@@ -49,20 +50,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler that is there: ``run`` turns a text into the code for an architecture."""
+    """An installed compiler: ``run`` compiles a source for an architecture."""
 
     name: str
     version: str
     run: Callable[[str, str], bytes]
 
 
-class Missing(Exception):
-    """A compiler is not there; the text says why."""
+class CompilerNotFound(Exception):
+    """A compiler is not installed; the text says why."""
 
 
 @lru_cache
 def source() -> str:
-    """The kernels as one text, since a run-time compiler has no folder to include from."""
+    """The kernels as one text, since a run-time compiler has no include path."""
     include = '#include "device.h"\n'
     kernels = (HERE / "kernels.cpp").read_text()
     assert include in kernels
@@ -73,10 +74,10 @@ def compiled(target: Target, folder: Path | None = None) -> bytes:
     """The kernels for a target: from the cache, or from the first compiler that can do it.
 
     Args:
-        folder: of the cache, in place of ``kernels/`` in the user's.
+        folder: the cache; by default ``kernels/`` in the user's cache folder.
 
     Raises:
-        BackendError: no compiler is there, or none could compile them.
+        BackendError: no compiler is installed, or none could compile them.
     """
     folder = folder or cache_dir() / "kernels"
     failure = None
@@ -84,7 +85,7 @@ def compiled(target: Target, folder: Path | None = None) -> bytes:
     for finder in FINDERS[target.vendor]:
         try:
             compiler = finder()
-        except Missing as error:
+        except CompilerNotFound as error:
             missing.append(str(error))
             continue
         path = folder / f"{_name(target, compiler)}.bin"
@@ -107,12 +108,12 @@ def compiled(target: Target, folder: Path | None = None) -> bytes:
 
 @lru_cache
 def can_compile(vendor: str) -> bool:
-    """Whether a compiler is there. Compiles nothing."""
+    """Whether a compiler is installed. Compiles nothing."""
     for finder in FINDERS[vendor]:
         try:
             finder()
             return True
-        except Missing:
+        except CompilerNotFound:
             continue
     return False
 
@@ -128,25 +129,27 @@ def _name(target: Target, compiler: Compiler) -> str:
 
 
 def _load(path: Path) -> bytes | None:
-    """What was kept, None if it is not there or damaged."""
+    """A binary from the cache; None if there is none or it is damaged."""
     try:
-        found = path.read_bytes()
+        data = path.read_bytes()
     except OSError:
         return None
-    head = len(MAGIC) + hashlib.sha256().digest_size
-    image = found[head:]
-    whole = found[:head] == MAGIC + hashlib.sha256(image).digest()
-    return image if whole and image else None
+    image = data[len(MAGIC) + hashlib.sha256().digest_size :]
+    return image if image and data == _with_header(image) else None
+
+
+def _with_header(image: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(image).digest() + image
 
 
 def _save(path: Path, image: bytes) -> None:
-    """Keep it, in one step: other processes see all of it or nothing."""
+    """Cache a binary atomically: other processes see all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(MAGIC + hashlib.sha256(image).digest() + image)
+                file.write(_with_header(image))
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
@@ -158,37 +161,42 @@ def _save(path: Path, image: bytes) -> None:
 # Programs.
 
 
-def _program(candidates: Iterator[str | Path], what: str) -> str:
-    """The first program that is there."""
+def _program(candidates: Iterable[str | Path], what: str) -> str:
+    """The first candidate that is installed."""
     for candidate in candidates:
-        if found := shutil.which(str(candidate)):
-            return found
-    raise Missing(f"{what} was not found")
+        if path := shutil.which(str(candidate)):
+            return path
+    raise CompilerNotFound(f"{what} was not found")
 
 
 def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(command[0], type(error).__name__, str(error)) from error
 
 
-def _version_of(program: str) -> str:
+def _compiler(name: str, program: str, arguments: Sequence[str]) -> Compiler:
+    """A program as a compiler; its arguments have ``{}`` for the architecture."""
     try:
         answer = _call([program, "--version"])
     except BackendError as error:
-        raise Missing(str(error)) from error
+        raise CompilerNotFound(str(error)) from error
     if answer.returncode:
-        raise Missing(f"{program} --version: {answer.stderr.strip()}")
-    return answer.stdout.strip()
+        raise CompilerNotFound(f"{program} --version: {answer.stderr.strip()}")
+
+    def run(text: str, arch: str) -> bytes:
+        return _compile_with(program, [argument.format(arch) for argument in arguments], text)
+
+    return Compiler(name, answer.stdout.strip(), run)
 
 
-def _compile_with(program: str, arguments: Callable[[str], list[str]], text: str) -> bytes:
-    """What a program makes of the source; ``arguments`` takes the path of the source."""
+def _compile_with(program: str, arguments: Sequence[str], text: str) -> bytes:
+    """The output of a compiler for a source, whose path comes after the arguments."""
     with tempfile.TemporaryDirectory(prefix="ficco-kernels-") as folder:
         path, image = Path(folder, "kernels.cpp"), Path(folder, "kernels.bin")
         path.write_text(text)
-        answer = _call([program, *arguments(str(path)), "-o", str(image)])
+        answer = _call([program, *arguments, str(path), "-o", str(image)])
         if answer.returncode or not image.is_file():
             text = (answer.stderr + answer.stdout).strip()
             raise BackendError(program, f"exit status {answer.returncode}", text[-2000:])
@@ -196,100 +204,87 @@ def _compile_with(program: str, arguments: Callable[[str], list[str]], text: str
 
 
 def _cuda_homes() -> list[Path]:
-    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     wheels = importlib.util.find_spec("nvidia")
-    places = wheels.submodule_search_locations if wheels else None
-    from_wheels = [home for place in places or () for home in Path(place).glob("cu*")]
-    return [*map(Path, named), Path("/usr/local/cuda"), *from_wheels]
+    folders = wheels.submodule_search_locations if wheels else None
+    from_wheels = [home for folder in folders or () for home in Path(folder).glob("cu*")]
+    return [*_named("CUDA_HOME", "CUDA_PATH"), Path("/usr/local/cuda"), *from_wheels]
 
 
-def _rocm_homes() -> list[Path]:
-    named = [os.environ[name] for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)]
-    return [Path(home) for home in (*named, "/opt/rocm")]
+def _named(*variables: str) -> list[Path]:
+    """The folders in environment variables that are set."""
+    return [Path(value) for value in map(os.environ.get, variables) if value]
 
 
 def nvcc_program() -> str:
     """The compiler of the CUDA toolkit, or of its wheels."""
-    homes = (home / "bin" / "nvcc" for home in _cuda_homes())
-    return _program(iter(["nvcc", *homes]), "nvcc")
+    return _program(["nvcc", *(home / "bin" / "nvcc" for home in _cuda_homes())], "nvcc")
 
 
 @lru_cache
 def nvcc() -> Compiler:
     """CUDA's compiler."""
-    program = nvcc_program()
-
-    def run(text: str, arch: str) -> bytes:
-        return _compile_with(program, lambda path: [*NVCC, "-cubin", f"-arch={arch}", path], text)
-
-    return Compiler("nvcc", _version_of(program), run)
+    return _compiler("nvcc", nvcc_program(), (*NVCC, "-cubin", "-arch={}"))
 
 
 def clang_program() -> str:
     """ROCm's clang, or the distribution's."""
-    homes = (home / "llvm" / "bin" / "clang++" for home in _rocm_homes())
+    homes = [*_named("ROCM_PATH", "ROCM_HOME"), Path("/opt/rocm")]
+    paths = [home / "llvm" / "bin" / "clang++" for home in homes]
     names = ("amdclang++", "clang++-20", "clang++-19", "clang++-18", "clang++")
-    return _program(iter([*homes, *names]), "clang++ (of ROCm, or clang-19 and lld-19)")
+    return _program([*paths, *names], "clang++ (of ROCm, or clang-19 and lld-19)")
 
 
 @lru_cache
 def clang() -> Compiler:
     """A clang that knows the architecture."""
-    program = clang_program()
-
-    def run(text: str, arch: str) -> bytes:
-        def arguments(path: str) -> list[str]:
-            return [*CLANG, f"--offload-arch={arch}", "-c", path]
-
-        return _compile_with(program, arguments, text)
-
-    return Compiler("clang", _version_of(program), run)
+    return _compiler("clang", clang_program(), (*CLANG, "--offload-arch={}", "-c"))
 
 
-# Run-time compilers. Those of both vendors have the same calls, by other names.
+# Run-time compilers. Both vendors' have the same functions, under different names.
 
 
 def _run_time_compiler(
-    name: str, binding: Callable[[], Any], options: Sequence[str], code: str, by_reference: bool
+    name: str, binding: str, options: Sequence[str], code: str, by_reference: bool
 ) -> Compiler:
     """A vendor's compiler.
 
     Args:
-        name: its own, with which its calls begin.
-        binding: imports the module of its calls.
+        name: the prefix of its functions.
+        binding: the module of its functions.
         options: of a compilation, with ``{}`` for the architecture.
-        code: what its calls call the code.
+        code: what its functions call a binary.
         by_reference: whether a program is destroyed through a reference to its handle.
     """
     try:
-        api = binding()
+        api: Any = importlib.import_module(binding)
         status, major, minor = getattr(api, f"{name}Version")()
     except (ImportError, RuntimeError, OSError) as error:
-        raise Missing(f"{name}: {_first_line(error)}") from error
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CompilerNotFound(f"{name}: {line}") from error
     if int(status):
-        raise Missing(f"{name}: {status}")
+        raise CompilerNotFound(f"{name}: {status}")
 
     def call(what: str, *arguments: Any) -> Any:
         return getattr(api, name + what)(*arguments)
 
     def must(what: str, *arguments: Any) -> Any:
         """The value of a call, or :class:`BackendError`."""
-        failed, *value = call(what, *arguments)
-        if int(failed):
-            status_name = getattr(failed, "name", str(failed))
-            raise BackendError(name + what, status_name, "no explanation")
+        status, *value = call(what, *arguments)
+        if int(status):
+            code_name = getattr(status, "name", str(status))
+            raise BackendError(name + what, code_name, "no explanation")
         return value[0] if value else None
 
     def run(text: str, arch: str) -> bytes:
         program = must("CreateProgram", text.encode(), b"kernels.cpp", 0, None, None)
         try:
-            given = [option.format(arch).encode() for option in options]
-            failed = call("CompileProgram", program, len(given), given)[0]
-            if int(failed):
+            formatted = [option.format(arch).encode() for option in options]
+            status = call("CompileProgram", program, len(formatted), formatted)[0]
+            if int(status):
                 log = bytearray(must("GetProgramLogSize", program))
                 call("GetProgramLog", program, log)
                 explanation = log.decode(errors="replace").strip("\0\n ")
-                raise BackendError(f"{name}CompileProgram", failed.name, explanation[-2000:])
+                raise BackendError(f"{name}CompileProgram", status.name, explanation[-2000:])
             image = bytearray(must(f"Get{code}Size", program))
             must(f"Get{code}", program, image)
             return bytes(image)
@@ -301,36 +296,19 @@ def _run_time_compiler(
 
 @lru_cache
 def nvrtc() -> Compiler:
-    """CUDA's run-time compiler; PyTorch's wheels for CUDA bring it."""
-
-    def binding() -> Any:
-        from cuda.bindings import nvrtc
-
-        return nvrtc
-
+    """CUDA's run-time compiler; PyTorch's wheels for CUDA include it."""
     options = ("--gpu-architecture={}", "--std=c++17")
-    return _run_time_compiler("nvrtc", binding, options, "CUBIN", by_reference=False)
+    return _run_time_compiler("nvrtc", "cuda.bindings.nvrtc", options, "CUBIN", by_reference=False)
 
 
 @lru_cache
 def hiprtc() -> Compiler:
     """ROCm's run-time compiler, for machines without ROCm's clang."""
-
-    def binding() -> Any:
-        from hip import hiprtc
-
-        return hiprtc
-
     options = ("--offload-arch={}", "-std=c++17", "-O3")
-    return _run_time_compiler("hiprtc", binding, options, "Code", by_reference=True)
+    return _run_time_compiler("hiprtc", "hip.hiprtc", options, "Code", by_reference=True)
 
 
-def _first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-#: Compilers by vendor, the first choice first. ROCm's clang is the one whose output was read.
+#: Compilers by vendor, the first choice first. The tests read the output of ROCm's clang.
 FINDERS: dict[str, tuple[Callable[[], Compiler], ...]] = {
     "cuda": (nvrtc, nvcc),
     "hip": (clang, hiprtc),

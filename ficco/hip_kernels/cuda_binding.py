@@ -1,4 +1,4 @@
-"""The CUDA driver's part in launching kernels, through cuda-bindings."""
+"""Launches kernels through the CUDA driver, by cuda-bindings."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ class CudaBinding:
         self._index = index
 
         def attribute(name: str) -> int:
-            found = getattr(_ATTRIBUTE, f"CU_DEVICE_ATTRIBUTE_{name}")
-            return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(found, index)))
+            key = getattr(_ATTRIBUTE, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(key, index)))
 
         major = attribute("COMPUTE_CAPABILITY_MAJOR")
         self.target = Target("cuda", f"sm_{major}{attribute('COMPUTE_CAPABILITY_MINOR')}")
         self.processors = attribute("MULTIPROCESSOR_COUNT")
 
     def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
-        # The context that PyTorch uses, too. It is kept: the module lives in it.
+        # PyTorch's context. It is never released: the module lives in it.
         retained = driver.cuDevicePrimaryCtxRetain(self._index)
         context = check("cuDevicePrimaryCtxRetain", retained)
         check("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
         try:
             module = check("cuModuleLoadData", driver.cuModuleLoadData(image))
-            found = {}
+            kernels = {}
             for name in names:
                 lookup = driver.cuModuleGetFunction(module, name.encode())
-                found[name] = check("cuModuleGetFunction", lookup)
-                # Now, because a graph that is being captured may be the first to launch it.
-                check("cuFuncLoad", driver.cuFuncLoad(found[name]))
-            return found
+                kernels[name] = check("cuModuleGetFunction", lookup)
+                # Loaded now, since the first launch may be part of a graph capture.
+                check("cuFuncLoad", driver.cuFuncLoad(kernels[name]))
+            return kernels
         finally:
             driver.cuCtxPopCurrent()
 

@@ -1,4 +1,4 @@
-"""What the kernels do within a device, with PyTorch's operations."""
+"""The kernels that work within a device, by PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TorchKernels:
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         check_place(dst, src)
         for tensor in (dst, src):
-            address_of(tensor)  # refuses strides that the kernel does not serve
+            address_of(tensor)  # refuses strides that the kernel does not support
         with _on(stream):
             dst.copy_(src)
 

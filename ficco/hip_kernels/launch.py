@@ -1,7 +1,7 @@
 """Launch the kernels on a stream.
 
-All methods enqueue and return. Addresses are those of the device or of memory mapped there, a
-stream is what the vendor's binding takes for one.
+All methods enqueue and return. Addresses are of device memory or of memory mapped there; a stream
+is what the vendor's binding takes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ MAX_PARTS = 16
 MAX_ENDS = 16
 MAX_SIGNALS = 48
 
-#: Blocks of a peer copy, one for each SM or CU that it may take. On 4 H200s 32 were as fast at
-#: 0.5 MiB per peer, 5 % faster at 2 MiB and 8 % at 8 MiB.
+#: Blocks of a peer copy, each on an SM or CU of its own. On 4 H200s 32 were as fast at 0.5 MiB per
+#: peer, 5 % faster at 2 MiB and 8 % at 8 MiB.
 PEER_BLOCKS = 8
-#: Blocks of a launch that may spin, one for each SM or CU that it may take, at most half of them:
-#: what the peers wait for must find others, also where two such launches are under way. With 32 a
-#: sum at the peers took up to 13 % longer on 2 H200s, with 96 as long (driver 580.159.04,
-#: 2026-11-23, near commit de28a6d, by graphs of eight calls that are not part of the project).
+#: Blocks of a launch that may spin, each on an SM or CU of its own, at most half of them: the work
+#: that peers wait for needs others, also with two such launches in flight. With 32 a one-shot sum
+#: took up to 13 % longer on 2 H200s, with 96 as long (driver 580.159.04, 2026-11-23, near commit
+#: de28a6d, by graphs of eight calls that are not part of the project).
 SPINNING_BLOCKS = 64
-#: Blocks for each SM or CU of a kernel that may take the whole device.
-WHOLE = 4
-#: Units of 16 bytes that one launch of a copy takes, so that 32 bits count them.
+#: Blocks per SM or CU of a kernel that may occupy the whole device.
+BLOCKS_PER_PROCESSOR = 4
+#: Units of 16 bytes in one launch of a copy, so that 32 bits count them.
 MAX_UNITS = 1 << 30
+
+_U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 
 #: Sums: dtype of the parts and of the result.
 REDUCTIONS = {
@@ -52,7 +54,7 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-#: Names of the kernels.
+#: The kernels' names.
 NAMES = (
     "ficco_copy_aligned",
     "ficco_copy_shifted",
@@ -66,21 +68,22 @@ NAMES = (
 )
 
 
-class Parts(ctypes.Structure):
+class SumAddresses(ctypes.Structure):
     """Addresses of the parts of a sum."""
 
-    _fields_ = [("at", ctypes.c_uint64 * MAX_PARTS)]
+    _fields_ = [("at", _U64 * MAX_PARTS)]
 
 
-class Ends(ctypes.Structure):
-    """Where copies of one shape lead, and where they come from."""
+class CopyAddresses(ctypes.Structure):
+    """Destinations and sources of copies of one shape."""
 
-    _fields_ = [("dst", ctypes.c_uint64 * MAX_ENDS), ("src", ctypes.c_uint64 * MAX_ENDS)]
+    _fields_ = [("dst", _U64 * MAX_ENDS), ("src", _U64 * MAX_ENDS)]
 
 
 class ScriptStep(NamedTuple):
-    """Of a :class:`Script`: wait for a 32-bit word to have a value, or write one of 32 or, if
-    ``wide``, 64 bits; if ``behind``, when the whole system sees what came before."""
+    """A step of a :class:`Script`: wait until a 32-bit word has a value, or write one of 32 or, if
+    ``wide``, 64 bits; if ``behind``, as a release: once all earlier writes are visible to the
+    whole system."""
 
     address: int
     value: int
@@ -91,12 +94,11 @@ class ScriptStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """Waits and writes that one thread of a launch carries out one after the other. At most
-    ``MAX_SIGNALS``.
+    """Waits and writes that one thread of a launch executes in order. At most ``MAX_SIGNALS``.
 
     Attributes:
-        aside: so many of the first of them are writes for which the others need not wait.
-        alone: so many of the first of them are carried out once, the rest by every block.
+        aside: how many of the first steps are writes that the others are not ordered after.
+        alone: how many of the first steps one block executes, the rest by every block.
     """
 
     steps: tuple[ScriptStep, ...] = ()
@@ -105,38 +107,35 @@ class Script:
 
     @cached_property
     def packed(self) -> _Script:
-        found = _Script(count=len(self.steps), aside=self.aside, alone=self.alone)
+        packed = _Script(count=len(self.steps), aside=self.aside, alone=self.alone)
         for index, step in enumerate(self.steps):
-            found.at[index], found.value[index] = step.address, step.value
-            found.waits |= step.waits << index
-            found.wide |= step.wide << index
-            found.behind |= step.behind << index
-        return found
+            packed.at[index], packed.value[index] = step.address, step.value
+            packed.waits |= step.waits << index
+            packed.wide |= step.wide << index
+            packed.behind |= step.behind << index
+        return packed
 
 
 class _Script(ctypes.Structure):
     _fields_ = [
-        ("at", ctypes.c_uint64 * MAX_SIGNALS),
-        ("value", ctypes.c_uint64 * MAX_SIGNALS),
-        ("waits", ctypes.c_uint64),
-        ("wide", ctypes.c_uint64),
-        ("behind", ctypes.c_uint64),
-        ("count", ctypes.c_uint32),
-        ("aside", ctypes.c_uint32),
-        ("alone", ctypes.c_uint32),
+        ("at", _U64 * MAX_SIGNALS),
+        ("value", _U64 * MAX_SIGNALS),
+        *((name, _U64) for name in ("waits", "wide", "behind")),  # a bit for each step
+        *((name, _U32) for name in ("count", "aside", "alone")),
     ]
 
 
 @dataclass(frozen=True, eq=False)
 class Signals:
-    """What a launch waits for and writes around its work: the whole system sees all of that before
-    it sees what ``rear`` writes elsewhere. While a script waits, blocks of the device spin.
+    """The signals of a launch: what it waits for and writes before and after its work. The work is
+    visible to the whole system before what ``rear`` writes at peers. While a script waits, blocks
+    spin on the device.
 
     Attributes:
-        arrived: address of a word of the device's own, 0 when nothing is in flight. Launches that
-            may run at the same time need one each.
-        front: carried out before any of the work.
-        rear: carried out once, when all of the work is done.
+        arrived: address of a word on the device that counts blocks, 0 when nothing is in flight.
+            Launches that may run concurrently need one each.
+        front: executed before any of the work.
+        rear: executed once, after all of the work.
     """
 
     arrived: int
@@ -144,17 +143,14 @@ class Signals:
     rear: Script = Script()
 
 
-class Words(ctypes.Structure):
+class SignalWords(ctypes.Structure):
     """Addresses and values of signal words."""
 
-    _fields_ = [
-        ("at", ctypes.c_uint64 * SIGNAL_THREADS),
-        ("value", ctypes.c_uint32 * SIGNAL_THREADS),
-    ]
+    _fields_ = [("at", _U64 * SIGNAL_THREADS), ("value", _U32 * SIGNAL_THREADS)]
 
 
 class Packed:
-    """Arguments of a kernel, and the addresses of each, as drivers want them."""
+    """Arguments of a kernel, and an array of their addresses, which drivers take."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.arguments = tuple(arguments)
@@ -163,10 +159,9 @@ class Packed:
 
 
 class Binding(Protocol):
-    """What a vendor's driver does for the kernels of one device.
-
-    There are two: :class:`ficco.hip_kernels.cuda_binding.CudaBinding`, and
-    :class:`ficco.dma.hip_driver.HipBinding` by the calls of the HIP engine.
+    """A vendor's driver, for the kernels of one device: either
+    :class:`ficco.hip_kernels.cuda_binding.CudaBinding`, or :class:`ficco.dma.hip_driver.HipBinding`
+    of the HIP engine.
 
     Attributes:
         target: what to compile for.
@@ -184,8 +179,8 @@ class Binding(Protocol):
         ...
 
     def pack(self, arguments: Sequence[Any]) -> Any:
-        """Arguments, values of ctypes in the order of the kernel's, as :meth:`launch` wants
-        them. They are used again and again."""
+        """Arguments for :meth:`launch`, given as values of ctypes in the kernel's order. They are
+        used for many launches."""
         ...
 
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
@@ -197,9 +192,9 @@ class Strip(NamedTuple):
     """Rows that one launch copies.
 
     Attributes:
-        aligned: all rows are equally far behind multiples of 16 bytes at both ends, by ``-head``.
-        units: of 16 bytes in each row, between head and tail; or, where rows begin anywhere, the
-            most that hold bytes of one.
+        aligned: at both ends all rows begin ``head`` bytes before a multiple of 16.
+        units: of 16 bytes in each row, between head and tail; if not aligned, the most that hold
+            bytes of one row.
     """
 
     aligned: bool
@@ -212,14 +207,14 @@ class Strip(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """All but where it lies."""
+        """All but the addresses."""
         return self.aligned, self.width, self.height, self.head
 
 
 def strips(
     dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
 ) -> list[Strip]:
-    """How to copy ``height`` rows of ``width`` bytes."""
+    """The launches that copy ``height`` rows of ``width`` bytes."""
     if not width or not height:
         return []
     if width == dst_pitch == src_pitch:
@@ -235,18 +230,11 @@ def strips(
         rest = dst + first, dst_pitch, src + first, src_pitch, width - first, height
         return strips(dst, dst_pitch, src, src_pitch, first, height) + strips(*rest)
     rows = MAX_UNITS // units
-    return [
-        Strip(
-            aligned,
-            dst + row * dst_pitch,
-            src + row * src_pitch,
-            width,
-            min(rows, height - row),
-            head,
-            units,
-        )
-        for row in range(0, height, rows)
-    ]
+    made = []
+    for row in range(0, height, rows):
+        to, at = dst + row * dst_pitch, src + row * src_pitch
+        made.append(Strip(aligned, to, at, width, min(rows, height - row), head, units))
+    return made
 
 
 def divisor(units: int) -> tuple[int, int]:
@@ -270,7 +258,7 @@ def address_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def check_place(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """``ValueError`` unless one can be placed in the other."""
+    """``ValueError`` unless ``src`` can be placed in ``dst``."""
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise ValueError(
             f"required a source of shape {tuple(dst.shape)} and {dst.dtype}, got "
@@ -300,17 +288,17 @@ def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 class Kernels:
-    """The kernels, loaded for the device of a binding. Make it with that device current."""
+    """The kernels, loaded for the device of a binding, which must be current."""
 
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
         self._kernels = binding.load(compiled(binding.target), NAMES)
-        # An engine copies between the same places call after call.
+        # An engine copies between the same addresses call after call.
         self._copies = lru_cache(maxsize=4096)(self._prepare)
 
     @property
     def most_that_spin(self) -> int:
-        """Blocks of a launch that may spin: other launches must find room beside them."""
+        """Blocks of a launch that may spin: concurrent launches need processors, too."""
         return min(SPINNING_BLOCKS, self.binding.processors // 2)
 
     def copies(
@@ -325,24 +313,22 @@ class Kernels:
         signals: Signals | None = None,
     ) -> None:
         """Copy ``height`` rows of ``width`` bytes between ranks for each pair of destination and
-        source, all at the same time with ``blocks`` blocks each: where their addresses are alike,
-        by one launch. What the stream writes behind it tells a peer that they are there. With
-        ``signals`` there must be something to copy, and the stream must wait for nothing that is
-        launched behind it on this device."""
-        for prepared in self._copies(
-            ends, dst_pitch, src_pitch, width, height, blocks, True, signals
-        ):
+        source, all concurrently with ``blocks`` blocks each: by one launch if their addresses are
+        aligned alike. A write that follows on the stream tells a peer that the rows have arrived.
+        With ``signals`` there must be something to copy, and the stream must wait for nothing that
+        is launched after it on this device."""
+        shape = dst_pitch, src_pitch, width, height
+        for prepared in self._copies(ends, *shape, blocks, True, signals):
             self.binding.launch(*prepared, stream)
 
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """Copy rows within the device, which all of its SMs or CUs may serve."""
+        """Copy rows within the device, on all of its SMs or CUs."""
         check_place(dst, src)
         to, dst_pitch, width, height = address_of(dst)
         at, src_pitch, _, _ = address_of(src)
-        blocks = WHOLE * self.binding.processors
-        for prepared in self._copies(
-            ((to, at),), dst_pitch, src_pitch, width, height, blocks, False, None
-        ):
+        blocks = BLOCKS_PER_PROCESSOR * self.binding.processors
+        shape = dst_pitch, src_pitch, width, height
+        for prepared in self._copies(((to, at),), *shape, blocks, False, None):
             self.binding.launch(*prepared, stream)
 
     def _prepare(
@@ -356,50 +342,42 @@ class Kernels:
         release: bool,
         signals: Signals | None,
     ) -> list[tuple[Any, ...]]:
-        """What copies launch."""
-        each = [strips(dst, dst_pitch, src, src_pitch, width, height) for dst, src in ends]
-        launches: list[tuple[Strip, ...]] = [(strip,) for found in each for strip in found]
-        alike = len({tuple(strip.shape for strip in found) for found in each}) == 1
-        if alike and len(ends) <= MAX_ENDS:
-            launches = list(zip(*each, strict=True))
-        how = dst_pitch, src_pitch, blocks, release
-        if signals is None or len(launches) < 2:
-            return [self._launch(some, *how, signals) for some in launches]
-        first, *rest, last = launches
-        return [
-            self._launch(first, *how, replace(signals, rear=Script())),
-            *[self._launch(some, *how, None) for some in rest],
-            self._launch(last, *how, replace(signals, front=Script())),
-        ]
+        """The launches of copies: kernel, blocks, threads and arguments of each."""
 
-    def _launch(
-        self,
-        some: tuple[Strip, ...],
-        dst_pitch: int,
-        src_pitch: int,
-        blocks: int,
-        release: bool,
-        signals: Signals | None,
-    ) -> tuple[Any, ...]:
-        """The launch that copies some strips of one shape."""
-        strip, ends = some[0], Ends()
-        for index, one in enumerate(some):
-            ends.dst[index], ends.src[index] = one.dst, one.src
-        count = min(blocks, -(-strip.units * strip.height // COPY_THREADS))
-        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-        numbers = map(u32, (strip.units, *divisor(strip.units), strip.height, count))
-        where = (ends, u64(dst_pitch), u64(src_pitch), u64(strip.width))
-        shape, whole = "aligned" if strip.aligned else "shifted", count * len(some)
-        if signals is None:
-            kernel, rest = self._kernels[f"ficco_copy_{shape}"], (u32(release),)
-        else:
-            kernel = self._kernels[f"ficco_exchange_{shape}"]
-            rest = u32(whole), *_around(signals)
-        return kernel, whole, COPY_THREADS, self.binding.pack((*where, *numbers, *rest))
+        def launch(group: tuple[Strip, ...], signals: Signals | None) -> tuple[Any, ...]:
+            """The launch that copies strips of one shape."""
+            strip, addresses = group[0], CopyAddresses()
+            for index, one in enumerate(group):
+                addresses.dst[index], addresses.src[index] = one.dst, one.src
+            count = min(blocks, -(-strip.units * strip.height // COPY_THREADS))
+            numbers = map(_U32, (strip.units, *divisor(strip.units), strip.height, count))
+            sizes = map(_U64, (dst_pitch, src_pitch, strip.width))
+            kind, total = "aligned" if strip.aligned else "shifted", count * len(group)
+            if signals is None:
+                kernel, rest = self._kernels[f"ficco_copy_{kind}"], (_U32(release),)
+            else:
+                kernel = self._kernels[f"ficco_exchange_{kind}"]
+                rest = _U32(total), *_packed(signals)
+            packed = self.binding.pack((addresses, *sizes, *numbers, *rest))
+            return kernel, total, COPY_THREADS, packed
+
+        each = [strips(dst, dst_pitch, src, src_pitch, width, height) for dst, src in ends]
+        groups: list[tuple[Strip, ...]] = [(strip,) for column in each for strip in column]
+        alike = len({tuple(strip.shape for strip in column) for column in each}) == 1
+        if alike and len(ends) <= MAX_ENDS:
+            groups = list(zip(*each, strict=True))
+        if signals is None or len(groups) < 2:
+            return [launch(group, signals) for group in groups]
+        first, *rest, last = groups
+        return [
+            launch(first, replace(signals, rear=Script())),
+            *[launch(group, None) for group in rest],
+            launch(last, replace(signals, front=Script())),
+        ]
 
     def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
         """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may
-        be one of the parts. Rows may lie apart, by the same distance in all parts."""
+        be one of the parts. Rows may be strided, by the same pitch in all parts."""
         check_reduce(out, parts)
         if not out.numel():
             return
@@ -417,20 +395,19 @@ class Kernels:
         stream: Any,
         blocks: int = SPINNING_BLOCKS,
     ) -> None:
-        """:meth:`reduce` of parts of the result's dtype that lie at the peers, on few blocks, with
-        ``signals`` around it: the stream must wait for nothing that is launched behind it on this
-        device."""
+        """:meth:`reduce` of parts of the result's dtype in peers' memory, on few blocks, with
+        ``signals``: the stream must wait for nothing that is launched after it on this device."""
         check_reduce(out, parts)
         arguments, work = self._sum(out, parts)
         blocks = max(1, min(blocks, self.most_that_spin, -(-work // ONE_SHOT_THREADS)))
         kernel = self._kernels[f"ficco_one_shot_{_text(out.dtype)}"]
-        packed = self.binding.pack((*arguments(blocks), *_around(signals)))
+        packed = self.binding.pack((*arguments(blocks), *_packed(signals)))
         self.binding.launch(kernel, blocks, ONE_SHOT_THREADS, packed, stream)
 
     def _sum(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> tuple[Callable[[int], tuple[Any, ...]], int]:
-        """What a kernel that sums is told, by its blocks, and how many threads have work."""
+        """The arguments of a sum, given its blocks, and the number of threads with work."""
         if len(parts) > MAX_PARTS:
             raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}")
         elements = out.numel()
@@ -440,53 +417,56 @@ class Kernels:
         if not all(tensor.is_contiguous() for tensor in (out, *parts)):
             width, pitch, out_pitch = out.shape[1], parts[0].stride(0), out.stride(0)
         aligned = not any(address % 16 for address in (out.data_ptr(), *addresses))
-        if not width == pitch == out_pitch:  # every row is of whole vectors, or none counts
+        if not width == pitch == out_pitch:  # vectors must not cross the ends of rows
             aligned = aligned and not (width % each or pitch % each or out_pitch % each)
         vectors = elements // each if aligned else 0
-        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
-        where = u64(out.data_ptr()), Parts((u64 * MAX_PARTS)(*addresses)), u32(len(parts))
-        sizes = tuple(map(u64, (vectors, elements, width, pitch, out_pitch)))
-        return lambda blocks: (*where, u32(blocks), *sizes), max(vectors, elements - vectors * each)
+        packed = SumAddresses((_U64 * MAX_PARTS)(*addresses))
+        ends = _U64(out.data_ptr()), packed, _U32(len(parts))
+        sizes = tuple(map(_U64, (vectors, elements, width, pitch, out_pitch)))
+        return lambda blocks: (*ends, _U32(blocks), *sizes), max(vectors, elements - vectors * each)
 
     def script(self, script: Script, stream: Any) -> None:
-        """Carry out a script behind everything that the stream did before. Where it waits, one
-        block of the device spins, as with :class:`Signals`."""
+        """Execute a script after all earlier work of the stream. While it waits, one block spins on
+        the device, as with :class:`Signals`."""
         packed = self.binding.pack((script.packed,))
         self.binding.launch(self._kernels["ficco_script"], 1, SIGNAL_THREADS, packed, stream)
 
     def post(self, words: Sequence[tuple[int, int]], stream: Any) -> None:
-        """Write 32-bit words, (address, value), behind everything that the stream did before.
-        The whole system sees what was written before it sees the words."""
-        for first in range(0, len(words), SIGNAL_THREADS):
-            some = words[first : first + SIGNAL_THREADS]
-            self._signal("ficco_post", some, (), stream)
+        """Write 32-bit words, (address, value), after all earlier work of the stream, whose writes
+        are visible to the whole system before the words."""
+        self._signal("ficco_post", words, lambda first: (), stream)
 
     def wait(
         self, words: Sequence[tuple[int, int]], seconds: float, late: int, stream: Any
     ) -> None:
-        """Let the stream wait until 32-bit words, (address, value), have their values. It goes on
+        """Make the stream wait until 32-bit words, (address, value), have their values. It resumes
         after ``seconds`` in any case: then the 32-bit word at ``late`` becomes 1 + the index of
-        one that is missing.
+        a missing one.
 
-        A block of the device spins meanwhile: the stream must wait for nothing that is launched
-        behind it on this device.
+        Meanwhile a block spins on the device: the stream must wait for nothing that is launched
+        after it on this device.
         """
-        limit = ctypes.c_uint64(int(seconds * self.binding.ticks_per_s))
-        for first in range(0, len(words), SIGNAL_THREADS):
-            some = words[first : first + SIGNAL_THREADS]
-            rest = (ctypes.c_uint32(1 + first), limit, ctypes.c_uint64(late))
-            self._signal("ficco_wait", some, rest, stream)
+        limit = _U64(int(seconds * self.binding.ticks_per_s))
+        rest = limit, _U64(late)
+        self._signal("ficco_wait", words, lambda first: (_U32(1 + first), *rest), stream)
 
     def _signal(
-        self, name: str, words: Sequence[tuple[int, int]], rest: tuple[Any, ...], stream: Any
+        self,
+        name: str,
+        words: Sequence[tuple[int, int]],
+        rest: Callable[[int], tuple[Any, ...]],
+        stream: Any,
     ) -> None:
-        found = Words()
-        for index, (address, value) in enumerate(words):
-            found.at[index], found.value[index] = address, value
-        arguments = self.binding.pack((found, ctypes.c_uint32(len(words)), *rest))
-        self.binding.launch(self._kernels[name], 1, SIGNAL_THREADS, arguments, stream)
+        """Launch a kernel for each ``SIGNAL_THREADS`` words; ``rest`` makes its further arguments
+        from the index of its first word."""
+        for first in range(0, len(words), SIGNAL_THREADS):
+            batch, packed = words[first : first + SIGNAL_THREADS], SignalWords()
+            for index, (address, value) in enumerate(batch):
+                packed.at[index], packed.value[index] = address, value
+            arguments = self.binding.pack((packed, _U32(len(batch)), *rest(first)))
+            self.binding.launch(self._kernels[name], 1, SIGNAL_THREADS, arguments, stream)
 
 
-def _around(signals: Signals) -> tuple[Any, ...]:
-    """What a kernel is told of signals."""
-    return ctypes.c_uint64(signals.arrived), signals.front.packed, signals.rear.packed
+def _packed(signals: Signals) -> tuple[Any, ...]:
+    """Signals as arguments of a kernel."""
+    return _U64(signals.arrived), signals.front.packed, signals.rear.packed

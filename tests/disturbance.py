@@ -1,0 +1,103 @@
+"""Calls of the CPU engine that are late, stuck or killed on purpose.
+
+Each verb of the engine makes an operation; here they are wrapped. A Program keeps the operations
+that it was compiled with, so ranks on CPUs :func:`install` this before their first call.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NoReturn
+
+from ficco.dma.cpu import CpuEngine
+from ficco.dma.cpu_lanes import SLICE_S, CallState, Stopped
+from ficco.dma.engine import Call, Op, Program
+from ficco.errors import SignalTimeout
+
+VERBS = ("wait", "post", "join", "copy", "place", "collective", "matmul", "reduce")
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to the calls of a process.
+
+    Attributes:
+        delay_s: every copy first sleeps for a random time of up to this many seconds.
+        stall: rank and index of a step that never ends. The stuck rank's own call raises
+            SignalTimeout once one of its waits, or twice the timeout, has run out.
+        kill: rank and index of a step at which the process ends, as if by ``kill -9``.
+        seed: of the random delays; every rank has its own.
+    """
+
+    delay_s: float = 0.0
+    stall: tuple[int, int] | None = None
+    kill: tuple[int, int] | None = None
+    seed: int = 0
+    _random: dict[int, random.Random] = field(default_factory=dict, compare=False, repr=False)
+
+    def delay(self, rank: int) -> float:
+        """The next delay of a rank in seconds."""
+        generator = self._random.setdefault(rank, random.Random(f"{self.seed} {rank}"))
+        return generator.uniform(0, self.delay_s)
+
+
+_active: Disturbance | None = None
+
+
+@contextmanager
+def disturb(disturbance: Disturbance) -> Iterator[None]:
+    """Disturb all CPU engines of this process."""
+    global _active
+    before, _active = _active, disturbance
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def install() -> None:
+    """Wrap the verbs of the CPU engine, once in a process."""
+    for verb in VERBS:
+        setattr(CpuEngine, verb, _disturbed(getattr(CpuEngine, verb), late=verb == "copy"))
+
+
+def _disturbed(verb: Callable[..., Op], late: bool) -> Callable[..., Op]:
+    @wraps(verb)
+    def make(engine: CpuEngine, program: Program, step: int, *arguments: Any) -> Op:
+        op, here = verb(engine, program, step, *arguments), (engine.rank, step)
+
+        def disturbed(call: Call) -> None:
+            if _active is not None:
+                if _active.kill == here:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if _active.stall == here:
+                    _stall(engine.rank, call.state)
+                if late and _active.delay_s:
+                    call.state.failed.wait(_active.delay(engine.rank))
+            op(call)
+
+        return disturbed
+
+    return make
+
+
+def _stall(rank: int, state: CallState) -> NoReturn:
+    begin = time.monotonic()
+    while not state.failed.wait(SLICE_S):
+        if (seconds := time.monotonic() - begin) > 2 * state.timeout_s:
+            raise SignalTimeout(
+                operator="disturbance",
+                rank=rank,
+                peer=rank,
+                step="stalled on purpose",
+                schedule="any",
+                seconds=seconds,
+            )
+    raise Stopped
