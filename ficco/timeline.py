@@ -53,53 +53,45 @@ class Timeline:
     @property
     def stop_s(self) -> float:
         """When the callers' streams of all ranks go on: the end of the last lane but ``sync``."""
-        return max((bar.stop_s for bars in self.ranks for bar in bars if _counts(bar)), default=0.0)
-
-
-def _counts(bar: Bar) -> bool:
-    return bar.lane != SYNC_LANE
+        bars = (bar for bars in self.ranks for bar in bars if bar.lane != SYNC_LANE)
+        return max((bar.stop_s for bar in bars), default=0.0)
 
 
 def work(plan: Plan, step: Step) -> tuple[float, float]:
-    """Floating-point operations of a step, and the bytes that it moves, or reads and writes for a
-    sum."""
+    """Floating-point operations of a step, and the bytes that it moves; of a sum those that it
+    reads and writes, of a collective those that it brings to the rank from all others."""
     flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in step.products)
+    moved = [step.transfer.src] if step.transfer else []
     if step.op == "collective":
-        return flops, float(_received(plan, step))
-    moved = plan.nbytes(step.transfer.src) if step.transfer else 0
-    if step.reduction:  # all bytes that are read and written
-        moved = sum(map(plan.nbytes, (*step.reduction.parts, step.reduction.out)))
-    return flops, float(moved)
-
-
-def _received(plan: Plan, step: Step) -> int:
-    """Bytes that a collective brings to a rank from all others."""
-    problem, rank = plan.problem, plan.rank
-    assert isinstance(problem, Problem) and step.transfer is not None
-    peers = [peer for peer in range(problem.world) if peer != rank]
-    rows = sum(problem.block(peer, rank) for peer in peers)
-    if problem.kind.returns:
-        rows += sum(problem.rows[peer] for peer in peers)
-    return plan.nbytes(step.transfer.src._replace(row=0, row_stop=rows))
+        problem, rank = plan.problem, plan.rank
+        assert isinstance(problem, Problem)
+        peers = [peer for peer in range(problem.world) if peer != rank]
+        rows = sum(problem.block(peer, rank) for peer in peers)
+        if problem.kind.returns:
+            rows += sum(problem.rows[peer] for peer in peers)
+        moved = [moved[0]._replace(row=0, row_stop=rows)]
+    elif step.reduction:
+        moved = [*step.reduction.parts, step.reduction.out]
+    return flops, float(sum(map(plan.nbytes, moved)))
 
 
 def assemble(title: str, ranks: Sequence[Sequence[tuple[Step, float, float]]]) -> Timeline:
     """The Timeline of every rank's steps, each with its start and stop, in the order of starts."""
     whole = max((stop for steps in ranks for _, _, stop in steps), default=0.0)
-    found = []
+    ranks_bars = []
     for steps in ranks:
         bars: list[Bar] = []
-        before: dict[str, float] = {}
+        stops: dict[str, float] = {}  # of each lane's previous step
         for step, start, stop in steps:
             if step.op not in OPS:
                 raise unknown(step, "a timeline")
-            since = before.get(step.lane, 0.0)
+            since = stops.get(step.lane, 0.0)
             if (step.waits or step.after) and start - since > SHORT_WAIT * whole:
                 bars.append(Bar(step.lane, f"wait: {step.label}", "wait", since, start))
             bars.append(Bar(step.lane, step.label, step.op, start, stop))
-            before[step.lane] = stop
-        found.append(tuple(bars))
-    return Timeline(title, tuple(found))
+            stops[step.lane] = stop
+        ranks_bars.append(tuple(bars))
+    return Timeline(title, tuple(ranks_bars))
 
 
 def dumps(timelines: Sequence[Timeline]) -> str:
@@ -130,14 +122,10 @@ def loads(text: str, source: str) -> list[Timeline]:
         raise ConfigError(source, "timelines", expected) from None
 
 
-def _bar(found: dict[str, Any]) -> Bar:
-    bar = Bar(
-        str(found["lane"]),
-        str(found["label"]),
-        OLD_KINDS.get(str(found["kind"]), str(found["kind"])),
-        float(found["start_s"]),
-        float(found["stop_s"]),
-    )
-    if bar.kind not in KINDS:
-        raise ValueError(f"kind {bar.kind!r} is none of {', '.join(KINDS)}")
+def _bar(data: dict[str, Any]) -> Bar:
+    lane, label, kind = (str(data[name]) for name in ("lane", "label", "kind"))
+    kind = OLD_KINDS.get(kind, kind)
+    bar = Bar(lane, label, kind, float(data["start_s"]), float(data["stop_s"]))
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
     return bar

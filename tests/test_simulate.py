@@ -31,7 +31,7 @@ from ficco.plan import Plan, Product, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
-from ficco.simulate.events import APART, UNFILLED
+from ficco.simulate.events import DRIFT, UNFILLED
 from ficco.timeline import Bar, Timeline, dumps, loads, work
 
 GIVEN = Provenance("assumed")
@@ -387,7 +387,7 @@ def test_copies_of_products_meet_those_of_ranks_that_are_not_in_step() -> None:
         made = [replace(one, rank=rank) for rank, one in enumerate(made)]
         return [stop - start for start, stop in bars_of(simulate(made, machine), 0, "copy")]
 
-    assert APART == 0.03
+    assert DRIFT == 0.03
     shared = replace(ONE, topology=Topology("switch", 1.0, GIVEN, sharing=0.8))
     # The third rank sends to the same peer half of the time, and 0.4 are left then: 0.7 in the
     # mean, so that 21 s take 30. The second copy to a peer goes on where the first one was.

@@ -1,8 +1,8 @@
 """When the steps of Plans run on a Machine, without a device.
 
-How that is modelled is in :mod:`.events`. Where all ranks do the same, one stands for all
-(:mod:`.mirror`). The result depends on the arguments alone, to the last bit, so that ranks that
-simulate for themselves agree.
+The model is in :mod:`.events`. Where all ranks do the same, one stands for all (:mod:`.mirror`).
+The result depends on the arguments only, to the last bit, so that ranks that simulate for
+themselves agree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def simulate(
 
 
 def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued") -> float:
-    """Seconds of a call: until the caller's stream of the slowest rank is through.
+    """Seconds of a call: until the caller's stream of the slowest rank is done.
 
     Where shards and blocks are equal and no copies collide, one rank stands for all, with every
     signal taken from its mirror image among the rank's own. That is exact but for steps with pieces
@@ -59,31 +59,17 @@ def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = 
     with paused():
         mirror = mirrored(problem, schedule, machine, mode)
         if mirror is None:
-            found = [Simulation(_plans(problem, schedule), machine, mode)]
+            simulations = [Simulation(_plans(problem, schedule), machine, mode)]
         else:
-            found = [
+            simulations = [
                 Simulation([_plan(problem, schedule, rank)], machine, mode, mirror)
                 for rank in slowest(problem, schedule, machine)
             ]
-        return max(
-            (
-                stop
-                for simulation in found
-                for ran in simulation.run()
-                for step, _, stop in ran
-                if step.lane != SYNC_LANE
-            ),
-            default=0.0,
-        )
+        ran = (steps for simulation in simulations for steps in simulation.run())
+        stops = (stop for steps in ran for step, _, stop in steps if step.lane != SYNC_LANE)
+        return max(stops, default=0.0)
 
 
-@lru_cache(maxsize=8)
-def _plan(problem: Problem, schedule: Schedule, rank: int) -> Plan:
-    """The plan of a rank; the same call is often predicted in one mode, then in the other."""
-    return plan(problem, schedule, rank)
-
-
-@lru_cache(maxsize=4)
-def _plans(problem: Problem, schedule: Schedule) -> list[Plan]:
-    """The plans of all ranks, likewise."""
-    return plans(problem, schedule)
+# The same call is often predicted in one mode, then in the other.
+_plan = lru_cache(maxsize=8)(plan)
+_plans = lru_cache(maxsize=4)(plans)

@@ -12,43 +12,29 @@ from ficco.schedules.groups import GRANULE, cut
 
 
 class Mirror(NamedTuple):
-    """How one rank stands for all: whether they go through their peers as ``rank - i``."""
+    """How one rank stands for all: whether ranks go through their peers as ``rank - i``, and not as
+    ``rank ^ i`` (see groups in ficco.schedules)."""
 
-    turns: bool
+    subtracts: bool
 
 
 def mirrored(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> Mirror | None:
-    """How one rank stands for all; None where it does not, and all are to be simulated."""
-    if not _alike(problem, schedule) or _collide(problem, schedule, machine, mode):
+    """How one rank stands for all; None where it does not, and all are to be simulated: ranks do
+    not do the same, seen from each, or meet at the ports of their peers because they are out of
+    step (they begin one after the other, or send products that differ)."""
+    subtracts = schedule.grouping == "ring" or problem.world.bit_count() > 1
+    # The neighbourhoods of these groups are alike for powers of two only.
+    if not problem.equal or (subtracts and schedule.grouping in ("growing", "shrinking")):
         return None
-    return Mirror(_turns(problem, schedule))
+    if machine.topology is not None and machine.topology.kind == "switch":
+        skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0
+        differ = problem.kind.scatters and problem.world > 2 and _split_by_own(schedule)
+        if (skewed or differ) and schedule.mover != "collective":
+            return None
+    return Mirror(subtracts)
 
 
-def _alike(problem: Problem, schedule: Schedule) -> bool:
-    """Whether all ranks do the same, seen from each.
-
-    Ranks go through their peers as ``rank ^ i`` or as ``rank - i`` (see groups in
-    ficco.schedules). The neighbourhoods of growing groups are alike for powers of two alone.
-    """
-    neighbours = schedule.grouping in ("growing", "shrinking")
-    return problem.equal and not (neighbours and _turns(problem, schedule))
-
-
-def _turns(problem: Problem, schedule: Schedule) -> bool:
-    """Whether ranks go through their peers as ``rank - i``, and not as ``rank ^ i``."""
-    return schedule.grouping == "ring" or problem.world.bit_count() > 1
-
-
-def _collide(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> bool:
-    """Whether ranks that are not in step meet at the ports of their peers: they begin one after the
-    other, or send products that differ."""
-    skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0
-    shared = machine.topology is not None and machine.topology.kind == "switch"
-    sent = problem.kind.scatters and problem.world > 2 and _differ(schedule)
-    return shared and (skewed or sent) and schedule.mover != "collective"
-
-
-def _differ(schedule: Schedule) -> bool:
+def _split_by_own(schedule: Schedule) -> bool:
     """Whether steps have pieces of all peers and not the own one: their products fall in two at
     another place on every rank."""
     return schedule.grouping == "fused" and not schedule.uniform
@@ -57,22 +43,19 @@ def _differ(schedule: Schedule) -> bool:
 def slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]:
     """Ranks that can be the last, of those that do the same but for the own shard's place.
 
-    They have the longest products in all, or behind the last copy.
+    They have the longest products in all, or after the last copy.
     """
     world, gemm, kind = problem.world, machine.gemm, problem.kind
-    if not _differ(schedule) or world < 3 or gemm is None:
+    if not _split_by_own(schedule) or world < 3 or gemm is None:
         return [0]
     lengths = _lengths(problem, schedule)
     if not (problem.block(0, 1) and lengths):
         return [0]
-    wide = kind.inner or not (schedule.dims == 1 or kind.scatters)  # accumulated
-    split = wide and not kind.inner
+    accumulated = not (schedule.dims == 1 or kind.scatters)
     in_all: list[float] = []
-    behind: list[float] = []
+    after_last: list[float] = []
     parts_of = _parts(problem.operator, world, schedule.dims, min(len(lengths), 2))
     for rank, parts in enumerate(parts_of):
-        # The sums are rounded in front of and behind the own shard's.
-        apart = machine.memory.latency if split and machine.memory and 0 < rank < world - 1 else 0.0
         seconds = {
             length: sum(
                 gemm.launch
@@ -80,15 +63,18 @@ def slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]
                     *_sizes(problem, schedule.dims, shards, length),
                     batch=batch,
                     itemsize=problem.itemsize,
-                    wide=wide,
+                    wide=accumulated or kind.inner,
                 )
                 for shards, batch in parts
             )
             for length in dict.fromkeys(lengths)
         }
         in_all.append(sum(seconds[length] for length in lengths))
-        behind.append(seconds[lengths[-1]] + apart)
-    return sorted({found.index(max(found)) for found in (in_all, behind)})
+        # The sums are rounded before and after the own shard's.
+        rounded = accumulated and not kind.inner and machine.memory and 0 < rank < world - 1
+        latency = machine.memory.latency if rounded and machine.memory else 0.0
+        after_last.append(seconds[lengths[-1]] + latency)
+    return sorted({times.index(max(times)) for times in (in_all, after_last)})
 
 
 def _lengths(problem: Problem, schedule: Schedule) -> list[int]:
@@ -130,11 +116,9 @@ def _parts(
     else:
         problem = Problem(operator, (rows,) * world, cols, cols, "float32")
     schedule = Schedule(uniform=False, grouping="fused", dims=dims, pieces=pieces)
-    found = []
+    parts = []
     for rank in range(world):
         steps = plan(problem, schedule, rank).steps
-        step = next(
-            step for step in steps if step.op == "matmul" and (step.waits or step.label != "own")
-        )
-        found.append(tuple((p.a.rows // GRANULE, p.batch) for p in step.products))
-    return tuple(found)
+        fused = (one for one in steps if one.op == "matmul" and (one.waits or one.label != "own"))
+        parts.append(tuple((p.a.rows // GRANULE, p.batch) for p in next(fused).products))
+    return tuple(parts)
