@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ def _gpu_library() -> str:
     if not torch.cuda.is_initialized():  # a build for ROCm decides by the devices
         return f"{names}, as PyTorch decides when it first uses a GPU"
     try:
-        name = torch.backends.cuda.preferred_blas_library().name
+        preferred: Any = torch.backends.cuda.preferred_blas_library()  # an enum of C++
+        name = str(preferred.name)
     except (AttributeError, RuntimeError):
         return f"{names}; this PyTorch does not tell"
     return f"{by_name.get(name, name)}, which PyTorch prefers"

@@ -82,7 +82,7 @@ class CpuCollectives:
         """Run a collective, or raise an error that names the missing rank."""
         state: CallState = call.state
         begin = time.monotonic()
-        work = None
+        work: Work | None = None
         while True:
             failed = True  # if this raises, unless only the slice has ended
             try:
@@ -103,7 +103,8 @@ class CpuCollectives:
                         raise BackendError(f"collective of {library}", "error", text) from error
                     time.sleep(SLICE_S)
                 seconds = time.monotonic() - begin
-                if failed or (seconds > state.timeout_s and not work.is_completed()):
+                late = work is not None and not work.is_completed()
+                if failed or (late and seconds > state.timeout_s):
                     raise timed_out(program, step, missing(), seconds) from error
 
 

@@ -81,7 +81,7 @@ class Semaphores:
 
     def try_wait(self, address: int) -> bool:
         """Decrement without waiting; whether that was possible."""
-        return self._trywait(address) == 0
+        return bool(self._trywait(address) == 0)
 
     def wait(self, address: int, seconds: float) -> bool:
         """Decrement; False after a timeout, or earlier if a Unix signal interrupts the wait."""
@@ -91,7 +91,7 @@ class Semaphores:
             code = self._timedwait(address, _timespec(time.time() + seconds))
         if code and ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
             raise _failure("sem_timedwait")
-        return code == 0
+        return bool(code == 0)
 
     def value(self, address: int) -> int:
         value = ctypes.c_int()

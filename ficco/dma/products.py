@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def multiply(
     ``out`` is of the operands' dtype or a wider one. ``addend`` may be ``out``; PyTorch copies any
     other to ``out`` first.
     """
-    widened: dict[str, torch.dtype] = {}
+    widened: dict[str, Any] = {}
     if a.dtype != out.dtype:
         if not _has_out_dtype() or not a.is_cuda:
             return multiply(a.float(), b.float(), out, addend)

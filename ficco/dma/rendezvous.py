@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _lock = threading.Lock()
 _count = 0  # rendezvous of this process
 _filling = threading.Lock()
-_ALONE = "ficco: a group of one"
+_ALONE: Any = "ficco: a group of one"  # newer releases have a type of their own for names
 
 
 def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
