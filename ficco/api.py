@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide, problem_of_sizes, where
@@ -105,7 +106,7 @@ def explain(
         if not _is_size(size):
             raise ValueError(f"{size_of}: required a whole number of at least 0, got {size!r}")
     m, n, k, world = int(m), int(n), int(k), int(world)  # NumPy's, too
-    here = fingerprint("cuda" if torch.cuda.is_available() else "cpu", world)
+    here = fingerprint("cuda" if gpu.is_available() else "cpu", world)
     setting = where(machine, world, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
     problem = problem_of_sizes(operator, m, n, k, name, world, rows)
@@ -175,7 +176,7 @@ def _device(name: torch.device | str) -> torch.device:
         raise ValueError(f"device: required one such as cpu or cuda:0, got {name!r}") from None
     if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
+    if not gpu.is_available():
         raise ValueError(f"device: required a GPU that torch sees, got {device} and none is seen")
     return torch.empty(0, device=device).device
 

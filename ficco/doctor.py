@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
@@ -87,9 +88,9 @@ def package(name: str) -> str:
 
 
 def _nccl() -> str:
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
+    if not gpu.is_available() or not dist.is_nccl_available():
         return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, gpu.nccl.version()))
 
 
 def driver() -> str:
@@ -107,8 +108,8 @@ def devices() -> list[dict[str, Any]]:
     """GPUs and the CPU."""
     cpu = {"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}
     found: list[dict[str, Any]] = [cpu]
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
+    for index in range(gpu.device_count() if gpu.is_available() else 0):
+        properties = gpu.get_device_properties(index)
         found.append(
             {
                 "name": properties.name,
@@ -136,12 +137,11 @@ def cpu_name() -> str:
 
 def links() -> dict[str, Any]:
     """Which GPUs can access each other's memory, and over which links."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = gpu.device_count() if gpu.is_available() else 0
     if count < 2:
         return {"peer access": [], "topology": "fewer than two GPUs"}
     access = [
-        [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)]
-        for i in range(count)
+        [i == j or gpu.can_device_access_peer(i, j) for j in range(count)] for i in range(count)
     ]
     tool = ["rocm-smi", "--showtopotype"] if torch.version.hip else ["nvidia-smi", "topo", "-m"]
     return {"peer access": access, "topology": _tried(lambda: _run(tool))}
@@ -172,13 +172,13 @@ def capabilities(name: str) -> dict[str, Any]:
 
     if name == "cpu":
         device = torch.device("cpu")
-    elif not torch.cuda.is_available():
+    elif not gpu.is_available():
         more = _why_no_hip() if name == "hip" else ""
         raise RuntimeError("no GPU that this torch can use" + (more and f"; {more}"))
     elif bool(torch.version.hip) != (name == "hip"):
         raise RuntimeError(f"this torch is built for {'hip' if torch.version.hip else 'cuda'}")
     else:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", gpu.current_device())
     with _alone(device):
         engine = make_engine(name, dist.group.WORLD, device, current().signals, current().timeout_s)
         try:
@@ -257,7 +257,7 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
     wanted = current().engine
     why = f"options(engine={wanted!r})" if wanted else "the tensors' device decides"
     found = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}
-    if torch.cuda.is_available():
+    if gpu.is_available():
         build = "ROCm" if torch.version.hip else "CUDA"
         name = engine_name(torch.device("cuda"), wanted)
         found["tensors on cuda"] = f"{name}: {why}, and this torch is built for {build}"
@@ -269,7 +269,7 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
 
 def _auto(ranks: int | None, device: str | None) -> str:
     """How ``auto`` decides for these ranks, or the schedule that they take for every problem."""
-    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    gpus = gpu.device_count() if device != "cpu" and gpu.is_available() else 0
     ranks = ranks or gpus or 4
     here = fingerprint("cuda" if gpus else "cpu", ranks)
     asked = where(None, ranks, here)

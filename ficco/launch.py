@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ficco.accelerator import gpu
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 
 #: Seconds that ranks get to exit once one of them has failed: long enough to report an error of
@@ -87,13 +88,13 @@ def _number(variable: str) -> int:
 
 def default_device() -> str:
     """``"cuda"`` if torch sees GPUs of any vendor, else ``"cpu"``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if gpu.is_available() else "cpu"
 
 
 def local_device(device: str) -> torch.device:
     """This rank's device for ``"cpu"`` or ``"cuda"``: the GPU that :func:`launch` has set."""
     if device == "cuda":
-        return torch.device(device, torch.cuda.current_device())
+        return torch.device(device, gpu.current_device())
     return torch.device(device)
 
 
@@ -156,7 +157,7 @@ def check_ranks(ranks: int | None, device: str) -> int:
     """The number of ranks to start here; ``ValueError`` if they cannot run."""
     if device not in ("cpu", "cuda"):
         raise InvalidArgument("device", f"required cpu or cuda, got {device!r}")
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    gpus = gpu.device_count() if device == "cuda" else 0
     if under_torchrun():
         world = _number("WORLD_SIZE")
         if ranks not in (None, world):
@@ -326,7 +327,7 @@ def _group(
     if store is not None:
         options.update(store=store, rank=rank, world_size=world)
     if device == "cuda":
-        torch.cuda.set_device(local)
+        gpu.set_device(local)
         options["device_id"] = torch.device("cuda", local)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))

@@ -26,11 +26,11 @@ def compile(
     entered: set[str] = set()
     for run in together(plan):
         lane = plan.steps[run[0]].lane
-        found = list(_operations(program, engine, run, needed, trace))
+        ops = list(_operations(program, engine, run, needed, trace))
         if lane not in entered:
             entered.add(lane)
-            found.insert(0, engine.enter(program, lane))
-        program.ops += [(lane, op) for op in found if op is not None]
+            ops.insert(0, engine.enter(program, lane))
+        program.ops += [(lane, op) for op in ops if op is not None]
     return program
 
 

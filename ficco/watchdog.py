@@ -13,13 +13,11 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ficco.dma.engine import Slot, step_name
+from ficco.board import Board
+from ficco.dma.engine import Engine, Slot, step_name
 from ficco.errors import FiccoError, SignalTimeout
-
-if TYPE_CHECKING:
-    from ficco.workspace import Workspace
 
 #: Seconds between two looks.
 PERIOD_S = 0.05
@@ -29,10 +27,26 @@ RELEASE_S = 10.0
 SETTLE_S = 2.0
 
 
+class Watched(Protocol):
+    """What the watchdog reads of a :class:`ficco.workspace.Workspace`."""
+
+    engine: Engine
+    board: Board
+    calls: int
+    error: FiccoError | None
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots on which calls may be in flight."""
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse all further calls with this error, and tell the peers."""
+
+
 class Watchdog:
     """A thread that watches one workspace until it is stopped or has found a fault."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Watched) -> None:
         self._workspace = workspace
         self._since: dict[int, float] = {}  # slot -> when its running call was first seen
         self._stop = threading.Event()
@@ -116,17 +130,17 @@ class Watchdog:
                 schedule="unknown",
                 seconds=seconds,
             )
-        found = engine.missing(slot, program)
-        signal = found.signal if found else None
+        missing = engine.missing(slot, program)
+        signal = missing.signal if missing else None
         return SignalTimeout(
             operator=program.plan.problem.operator,
             rank=engine.rank,
             peer=signal.poster if signal else None,
-            step=step_name(program.plan.steps[found.step]) if found else "unknown",
+            step=step_name(program.plan.steps[missing.step]) if missing else "unknown",
             schedule=program.plan.schedule,
             seconds=seconds,
-            wanted=found.wanted if found else None,
-            found=found.found if found else None,
+            wanted=missing.wanted if missing else None,
+            found=missing.found if missing else None,
         )
 
     def _act(self, error: FiccoError) -> None:

@@ -62,7 +62,7 @@ class Known:
         return f"machine {self.machine.name} ({self.digest:010x})"
 
 
-class Kept(Protocol):
+class Cached(Protocol):
     """What is kept of a kind of call.
 
     Attributes:
@@ -100,7 +100,7 @@ class Workspace:
         self.board = Board(group, options.timeout_s, operator)
         self.engine = make_engine(self.name, group, device, options.signals, options.timeout_s)
         self.calls = 0
-        self.programs: dict[Hashable, Kept] = {}
+        self.programs: dict[Hashable, Cached] = {}
         self.error: FiccoError | None = None
         self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
@@ -174,7 +174,7 @@ class Workspace:
             self._known[wanted] = Known.of(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
 
-    def keep(self, key: Hashable, bound: Kept) -> None:
+    def keep(self, key: Hashable, cached: Cached) -> None:
         """Remember a kind of call.
 
         Once there are ``KINDS``, half of those that no graph holds are forgotten, the least
@@ -186,7 +186,7 @@ class Workspace:
             old = [(kept.latest, key) for key, kept in self.programs.items() if not kept.captured]
             for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
                 self.programs.pop(gone).drop()
-        self.programs[key] = bound
+        self.programs[key] = cached
 
     def slot(self, plan: Plan, single: bool) -> Slot | None:
         """The slot for the latest call. If the plan needs more, it is grown, which is collective.
@@ -202,7 +202,7 @@ class Workspace:
             return None
         slots = self._slots
         if capture:
-            # A graph owns its slots: a replay may run beside eager calls.
+            # A graph owns its slots: a replay may run while eager calls do.
             slots = self._captured.setdefault(capture, [None] * SLOTS)
         index = 0 if single else self.calls % SLOTS
         slot = slots[index]
@@ -228,8 +228,8 @@ class Workspace:
         return self.engine.slot(memory, words, nbytes, captured)
 
     def _free(self, slot: Slot) -> None:
-        for bound in self.programs.values():
-            bound.forget(slot)
+        for cached in self.programs.values():
+            cached.forget(slot)
         self.engine.discard(slot)
 
     @property
@@ -281,10 +281,10 @@ class Workspace:
         """
         if not self._empty or a.stride() != (a.shape[1], 1):
             return None
-        found = self._empty.get(a.untyped_storage().data_ptr())
-        if found is None:
+        memory = self._empty.get(a.untyped_storage().data_ptr())
+        if memory is None:
             return None
-        return found, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
+        return memory, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
 
     def settle(self) -> None:
         """Wait for this rank's calls, at most until the watchdog has had time to find a fault."""
@@ -399,9 +399,9 @@ def _leave(key: _Key) -> None:
 
 
 def _close_at_exit() -> None:
-    found = list(_workspaces.values())
+    workspaces = list(_workspaces.values())
     # Once closing has stopped the watchdog, a stuck call would keep the process from ending.
-    _carry_out(step for workspace in found for step in (workspace.settle, workspace.close))
+    _carry_out(step for workspace in workspaces for step in (workspace.settle, workspace.close))
     _workspaces.clear()
 
 

@@ -10,9 +10,9 @@ from ficco.plan import Plan, Signal, Step, Transfer
 from ficco.plan.model import Region
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
-from ficco.schedules.builder import Builder, Words
-from ficco.schedules.gather import Gather, GatherWorld
-from ficco.schedules.scatter import Scatter, ScatterWorld
+from ficco.schedules.builder import Builder, WordAllocator
+from ficco.schedules.gather import GatherStage, GatherWorld
+from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.specification import Buffer, Contraction, Specification
 
 
@@ -25,6 +25,7 @@ class Chained:
     n: int
     k: int
     dtype: str = "bfloat16"
+    operator: str = "all_gather_matmul_reduce_scatter"
 
     @property
     def world(self) -> int:
@@ -71,7 +72,7 @@ class Chained:
 def chained(problem: Chained, gathers: str, scatters: str) -> list[Plan]:
     """The Plans of all ranks. Rows go on to the second product as soon as the first has made them:
     each block of the result leaves while later rows of A still arrive."""
-    buffers, words = problem.buffers, Words(problem.world)
+    buffers, words = problem.buffers, WordAllocator(problem.world)
     one = Schedule.parse(gathers)
     two = Schedule.parse(scatters)
     gathering = GatherWorld(
@@ -84,7 +85,7 @@ def chained(problem: Chained, gathers: str, scatters: str) -> list[Plan]:
     found = []
     for rank in range(problem.world):
         builder = Builder(problem, rank)
-        gather, scatter = Gather(gathering, builder), Scatter(scattering, builder)
+        gather, scatter = GatherStage(gathering, builder), ScatterStage(scattering, builder)
         made: list[tuple[int, int]] = []
         waiting = list(enumerate(scatter.mine.by_group))
         for group in gather.flow(scatter.begun()):
@@ -107,7 +108,7 @@ def chained(problem: Chained, gathers: str, scatters: str) -> list[Plan]:
     return found
 
 
-def _made(scatter: Scatter, units: list, made: list[tuple[int, int]]) -> bool:
+def _made(scatter: ScatterStage, units: list, made: list[tuple[int, int]]) -> bool:
     """Whether all rows that some units are products of are there."""
     rows = {row for first, last in made for row in range(first, last)}
     return all(
@@ -125,6 +126,7 @@ class Scaled:
     rows: tuple[int, ...]
     n: int
     k: int
+    operator: str = "all_gather_scaled_matmul"
 
     @property
     def world(self) -> int:
@@ -164,7 +166,7 @@ class Scaled:
 def scaled(problem: Scaled, name: str, cap: int | None = None) -> list[Plan]:
     """The Plans of all ranks: with each piece of A travel the factors of its rows."""
     a, b, row_scale, column_scale, out = problem.buffers.values()
-    words = Words(problem.world)
+    words = WordAllocator(problem.world)
     schedule = Schedule.parse(name)
     world = GatherWorld(
         problem.whole, schedule, words, cap, (a, b, out), scales=(row_scale, column_scale)
@@ -172,7 +174,7 @@ def scaled(problem: Scaled, name: str, cap: int | None = None) -> list[Plan]:
     found = []
     for rank in range(problem.world):
         builder = Builder(problem, rank)
-        gather = Gather(world, builder)
+        gather = GatherStage(world, builder)
         gather.run()
         if builder.peers:
             builder.retire(gather.silent())

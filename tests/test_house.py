@@ -32,6 +32,7 @@ PURE = (
 LAYERS = (
     *PURE,
     # Above this line devices, process groups and clocks begin.
+    ("accelerator",),
     ("hip_kernels",),
     ("dma",),
     ("options",),
@@ -50,8 +51,6 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-#: Upward imports for type checkers alone: (who, whom).
-TYPES_ONLY = {("watchdog", "workspace")}
 
 #: What the pure units do not import, not even inside a function or for a type.
 IMPURE_MODULES = {
@@ -172,9 +171,7 @@ def upward(package: Path = PACKAGE) -> list[str]:
             if found.unit not in level or target not in level:
                 unknown = ({found.unit, target} - level.keys()).pop()
                 wrong.append(f"{found.where}: {unknown} has no place in LAYERS")
-            elif level[target] >= level[found.unit] and not (
-                found.types_only and (found.unit, target) in TYPES_ONLY
-            ):
+            elif level[target] >= level[found.unit]:
                 wrong.append(f"{found.where}: {found.unit} imports {target}, which is not below it")
     return wrong
 
@@ -227,6 +224,24 @@ def vendor_modules(package: Path = PACKAGE) -> list[str]:
     return wrong
 
 
+def own_gpus(package: Path = PACKAGE) -> list[str]:
+    """Uses of PyTorch's name for GPUs where neither engines nor kernels are: these have another."""
+    wrong = []
+    for path, tree in sources(package):
+        if unit_of(path, package) in ("dma", "hip_kernels", "accelerator"):
+            continue
+        for node in ast.walk(tree):
+            named = isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
+            if isinstance(node, ast.ImportFrom):
+                named = node.module == "torch.cuda" or (
+                    node.module == "torch" and any(alias.name == "cuda" for alias in node.names)
+                )
+            if named:
+                where = f"{path.relative_to(package.parent)}:{node.lineno}"
+                wrong.append(f"{where}: required ficco.accelerator.gpu")
+    return wrong
+
+
 def words(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
@@ -264,6 +279,10 @@ def test_vendors_are_served_by_engines_alone() -> None:
     assert vendor_modules() == []
 
 
+def test_gpus_have_one_name_outside_of_engines() -> None:
+    assert own_gpus() == []
+
+
 def test_every_module_has_a_docstring() -> None:
     bare = [
         str(path.relative_to(PACKAGE.parent))
@@ -292,6 +311,8 @@ def test_every_module_has_a_docstring() -> None:
         ("tune/copies.py", "def f():\n    from ficco.dma import cuda_driver", vendor_modules),
         ("bench/calls.py", "import ficco.dma.hip_api as hip", vendor_modules),
         ("selftest/checks.py", "from ficco.dma.cublaslt import CublasLt", vendor_modules),
+        ("launch.py", "def f():\n    torch.cuda.synchronize()", own_gpus),
+        ("bench/run.py", "from torch import cuda", own_gpus),
     ],
 )
 def test_rules_see_what_breaks_them(
@@ -396,11 +417,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 #: Class names that several modules still share. Each is to be used for one thing only.
-SHARED_STILL = {
-    *("Batch", "Buffers", "Candidate", "Claim", "Copies", "Event", "Found", "Line", "Memory"),
-    *("OneShot", "Outcome", "Result", "Row", "Settings", "Signals"),
-    *("Step", "uncaptured", "_Lanes", "_Run", "_Watch"),
-}
+SHARED_STILL = {"Batch", "Copies", "Event", "uncaptured"}
 
 
 def test_class_names_are_unique() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ficco.plan import Buffer, Plan, PlanError, Reduction, Signal, Step, Transfer, aligned, check
 from ficco.plan.check.execution import execute
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 from ficco.plan.collector import MANY, paused
 from ficco.problem import OPERATORS, Problem
@@ -1649,7 +1649,7 @@ def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
 def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: int | None) -> None:
     problem = Problem(operator, (24, 0, 17, 8), 24, 40, "bfloat16")
     found = Steps(made(name, problem, cap))
-    order = execute(found, Signals(found))
+    order = execute(found, SignalColumns(found))
     order._history()
     steps = range(len(found.all))
     over = [1 << step for step in steps]  # by step, what is over before it starts, and itself

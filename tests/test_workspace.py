@@ -22,7 +22,7 @@ import ficco
 from ficco import workspace as workspaces
 from ficco.dma.engine import Program, Slot
 from ficco.errors import FiccoError
-from ficco.ops.call import Bound
+from ficco.ops.call import CachedCall
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
@@ -180,7 +180,7 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     engine = Engine()
     workspace = workspace_on(engine, slot, None)
     made = {
-        name: Bound(a_plan(), 0, False, None, programs={id(at): _program(at)}, latest=latest)
+        name: CachedCall(a_plan(), 0, False, None, programs={id(at): _program(at)}, latest=latest)
         for name, at, latest in (
             ("in a graph", graphs, 1),
             ("seldom", slot, 2),
@@ -190,8 +190,8 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
             ("newer", slot, 11),
         )
     }
-    for name, bound in made.items():
-        workspace.keep(name, bound)
+    for name, cached in made.items():
+        workspace.keep(name, cached)
     # A program that runs is on its slot, for the watchdog: so nothing runs when one goes.
     assert engine.did == ["synchronize"] * 2
     assert list(workspace.programs) == ["in a graph", "often", "new", "newer"]

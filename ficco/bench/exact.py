@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ficco.accelerator import gpu
 from ficco.bench.inputs import Operands
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def seconds(group: ProcessGroup, device: torch.device) -> Measure:
 
     def wait() -> None:
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            gpu.synchronize()
 
     def measure(call: Call) -> tuple[torch.Tensor, float]:
         wait()

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ficco.accelerator import gpu
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import BenchCandidate
 from ficco.errors import InvalidArgument
@@ -198,8 +199,8 @@ class DeviceClock:
 
     def __init__(self, group: ProcessGroup, barrier: Barrier) -> None:
         self._group, self._barrier = group, barrier
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._stop = torch.cuda.Event(enable_timing=True)
+        self._start = gpu.Event(enable_timing=True)
+        self._stop = gpu.Event(enable_timing=True)
         self._word = torch.zeros(1, device="cuda")
         self._hertz = self._measure_hertz()
         dist.all_reduce(self._word, group=group)
@@ -209,25 +210,25 @@ class DeviceClock:
         cycles = 20_000_000
         for _ in range(2):
             self._start.record()
-            torch.cuda._sleep(cycles)
+            gpu._sleep(cycles)
             self._stop.record()
-            torch.cuda.synchronize()
+            gpu.synchronize()
         return cycles / (self._start.elapsed_time(self._stop) * 1e-3)
 
     def time(self, item: Item) -> tuple[float, float]:
         """Seconds of the item's calls, and of the host in them."""
         call = item.call
-        torch.cuda.synchronize()
+        gpu.synchronize()
         self._barrier.wait()
         if item.mode != "idle":
-            torch.cuda._sleep(int(item.sleep_s * self._hertz))
+            gpu._sleep(int(item.sleep_s * self._hertz))
             dist.all_reduce(self._word, group=self._group)  # clocks differ, and so do sleeps
         self._start.record()
         begin = time.perf_counter()
         call()
         end = time.perf_counter()
         self._stop.record()
-        torch.cuda.synchronize()
+        gpu.synchronize()
         return self._start.elapsed_time(self._stop) * 1e-3, end - begin
 
     def host(self, item: Item) -> float:
@@ -235,14 +236,14 @@ class DeviceClock:
         call = item.call
         taken = []
         for _ in range(HOST_ROWS):
-            torch.cuda.synchronize()
+            gpu.synchronize()
             self._barrier.wait()
-            torch.cuda._sleep(int(HOST_CALLS * item.sleep_s * self._hertz))
+            gpu._sleep(int(HOST_CALLS * item.sleep_s * self._hertz))
             for _ in range(HOST_CALLS):
                 begin = time.perf_counter()
                 call()
                 taken.append(time.perf_counter() - begin)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         return median(taken)
 
 
@@ -251,9 +252,9 @@ def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor
 
     Graphs of one ``pool`` share memory: a result holds only until another graph is replayed.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph = gpu.CUDAGraph()
     # Other threads, such as NCCL's, may go on with what they do.
-    mode = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    mode = gpu.graph(graph, pool=pool, capture_error_mode="thread_local")
     with runner.context(), mode:
         for _ in range(CALLS_IN_GRAPH):
             result = runner.run()
@@ -331,12 +332,12 @@ def peak_bytes(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[t
     """
     if device.type != "cuda":
         return run(), 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    gpu.synchronize()
+    gpu.reset_peak_memory_stats()
+    before = gpu.memory_allocated()
     result = run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    gpu.synchronize()
+    peak = gpu.max_memory_allocated() - before
     return result, peak - result.untyped_storage().nbytes()
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 import torch.distributed as dist
 
+from ficco.accelerator import gpu
 from ficco.bench.about import RunSettings
 from ficco.bench.calls import taken
 from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
@@ -178,7 +178,7 @@ class Bench:
         ours = sum(one.candidate.ours for one in there)
         need = ours * SLOTS * moved_bytes(operands.problem)
         free = self.verifier.free_bytes()
-        pool = torch.cuda.graph_pool_handle()
+        pool = gpu.graph_pool_handle()
         for one in there:
             tick(f"capture {one.candidate.name}")
             if need > free / 2:

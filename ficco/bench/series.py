@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
+from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.candidates import BenchCandidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
@@ -134,7 +135,7 @@ class Stopwatch:
         try:
             value = action()
             if self.on_gpu:
-                torch.cuda.synchronize()
+                gpu.synchronize()
         except fatal:
             raise
         except Exception as error:
@@ -148,7 +149,7 @@ class Stopwatch:
     def free(self) -> None:
         """Free ficco's memory on all ranks, once no peer can reach it any more."""
         if self.on_gpu:
-            torch.cuda.synchronize()
+            gpu.synchronize()
         self.barrier.wait()
         ficco.close(self.group)
         self.barrier.wait()
@@ -157,7 +158,7 @@ class Stopwatch:
         """Free ficco's memory, and of a GPU's what PyTorch keeps for later."""
         self.free()
         if self.on_gpu:
-            torch.cuda.empty_cache()
+            gpu.empty_cache()
 
     def close(self) -> None:
         self.barrier.close()
@@ -182,15 +183,15 @@ def beside(front: Call, back: Call, count: int, device: torch.device) -> Runner:
 
 
 def _on_stream(front: Call, back: Call, count: int) -> Runner:
-    side, fork = torch.cuda.Stream(), torch.cuda.Event()
+    side, fork = gpu.Stream(), gpu.Event()
 
     def run() -> Any:
         fork.record()
         side.wait_event(fork)
-        with torch.cuda.stream(side):
+        with gpu.stream(side):
             back()  # one call has a head start over the call that is timed
         result = front()
-        with torch.cuda.stream(side):
+        with gpu.stream(side):
             for _ in range(count - 1):
                 back()
         return result

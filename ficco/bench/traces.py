@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ficco.accelerator import gpu
 from ficco.bench.inputs import Operands
 from ficco.dma.engine import Span
 from ficco.machine import Machine
@@ -55,7 +56,7 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
 def _let_host_ahead(device: torch.device, group: ProcessGroup) -> None:
     """Let the GPUs wait, and then begin together, while their hosts enqueue a call."""
     if device.type == "cuda":
-        torch.cuda._sleep(SLEEP_CYCLES)
+        gpu._sleep(SLEEP_CYCLES)
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
+from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, build, expected, unavailable
 from ficco.bench.candidates import BenchCandidate
 from ficco.bench.exact import exact_calls, wrong_elements
@@ -73,8 +74,8 @@ class Verifier:
     def free_bytes(self) -> int:
         """Free memory where there is least: of a GPU, or a rank's part of the host's."""
         if self.watch.on_gpu:
-            torch.cuda.empty_cache()
-            free = torch.cuda.mem_get_info()[0]
+            gpu.empty_cache()
+            free = gpu.mem_get_info()[0]
         else:
             lines = Path("/proc/meminfo").read_text().splitlines()
             kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
@@ -123,7 +124,7 @@ class Verifier:
         def action() -> tuple[Callable[[], None], bool]:
             with runner.context():
                 runner.run()  # memory that cannot be grown in a capture
-            torch.cuda.synchronize()
+            gpu.synchronize()
             replay, result = capture(runner, pool)
 
             def again() -> torch.Tensor:

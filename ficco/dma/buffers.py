@@ -76,9 +76,11 @@ class Buffers:
 
     def view(self, region: Region) -> Callable[[Call], torch.Tensor]:
         """A region as a matrix."""
-        name = region.buffer
-        if region.rank == self._rank and self._plan.buffer[name].memory != "slot":
-            return lambda call: _cut(call.tensors[name], region)
+        name, buffer = region.buffer, self._plan.buffer[region.buffer]
+        if region.rank == self._rank and buffer.memory != "slot":
+            if (index := _index(buffer.shapes[region.rank], region)) is None:
+                return lambda call: call.tensors[name]
+            return lambda call: call.tensors[name][index]
         with torch.inference_mode(False):  # calls of other modes use it, too
             part = self._part(region)
         return lambda call: part
@@ -109,19 +111,23 @@ class Buffers:
     def _part(self, region: Region) -> torch.Tensor:
         """A region of symmetric memory."""
         name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
+        rows, cols = buffer.rows, buffer.shapes[rank][1]
         if (name, rank) not in self._whole:
             memory, start = self._memory(name)
-            rows, cols = buffer.rows, buffer.shapes[rank][1]
             flat = memory.tensor if rank == self._rank else memory.part(rank)
             flat = flat[start : start + rows * cols * buffer.itemsize]
             self._whole[name, rank] = flat.view(getattr(torch, buffer.dtype)).view(rows, cols)
         whole = self._whole[name, rank]
         if buffer.layout != "columns":
-            return _cut(whole, region)
+            index = _index((rows, cols), region)
+            return whole if index is None else whole[index]
         at = whole.storage_offset() + region.col * buffer.rows + region.row * region.cols
         return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
 
 
-def _cut(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    view = whole if region.rows == whole.shape[0] else whole[region.row : region.row_stop]
-    return view if region.cols == whole.shape[1] else view[:, region.col : region.col_stop]
+def _index(shape: tuple[int, int], region: Region) -> Any:
+    """What cuts a region out of a matrix; None if it is all of it."""
+    rows, cols = slice(region.row, region.row_stop), slice(region.col, region.col_stop)
+    if region.cols < shape[1]:
+        return rows, cols
+    return None if region.rows == shape[0] else rows

@@ -118,7 +118,8 @@ class Event:
 
     def over(self) -> bool:
         """Whether everything before the latest record is complete, or failed."""
-        return driver.cuEventQuery(self._event)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
+        pending = driver.cuEventQuery(self._event)[0] == driver.CUresult.CUDA_ERROR_NOT_READY
+        return not pending
 
     def seconds_to(self, later: Event) -> float:
         elapsed = driver.cuEventElapsedTime(self._event, later._event)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -427,20 +427,25 @@ class GpuEngine(Engine):
 
     def _pack(self, program: Program, lane: str, region: Region) -> Callable[[Call], int]:
         """Brings columns together for a copy of the same lane; returns where they will lie."""
-        places, state = self._buffers(program), program.slot.state  # type: ignore[union-attr]
+        assert program.slot is not None
+        places = self._buffers(program)
+        packs: dict[str, tuple[int, torch.Tensor]] = program.slot.state.packs
         view, dtype = places.view(region), places.dtype(region)
         nbytes = places.row_bytes(region) * region.rows
 
+        def by_torch(packed: torch.Tensor, call: Call) -> None:
+            packed.copy_(view(call))
+
         def pack(call: Call) -> int:
-            if lane not in state.packs or state.packs[lane][1].numel() < nbytes:
+            if lane not in packs or packs[lane][1].numel() < nbytes:
                 with self.driver.aside():  # the smaller one may still be in use
-                    state.packs[lane] = self.driver.local(nbytes)
-            address, room = state.packs[lane]
+                    packs[lane] = self.driver.local(nbytes)
+            address, room = packs[lane]
             packed = room[:nbytes].view(dtype).view(region.rows, region.cols)
             if self._kernels_or_none is not None:
                 self._kernels_or_none.place(packed, view(call), call.state[lane])
             else:
-                self.driver.on_lane(lane, lambda call: packed.copy_(view(call)))(call)
+                self.driver.on_lane(lane, partial(by_torch, packed))(call)
             return address
 
         return pack
@@ -467,7 +472,11 @@ class GpuEngine(Engine):
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         places = self._buffers(program)
         src, dst = places.view(transfer.src), places.view(transfer.dst)
-        return self._on_lane(program, step, lambda call: dst(call).copy_(src(call)))
+
+        def op(call: Call) -> None:
+            dst(call).copy_(src(call))
+
+        return self._on_lane(program, step, op)
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane

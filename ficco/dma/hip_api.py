@@ -105,6 +105,16 @@ def _tried(attempt: Callable[[], _T]) -> _T | None:
         return None
 
 
+def _allowed(call: Callable[..., None], *args: Any) -> bool:
+    """Whether the runtime makes a call."""
+    try:
+        call(*args)
+    except BackendError:
+        forgive()
+        return False
+    return True
+
+
 def forgive() -> None:
     """Forget an error that was expected: PyTorch would take it for its own."""
     hip.hipGetLastError()
@@ -307,9 +317,9 @@ def open_shared(handle: bytes) -> int:
 # Streams and events.
 
 
-def stream(handle: int) -> Any:
+def stream(raw: int) -> Any:
     """A stream as the binding likes it best."""
-    return hip.ihipStream_t.fromObj(handle)
+    return hip.ihipStream_t.fromObj(raw)
 
 
 # AMD's runtime gives each priority hardware queues of its own, 4 by default, which its streams
@@ -427,7 +437,7 @@ def wait_equal(stream: Any, address: int, value: int) -> None:
 
 def writes_reach(stream: Any, address: int) -> bool:
     """Whether a stream may write to an address; leaves a 0 there if so."""
-    return _tried(lambda: write_32(stream, address, 0) is None) is True and drain(stream, 5.0)
+    return _allowed(write_32, stream, address, 0) and drain(stream, 5.0)
 
 
 def try_capture(stream: Any, address: int) -> bool:
@@ -447,7 +457,7 @@ def try_capture(stream: Any, address: int) -> bool:
 
 def try_wait(stream: Any, address: int, value: int) -> bool:
     """Whether a stream may wait on a word; it has the value already."""
-    return _tried(lambda: wait_equal(stream, address, value) is None) is True and drain(stream, 5.0)
+    return _allowed(wait_equal, stream, address, value) and drain(stream, 5.0)
 
 
 def fill(address: int, nbytes: int, stream: Any) -> None:
@@ -474,8 +484,7 @@ def copy_2d(
 
 def copies_2d(scratch: int, stream: Any) -> bool:
     """Whether the runtime copies rectangles; tries one within 16 bytes."""
-    tried = _tried(lambda: copy_2d(scratch + 8, 4, scratch, 4, 2, 2, stream) is None)
-    return tried is True and drain(stream, 5.0)
+    return _allowed(copy_2d, scratch + 8, 4, scratch, 4, 2, 2, stream) and drain(stream, 5.0)
 
 
 #: Copies of whole runs of bytes between devices, by the names of :mod:`ficco.dma.ways`.

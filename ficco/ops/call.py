@@ -42,7 +42,7 @@ Rows = Sequence[int] | Sequence[Sequence[int]] | None
 
 
 @dataclass
-class Bound:
+class CachedCall:
     """What is kept for a kind of call: its Plan, and a Program per slot.
 
     Attributes:
@@ -76,11 +76,11 @@ class Bound:
         ]
 
     def program(self, workspace: Workspace, slot: Slot | None) -> Program:
-        found = self.programs.get(id(slot))
-        if found is None:
-            found = compile(self.plan, workspace.engine, slot, self.source)
-            self.programs[id(slot)] = found
-        return found
+        program = self.programs.get(id(slot))
+        if program is None:
+            program = compile(self.plan, workspace.engine, slot, self.source)
+            self.programs[id(slot)] = program
+        return program
 
     def forget(self, slot: Slot) -> None:
         """Drop the program of a slot that is about to be freed."""
@@ -119,17 +119,17 @@ def run(
     """
     workspace = _workspace(group, a, b, operator)
     try:
-        bound, call = _begin(workspace, operator, a, b, schedule, rows, return_gathered, out)
-        if bound.columns:
+        cached, call = _begin(workspace, operator, a, b, schedule, rows, return_gathered, out)
+        if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
-            for first in range(0, b.shape[1], bound.columns):
-                some = slice(first, first + bound.columns)
+            for first in range(0, b.shape[1], cached.columns):
+                some = slice(first, first + cached.columns)
                 right, into = call.tensors["b"][:, some], call.tensors["out"][:, some]
                 left = call.tensors["a"]
-                run(operator, left, right, group, schedule, bound.rows, out=into)
+                run(operator, left, right, group, schedule, cached.rows, out=into)
             return call.tensors["out"], None
-        slot = workspace.slot(bound.plan, bound.single)
-        program = bound.programs.get(id(slot)) or bound.program(workspace, slot)
+        slot = workspace.slot(cached.plan, cached.single)
+        program = cached.programs.get(id(slot)) or cached.program(workspace, slot)
         _execute(workspace, program, call)
     except BaseException as error:
         workspace.end(error)
@@ -153,14 +153,14 @@ def run_traced(
     """One call that records when each step of its Plan ran on this rank; waits for its end."""
     workspace = _workspace(group, a, b, operator)
     try:
-        bound, call = _begin(workspace, operator, a, b, schedule, rows, False)
-        if bound.columns:
+        cached, call = _begin(workspace, operator, a, b, schedule, rows, False)
+        if cached.columns:
             raise NotImplementedError(
-                f"a call that goes by {bound.columns} columns at a time, to keep to "
+                f"a call that goes by {cached.columns} columns at a time, to keep to "
                 "workspace_bytes, is several; trace it without that cap"
             )
-        slot = workspace.slot(bound.plan, bound.single)
-        program = compile(bound.plan, workspace.engine, slot, bound.source, trace=True)
+        slot = workspace.slot(cached.plan, cached.single)
+        program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
         try:
             _execute(workspace, program, call)
             spans = workspace.engine.spans(program, call)
@@ -171,13 +171,13 @@ def run_traced(
     except BaseException as error:
         workspace.end(error)
         raise
-    return call.tensors["out"], bound.plan, spans
+    return call.tensors["out"], cached.plan, spans
 
 
 def _execute(workspace: Workspace, program: Program, call: Call) -> None:
     grad = torch.is_grad_enabled()
     try:
-        if grad:  # inside: Ctrl-C may come right behind it
+        if grad:  # inside: Ctrl-C may come right after it
             torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
         workspace.engine.execute(program, call)
     finally:
@@ -185,11 +185,13 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
             torch._C._set_grad_enabled(True)
 
 
-def _operands(bound: Bound, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Call:
+def _operands(
+    cached: CachedCall, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
+) -> Call:
     """A call with its results and local buffers allocated."""
-    tensors = {"a": a, "b": b, "out": a.new_empty(bound.out) if out is None else out}
-    if not bound.columns:  # else its parts allocate the rest
-        for name, shape, dtype in bound.allocated:
+    tensors = {"a": a, "b": b, "out": a.new_empty(cached.out) if out is None else out}
+    if not cached.columns:  # else its parts allocate the rest
+        for name, shape, dtype in cached.allocated:
             if dtype != a.dtype and _by_columns(tensors["out"]):
                 # In the memory order of the result, so that rounding transposes nothing.
                 tensors[name] = a.new_empty(shape[::-1], dtype=dtype).t()
@@ -211,7 +213,7 @@ def _begin(
     rows: Rows,
     return_gathered: bool,
     out: torch.Tensor | None = None,
-) -> tuple[Bound, Call]:
+) -> tuple[CachedCall, Call]:
     """Find or make what is kept for such calls, allocate this call's results and post it on the
     board. A call that goes by columns is not posted; its parts are."""
     options = current()
@@ -252,35 +254,35 @@ def _begin(
         options.search,
         source and (source[0].serial, source[1]),
     )
-    bound: Any = workspace.programs.get(key)  # a Bound: nobody else keeps any
-    known = bound is not None
-    if bound is None:
+    cached: Any = workspace.programs.get(key)  # a CachedCall: nobody else keeps any
+    known = cached is not None
+    if cached is None:
         group = workspace.group
         problem = problem_of_operands(
             group, operator, a, b, rows, return_gathered, source is not None
         )
-        bound = _bound(workspace, problem, schedule, mode, source, options)
-        bound.rows = rows
-    call = _operands(bound, a, b, out)
-    bound.latest = number
-    if not bound.columns:
-        board.post(number, bound.digest)
+        cached = _cached_call(workspace, problem, schedule, mode, source, options)
+        cached.rows = rows
+    call = _operands(cached, a, b, out)
+    cached.latest = number
+    if not cached.columns:
+        board.post(number, cached.digest)
         workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
-        if not bound.programs:  # new, or its slot is gone: ranks must agree before slots grow
-            board.agree(number, options.timeout_s, operator, bound.plan.schedule)
+        if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
+            board.agree(number, options.timeout_s, operator, cached.plan.schedule)
     if not known:
-        workspace.keep(key, bound)
-    return bound, call
+        workspace.keep(key, cached)
+    return cached, call
 
 
-def _bound(
+def _cached_call(
     workspace: Workspace,
     problem: Problem,
     schedule: str | Schedule,
     mode: str,
     source: tuple[Symmetric, int] | None,
     options: Options,
-) -> Bound:
+) -> CachedCall:
     """Decide on and plan a kind of call that is seen for the first time."""
     engine = workspace.engine
     problem_log.note(options.log_problems, problem, engine.rank)
@@ -303,11 +305,11 @@ def _bound(
         fit = fitted(workspace, problem, chosen, options.workspace_bytes)
     made = fit.plan
     if fit.columns:
-        return Bound(made, 0, fit.single, None, fit.columns)
+        return CachedCall(made, 0, fit.single, None, fit.columns)
     digest = workspace.board.describe(
         _text(problem, made, options, known, source if chosen.pull else None)
     )
-    return Bound(made, digest, fit.single, None if "publish" in made.buffer else source)
+    return CachedCall(made, digest, fit.single, None if "publish" in made.buffer else source)
 
 
 def _text(

@@ -49,6 +49,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ficco.accelerator import gpu
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.options import carried, current
@@ -327,14 +328,14 @@ class _Regather:
     """A gathered once more; if ``overlapped``, on a GPU, on a side stream of the caller's."""
 
     def __init__(self, call: OperatorCall, a: torch.Tensor, overlapped: bool) -> None:
-        self.caller: torch.cuda.Stream | None = None
+        self.caller: gpu.Stream | None = None
         if not (overlapped and a.is_cuda):
             self.gathered = _gathered(call, a)
             return
-        self.caller = torch.cuda.current_stream(a.device)
+        self.caller = gpu.current_stream(a.device)
         self.side = _side_stream(self.caller)
         self.side.wait_stream(self.caller)
-        with torch.cuda.stream(self.side):
+        with gpu.stream(self.side):
             self.gathered = _gathered(call, a)
 
     def result(self) -> torch.Tensor:
@@ -344,13 +345,13 @@ class _Regather:
         return self.gathered
 
 
-_side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+_side_streams: dict[gpu.Stream, gpu.Stream] = {}
 
 
-def _side_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
+def _side_stream(caller: gpu.Stream) -> gpu.Stream:
     """The side stream of a stream, always the same one, so that recorded graphs can be reused."""
     if caller not in _side_streams:
-        _side_streams[caller] = torch.cuda.Stream(caller.device)
+        _side_streams[caller] = gpu.Stream(caller.device)
     return _side_streams[caller]
 
 

@@ -197,6 +197,10 @@ class Planned(Protocol):
     other."""
 
     @property
+    def operator(self) -> str:
+        """What is called, for errors."""
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
 
@@ -239,12 +243,12 @@ class Plan:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """The byte at which each slot buffer begins in a slot's data, the same on all ranks."""
-        found, end = {}, 0
+        offsets, end = {}, 0
         for buffer in self.buffers:
             if buffer.memory == "slot":
-                found[buffer.name] = end
+                offsets[buffer.name] = end
                 end += aligned(buffer.nbytes(self.rank))
-        return found
+        return offsets
 
     @cached_property
     def slot_bytes(self) -> int:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
-from ficco.schedules.builder import Builder, Words
-from ficco.schedules.gather import Gather, GatherWorld
-from ficco.schedules.inner import InnerGather
-from ficco.schedules.one_shot import OneShot, OneShotWorld
-from ficco.schedules.scatter import Scatter, ScatterWorld
+from ficco.schedules.builder import Builder, WordAllocator
+from ficco.schedules.gather import GatherStage, GatherWorld
+from ficco.schedules.inner import InnerGatherStage
+from ficco.schedules.one_shot import OneShotStage, OneShotWorld
+from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
 
@@ -70,17 +70,17 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
         ValueError: as :func:`plan`.
     """
     by_first: dict[Plan, list[Schedule]] = {}
-    found: dict[Schedule, Schedule] = {}
+    first_with: dict[Schedule, Schedule] = {}
     for schedule in schedules:
         there = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
         for other in there:  # usually none: most schedules differ in the plan of rank 0 already
             if _all_nameless(problem, schedule) == _all_nameless(problem, other):
-                found[schedule] = other
+                first_with[schedule] = other
                 break
         else:
             there.append(schedule)
-            found[schedule] = schedule
-    return found
+            first_with[schedule] = schedule
+    return first_with
 
 
 def _nameless(plan: Plan) -> Plan:
@@ -102,25 +102,25 @@ def _plans(
         raise ValueError(why)
     if schedule.mover == "collective" and problem.world > 1:
         return [_collective(problem, schedule, rank) for rank in ranks]
-    words = Words(problem.world)
+    words = WordAllocator(problem.world)
     if schedule.grouping == "one-shot":
         summed = OneShotWorld(problem, schedule, words)
-        return [_whole(OneShot(summed, Builder(problem, rank))) for rank in ranks]
+        return [_whole(OneShotStage(summed, Builder(problem, rank))) for rank in ranks]
     if problem.kind.scatters:
         scattered = ScatterWorld(problem, schedule, words, packs_columns=packs_columns)
-        return [_whole(Scatter(scattered, Builder(problem, rank))) for rank in ranks]
+        return [_whole(ScatterStage(scattered, Builder(problem, rank))) for rank in ranks]
     gathered = GatherWorld(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
-    gather = InnerGather if problem.kind.inner else Gather
+    gather = InnerGatherStage if problem.kind.inner else GatherStage
     return [_whole(gather(gathered, Builder(problem, rank))) for rank in ranks]
 
 
-def _whole(stage: Gather | Scatter | OneShot) -> Plan:
+def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
     """The Plan of a call that has one stage."""
     builder, world = stage.builder, stage.world
     stage.run()
     if builder.peers:
         builder.retire(stage.silent())
-    stages = stage.staging.stages if isinstance(stage, Gather) else 0
+    stages = stage.staging.stages if isinstance(stage, GatherStage) else 0
     return builder.plan(str(stage.schedule), world.buffers, world.words, stages)
 
 

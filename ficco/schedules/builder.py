@@ -39,7 +39,7 @@ class Block(NamedTuple):
         return Signal(kind, poster, waiter, slot, self.first(poster) + slot, *rows)
 
 
-class Words:
+class WordAllocator:
     """Gives out the signal words of a call, alike on all ranks.
 
     The first word for each peer rests at 1 and hands a slot over; the others rest at 0.
@@ -78,7 +78,7 @@ class World:
         self,
         problem: Problem,
         schedule: Schedule,
-        words: Words,
+        words: WordAllocator,
         operands: tuple[Buffer, Buffer, Buffer] | None = None,
         suffix: str = "",
     ) -> None:
@@ -148,7 +148,9 @@ class Builder:
         """The last step of each lane."""
         return tuple({step.lane: i for i, step in enumerate(self.steps)}.values())
 
-    def plan(self, schedule: str, buffers: Iterable[Buffer], words: Words, stages: int = 0) -> Plan:
+    def plan(
+        self, schedule: str, buffers: Iterable[Buffer], words: WordAllocator, stages: int = 0
+    ) -> Plan:
         """The Plan of the steps so far. Of the local buffers it lists those that are used."""
         asked = self.problem.specification
         written = {product.out.buffer for step in self.steps for product in step.products}

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import Builder, Stage, Words, World
+from ficco.schedules.builder import Builder, Stage, WordAllocator, World
 from ficco.schedules.groups import Arrivals, Unit, names
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -44,8 +44,8 @@ class _Staging:
 
     Units of its peers land in staging. Its own units are copied there if they share a step with
     those. Every row of the gathered A has its place in staging, except the rank's own shard if that
-    is multiplied alone. In a ring, landing groups use the stages in turn, and the units of a group
-    are side by side.
+    has a product of its own. In a ring, landing groups use the stages in turn, and the units of a
+    group are side by side.
     """
 
     def __init__(self, arrivals: Arrivals, operand: str, buffer: str) -> None:
@@ -116,12 +116,12 @@ class _Staging:
         if not self.stages:
             first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
             return self.arrivals.regions(self.buffer, rank, first, units)
-        found, by_columns, rows, cols = [], self.by_columns, self.arrivals.block(peer), problem.k
+        regions, by_columns, rows, cols = [], self.by_columns, self.arrivals.block(peer), problem.k
         for _, ordinal, start, stop, group in units:
             row, length = self._stage[group] + self._row[peer][ordinal], stop - start
             size = (rows, length) if by_columns else (length, cols)
-            found.append(Region(self.buffer, rank, row, row + size[0], 0, size[1]))
-        return found
+            regions.append(Region(self.buffer, rank, row, row + size[0], 0, size[1]))
+        return regions
 
 
 class GatherWorld(World):
@@ -135,7 +135,7 @@ class GatherWorld(World):
         self,
         problem: Problem,
         schedule: Schedule,
-        words: Words,
+        words: WordAllocator,
         cap: int | None = None,
         operands: tuple[Buffer, Buffer, Buffer] | None = None,
         scales: tuple[Buffer, Buffer] | None = None,
@@ -183,7 +183,7 @@ class GatherWorld(World):
             self.source = self.buffer("publish", self.a, self.a.shapes, leaves=True)
 
     def _add_scales(self, scale: Buffer) -> None:
-        """Each buffer in which rows of a lie has one beside it for their scales."""
+        """Each buffer in which rows of a lie has a counterpart for their scales."""
         self.scale_of[self.a.name] = scale.name
         for buffer in list(self.buffers):
             shapes = tuple((rows, 1) for rows, _ in buffer.shapes)
@@ -219,7 +219,7 @@ class GatherWorld(World):
         return self._of_units[kind, poster, waiter]
 
 
-class Gather(Stage):
+class GatherStage(Stage):
     """One rank's steps; ``group`` counts a receiver's groups of units."""
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
@@ -321,7 +321,7 @@ class Gather(Stage):
     def _pushes(self) -> list[list[Step]]:
         me, mover, world = self.me, self.schedule.mover, self.world
         groups = max(arrivals.group_count for arrivals in world.arrivals)
-        found: list[list[Step]] = [[] for _ in range(groups)]
+        copies: list[list[Step]] = [[] for _ in range(groups)]
         for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
             lane, landing = self.lane_of[target], world.landing[target]
             units, sources = landing.arrivals.units(me), self._sources(me, landing.arrivals)
@@ -338,8 +338,8 @@ class Gather(Stage):
                     transfer=new(Transfer, (source, region, 0, "")),
                     mover=mover,
                 )
-                found[unit.group] += self._with_scales(copy, unit)
-        return found
+                copies[unit.group] += self._with_scales(copy, unit)
+        return copies
 
     def _pulls(self) -> list[list[Step]]:
         return [
@@ -523,10 +523,10 @@ class Gather(Stage):
         if not units:
             return
         lane = self._compute_lane(group, units)
-        if group in self.beside:
+        if group in self.own_in_group:
             self._place_own(group, lane)
         after = tuple(self.pulled.pop(group).values()) if self.schedule.pull else ()
-        room = self._room_behind(group)
+        room = self._room_after(group)
         posts, acquired = NO_ROOM if self.problem.return_gathered else room
         last_use = self.add(
             Step(
@@ -557,20 +557,20 @@ class Gather(Stage):
         return index
 
     @cached_property
-    def beside(self) -> dict[int, list[Unit]]:
+    def own_in_group(self) -> dict[int, list[Unit]]:
         """The rank's own units by group, for groups that hold units of peers, too."""
         own = self.mine.units(self.me) if self.me in self.mine.set_of else []
-        found: dict[int, list[Unit]] = {}
+        units_of: dict[int, list[Unit]] = {}
         for unit in own:
-            found.setdefault(unit.group, []).append(unit)
-        return {group: us for group, us in found.items() if len(us) < len(self.groups[group])}
+            units_of.setdefault(unit.group, []).append(unit)
+        return {group: us for group, us in units_of.items() if len(us) < len(self.groups[group])}
 
     def _place_own(self, group: int, lane: str) -> None:
         """Copy the rank's own units next to those of its peers."""
         before = self.staging.ahead_of.get(group)
         used = () if before is None else (self.last_use[before],)
         after = tuple(i for i in used if self.steps[i].lane != lane)
-        for unit in self.beside[group]:
+        for unit in self.own_in_group[group]:
             there = self.regions[self.me][unit.ordinal]
             here = self.shard[unit.ordinal]
             self._place(lane, here, there, after)
@@ -589,13 +589,13 @@ class Gather(Stage):
         by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
         buffer, me, adds = self.product, self.me, self.world.partial
         pieces = zip(self.mine.units(peer), self.regions[peer], self.mine.rows(peer), strict=True)
-        found = []
+        products = []
         for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
             first, last = (start, stop) if by_columns else (0, k)
             out = new(Region, (buffer, me, row, row_stop, 0, n))
             right, scales = self._right(first, last), self._scales(a)
-            found.append(Product(a, right, out, adds and ordinal > 0, scales=scales))
-        return found
+            products.append(Product(a, right, out, adds and ordinal > 0, scales=scales))
+        return products
 
     def completed(self, group: int) -> Iterable[Rows]:
         """Ranges of rows of the result whose last term a group adds, in rising order."""
@@ -618,7 +618,7 @@ class Gather(Stage):
             src = Region(self.product, self.me, first, last, 0, self.problem.n)
             self._place(lane, src, src._replace(buffer=self.world.out.name))
 
-    def _room_behind(self, group: int) -> Room:
+    def _room_after(self, group: int) -> Room:
         """The signals to the peers that write to the same stage next that it is free."""
         heir = self.staging.heir_of.get(group)
         if heir is None or self.schedule.pull:

@@ -100,8 +100,8 @@ def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]
     if schedule.grouping == "unfused":
         return [[peer] for peer in order]
     turn = {peer: i for i, peer in enumerate(order)}
-    found = [sorted(s, key=turn.__getitem__) for s in siblings(rank, len(order) + 1)]
-    return found[::-1] if schedule.grouping == "shrinking" else found
+    sets = [sorted(s, key=turn.__getitem__) for s in siblings(rank, len(order) + 1)]
+    return sets[::-1] if schedule.grouping == "shrinking" else sets
 
 
 @lru_cache(maxsize=4096)
@@ -162,13 +162,13 @@ class Groups(ABC):
             first, stride = self.set_of[peer], len(self.sets)
             if self.schedule.order == "peer":
                 first, stride = first * self.rounds, 1
-            found = [
+            units = [
                 new(Unit, (peer, i, start, stop, first + i * stride))
                 for i, (start, stop) in enumerate(self.cuts(peer))
             ]
-            if self.tail > 1 and found and found[-1].group == self.regular - 1:
-                found += finer(found.pop(), self.schedule.tail)
-            self._units[peer] = found
+            if self.tail > 1 and units and units[-1].group == self.regular - 1:
+                units += finer(units.pop(), self.schedule.tail)
+            self._units[peer] = units
         return self._units[peer]
 
     def count(self, peer: int) -> int:
@@ -200,11 +200,11 @@ class Groups(ABC):
 
     def in_groups(self, of_units: Mapping[int, Sequence[T]]) -> list[list[T]]:
         """By group, items that belong to the units of some ranks, in the order of these ranks."""
-        found: list[list[T]] = [[] for _ in range(self.group_count)]
+        groups: list[list[T]] = [[] for _ in range(self.group_count)]
         for peer, column in of_units.items():
             for unit, one in zip(self.units(peer), column, strict=True):
-                found[unit.group].append(one)
-        return found
+                groups[unit.group].append(one)
+        return groups
 
 
 def finer(unit: Unit, pieces: int) -> list[Unit]:
@@ -273,7 +273,8 @@ class Departures(Groups):
 
     @cached_property
     def own(self) -> list[Unit]:
-        """The units that stay with the rank: if multiplied alone, one unit cut as ``tail`` says."""
+        """The units that stay with the rank; one unit, cut as ``tail`` says, where they have a
+        product of their own."""
         if self.schedule.uniform:
             return self.units(self.rank)
         rows = self.block(self.rank)

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from ficco.plan.model import Product, Region
 from ficco.schedules.builder import Builder
-from ficco.schedules.gather import OWN, Gather, GatherWorld
+from ficco.schedules.gather import OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit
 from ficco.schedules.runs import joined
 
@@ -22,7 +22,7 @@ from ficco.schedules.runs import joined
 Spans = list[tuple[int, int]]
 
 
-class InnerGather(Gather):
+class InnerGatherStage(GatherStage):
     """Builds one Plan. Products that add to the same rows stay on one lane, in the order in which
     they are enqueued, so that results repeat to the last bit."""
 
@@ -42,29 +42,29 @@ class InnerGather(Gather):
 
     def _adding(self, begun: Spans) -> list[list[Product]]:
         """The products of each group, which add to the rows that earlier ones have begun."""
-        found = []
-        for alone in self.products:
-            products = joined(alone)
+        by_group = []
+        for pieces in self.products:
+            products = joined(pieces)
             for index, product in enumerate(products):
                 if _within(product, begun):
                     products[index] = product._replace(accumulate=True)
                 else:
                     insort(begun, (product.out.row, product.out.row_stop))
-            found.append(products)
-        return found
+            by_group.append(products)
+        return by_group
 
     def _last(self) -> list[Spans]:
         """By group, the rows of the result to which it is the last to add."""
         over: Spans = []
-        found: list[Spans] = []
+        by_group: list[Spans] = []
         for products in reversed(self.made):
             spans: Spans = []
             for product in products:
                 if not _within(product, over):  # a tail's pieces are the last of their rows
                     spans.append((product.out.row, product.out.row_stop))
                     insort(over, spans[-1])
-            found.append(sorted(spans))
-        return found[::-1]
+            by_group.append(sorted(spans))
+        return by_group[::-1]
 
     def _of_peer(self, peer: int) -> list[Product]:
         whole = Region(self.product, self.me, 0, self.problem.k, 0, self.problem.n)

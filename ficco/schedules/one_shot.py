@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ficco.plan.model import Product, Reduction, Region, Signal, Step, new
 from ficco.problem import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, Words, World
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World
 from ficco.schedules.groups import Unit, cut, finer
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -26,7 +26,7 @@ class OneShotWorld(World):
     """What all ranks know: which rows are summed when, and which signal words say that they are
     ready."""
 
-    def __init__(self, problem: Problem, schedule: Schedule, words: Words) -> None:
+    def __init__(self, problem: Problem, schedule: Schedule, words: WordAllocator) -> None:
         super().__init__(problem, schedule, words)
         #: By rank, the rows that it sums, piece by piece.
         self.summed = [self._pieces(rank) for rank in range(self.world)]
@@ -70,7 +70,7 @@ class OneShotWorld(World):
         return self.read.signal("done", poster, waiter, 0, (pieces[0][0], pieces[-1][1]))
 
 
-class OneShot(Stage):
+class OneShotStage(Stage):
     """One rank's steps."""
 
     def __init__(self, world: OneShotWorld, builder: Builder) -> None:
@@ -78,8 +78,8 @@ class OneShot(Stage):
         self.world = world
         self.products: list[int] = []  # the step of each piece
         self.acquired = 0  # the step that takes over the slots of the peers
-        #: Whether sums run on a lane beside products; else steps on one lane need no ``after``.
-        self.beside = world.rounds > 1
+        #: Whether sums run on a lane of their own; steps on one lane need no ``after``.
+        self.separate_sums = world.rounds > 1
 
     def run(self) -> None:
         """Add all steps but the last, which hands over the slot."""
@@ -135,11 +135,11 @@ class OneShot(Stage):
         elif lane != self._lane(0):
             after = (self.acquired,)
         label = f"tell {piece}" if piece else "acquire, tell 0"
-        found = self.add(
+        told = self.add(
             Step("sync", lane, label, waits=free, clears=free, posts=posts, after=after)
         )
         if not piece:
-            self.acquired = found
+            self.acquired = told
 
     def _sum(self, piece: int) -> None:
         """Sum all ranks' products for a piece of this rank's, if it has that many pieces."""
@@ -152,10 +152,10 @@ class OneShot(Stage):
             out = Region(self.world.out.name, self.me, first - begin, last - begin, 0, n)
             step = Step(
                 "reduce",
-                REDUCE_LANE if self.beside else "compute0",
+                REDUCE_LANE if self.separate_sums else "compute0",
                 f"sum {piece}",
                 waits=tuple(self.world.valid(peer, self.me)[piece] for peer in self.peers),
-                after=(self.acquired, self.products[piece]) if self.beside else (),
+                after=(self.acquired, self.products[piece]) if self.separate_sums else (),
                 reduction=Reduction(parts, tuple(1 << rank for rank in ranks), out),
             )
             self.add(step)

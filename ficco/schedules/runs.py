@@ -12,11 +12,11 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
     """The same products in as few calls of a library as possible."""
     if len(products) < 2:
         return tuple(products)
-    runs: list[_Run] = []
+    runs: list[_RowRun] = []
     for product in products:
         kind = _kind(product)
         if not (runs and runs[-1].goes_on(product, kind)):
-            runs.append(_Run(product, kind, product.a.row, product.out.row, product.a.rows))
+            runs.append(_RowRun(product, kind, product.a.row, product.out.row, product.a.rows))
     batches = runs[:1]
     for run in runs[1:]:
         if not batches[-1].repeats(run):
@@ -26,17 +26,17 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
 
 def joined(products: Iterable[Product]) -> list[Product]:
     """The same transposed products; those of contiguous rows of A and of b become one."""
-    found: list[Product] = []
+    products_left: list[Product] = []
     for product in products:
-        last = found[-1] if found else None
+        last = products_left[-1] if products_left else None
         if last and last.out == product.out and last.b.row_stop == product.b.row:
             longer = last.a._replace(row_stop=product.a.row_stop)
             if product.a == longer._replace(row=last.a.row_stop):
                 rows_of_b = last.b._replace(row_stop=product.b.row_stop)
-                found[-1] = last._replace(a=longer, b=rows_of_b)
+                products_left[-1] = last._replace(a=longer, b=rows_of_b)
                 continue
-        found.append(product)
-    return found
+        products_left.append(product)
+    return products_left
 
 
 def _kind(product: Product) -> tuple[object, ...]:
@@ -50,7 +50,7 @@ def _kind(product: Product) -> tuple[object, ...]:
 
 
 @dataclass(slots=True)
-class _Run:
+class _RowRun:
     """Contiguous rows of A and of the product, once or as a batch with strides."""
 
     first: Product
@@ -64,13 +64,13 @@ class _Run:
 
     def goes_on(self, product: Product, kind: tuple[object, ...]) -> bool:
         """Take in a product if its rows follow directly; returns whether they do."""
-        behind = product.a.row - self.a, product.out.row - self.out
-        if behind != (self.rows, self.rows) or kind != self.kind:
+        distance = product.a.row - self.a, product.out.row - self.out
+        if distance != (self.rows, self.rows) or kind != self.kind:
             return False
         self.rows += product.a.rows
         return True
 
-    def repeats(self, other: _Run) -> bool:
+    def repeats(self, other: _RowRun) -> bool:
         """Take in a run if it has the same size and distance as those before; returns whether."""
         if other.rows != self.rows or other.kind != self.kind:
             return False

@@ -12,7 +12,7 @@ from itertools import accumulate, zip_longest
 
 from ficco.plan.model import Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, Words, World
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -30,7 +30,7 @@ class ScatterWorld(World):
         self,
         problem: Problem,
         schedule: Schedule,
-        words: Words,
+        words: WordAllocator,
         operands: tuple[Buffer, Buffer, Buffer] | None = None,
         suffix: str = "",
         packs_columns: bool = False,
@@ -154,7 +154,7 @@ class ScatterWorld(World):
         return self._of_units[kind, poster, waiter, owner]
 
 
-class Scatter(Stage):
+class ScatterStage(Stage):
     """One rank's steps."""
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
@@ -162,7 +162,7 @@ class Scatter(Stage):
         self.world = world
         self.mine = world.departures[self.me]
         self.sums = self.problem.kind.sums
-        self.alone = not self.schedule.uniform  # whether the own product is made alone
+        self.own_is_separate = not self.schedule.uniform  # the own rows have a product of their own
         self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
         self.arrived = "valid" if self.schedule.pull else "ready"
         self.acquired: tuple[int, ...] = ()  # the steps that take over the slots of the peers
@@ -174,7 +174,7 @@ class Scatter(Stage):
         self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
         self.heard: dict[int, int] = {}  # word that was waited for -> the step that waited
         self.meeting: dict[tuple[Unit, int], list[int]] = {}  # by own unit and number of units sent
-        groups = self.mine.group_count + (len(self.mine.own) if self.alone else 0)
+        groups = self.mine.group_count + (len(self.mine.own) if self.own_is_separate else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
         self.assign_lanes([peer for peer in order if peer != self.me])
@@ -249,7 +249,7 @@ class Scatter(Stage):
         """The step that makes some units, and says so where peers fetch them."""
         world, me = self.world, self.me
         waits: tuple[Signal, ...] = ()
-        posts, found = [], []
+        posts, products = [], []
         for unit in sorted(units):
             product = self._product_of(unit)
             if product.accumulate and product.out.buffer == world.staging:
@@ -259,7 +259,7 @@ class Scatter(Stage):
                 addend, heard, earlier = self._addend(unit, lane)
                 product = product._replace(accumulate=False, addend=addend)
                 waits, after = (*waits, *heard), (*after, *earlier)
-            found.append(product)
+            products.append(product)
             if self.schedule.pull and unit.peer != me:
                 posts.append(world.of_units("valid", me, unit.peer, unit.peer)[unit.ordinal])
         if posts and lane not in self.posting:
@@ -273,7 +273,7 @@ class Scatter(Stage):
                 waits=waits,
                 posts=tuple(posts),
                 after=after,
-                products=merged(found),
+                products=merged(products),
             )
         )
 
@@ -305,7 +305,7 @@ class Scatter(Stage):
         problem, me, units = self.problem, self.me, self.mine.of(owner)
         if owner == me and self.peers and self.schedule.beta:
             return self.results, _all(problem.world) ^ 1 << me
-        if owner == me and (not self.peers or (self.alone and not self.sums)):
+        if owner == me and (not self.peers or (self.own_is_separate and not self.sums)):
             return self.results, 0
         if self.world.ring and self.mine.set_of.get(owner):  # not the first block of the ring
             left = (me - 1) % problem.world
@@ -350,7 +350,7 @@ class Scatter(Stage):
         """By group of the peers, the copies of the units that they make, each with its peer."""
         me, world = self.me, self.world
         groups = max(departures.group_count for departures in world.departures)
-        found: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
+        copies: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
         for peer, lane in self.lane_of.items():
             units, there = world.sent(peer, me), self.problem.leaves(peer, me)
             sources = world.departures[peer].regions(world.product.name, peer, there, units)
@@ -367,8 +367,8 @@ class Scatter(Stage):
                     transfer=new(Transfer, (src, dst, 1 << peer, "")),
                     mover=self.schedule.mover,
                 )
-                found[unit.group].append((peer, step))
-        return found
+                copies[unit.group].append((peer, step))
+        return copies
 
     # What arrives.
 
@@ -393,7 +393,7 @@ class Scatter(Stage):
                 after = () if self.single else (self._reduce(unit),)
                 summed = self._matmul(lane, [unit], after)
             else:
-                summed = self._matmul(lane, [unit]) if self.alone else self.made_by[unit]
+                summed = self._matmul(lane, [unit]) if self.own_is_separate else self.made_by[unit]
                 if self.peers:
                     summed = self._reduce(unit, summed)
             self.made_by[unit] = summed
@@ -453,7 +453,7 @@ class Scatter(Stage):
     def _gather_blocks(self) -> None:
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
         for turn, unit in enumerate(self.mine.own):
-            if self.alone:
+            if self.own_is_separate:
                 self._matmul(self._own_lane(turn), [unit])
             elif self.peers:
                 source, made = self._product_of(unit).out, self.made_by[unit]
@@ -477,7 +477,7 @@ class Scatter(Stage):
         return units, self.world.landings(peer, self.me, self.me), out
 
     def _own_lane(self, turn: int) -> str:
-        """The lane of a part of the own product if that is multiplied alone."""
+        """The lane of a part of the own product if it has a product of its own."""
         return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
 
     def _place(

@@ -35,8 +35,8 @@ class Schedule:
 
     Attributes:
         uniform: the rank's own pieces are part of every step. Otherwise (hetero) the rank's own
-            part is multiplied alone: first, while the first pieces travel (gather), or last, while
-            the last ones travel (scatter).
+            part has a product of its own: first, while the first pieces travel (gather), or last,
+            while the last ones travel (scatter).
         grouping: which pieces share a step.
 
             - ``"fused"``: one of every peer.

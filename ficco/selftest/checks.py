@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
+from ficco.accelerator import gpu
 from ficco.bench.candidates import of_problem, parse
 from ficco.dma import probe
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
@@ -46,11 +47,11 @@ def device(at: Rank, group: ProcessGroup) -> Passed:
     }
     problems = [] if at.gather(mine)[0] == mine else [f"differs from rank 0: {mine}"]
     if at.device.type == "cuda":
-        here = torch.cuda.current_device()
+        here = gpu.current_device()
         problems += [
             f"device {here} cannot access the memory of device {peer}"
             for peer in at.gather(here)
-            if peer != here and not torch.cuda.can_device_access_peer(here, peer)
+            if peer != here and not gpu.can_device_access_peer(here, peer)
         ]
     at.conclude(problems)
     details = "\n".join(f"{name}: {value}" for name, value in mine.items())
@@ -205,8 +206,8 @@ def graph(at: Rank, group: ProcessGroup) -> Passed:
         operands = operands_of(at, at.settings.small)
         operands.exact(0)
         at.settle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        graph = gpu.CUDAGraph()
+        with gpu.graph(graph, capture_error_mode="thread_local"):
             product = ficco.all_gather_matmul(
                 operands.a_LK, operands.b_KN, group=group, schedule=name
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ficco.accelerator import gpu
 from ficco.dma import probe
 from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals
 from ficco.hip_kernels.launch import REDUCTIONS
@@ -209,7 +210,7 @@ class _Trial:
         """A stream of its own, as kernels take it; on a CPU, which has none, the one there is."""
         if self.at.device.type == "cpu":
             return self.stream
-        with torch.cuda.stream(torch.cuda.Stream(self.at.device)):
+        with gpu.stream(gpu.Stream(self.at.device)):
             return probe.own_kernels(self.at.device)[1]
 
 

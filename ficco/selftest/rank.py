@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
+from ficco.accelerator import gpu
 from ficco.dma.engine import Engine
 from ficco.workspace import workspace_of
 
@@ -121,7 +122,7 @@ class Rank:
     def idle(self) -> None:
         """Wait until this rank's device is idle."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            gpu.synchronize()
 
     def settle(self) -> None:
         """Wait until every rank is here, with an idle device."""

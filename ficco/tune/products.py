@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ficco.accelerator import gpu
 from ficco.bench.series import Parts, add
 from ficco.machine import Fingerprint, Gemm, Memory, nearest
 from ficco.machine.fit import Sample, errors, fit
@@ -127,7 +128,7 @@ def units(site: Site) -> int:
     """Processors that work on a tile each."""
     if not site.watch.on_gpu:
         return 1
-    return int(torch.cuda.get_device_properties(site.watch.device).multi_processor_count)
+    return int(gpu.get_device_properties(site.watch.device).multi_processor_count)
 
 
 def memory(site: Site) -> Memory:
@@ -145,5 +146,5 @@ def memory(site: Site) -> Memory:
 def capacity(site: Site) -> float:
     """Bytes of a GPU's memory, or a rank's part of the host's."""
     if site.watch.on_gpu:
-        return float(torch.cuda.get_device_properties(site.watch.device).total_memory)
+        return float(gpu.get_device_properties(site.watch.device).total_memory)
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // site.world)

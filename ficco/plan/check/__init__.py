@@ -44,7 +44,7 @@ from ficco.plan.check.calls import call_claims
 from ficco.plan.check.execution import execute, settle
 from ficco.plan.check.memory import memory_claims
 from ficco.plan.check.rules import PlanError
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
@@ -60,7 +60,7 @@ def check(plans: Sequence[Plan]) -> None:
 
 def _prove(plans: Sequence[Plan]) -> None:
     steps = Steps(plans)
-    signals = Signals(steps)
+    signals = SignalColumns(steps)
     order = execute(steps, signals)
     footprint = Footprint(steps, signals)
     claims = memory_claims(footprint, order)

@@ -18,13 +18,13 @@ from ficco.plan.check.columns import (
     unzipped,
 )
 from ficco.plan.check.rules import PlanError, Who, demand
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 from ficco.plan.model import Product, Reduction, Region, Transfer
 from ficco.specification import Contraction, Exchange
 
 
-class Buffers:
+class BufferColumns:
     """The buffers as columns, by their number.
 
     Attributes:
@@ -37,22 +37,22 @@ class Buffers:
     """
 
     def __init__(self, steps: Steps) -> None:
-        found, world = steps.buffers, steps.world
-        self.names = [buffer.name for buffer in found]
-        matrices = dict.fromkeys(buffer.holds for buffer in found)
+        buffers, world = steps.buffers, steps.world
+        self.names = [buffer.name for buffer in buffers]
+        matrices = dict.fromkeys(buffer.holds for buffer in buffers)
         self.matrix = {name: number for number, name in enumerate(matrices)}
-        dtypes = sorted({buffer.dtype for buffer in found})
-        self.holds = ints(self.matrix[buffer.holds] for buffer in found)
-        self.operand = bools(buffer.memory == "operand" for buffer in found)
-        self.result = bools(buffer.memory == "result" for buffer in found)
-        self.slot = bools(buffer.memory == "slot" for buffer in found)
-        self.placed = bools(buffer.placed for buffer in found)
-        self.leaves = bools(buffer.leaves for buffer in found)
-        self.reachable = bools(buffer.reachable for buffer in found)
-        self.itemsize = ints(buffer.itemsize for buffer in found)
-        self.dtype = ints(dtypes.index(buffer.dtype) for buffer in found)
-        firsts = [buffer.first or (0,) * world for buffer in found]
-        self.begins = np.array(firsts, np.int64).reshape(len(found), world)
+        dtypes = sorted({buffer.dtype for buffer in buffers})
+        self.holds = ints(self.matrix[buffer.holds] for buffer in buffers)
+        self.operand = bools(buffer.memory == "operand" for buffer in buffers)
+        self.result = bools(buffer.memory == "result" for buffer in buffers)
+        self.slot = bools(buffer.memory == "slot" for buffer in buffers)
+        self.placed = bools(buffer.placed for buffer in buffers)
+        self.leaves = bools(buffer.leaves for buffer in buffers)
+        self.reachable = bools(buffer.reachable for buffer in buffers)
+        self.itemsize = ints(buffer.itemsize for buffer in buffers)
+        self.dtype = ints(dtypes.index(buffer.dtype) for buffer in buffers)
+        firsts = [buffer.first or (0,) * world for buffer in buffers]
+        self.begins = np.array(firsts, np.int64).reshape(len(buffers), world)
 
 
 class _Route:
@@ -80,10 +80,10 @@ class Footprint:
             say whose products they move.
     """
 
-    def __init__(self, steps: Steps, signals: Signals) -> None:
+    def __init__(self, steps: Steps, signals: SignalColumns) -> None:
         self.steps, self.signals = steps, signals
         self.asked, self.world = steps.asked, steps.world
-        self.buffers = Buffers(steps)
+        self.buffers = BufferColumns(steps)
         self.numbers = {0: 0}
         self._matrices()
         parts = (self._transfers(), self._products(), self._reductions(), self._collectives())

@@ -8,20 +8,22 @@ from ficco.plan.check.accesses import Footprint
 from ficco.plan.check.columns import Ints
 from ficco.plan.check.order import Order
 from ficco.plan.check.rules import Claim, demand
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 
 
-def call_claims(steps: Steps, signals: Signals, footprint: Footprint, order: Order) -> list[Claim]:
+def call_claims(
+    steps: Steps, signals: SignalColumns, footprint: Footprint, order: Order
+) -> list[Claim]:
     """Check what ranks touch of each other's slots and inputs, and return what that claims."""
     access, me = footprint.access, steps.rank[footprint.access.step]
     shared = footprint.buffers.slot[access.buffer] | (access.rank != me)
-    found = [(access.step[shared], access.rank[shared])]
+    touched = [(access.step[shared], access.rank[shared])]
     for uses in (signals.posts, signals.waits, signals.clears):
         # The post that hands a slot over is for the next call.
         here = ~signals.released[uses.word] | (uses is not signals.posts)
-        found.append((uses.step[here], signals.word_of[uses.word[here]]))
-    home, first, last = _touches(steps, *map(np.concatenate, zip(*found, strict=True)))
+        touched.append((uses.step[here], signals.word_of[uses.word[here]]))
+    home, first, last = _touches(steps, *map(np.concatenate, zip(*touched, strict=True)))
     if not steps.words:
         demand(home < 0, steps.by_step(first), "shares memory without a signal")
         return []
@@ -59,7 +61,7 @@ def _touches(steps: Steps, step: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
     return used % steps.world, first[used], last[used]
 
 
-def _heard(steps: Steps, signals: Signals, order: Order) -> Ints:
+def _heard(steps: Steps, signals: SignalColumns, order: Order) -> Ints:
     """By rank and peer, the step that first waits for a signal of the peer in this call."""
     data = ~signals.released[signals.waits.word]
     step, word = signals.waits.step[data], signals.waits.word[data]

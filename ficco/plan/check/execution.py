@@ -6,14 +6,14 @@ import numpy as np
 
 from ficco.plan.check.order import Order
 from ficco.plan.check.rules import Claim, PlanError, demand
-from ficco.plan.check.signals import Signals
+from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 
 
-def execute(steps: Steps, signals: Signals) -> Order:
+def execute(steps: Steps, signals: SignalColumns) -> Order:
     """Find an order in which every step can run, each rank's plan as one queue."""
-    found, step = steps.held(steps.of.after)
-    after = np.array(found, np.int64)
+    indices, step = steps.held(steps.of.after)
+    after = np.array(indices, np.int64)
     there = (after >= 0) & (after < np.diff(steps.start)[steps.rank[step]])
     demand(there, steps.by_step(step), "comes after a step that is not there")
     data = ~signals.released[signals.waits.word]

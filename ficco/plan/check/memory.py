@@ -22,7 +22,7 @@ class _Visits(NamedTuple):
     Attributes:
         each: the access.
         write: whether it writes.
-        before, behind: the visits that last wrote to the same rectangle before it and that next
+        before, after: the visits that last wrote to the same rectangle before it and that next
             write there after it; -1 if there is none.
         k_first, k_last: the part of the sum that it adds to the rectangle, -1 if it adds none.
     """
@@ -30,7 +30,7 @@ class _Visits(NamedTuple):
     each: Ints
     write: Bools
     before: Ints
-    behind: Ints
+    after: Ints
     k_first: Ints
     k_last: Ints
 
@@ -60,7 +60,7 @@ def _read(footprint: Footprint, visits: _Visits) -> Claim:
     before = visits.before[reads]
     old, new = visits.each[before], visits.each[reads]
     who = footprint.by_access(new)
-    late = (before < 0) & (visits.behind[reads] >= 0)
+    late = (before < 0) & (visits.after[reads] >= 0)
     demand(~late, who, "may read before it is written")
     demand(before >= 0, who, "reads what nobody has written")
     demand(_same_piece(access, old, new), who, "reads another piece than it should")
@@ -74,7 +74,7 @@ def _read(footprint: Footprint, visits: _Visits) -> Claim:
 def _written(footprint: Footprint, visits: _Visits) -> Claim:
     """Each write, and the write before it."""
     access, write, buffers = footprint.access, visits.write, footprint.buffers
-    before, last_of_all = visits.before[write], visits.behind[write] < 0
+    before, last_of_all = visits.before[write], visits.after[write] < 0
     old, new = visits.each[before], visits.each[write]
     who, again = footprint.by_access(new), before >= 0
     adds, joins = access.adds[new] > 0, access.joins[new]
@@ -105,8 +105,8 @@ def _written(footprint: Footprint, visits: _Visits) -> Claim:
 
 def _overwritten(footprint: Footprint, visits: _Visits) -> Claim:
     """Each read, and the write after it."""
-    access, left = footprint.access, ~visits.write & (visits.behind >= 0)
-    old, new = visits.each[left], visits.each[visits.behind[left]]
+    access, left = footprint.access, ~visits.write & (visits.after >= 0)
+    old, new = visits.each[left], visits.each[visits.after[left]]
     why = "overwrites what may still be read"
     return Claim(access.step[old], access.step[new], footprint.by_access(new), why)
 
@@ -131,18 +131,18 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
     each, cell = each[by_cell], cell[by_cell]
 
     index, write = np.arange(len(each)), kept[each] >= footprint.reads
-    before, behind = np.full((2, len(each)), -1)
+    before, after = np.full((2, len(each)), -1)
     before[1:] = np.maximum.accumulate(np.where(write, index, -1))[:-1]
     before[cell[before] != cell] = -1
     next_write = np.where(write, index, len(each) - 1)[::-1]
-    behind[:-1] = np.minimum.accumulate(next_write)[::-1][1:]
-    behind[(cell[behind] != cell) | ~write[behind]] = -1
+    after[:-1] = np.minimum.accumulate(next_write)[::-1][1:]
+    after[(cell[after] != cell) | ~write[after]] = -1
 
     first = by_cell[write & (before < 0)]
     area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
     _covered(footprint, home[each[write & (before < 0)]], area)
     k_first, k_last = _parts(footprint, kept[each], cell)
-    return _Visits(kept[each], write, before, behind, k_first, k_last)
+    return _Visits(kept[each], write, before, after, k_first, k_last)
 
 
 def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:

@@ -66,12 +66,12 @@ class Order:
     def holds(self, first: Ints, second: Ints) -> Bools:
         """Whether steps end before others start, or are the same, in every interleaving."""
         self._history()
-        found: Bools = self._heard_of(second, self.lane[first]) >= first
+        holds: Bools = self._heard_of(second, self.lane[first]) >= first
         for tell in (self._by_two, self._by_clocks):
-            left = np.flatnonzero(~found)
+            left = np.flatnonzero(~holds)
             if len(left):
-                found[left] = tell(first[left], second[left])
-        return found
+                holds[left] = tell(first[left], second[left])
+        return holds
 
     def _history(self) -> None:
         """What lanes have waited for: by pair of lanes and step, the latest step so far."""

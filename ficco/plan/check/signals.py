@@ -25,7 +25,7 @@ class Uses(NamedTuple):
         return f"signal {self.signals[index].name}"
 
 
-class Signals:
+class SignalColumns:
     """The signals of all ranks, and which steps use their words.
 
     Attributes:
@@ -65,7 +65,7 @@ class Signals:
         used[word] = True
         word = (np.cumsum(used) - 1)[word]
         self.word_of, self.word_at = np.divmod(np.flatnonzero(used), max(steps.words, 1))
-        ends = np.cumsum([len(found) for found in signals])
+        ends = np.cumsum([len(column) for column in signals])
         of_uses = (np.split(column, ends[:-1]) for column in (which, word))
         posts, waits, clears = map(Uses, signals, users, *of_uses)
         return posts, waits, clears

@@ -71,8 +71,8 @@ class Steps:
 
     def name(self, step: int) -> str:
         rank = int(self.rank[step])
-        index, found = step - int(self.start[rank]), self.all[step]
-        return f"rank {rank} step {index} ({found.op} {found.label!r} on {found.lane})"
+        index, this = step - int(self.start[rank]), self.all[step]
+        return f"rank {rank} step {index} ({this.op} {this.label!r} on {this.lane})"
 
     def by_step(self, step: Ints) -> Who:
         return lambda index: self.name(int(step[index]))
@@ -121,11 +121,11 @@ class Steps:
             return zip(of.op, of.mover, *held, strict=True)
 
         right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
-        found = set(shapes())
-        for wrong in found - right:
+        shapes_used = set(shapes())
+        for wrong in shapes_used - right:
             step = list(shapes()).index(wrong)
             raise PlanError(f"{self.name(step)} does not hold what its operation says")
-        self.operations = {op for op, *_ in found}
+        self.operations = {op for op, *_ in shapes_used}
         self.collective: list[int] = []
         if "collective" in self.operations:
             self.collective = [i for i, op in enumerate(of.op) if op == "collective"]
@@ -136,8 +136,8 @@ class Steps:
         whole = [
             [(s.label, s.lane) for s in plan.steps if s.op == "collective"] for plan in self.plans
         ]
-        for rank, found in enumerate(whole):
-            if found != whole[0]:
+        for rank, theirs in enumerate(whole):
+            if theirs != whole[0]:
                 raise PlanError(f"rank {rank} takes part in other collectives than rank 0")
         for number, step in enumerate(self.all):
             if step.waits or step.posts or step.clears:
