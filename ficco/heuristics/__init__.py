@@ -1,11 +1,12 @@
 """Which schedule serves a problem."""
 
 from ficco.heuristics.candidates import candidates
-from ficco.heuristics.decide import Candidate, Decision, decide
+from ficco.heuristics.decide import Decision, decide
 from ficco.heuristics.losses import Losses, losses
 from ficco.heuristics.rule import Observation, fit_thresholds, literal, rule
 from ficco.heuristics.saved import Saved
 from ficco.heuristics.search import search
+from ficco.heuristics.table import Candidate
 from ficco.heuristics.where import Where, problem_of_sizes, where
 
 __all__ = [

@@ -9,15 +9,15 @@ from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule, same_plans
 
-#: Who moves the bytes of copies: what every engine has, and what is compiled for the card at hand.
+#: Who moves the bytes of copies: on every engine, and where a kernel is compiled for the GPU.
 MOVERS = ("dma",)
 ALL_MOVERS = ("dma", "kernel")
 
 #: The serial compositions: what every other schedule has to beat.
 SERIALS = ("serial:collective", "serial")
 
-#: Beside the serial ones, on a switch: a copy at a time, peer after peer, few and large products.
-#: Two compute lanes first, then the simplest: of what is predicted alike they lost least on 4 H200
+#: Besides the serial ones, on a switch: a copy at a time, peer after peer, few and large products.
+#: Two compute lanes first, then the simplest: of equal predictions they lost least on 4 H200
 #: (29 shapes of docs/results/measured-, all-to-all- and small-h200-4.csv, queued: 0.7 % in the mean
 #: and 3 % at worst; with one lane first 1.4 and 7 %).
 SWITCH = (
@@ -60,10 +60,9 @@ MESH = (
     "uniform-fused-2d",
 )
 
-
-#: Where A is transposed, on a switch or a mesh: pieces of rows add up to one result, few of them;
-#: pieces of columns make rows of it, each written once where the own ones ride along. Chosen by
-#: simulation alone, see docs/choosing.md.
+#: Where A is transposed, on a switch or a mesh: few pieces of rows, which add up to one result, or
+#: pieces of columns, which make rows of it, each written once if multiplied with the own ones.
+#: Chosen by simulation only, see docs/choosing.md.
 TRANSPOSED = (
     "growing",
     "shrinking",
@@ -83,8 +82,8 @@ TRANSPOSED = (
 
 #: On a switch, where the product travels: the block that stays is multiplied last. Of two lanes
 #: with products of the same size and nothing to wait for, either may come first on a GPU, and the
-#: copies of the first wait for both: a second lane is of use with many pieces alone (2 H200: up to
-#: 32 % slower with two products, docs/results/scatter-h200-2.csv).
+#: copies of the first wait for both: a second lane helps with many pieces only (2 H200: up to 32 %
+#: slower with two products, docs/results/scatter-h200-2.csv).
 SENDING_SWITCH = (
     "growing",
     "shrinking",
@@ -99,8 +98,8 @@ SENDING_SWITCH = (
 )
 
 #: For operators that sum, before those: a block that goes from rank to rank, or the own product
-#: added to the sum of all others. Not the simplest first: of what is predicted alike, the ring of
-#: many pieces was the fastest (6 of 8 shapes on 2 H200, docs/results/reduce-scatter-h200-2.csv).
+#: added to the sum of all others. Not the simplest first: of equal predictions, the ring of many
+#: pieces was the fastest (6 of 8 shapes on 2 H200, docs/results/reduce-scatter-h200-2.csv).
 SUMMING_SWITCH = (
     "ring:pieces=4,tail=4,compute=2",
     "ring",
@@ -109,8 +108,8 @@ SUMMING_SWITCH = (
     "hetero-unfused-2d:pieces=2,tail=2,beta",
 )
 
-#: Where sums return to all ranks: the parts that are summed last return alone, so that they are cut
-#: once more.
+#: Where sums return to all ranks: nothing overlaps the return of the parts that are summed last, so
+#: that they are cut once more.
 RETURNING_SWITCH = (
     "ring:pieces=4,tail=4,compute=2",
     "ring:pieces=4,tail=4",
@@ -158,33 +157,33 @@ BY_KERNEL = (
     "hetero-fused-1d:pieces=2,kernel",
 )
 
-#: For operators that sum, where a kernel reads what peers made: one exchange, behind the product.
+#: For operators that sum, where a kernel reads the products of peers: one exchange, after them.
 READING = ("one-shot", "one-shot:pieces=2")
 
-#: Provenance of figures that somebody measured.
-MET = ("measured", "fitted")
+#: Provenance of figures that were measured.
+MEASURED_SOURCES = ("measured", "fitted")
 
-#: With one peer half of these names lead to the same plan; with more, all of them differ.
-FEW = 2
+#: With one peer half of these names give the same plan; with more ranks, all plans differ.
+FEW_RANKS = 2
 
 
 def candidates(
     problem: Problem, machine: Machine | None = None, movers: tuple[str, ...] = MOVERS
 ) -> tuple[Schedule, ...]:
-    """The schedules to compare, the serial ones first; of equals the earlier one is taken.
+    """The schedules to compare, the serial ones first; of equal predictions the first wins.
 
     Args:
-        problem: what is asked; its operator says in which direction pieces go.
-        machine: its topology says which ones; without one, those of a switch.
-        movers: who moves bytes. Copy kernels are among them where they were measured.
+        problem: its operator says in which direction pieces travel.
+        machine: its topology selects the schedules; without one, those of a switch.
+        movers: who moves bytes. Copy kernels are compared where they were measured.
     """
-    found: dict[Schedule, Schedule] = {}
+    distinct: dict[Schedule, Schedule] = {}
     for schedule in _candidates(problem, machine, movers):
         # W pieces by number and by default are the same plan.
-        found.setdefault(replace(schedule, pieces=schedule.pieces or problem.world), schedule)
-    if problem.world > FEW:
-        return tuple(found.values())
-    return tuple(dict.fromkeys(same_plans(problem, found.values()).values()))
+        distinct.setdefault(replace(schedule, pieces=schedule.pieces or problem.world), schedule)
+    if problem.world > FEW_RANKS:
+        return tuple(distinct.values())
+    return tuple(dict.fromkeys(same_plans(problem, distinct.values()).values()))
 
 
 def _candidates(
@@ -202,7 +201,7 @@ def _candidates(
 
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
-    """Names for an operator; of those that are predicted alike the first is taken."""
+    """Names for an operator; of equal predictions the first wins."""
     kind = problem.kind
     if kind.inner:
         return TRANSPOSED
@@ -218,30 +217,33 @@ def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
 def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     """Whether the model may take a schedule.
 
-    How long the blocks of a copy kernel wait for SMs that products hold, it does not know; tuned
-    entries do. Where all products come behind all copies of a gather, none waits: queued on 4 H200,
+    It does not know how long the blocks of a copy kernel wait for SMs that products occupy; tuned
+    entries do. Where all products come after all copies of a gather, none waits: queued on 4 H200,
     13 such calls took as long as predicted to 6 % (docs/results/serial-by-kernel-h200-4.csv), and
-    six of problems that were not seen before 3 % less to 16 % more (unseen-h200-4.csv there). Nor
-    does one that sums behind all products: 24 on 2 H200 took 5 % less to 19 % more
+    six of problems that were not used before 3 % less to 16 % more (unseen-h200-4.csv there). Nor
+    does a kernel that sums after all products: 24 calls on 2 H200 took 5 % less to 19 % more
     (decode-all-reduce-h200-2.csv and decode-reduce-scatter-h200-2.csv); with more ranks it was not
     measured, and reads more in an all-reduce than others send. On a CPU both movers are the same.
     """
     if schedule.mover != "kernel":
         return True
-    known = machine.kernel_copies is not None and machine.kernel_copies.provenance.source in MET
-    known = known and machine.accelerator != "cpu"
+    copies = machine.kernel_copies
+    if copies is None or copies.provenance.source not in MEASURED_SOURCES:
+        return False
+    if machine.accelerator == "cpu":
+        return False
     if schedule.grouping == "one-shot":
-        return known and problem.world == 2 and (schedule.pieces, schedule.tail) == (1, 1)
-    return known and is_serial(schedule) and problem.kind.collective == "all-gather"
+        return problem.world == 2 and (schedule.pieces, schedule.tail) == (1, 1)
+    return is_serial(schedule) and problem.kind.collective == "all-gather"
 
 
 def is_serial(schedule: Schedule) -> bool:
     """Whether all copies come before the one product."""
-    return any(
-        (schedule.uniform, schedule.grouping, schedule.dims, schedule.pieces, schedule.tail)
-        == (other.uniform, other.grouping, other.dims, other.pieces, other.tail)
-        for other in map(Schedule.parse, SERIALS)
-    )
+
+    def cut(one: Schedule) -> tuple[object, ...]:
+        return one.uniform, one.grouping, one.dims, one.pieces, one.tail
+
+    return any(cut(schedule) == cut(Schedule.parse(name)) for name in SERIALS)
 
 
 def on_mesh(machine: Machine | None) -> bool:
@@ -250,10 +252,8 @@ def on_mesh(machine: Machine | None) -> bool:
 
 
 def serves(schedule: Schedule, machine: Machine | None) -> bool:
-    """Whether a schedule is worth a look on a kind of device.
-
-    On CPUs a second compute lane brings a second pool of threads onto the same cores.
-    """
+    """Whether a schedule can gain on a kind of device: on CPUs a second compute lane brings a
+    second pool of threads onto the same cores."""
     return schedule.compute == 1 or machine is None or machine.accelerator != "cpu"
 
 

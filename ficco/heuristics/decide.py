@@ -1,6 +1,6 @@
 """Which schedule a call takes, who chose it, and why.
 
-The first of these that has an answer:
+The first of these that applies:
 
 ========  ====================================================================================
 caller    named a schedule
@@ -11,19 +11,18 @@ fallback  serial, on CPUs growing, since nothing is known of the machine
 ========  ====================================================================================
 
 A decision depends on the problem and on facts that all ranks share, so that it is the same on
-every rank. Every schedule computes the same product: a wrong decision costs time alone.
+every rank. Every schedule computes the same product: a wrong decision costs time only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ficco.amounts import seconds_text
-from ficco.heuristics import shown
 from ficco.heuristics.candidates import ALL_MOVERS, candidates, predictable, suited
-from ficco.heuristics.losses import Losses, ideal, losses
+from ficco.heuristics.losses import ideal, losses
 from ficco.heuristics.model import (
     MODES,
     Predict,
@@ -36,7 +35,8 @@ from ficco.heuristics.model import (
 )
 from ficco.heuristics.rule import rule
 from ficco.heuristics.saved import Saved
-from ficco.heuristics.search import search as look_further
+from ficco.heuristics.search import search as search_further
+from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan, refusal
@@ -50,36 +50,26 @@ REMEDY = "`ficco tune` measures this machine"
 #: product, which never does harm; on CPUs, whose calls do not wait for a host, few products.
 FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
 
-#: Of problems whose rows are not equal all ranks are simulated, which takes as the square of their
-#: number. So many schedules times ranks squared are: for four ranks all, for eight the serial ones
-#: and five others, those that are best where rows are shared equally. That loses, in predicted time
-#: and in the mean, nothing where rows differ by up to 30 %, 0.1 % where by one, and 0.5 to 0.8 %
-#: where half of them are 0 or their distribution is exponential; 14 % at worst (300 problems of 8
-#: ranks on h100-8 and mi300x-8).
-SIMULATED = 320
-#: As many at least, and enough, whatever the ranks, for rows that differ by at most 1/64.
-FEWEST, NEARLY = 3, 64
+#: For problems with unequal rows all ranks are simulated, in time quadratic in their number. This
+#: is the most schedules times ranks squared: for four ranks all schedules, for eight the serial
+#: ones and five others, the best ones if rows were equal. That loses, in predicted time and in the
+#: mean, nothing where rows differ by up to 30 %, 0.1 % where by one, and 0.5 to 0.8 % where half of
+#: them are 0 or their distribution is exponential; 14 % at worst (300 problems of 8 ranks on h100-8
+#: and mi300x-8).
+SIMULATION_BUDGET = 320
+#: At least so many schedules, and no more where rows differ by at most 1/64.
+FEWEST, NEARLY_EQUAL = 3, 64
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """What is predicted of one schedule.
+class _Query(NamedTuple):
+    """What a prediction of the candidates depends on; the machine as the problem's ranks see it."""
 
-    Attributes:
-        schedule: its name.
-        queued, idle: seconds where the host runs ahead, and where the GPU waits for it; None
-            where the machine lacks the figures.
-        share: of the ideal time, queued.
-        losses: decomposition and contention loss.
-        extra_bytes: memory beside operands and result, on rank 0.
-    """
-
-    schedule: str
-    queued: float
-    idle: float | None
-    share: float
-    losses: Losses
-    extra_bytes: int
+    problem: Problem
+    machine: Machine
+    mode: str
+    search: bool
+    movers: tuple[str, ...]
+    predict: Predict
 
 
 @dataclass(frozen=True)
@@ -111,71 +101,63 @@ class Decision:
     def candidates(self) -> tuple[Candidate, ...]:
         """What is predicted of every schedule that was compared and of the one chosen, the fastest
         first; empty where the machine's figures do not allow it."""
-        if (known := self._known("queued")) is None:
+        if (query := self._query("queued")) is None:
             return ()
-        problem, machine = known
+        problem, machine = query.problem, query.machine
         modes = MODES["queued"] if lacking(machine, "idle") else MODES["eager"]
-        mode = "queued" if lacking(machine, self.mode) else self.mode
-        compared = _compared(problem, machine, mode, self.search, self.movers, self._predict)
-        by_schedule = {one.schedule: dict(one.seconds) for one in compared}
+        if not lacking(machine, self.mode):
+            query = query._replace(mode=self.mode)
+        by_schedule = {one.schedule: dict(one.seconds) for one in _compared(query)}
         by_schedule.setdefault(self.schedule, {})
         for schedule, seconds in by_schedule.items():
-            for m in modes:
-                if m not in seconds:
-                    seconds[m] = self._predict(problem, schedule, machine, m)
+            for mode in modes:
+                if mode not in seconds:
+                    seconds[mode] = self._predict(problem, schedule, machine, mode)
         bound = ideal(problem, machine, self._predict)
-        by = "idle" if self.mode == "idle" and "idle" in modes else "queued"
-        found = [Prediction(schedule, seconds) for schedule, seconds in by_schedule.items()]
-        found.sort(key=lambda one: one.seconds[by])
-        return tuple(self._candidate(one, machine, bound) for one in found)
+        order = "idle" if self.mode == "idle" and "idle" in modes else "queued"
+        return tuple(
+            Candidate(
+                schedule=str(schedule),
+                queued=seconds["queued"],
+                idle=seconds.get("idle"),
+                share=bound / seconds["queued"],
+                losses=losses(problem, schedule, machine, self._predict),
+                extra_bytes=plan(problem, schedule, 0).extra_bytes,
+            )
+            for schedule, seconds in sorted(by_schedule.items(), key=lambda one: one[1][order])
+        )
 
     @property
     def others(self) -> tuple[Schedule, ...]:
-        """The schedules that were compared, what a search found among them, the one that loses
-        least first; of rows that are not equal also those that were compared as if they were,
-        behind. None where the machine's figures do not allow it. Those of the vendor's collective
-        are left out."""
-        if (known := self._known(self.mode)) is None:
+        """The schedules that were compared, those of a search included, the one that loses least
+        first; for unequal rows followed by those that were compared as if rows were equal. Empty
+        where the machine's figures do not allow it. Those of the vendor's collective are left
+        out."""
+        if (query := self._query(self.mode)) is None:
             return ()
-        problem, machine = known
-        found: list[Prediction] = []
-        for one in (problem, problem.evened):
-            compared = _compared(one, machine, self.mode, self.search, self.movers, self._predict)
-            found += by_loss(compared, MODES[self.mode])
-        schedules = dict.fromkeys(one.schedule for one in found)
-        return tuple(one for one in schedules if one.mover != "collective")
+        compared = [_compared(query), _compared(query._replace(problem=query.problem.evened))]
+        ranked = (one.schedule for some in compared for one in by_loss(some, MODES[self.mode]))
+        return tuple(one for one in dict.fromkeys(ranked) if one.mover != "collective")
 
-    def _known(self, mode: str) -> tuple[Problem, Machine] | None:
-        """The problem, and the machine as its ranks see it; None where the machine's figures do not
-        allow predictions in a mode, or there is nothing to predict."""
+    def _query(self, mode: str) -> _Query | None:
+        """What was decided, in a mode; None where the machine's figures do not allow predictions
+        in it, or there is nothing to predict."""
         problem, machine = self.problem, self.machine
         if problem is None or machine is None or problem.flops == 0 or problem.world == 1:
             return None
         machine = described(machine, problem.world)
         if machine is None or lacking(machine, mode):
             return None
-        return problem, machine
+        return _Query(problem, machine, mode, self.search, self.movers, self._predict)
 
-    def _candidate(self, one: Prediction, machine: Machine, bound: float) -> Candidate:
-        assert self.problem is not None
-        queued = one.seconds["queued"]
-        return Candidate(
-            schedule=str(one.schedule),
-            queued=queued,
-            idle=one.seconds.get("idle"),
-            share=bound / queued,
-            losses=losses(self.problem, one.schedule, machine, self._predict),
-            extra_bytes=plan(self.problem, one.schedule, 0).extra_bytes,
-        )
-
-    def table(self, measured: shown.Measured | None = None, width: int | None = None) -> str:
+    def table(self, measured: Measured | None = None, width: int | None = None) -> str:
         """The candidates as text, the chosen one marked with a star.
 
         Args:
             measured: seconds by schedule and mode.
-            width: most columns; what does not fit is left out, and said so.
+            width: most columns; the last line names what does not fit and is left out.
         """
-        return shown.table(self.candidates, str(self.schedule), measured or {}, width)
+        return table(self.candidates, str(self.schedule), measured or {}, width)
 
 
 def decide(
@@ -235,12 +217,12 @@ def decide(
     missing = lacking(known, mode)
     if not missing:
         key = f"{problem} {mode} search={search:d} by {' and '.join(movers)}"
-        found = saved.get(key) if saved else None
-        if found is None:
-            found = _modelled(problem, known, mode, search, movers, predict)
+        choice = saved.get(key) if saved else None
+        if choice is None:
+            choice = _modelled(_Query(problem, known, mode, search, movers, predict))
             if saved:
-                saved.put(key, *found)
-        return decision(found[0], "model", found[1])
+                saved.put(key, *choice)
+        return decision(choice[0], "model", choice[1])
     lacks = f"machine {machine.name} lacks {', '.join(missing)}"
     if known.thresholds is not None:
         name, reason = rule(problem, known.thresholds)
@@ -253,9 +235,9 @@ def decide(
 def _tuned(
     problem: Problem, machine: Machine, mode: str, movers: tuple[str, ...]
 ) -> tuple[Schedule, str] | None:
-    """What was measured best for a problem, if it was measured and is still to be had.
+    """The schedule that was measured best for a problem, and the reason, if it can still run.
 
-    An eager call takes what was best where the GPU waits for its host.
+    An eager call takes the one that was best where the GPU waits for its host.
     """
     asked = tuned_key(problem)
     for entry in machine.tuned:
@@ -277,64 +259,50 @@ def _tuned(
             )
             continue
         gain = f"{serial / seconds:.2f} times as fast as serial"
-        reason = f"measured on {machine.name}: {seconds_text(seconds)}, {gain}"
-        return schedule, reason
+        return schedule, f"measured on {machine.name}: {seconds_text(seconds)}, {gain}"
     return None
 
 
 @lru_cache(maxsize=16)
-def _compared(
-    problem: Problem,
-    machine: Machine,
-    mode: str,
-    search: bool,
-    movers: tuple[str, ...],
-    predict: Predict,
-) -> tuple[Prediction, ...]:
+def _compared(query: _Query) -> tuple[Prediction, ...]:
     """What is predicted of the schedules that the model compares: named ones, and what a search
-    finds beyond them; where rows are not equal, those that are the best if they are."""
+    finds beyond them; where rows are not equal, those that would be the best if they were."""
+    problem, machine, mode, search, movers, predict = query
     modes = MODES[mode]
-    named = candidates(problem, machine, movers)
-    named = tuple(one for one in named if predictable(one, problem, machine))
-    most = _most(problem)
+    named = [
+        one for one in candidates(problem, machine, movers) if predictable(one, problem, machine)
+    ]
+    most = _most_simulated(problem)
     if not problem.equal and (search or len(named) > most):
-        found = _compared(problem.evened, machine, mode, search, movers, predict)
-        return predictions(problem, shortlist(found, modes, most), machine, modes, predict)
-    found = predictions(problem, named, machine, modes, predict)
+        named = shortlist(_compared(query._replace(problem=problem.evened)), modes, most)
+        search = False
+    compared = predictions(problem, named, machine, modes, predict)
     if search:
-        found += look_further(problem, found, machine, mode, predict)
-    return found
+        compared += search_further(problem, compared, machine, mode, predict)
+    return compared
 
 
-def _most(problem: Problem) -> int:
-    """How many schedules are predicted of a problem whose rows are not equal."""
+def _most_simulated(problem: Problem) -> int:
+    """How many schedules are predicted for a problem whose rows are not equal."""
     sizes = [size for row in problem.blocks for size in row] or problem.rows
-    if max(sizes) - min(sizes) <= max(sizes) // NEARLY:
+    if max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL:
         return FEWEST
-    return max(SIMULATED // problem.world**2, FEWEST)
+    return max(SIMULATION_BUDGET // problem.world**2, FEWEST)
 
 
 @lru_cache(maxsize=4096)
-def _modelled(
-    problem: Problem,
-    machine: Machine,
-    mode: str,
-    search: bool,
-    movers: tuple[str, ...],
-    predict: Predict,
-) -> tuple[Schedule, str]:
+def _modelled(query: _Query) -> tuple[Schedule, str]:
     """What the model takes, and why."""
-    found = _compared(problem, machine, mode, search, movers, predict)
-    choice = choose(found, machine, mode)
+    choice = choose(_compared(query), query.machine, query.mode)
     return choice.chosen.schedule, choice.reason
 
 
 def described(machine: Machine, world: int) -> Machine | None:
-    """The machine as a group of so many ranks sees it; None where its figures say nothing of it.
+    """The machine as a group of so many ranks sees it; None where its figures do not hold for it.
 
     Copies, links and products are those of a rank. The vendor's collectives take as long as those
     of the machine's own ranks that receive as many bytes. Ranks on CPUs share their cores, so that
-    figures hold for their own number alone.
+    figures hold for their own number only.
     """
     if machine.ranks == world:
         return machine
@@ -344,7 +312,7 @@ def described(machine: Machine, world: int) -> Machine | None:
     changes: dict[str, Any] = {"ranks": world, "name": name}
     share = (machine.ranks - 1) / max(world - 1, 1)
     for block in COLLECTIVES.values() if world > 1 else ():
-        if (found := getattr(machine, block)) is not None:
-            curve = tuple((size * share, seconds) for size, seconds in found.curve)
-            changes[block] = replace(found, curve=curve)
+        if (exchange := getattr(machine, block)) is not None:
+            curve = tuple((size * share, seconds) for size, seconds in exchange.curve)
+            changes[block] = replace(exchange, curve=curve)
     return replace(machine, **changes)

@@ -1,9 +1,9 @@
-"""What a schedule loses by cutting, and by running things side by side (FiCCO, section IV).
+"""What a schedule loses by decomposition and by contention (FiCCO, section IV).
 
-The decomposition inefficiency loss (DIL) of a product is the time of its parts, each alone and one
-after the other, over the time of the whole; that of the communication likewise. The contention
-inefficiency loss (CIL) is the time of a call over what it would take if copies and products did
-not slow each other down. All are predicted from a machine's figures; 1.0 is no loss.
+The decomposition inefficiency loss (DIL) of a product is the time of its parts, one after the
+other and with nothing else running, over the time of the whole; that of the communication likewise.
+The contention inefficiency loss (CIL) is the time of a call over what it would take if copies and
+products did not slow each other down. All are predicted from a machine's figures; 1.0 is no loss.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class Losses:
 
 def losses(problem: Problem, schedule: Schedule, machine: Machine, predict: Predict) -> Losses:
     """The signature of a schedule; ``predict`` gives the seconds of a call."""
-    made = plan(problem, schedule, 0)
+    first = plan(problem, schedule, 0)
     contended = predict(problem, schedule, machine, "queued")
-    alone = predict(problem, schedule, uncontended(machine), "queued")
-    return Losses(gemm_loss(made, machine), copy_loss(made, machine), contended / alone)
+    free = predict(problem, schedule, uncontended(machine), "queued")
+    return Losses(gemm_loss(first, machine), copy_loss(first, machine), contended / free)
 
 
-def gemm_loss(made: Plan, machine: Machine) -> float:
+def gemm_loss(plan: Plan, machine: Machine) -> float:
     """DIL of the products of one rank: its parts one after the other, over the whole product; 1.0
     where a table has no rows for it."""
-    problem, gemm = made.problem, machine.gemm
+    problem, gemm = plan.problem, machine.gemm
     assert gemm is not None and isinstance(problem, Problem)
-    rows = problem.product_rows(made.rank)
+    rows = problem.product_rows(plan.rank)
     whole = gemm.seconds(rows, problem.n, problem.k, itemsize=problem.itemsize)
     if not whole:
         return 1.0
-    products = [product for step in made.steps for product in step.products]
+    products = [product for step in plan.steps for product in step.products]
     parts = sum(
         gemm.seconds(
             p.out.rows,
@@ -60,34 +60,34 @@ def gemm_loss(made: Plan, machine: Machine) -> float:
             p.b.rows,
             batch=p.batch,
             itemsize=problem.itemsize,
-            wide=made.wide(p),
-            adds=not made.wide(p) and (p.accumulate or p.addend is not None),
+            wide=plan.wide(p),
+            adds=not plan.wide(p) and (p.accumulate or p.addend is not None),
         )
         for p in products
     )
     return (parts + gemm.launch * (len(products) - 1)) / whole
 
 
-def copy_loss(made: Plan, machine: Machine) -> float:
+def copy_loss(plan: Plan, machine: Machine) -> float:
     """DIL of what one rank sends: its pieces one after the other, over whole shards or blocks.
 
     On a mesh every peer has a link of its own, so that the slowest peer counts.
     """
-    moved = [step for step in made.steps if step.op == "copy" and step.transfer is not None]
-    if not moved:
-        return 1.0
     spent: dict[int, float] = defaultdict(float)
     whole: dict[int, float] = defaultdict(float)
-    sizes: dict[tuple[int, int], int] = defaultdict(int)  # of what goes together to or from a peer
-    for step in moved:
-        assert step.transfer is not None
+    sizes: dict[tuple[int, int], int] = defaultdict(int)  # of a shard or block to or from a peer
+    for step in plan.steps:
+        if step.op != "copy" or step.transfer is None:
+            continue
         src, dst, terms = step.transfer.src, step.transfer.dst, step.transfer.terms
-        peer = dst.rank if src.rank == made.rank else src.rank
-        nbytes = made.nbytes(src)
+        peer = dst.rank if src.rank == plan.rank else src.rank
+        nbytes = plan.nbytes(src)
         spent[peer] += copy_seconds(nbytes, _copies(step.mover, machine))
         sizes[peer, terms] += nbytes
     for (peer, _), size in sizes.items():
         whole[peer] += copy_seconds(size, _copies("dma", machine))
+    if not spent:
+        return 1.0
     together = max if on_mesh(machine) else sum
     return float(together(spent.values()) / together(whole.values()))
 
@@ -99,7 +99,7 @@ def _copies(mover: str, machine: Machine) -> Copies:
 
 
 def copy_seconds(nbytes: float, copies: Copies) -> float:
-    """Seconds for which a copy holds its queue."""
+    """Seconds for which a copy occupies its queue."""
     return copies.gap + nbytes / copies.rate(nbytes) if nbytes else 0.0
 
 
@@ -117,26 +117,25 @@ def uncontended(machine: Machine) -> Machine:
 
 
 def ideal(problem: Problem, machine: Machine, predict: Predict) -> float:
-    """Seconds that no schedule which moves bytes in one of two ways should beat, queued: the longer
-    of one whole product and the faster of them (the vendor's collective, the copy engines), each
-    alone."""
-    found = bounds(problem, machine, predict, "queued")
-    return max(found.pop("gemm"), min(found.values(), default=0.0))
+    """Lower bound in seconds, queued: one whole product, or what travels by the vendor's collective
+    or the copy engines, whichever is faster, if that takes longer."""
+    seconds = bounds(problem, machine, predict, "queued")
+    return max(seconds.pop("gemm"), min(seconds.values(), default=0.0))
 
 
 def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> dict[str, float]:
-    """Seconds of the parts of a call, each alone: one whole product, ``"gemm"``; what travels by
-    the copy engines, ``"copies"``, and by the vendor's collective, ``"collective"``, where that is
-    known. What is summed or brought to its place behind the copies does not count."""
+    """Seconds of the parts of a call, with nothing else running: one whole product, ``"gemm"``;
+    what travels by the copy engines, ``"copies"``, and by the vendor's collective,
+    ``"collective"``, where that is known. Sums and placement after the copies do not count."""
     operator = "all_gather_transposed_matmul" if problem.kind.inner else "all_gather_matmul"
-    alone = Problem(operator, (problem.m,), problem.n, problem.k, problem.dtype)
-    found = {"gemm": predict(alone, Schedule.parse("serial"), machine, mode)}
+    product = Problem(operator, (problem.m,), problem.n, problem.k, problem.dtype)
+    seconds = {"gemm": predict(product, Schedule.parse("serial"), machine, mode)}
     bare = replace(problem, k=0) if problem.kind.scatters else replace(problem, n=0)
     free = machine
     if machine.memory is not None and problem.kind.scatters:
         free = replace(machine, memory=replace(machine.memory, bandwidth=inf, latency=0.0))
     by_copies = suited(Schedule.parse("shard-overlap"), problem, machine)
-    found["copies"] = predict(bare, by_copies, free, mode)
+    seconds["copies"] = predict(bare, by_copies, free, mode)
     if machine.all_gather is not None:
-        found["collective"] = predict(bare, Schedule.parse("serial:collective"), machine, mode)
-    return found
+        seconds["collective"] = predict(bare, Schedule.parse("serial:collective"), machine, mode)
+    return seconds

@@ -1,4 +1,4 @@
-"""Choosing by prediction: every candidate on paper, the fastest that harms nobody.
+"""Choosing by prediction: the fastest candidate that loses to serial in no mode.
 
 A captured call, or one whose host runs ahead, is *queued*: the host's time does not count. One
 whose GPU waits for its host is *idle*: it does. An eager call on a GPU may be either, and the
@@ -18,22 +18,22 @@ from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 
-#: The modes in which a call of a kind may find itself.
+#: The modes that a call of a kind may be in.
 MODES: dict[str, tuple[str, ...]] = {
     "eager": ("queued", "idle"),
     "queued": ("queued",),
     "idle": ("idle",),
 }
 
-#: Predictions that differ by less are equal, since no model is better than that; of equals the
-#: first is taken: see the order in :mod:`ficco.heuristics.candidates`.
+#: Predictions that differ by less are equal, since no model is more exact; of equal ones the first
+#: wins: see the order in :mod:`ficco.heuristics.candidates`.
 TIE = 0.01
 
-#: Differences of less are none when shown in percent with one decimal.
-SHOWN = 0.0005
+#: Smaller differences are 0.0 % when rounded to one decimal.
+ROUNDING = 0.0005
 
-#: The blocks of a machine without which nothing can be predicted.
-NEEDED = ("topology", "copies", "all_gather", "gemm", "memory", "contention")
+#: The blocks of a machine that every prediction needs.
+REQUIRED = ("topology", "copies", "all_gather", "gemm", "memory", "contention")
 
 #: Seconds of a problem under a schedule on a machine in a mode.
 Predict = Callable[[Problem, Schedule, Machine, str], float]
@@ -53,7 +53,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Choice:
-    """The prediction that was chosen, the serial one it was held against, and why."""
+    """The prediction that was chosen, its serial baseline, and why."""
 
     chosen: Prediction
     serial: Prediction
@@ -62,7 +62,7 @@ class Choice:
 
 def lacking(machine: Machine, mode: str) -> tuple[str, ...]:
     """Blocks of a machine that a prediction needs and that were never measured."""
-    needed = (*NEEDED, "host") if "idle" in MODES[mode] else NEEDED
+    needed = (*REQUIRED, "host") if "idle" in MODES[mode] else REQUIRED
     return tuple(name for name in needed if getattr(machine, name) is None)
 
 
@@ -80,65 +80,69 @@ def predictions(
     )
 
 
-def by_loss(found: Iterable[Prediction], modes: Sequence[str]) -> list[Prediction]:
+def worst_ratio(
+    baseline: Sequence[Prediction], modes: Sequence[str]
+) -> Callable[[Prediction], float]:
+    """A function of a prediction: its seconds over the least of the baseline, in its worse mode."""
+    best = {m: min(one.seconds[m] for one in baseline) for m in modes}
+    return lambda one: max(one.seconds[m] / best[m] for m in modes)
+
+
+def by_loss(predicted: Sequence[Prediction], modes: Sequence[str]) -> list[Prediction]:
     """Predictions in the order of what they lose against the best in their worse mode."""
-    found = list(found)
-    best = {m: min(one.seconds[m] for one in found) for m in modes}
-    return sorted(found, key=lambda one: max(one.seconds[m] / best[m] for m in modes))
+    return sorted(predicted, key=worst_ratio(predicted, modes))
 
 
-def shortlist(found: Sequence[Prediction], modes: Sequence[str], most: int) -> list[Schedule]:
-    """The serial schedules and ``most`` others, in the order of ``found``: those that lose least
-    and, so that they are not all of a kind, the best of another grouping."""
-    ranked = [one.schedule for one in by_loss(found, modes) if not one.serial]
+def shortlist(predicted: Sequence[Prediction], modes: Sequence[str], most: int) -> list[Schedule]:
+    """The serial schedules and ``most`` others, in the order of ``predicted``: those that lose
+    least and, so that they are not all of a kind, the best of another grouping."""
+    ranked = [one.schedule for one in by_loss(predicted, modes) if not one.serial]
     short = ranked[: most - 1]
     kinds = {one.grouping for one in short}
     rest = ranked[most - 1 :]
     short += [one for one in rest if one.grouping not in kinds][:1] or rest[:1]
-    return [one.schedule for one in found if one.serial or one.schedule in short]
+    return [one.schedule for one in predicted if one.serial or one.schedule in short]
 
 
-def choose(found: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
+def choose(predicted: Sequence[Prediction], machine: Machine, mode: str) -> Choice:
     """The prediction to take; serial where the gain is under the machine's margin.
 
-    What is compared with is one of serial's two forms, that which loses less in its worse mode: the
-    better form of each mode would be a schedule that does not exist. Of predictions within ``TIE``
-    of the best the first in ``found`` is taken.
+    The baseline is one of serial's two forms, the one that loses less in its worse mode: the better
+    form of each mode would be a schedule that does not exist. Of predictions within ``TIE`` of the
+    best the first in ``predicted`` is taken.
     """
     modes, margin = MODES[mode], machine.margin
-    serials = [one for one in found if one.serial]
-    best = {m: min(one.seconds[m] for one in found) for m in modes}
+    best = {m: min(one.seconds[m] for one in predicted) for m in modes}
+    others = [one for one in predicted if not one.serial]
 
     def loss(one: Prediction) -> tuple[float, float]:
         losses = [one.seconds[m] / best[m] - 1.0 for m in modes]
         return max(losses), sum(losses)
 
-    serial = min(serials, key=loss)
+    serial = min((one for one in predicted if one.serial), key=loss)
 
     def gains(one: Prediction) -> list[float]:
         return [serial.seconds[m] / one.seconds[m] - 1.0 for m in modes]
 
-    harmless = [one for one in found if not one.serial and min(gains(one)) >= -margin]
+    harmless = [one for one in others if min(gains(one)) >= -margin]
     least = min(map(loss, harmless), default=(0.0, 0.0))[0]
     winner = next((one for one in harmless if loss(one)[0] <= least + TIE), serial)
     on = f"on {machine.name}"
     if winner is serial:
-        others = [one for one in found if not one.serial]
         fastest = min(others, key=loss, default=serial)
         reason = (
             f"{fastest.schedule} is predicted to take {_times(fastest, modes)} {on}, "
             f"serial {_times(serial, modes)}"
         )
         return Choice(serial, serial, reason)
-    if max(gains(winner)) < margin:
-        most = max(gains(winner))
-        said = f"gain {most:.1%} {on}, less than the margin of {margin:.1%}"
-        if most <= -SHOWN:
-            said = f"lose {-most:.1%} {on}"
-        elif most < SHOWN:
-            said = f"gain nothing {on}"
-        reason = f"{winner.schedule} is predicted to {said}"
-        return Choice(serial, serial, reason)
+    most = max(gains(winner))
+    if most < margin:
+        outcome = f"gain {most:.1%} {on}, less than the margin of {margin:.1%}"
+        if most <= -ROUNDING:
+            outcome = f"lose {-most:.1%} {on}"
+        elif most < ROUNDING:
+            outcome = f"gain nothing {on}"
+        return Choice(serial, serial, f"{winner.schedule} is predicted to {outcome}")
     ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
     reason = f"predicted to take {_times(winner, modes)} {on}, {ratios} times as fast as serial"
     return Choice(winner, serial, reason)

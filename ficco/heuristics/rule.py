@@ -5,13 +5,14 @@ operations, and compares it with a threshold of the machine: "its peak compute F
 open whose operations are counted and what a rate has to do with a number. Here they are those of
 *one rank's* product, ``2 * m * n * k`` with the rank's own n (:attr:`Problem.flops`), and the
 thresholds are numbers of operations: fitted to measurements (:func:`fit_thresholds`), or the
-card's peak per second taken at its word (:func:`literal`).
+GPU's peak per second, as the paper says literally (:func:`literal`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import sqrt
 
 from ficco.machine import Machine, Provenance, Thresholds
@@ -31,10 +32,10 @@ NOT_MEASURED = 1.0
 def rule(problem: Problem, thresholds: Thresholds) -> tuple[str, str]:
     """The name of the schedule that the rule takes, and the reason in words.
 
-    The paper's rule is of what gathers: A [m, k] travels. Where the product [m, n] does, it is read
-    of the transposed problem, whose n and k are exchanged and which gathers as many bytes for as
-    many operations; as the gradient of the one is the other. Where A is transposed, k takes
-    the place of m, and columns of A that of rows.
+    The paper's rule is for gathers: A [m, k] travels. Where the product [m, n] does, it is applied
+    to the transposed problem, whose n and k are exchanged and which gathers as many bytes for as
+    many operations; each is the gradient of the other. Where A is transposed, k takes the place of
+    m, and columns of A that of rows.
     """
     m, n, k = ("m", problem.m), ("n", problem.n), ("k", problem.k)
     if problem.kind.inner:
@@ -66,7 +67,7 @@ def _rule(
 
 
 def literal(machine: Machine) -> Thresholds:
-    """The paper at its word: the threshold is the number of the card's peak operations per second.
+    """As the paper says literally: the threshold is the GPU's peak operations per second.
 
     Raises:
         ValueError: the peak is not known.
@@ -105,15 +106,17 @@ def fit_thresholds(observations: Iterable[Observation]) -> Thresholds:
         ValueError: nothing was measured that depends on them.
     """
     observations = [one for one in observations if not one.problem.kind.inner]
-    told = [one for one in observations if one.problem.m > one.problem.k]
-    if not told:
+    seen = [one for one in observations if one.problem.m > one.problem.k]
+    if not seen:
         raise ValueError("fit_thresholds: required a measured problem with m > k, got none")
-    flops = sorted({one.problem.flops for one in told})
-    marks = _between(flops)
-    below, among, above = (
-        _sums([sum(o.loss(name) for o in told if o.problem.flops == f) for f in flops])
+    flops = sorted({one.problem.flops for one in seen})
+    ends = [flops[0] / 2, *flops, flops[-1] * 2]
+    marks = [sqrt(a * b) for a, b in pairwise(ends)]  # before, between and after the sizes
+    by_row = (
+        [sum(o.loss(name) for o in seen if o.problem.flops == size) for size in flops]
         for name in ROWS
     )
+    below, among, above = (list(accumulate(losses, initial=0.0)) for losses in by_row)
     # The first `i` sizes are below the lower mark, the first `j` not above the upper one.
     lost = {
         (marks[i], marks[j]): below[i] + among[j] - among[i] + above[-1] - above[j]
@@ -127,20 +130,7 @@ def fit_thresholds(observations: Iterable[Observation]) -> Thresholds:
 
     low, high = min(lost, key=key)
     note = (
-        f"to {len(told)} problems, on which the rule loses {lost[low, high] / len(told):.1%} "
+        f"to {len(seen)} problems, on which the rule loses {lost[low, high] / len(seen):.1%} "
         "of the best schedule's time"
     )
     return Thresholds(low, high, Provenance("fitted", note=note))
-
-
-def _between(flops: Sequence[int]) -> list[float]:
-    """Marks before, between and behind rising numbers."""
-    ends = [flops[0] / 2, *flops, flops[-1] * 2]
-    return [sqrt(a * b) for a, b in zip(ends, ends[1:], strict=False)]
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    found = [0.0]
-    for value in values:
-        found.append(found[-1] + value)
-    return found

@@ -2,7 +2,7 @@
 
 A decision is a function of the problem, the kind of call, the machine and the code that decides.
 The last two name the folder, so that another machine file or another version starts afresh. The
-cache is a convenience: whatever is wrong with it is warned of once, and the decision made again.
+cache is a convenience: faults are warned of once, and the decision is made again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Saved:
         self.folder = (folder or cache_dir()) / f"decisions-{version()}-{machine_digest:010x}"
 
     def get(self, key: str) -> tuple[Schedule, str] | None:
-        """The schedule and the reason saved under a key, if they are there and whole."""
+        """The schedule and the reason saved under a key; None if missing or damaged."""
         path = self._path(key)
         try:
             data = json.loads(path.read_text())
             if data["key"] != key:
-                return None  # another one with the same digest
+                return None  # another key with the same digest
             return Schedule.parse(str(data["schedule"])), str(data["reason"])
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -60,7 +60,7 @@ FOLDER_VARIABLE = "FICCO_CACHE_DIR"
 
 
 def cache_dir() -> Path:
-    """The folder of what ficco can make again."""
+    """The folder of files that ficco can make again."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"

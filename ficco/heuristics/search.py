@@ -9,27 +9,26 @@ finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 from math import gcd
 
 from ficco.heuristics.candidates import predictable, serves, suited
-from ficco.heuristics.model import MODES, Predict, Prediction
+from ficco.heuristics.model import MODES, Predict, Prediction, by_loss, worst_ratio
 from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule, refusal
 
-#: Predictions of a search, each in all its modes; what they take is a part of 200 ms.
+#: Predictions of a search, each in all its modes; together they take a part of 200 ms.
 BUDGET = 32
 
 #: Candidates from which it starts.
 STARTS = 3
 
-#: Steps in which the ends of GEMM waves are looked for, as parts of a shard.
+#: Parts of a shard, at whose boundaries ends of GEMM waves are looked for.
 PARTS = 16
 
-#: Relative sizes of pieces: falling, so that the product behind the last copy is short, and
+#: Relative sizes of pieces: falling, so that the product after the last copy is short, and
 #: rising, so that the first product starts early.
 UNEVEN: tuple[int | tuple[int, ...], ...] = (
     1,
@@ -51,21 +50,17 @@ TAILS = (1, 2, 3, 4, 6, 8)
 
 def search(
     problem: Problem,
-    found: Sequence[Prediction],
+    predicted: Sequence[Prediction],
     machine: Machine,
     mode: str,
     predict: Predict,
     budget: int = BUDGET,
 ) -> tuple[Prediction, ...]:
-    """Predictions of schedules beyond those in ``found``, in the order in which they were met."""
+    """Predictions of schedules beyond those in ``predicted``, in the order of the search."""
     modes = MODES[mode]
-    best = {m: min(one.seconds[m] for one in found) for m in modes}
-    seen = {one.schedule: one for one in found}
+    seen = {one.schedule: one for one in predicted}
     known = len(seen)
-
-    def score(one: Prediction) -> float:
-        """The worst mode against the best candidate there; below 1 is a gain."""
-        return max(one.seconds[m] / best[m] for m in modes)
+    score = worst_ratio(predicted, modes)  # below 1 is a gain
 
     def look(schedule: Schedule) -> Prediction:
         if schedule not in seen:
@@ -73,7 +68,7 @@ def search(
             seen[schedule] = Prediction(schedule, seconds)
         return seen[schedule]
 
-    starts = sorted((one for one in found if not one.serial), key=score)[:STARTS]
+    starts = [one for one in by_loss(predicted, modes) if not one.serial][:STARTS]
     for number, start in enumerate(starts):
         here = start
         allowed = known + budget * (number + 1) // len(starts)
@@ -91,58 +86,42 @@ def search(
 
 
 def _neighbours(schedule: Schedule, problem: Problem, machine: Machine) -> Iterator[Schedule]:
-    """Schedules that differ in one thing."""
-    changes: list[Callable[[], Iterator[Schedule]]] = [
-        lambda: (replace(schedule, compute=lanes) for lanes in (1, 2)),
-        lambda: (replace(schedule, tail=tail) for tail in _near(TAILS, schedule.tail)),
-        lambda: (replace(schedule, pieces=sizes) for sizes in _sizes(schedule, problem, machine)),
-        lambda: _groupings(schedule),
-    ]
-    if problem.kind.scatters or problem.kind.inner:
-        changes.append(lambda: _of_products(schedule))
-    for change in changes:
-        for other in change():
-            if other == schedule or refusal(problem, other) or not serves(other, machine):
-                continue
-            if not predictable(other, problem, machine):
-                continue
+    """Schedules that differ in one thing, as far as they are possible and predictable."""
+    for other in _changes(schedule, problem, machine):
+        if other == schedule or refusal(problem, other) or not serves(other, machine):
+            continue
+        if predictable(other, problem, machine):
             yield suited(other, problem, machine)
 
 
-def _near(values: Sequence[int], value: int) -> list[int]:
-    """Values in the order of their distance."""
-    return sorted(values, key=lambda other: abs(other - value))
-
-
-def _groupings(schedule: Schedule) -> Iterator[Schedule]:
+def _changes(schedule: Schedule, problem: Problem, machine: Machine) -> Iterator[Schedule]:
+    kind = problem.kind
+    for lanes in (1, 2):
+        yield replace(schedule, compute=lanes)
+    for tail in sorted(TAILS, key=lambda other: abs(other - schedule.tail)):
+        yield replace(schedule, tail=tail)
+    if schedule.dims == 1 and not kind.inner:
+        for sizes in waves(schedule, problem, machine):
+            yield replace(schedule, pieces=sizes)
+    for pieces in UNEVEN:
+        yield replace(schedule, pieces=pieces)
     if not schedule.uniform and schedule.dims == 1:
         for grouping in ("unfused", "growing", "shrinking", "fused"):
             yield replace(schedule, grouping=grouping)
-
-
-def _of_products(schedule: Schedule) -> Iterator[Schedule]:
-    """What there is for products that travel: pieces of columns, whose products do not add up (nor
-    do they where A is transposed), and own products that add themselves to the sum of the
-    others."""
-    if schedule.grouping in ("fused", "unfused"):
-        yield replace(schedule, dims=3 - schedule.dims)
-    if not schedule.uniform and schedule.grouping != "ring":
-        yield replace(schedule, beta=not schedule.beta)
-
-
-def _sizes(
-    schedule: Schedule, problem: Problem, machine: Machine
-) -> Iterator[int | tuple[int, ...]]:
-    if schedule.dims == 1 and not problem.kind.inner:
-        yield from waves(schedule, problem, machine)
-    yield from UNEVEN
+    if kind.scatters or kind.inner:
+        # Products of pieces of columns do not add up (of rows, where A is transposed); own products
+        # may add themselves to the sum of the others.
+        if schedule.grouping in ("fused", "unfused"):
+            yield replace(schedule, dims=3 - schedule.dims)
+        if not schedule.uniform and schedule.grouping != "ring":
+            yield replace(schedule, beta=not schedule.beta)
 
 
 def waves(schedule: Schedule, problem: Problem, machine: Machine) -> list[tuple[int, ...]]:
-    """Two pieces whose products end on whole waves, as far as there are such, by relative size.
+    """Relative sizes of two pieces whose products end on whole waves, as far as there are such.
 
     Of the first pieces of 1 to 15 sixteenths of a shard, the two with which the products of both
-    pieces take least time; of equals, those whose first piece is nearest to three quarters.
+    pieces take least time; of equal ones, those whose first piece is nearest to three quarters.
     """
     ranks = range(problem.world)
     gemm, rows = machine.gemm, max(problem.block(i, j) for i in ranks for j in ranks)
@@ -162,9 +141,4 @@ def waves(schedule: Schedule, problem: Problem, machine: Machine) -> list[tuple[
         )
 
     best = sorted(range(1, PARTS), key=lambda part: (round(spent(part), 9), abs(part - 12)))[:2]
-    return [_reduced((part, PARTS - part)) for part in best]
-
-
-def _reduced(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    common = reduce(gcd, sizes)
-    return tuple(size // common for size in sizes)
+    return [(part // gcd(part, PARTS), (PARTS - part) // gcd(part, PARTS)) for part in best]

@@ -1,15 +1,18 @@
-"""Of which machine, how many ranks and which kind of call something is asked."""
+"""The machine, number of ranks and kind of call that something is decided or simulated for."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ficco.errors import InvalidArgument
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
 from ficco.problem import MOST_RANKS, OPERATORS, Problem
+
+_KNOWN = "with --machine or FICCO_MACHINE"
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Where:
     """The machine, the ranks and the kind of call that something is decided or simulated for.
 
     Attributes:
-        machine: as its file has it; None if nobody described it.
+        machine: as in its file; None if nobody described it.
         world: number of ranks.
         mode: as :func:`ficco.heuristics.decide` takes it.
     """
@@ -31,19 +34,19 @@ class Where:
         """The machine as so many ranks see it.
 
         Raises:
-            ValueError: its figures say nothing of so many ranks.
+            ValueError: no machine is known, or its figures do not hold for so many ranks.
         """
         if self.machine is None:
             raise InvalidArgument("machine", f"required one to simulate, {_KNOWN}, got none")
-        found = described(self.machine, self.world)
-        if found is None:
+        machine = described(self.machine, self.world)
+        if machine is None:
             raise InvalidArgument(
                 "world",
                 f"required {self.machine.ranks} ranks, got {self.world}: the figures of machine "
                 f"{self.machine.name} hold for its own number of ranks only; `ficco tune --ranks "
                 f"{self.world}` measures another",
             )
-        return found
+        return machine
 
 
 def problem_of_sizes(
@@ -85,29 +88,22 @@ def problem_of_sizes(
         if not kind.scatters:
             table = list(zip(*table, strict=True))
         return Problem.of_blocks(operator, table, n, k, dtype)
-    found = [list(one) if isinstance(one, Sequence) else one for one in rows]
-    numbers = f"a table of {world} x {world}" if kind.blocks else world
-    wanted = f"required {numbers} numbers"
     if kind.returns:
         raise InvalidArgument(
             "rows", f"required none for {operator}, whose result is the same everywhere"
         )
-    if kind.blocks:
-        whole = all(isinstance(one, list) and len(one) == world for one in found)
-        if not whole or len(found) != world:
-            raise InvalidArgument("rows", f"{wanted}, got {rows}")
-        problem = Problem.of_blocks(operator, found, n, k, dtype)  # type: ignore[arg-type]
-    else:
-        if len(found) != world or any(isinstance(one, list) for one in found):
-            raise InvalidArgument("rows", f"{wanted}, got {rows}")
-        problem = Problem(operator, tuple(found), n, k, dtype)  # type: ignore[arg-type]
+    given = [list(one) if isinstance(one, Sequence) else one for one in rows]
+    width = world if kind.blocks else None
+    widths = [len(one) if isinstance(one, list) else None for one in given]
+    if widths != [width] * world:
+        numbers = f"a table of {world} x {world}" if kind.blocks else world
+        raise InvalidArgument("rows", f"required {numbers} numbers, got {rows}")
+    make: Any = Problem.of_blocks if kind.blocks else Problem
+    problem: Problem = make(operator, given if kind.blocks else tuple(given), n, k, dtype)
     if problem.m != m:
         most = "the largest sum" if kind.blocks else "the sum"
         raise InvalidArgument("rows", f"required {most} {m}, which is m, got {problem.m}")
     return problem
-
-
-_KNOWN = "with --machine or FICCO_MACHINE"
 
 
 def where(
@@ -135,22 +131,24 @@ def where(
         )
     if world is not None and world < 1:
         raise InvalidArgument("world", f"required world >= 1, got {world}")
-    found = machine if isinstance(machine, Machine) else _found(machine, world, here)
+    if not isinstance(machine, Machine):
+        machine = _find(machine, world, here)
+    accelerator = here if isinstance(here, str) else here.accelerator
     if world is None:
-        if found is None:
+        if machine is None:
             raise InvalidArgument(
                 "world",
                 f"required the number of ranks, or a machine {_KNOWN}, since nobody described "
-                f"{_accelerator(here)}; got none",
+                f"{accelerator}; got none",
             )
-        world = found.ranks
-    on_cpu = (_accelerator(here) if found is None else found.accelerator) == "cpu"
+        world = machine.ranks
+    on_cpu = (accelerator if machine is None else machine.accelerator) == "cpu"
     # A captured call does not wait for its host; on CPUs the caller carries the call out.
     mode = "queued" if captured else "idle" if on_cpu else "eager"
-    return Where(found, world, mode)
+    return Where(machine, world, mode)
 
 
-def _found(
+def _find(
     machine: str | os.PathLike[str] | None, world: int | None, here: Fingerprint | str
 ) -> Machine | None:
     name = None if machine is None else os.fspath(machine)
@@ -158,7 +156,3 @@ def _found(
         return find(name, None) or find(here, None)
     asked = here if world is None else Fingerprint(here.accelerator, world)
     return find(name, asked) or nearest(asked)
-
-
-def _accelerator(here: Fingerprint | str) -> str:
-    return here if isinstance(here, str) else here.accelerator
