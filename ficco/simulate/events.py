@@ -129,14 +129,15 @@ class _SimulatedRank:
     enqueued: list[tuple[float, float]] = field(default_factory=list)
     ran: list[tuple[float, int, float]] = field(default_factory=list)  # start, step, stop
     posts: list[tuple[Signal, ...]] = field(default_factory=list)
-    #: By step: the copies that are launched with it, and the bytes of all of them.
-    launches: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: By step: the steps of its launch, and of copies that are launched together all bytes.
+    launches: list[tuple[int, ...]] = field(default_factory=list)
     launch_bytes: dict[int, int] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)  # steps that a launch of copies does, too
 
     def __post_init__(self) -> None:
         steps = self.plan.steps
         self.posts = [step.posts for step in steps]
+        self.launches = [(index,) for index in range(len(steps))]
         sent = {i for step in steps if step.op == "copy" for i in step.after}
         for index, step in enumerate(steps):
             if step.lane not in self.lanes:
@@ -158,15 +159,10 @@ class _SimulatedRank:
                 continue
             moved = [one for i in copies if (one := steps[i].transfer) is not None]
             nbytes = sum(self.plan.nbytes(one.src) for one in moved)
-            self.launches.update(dict.fromkeys(copies, copies))
             self.launch_bytes.update(dict.fromkeys(copies, nbytes))
             for i in copies:
-                self.posts[i] = ()
+                self.launches[i], self.posts[i] = copies, ()
             self.posts[copies[-1]] = tuple(post for i in copies for post in steps[i].posts)
-
-    def launch_of(self, index: int) -> tuple[int, ...]:
-        """The steps of one launch: those with which a step is launched, or the step only."""
-        return self.launches.get(index, (index,))
 
     def enqueue(self, host: Host, begin: float) -> None:
         """Note when the host has enqueued each step, and what the step posts.
@@ -178,7 +174,7 @@ class _SimulatedRank:
         now = begin + (host.collective_call if plan.collective else host.call)
         self.enqueued = [(0.0, 0.0)] * len(plan.steps)
         for index, step in sorted(enumerate(plan.steps), key=lambda one: one[1].lane == SYNC_LANE):
-            launch = self.launch_of(index)
+            launch = self.launches[index]
             if launch[0] != index:
                 continue
             if step.waits or step.after:
@@ -367,18 +363,19 @@ class Simulation:
 
     # What a step waits for.
 
-    def _key(self, signal: Signal, peer: int) -> object:
-        """What a signal is known by: its word, or where one rank stands for all, its place at the
-        rank that posts it: the signal is seen when the rank's own signal to ``peer`` is."""
-        if self.mirror:
-            return signal.kind, peer, signal.slot
-        return signal.waiter, signal.word
+    def _wait_key(self, signal: Signal) -> object:
+        """What a signal is known by: its word, or this rank's own signal that mirrors it."""
+        if not self.mirror:
+            return signal.waiter, signal.word
+        peer = signal.poster
+        if self.mirror.subtracts:  # the peer at the same distance the other way round
+            peer = (2 * signal.waiter - peer) % self.world
+        return signal.kind, peer, signal.slot
 
-    def _mirror_image(self, signal: Signal) -> int:
-        """The peer at the same distance as the one that posts a signal, the other way round."""
-        if self.mirror and self.mirror.subtracts:
-            return (2 * signal.waiter - signal.poster) % self.world
-        return signal.poster
+    def _post_key(self, signal: Signal) -> object:
+        if not self.mirror:
+            return signal.waiter, signal.word
+        return signal.kind, signal.waiter, signal.slot
 
     def _announce(self, key: object, at: float) -> None:
         self.known[key] = at
@@ -395,14 +392,16 @@ class Simulation:
         begin = lane.free
         if rank.enqueued:
             begin = max(begin, rank.enqueued[index][0])
-        keys = [self._key(one, self._mirror_image(one)) for one in step.waits if not one.released]
-        keys += [(-1, lane.rank, earlier) for earlier in step.after]
+        keys = [self._wait_key(signal) for signal in step.waits if signal.kind != "released"]
+        if step.after:
+            keys += [(-1, lane.rank, earlier) for earlier in step.after]
         for key in keys:
             at = self.known.get(key)
             if at is None:
                 self.waiting.setdefault(key, []).append(lane)
                 return
-            begin = max(begin, at)
+            if at > begin:
+                begin = at
         if begin > self.now:
             self._push(begin, _BEGIN, lane)
         else:
@@ -459,9 +458,9 @@ class Simulation:
         lane.version += 1
         posted = max(seen, rank.enqueued[index][1]) if rank.enqueued else seen
         for signal in rank.posts[index]:
-            if not signal.released:
-                self._announce(self._key(signal, signal.waiter), posted)
-        launch = rank.launch_of(index)
+            if signal.kind != "released":
+                self._announce(self._post_key(signal), posted)
+        launch = rank.launches[index]
         if launch[-1] == index:
             for one in launch:
                 self._announce((-1, lane.rank, one), seen)
@@ -596,7 +595,7 @@ class Simulation:
         lane.endpoints = ()
         free = self.now
         index = lane.steps[lane.position]
-        if rank.launch_of(index)[-1] == index:
+        if rank.launches[index][-1] == index:
             free += self.copies.gap
         self._push(free, _ENGINE, lane)
         self._finish(lane, self.now + self.copies.seen(lane.computes), free)
