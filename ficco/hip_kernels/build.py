@@ -256,7 +256,10 @@ def _run_time_compiler(
         by_reference: whether a program is destroyed through a reference to its handle.
     """
     try:
-        api: Any = importlib.import_module(binding)
+        # Some series of a binding make the module an attribute of its package alone.
+        package, _, module = binding.rpartition(".")
+        api: Any = getattr(importlib.import_module(package), module, None)
+        api = api or importlib.import_module(binding)
         status, major, minor = getattr(api, f"{name}Version")()
     except (ImportError, RuntimeError, OSError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
