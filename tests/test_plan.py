@@ -19,6 +19,7 @@ from ficco.plan.check.execution import execute
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 from ficco.plan.collector import MANY, paused
+from ficco.plan.model import Region
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 
@@ -27,6 +28,7 @@ SUMMED = replace(PROBLEM, operator="matmul_reduce_scatter")
 RETURNED = replace(PROBLEM, operator="matmul_all_reduce")
 SENT = Problem.of_blocks("matmul_all_to_all", ((4,) * 4,) * 4, 24, 32, "bfloat16")
 TURNED = replace(PROBLEM, operator="all_gather_transposed_matmul")
+TWO = replace(PROBLEM, rows=(8, 8))
 TAKEN = Problem.of_blocks("all_to_all_matmul", ((4,) * 4,) * 4, 24, 32, "bfloat16")
 
 KNOBS = (
@@ -1348,6 +1350,11 @@ def test_ranks_list_the_same_buffers(edit: Callable[[Plan], Plan], words: str) -
         ("staging", {"holds": "A"}, "between the wrong buffers"),
         ("staging", {"dtype": "float32"}, "between the wrong buffers"),
         ("publish", {"memory": "local"}, "not symmetric"),
+        ("publish", {"memory": "local", "symmetric": True}, "no buffers such as publish"),
+        ("publish", {"memory": "private", "symmetric": True}, "no buffers such as publish"),
+        ("publish", {"layout": "tiles"}, "no buffers such as publish"),
+        ("staging", {"shapes": ((48, 24),) * 3 + ((48, 25),)}, "no buffers such as staging"),
+        ("publish", {"first": (0,)}, "for each rank"),
         ("publish", {"leaves": False}, "wrong buffers|block|peer's"),
     ],
 )
@@ -1357,6 +1364,137 @@ def test_buffers_are_what_the_steps_take_them_for(
     found = [with_buffer(plan, name, **fields) for plan in made(f"{FUSED}:pull", SUMMED)]
     with pytest.raises(PlanError, match=words):
         check(found)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float16"])
+def test_products_are_not_rounded_on_their_way(dtype: str) -> None:
+    found = made(f"{FUSED}:pull", SUMMED)
+    for name in ("publish", "staging"):
+        found = [with_buffer(plan, name, dtype=dtype) for plan in found]
+    with pytest.raises(PlanError, match="rounds what out does not"):
+        check(found)
+
+
+def test_a_rank_without_a_result_is_caught() -> None:
+    one, two = made("shard-overlap", TWO)
+    steps = [step._replace(op="sync", products=()) if step.products else step for step in two.steps]
+    two = without_buffer(replace(two, steps=tuple(steps)), "out")
+    with pytest.raises(PlanError, match="rank 1 lacks operands or results"):
+        check([one, two])
+
+
+def test_landed_rows_are_not_sent_on_where_their_numbers_differ() -> None:
+    """Rank 1 sends what it got from rank 0 on to rank 2, in place of what rank 0 has for that."""
+    problem = Problem.of_blocks("all_to_all_matmul", ((4,) * 3,) * 3, 24, 32, "bfloat16")
+    found = made("shard-overlap", problem)
+
+    def keep_back(steps: list[Step]) -> None:
+        i = index(steps, labelled("0.0>2"))
+        steps[i] = steps[i]._replace(op="sync", transfer=None)
+
+    def send_on(steps: list[Step]) -> None:
+        own, acquire, send, other, product, *rest, retire = steps
+        here = Region("staging", 1, 0, 4, 0, 32)
+        on = Transfer(here, here._replace(rank=2))
+        more = Step("copy", "compute0", "0.0>2", after=(1,), transfer=on)
+        send = send._replace(lane="compute0")
+        retire = retire._replace(after=(6, 2))
+        steps[:] = [own, acquire, other, product, more, send, *rest, retire]
+
+    with pytest.raises(PlanError, match="between the wrong buffers"):
+        check(edited(edited(found, 0, keep_back), 1, send_on))
+
+
+def test_rows_do_not_move_to_where_they_are_still_read() -> None:
+    one, two = (
+        with_buffer(plan, "staging", shapes=((12, 32),) * 2) for plan in made("shard-overlap", TWO)
+    )
+    steps = list(two.steps)
+    i = index(steps, awaits_data)
+    (product,) = steps[i].products
+    down = product.a._replace(row=4, row_stop=12)
+    aside = Step("place", "compute0", "aside", steps[i].waits, transfer=Transfer(product.a, down))
+    steps[i] = steps[i]._replace(waits=(), products=(product._replace(a=down),))
+    steps.insert(i, aside)
+    steps[-1] = steps[-1]._replace(after=tuple(j + (j >= i) for j in steps[-1].after))
+    with pytest.raises(PlanError, match="moves to where it still reads"):
+        check([one, replace(two, steps=tuple(steps))])
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_packed_columns_are_read_as_they_were_packed(packs: bool) -> None:
+    found = plans(TWO, Schedule.parse("uniform-fused-2d:pieces=2"), packs_columns=packs)
+    check(found)
+
+    def halves(steps: list[Step]) -> None:
+        i = index(steps, awaits_data)
+        (product,) = steps[i].products
+        a, b = product.a, product.b
+        first = product._replace(a=a._replace(col_stop=8), b=b._replace(row_stop=8))
+        second = product._replace(a=a._replace(col=8), b=b._replace(row=8), accumulate=True)
+        steps[i] = steps[i]._replace(products=(first, second))
+
+    broken = edited(found, 0, halves)
+    if not packs:
+        check(broken)
+        return
+    with pytest.raises(PlanError, match="cuts packed columns otherwise"):
+        check(broken)
+
+
+def test_sums_that_all_ranks_get_are_exchanged_in_place() -> None:
+    found = made("serial:collective", replace(SUMMED, operator="matmul_all_reduce"))
+    shapes = ((64, 24),) * 4
+    partial = Buffer("partial", "A @ B", "bfloat16", shapes, "local", leaves=True)
+
+    def aside(step: Step) -> Step:
+        if step.products:
+            return step._replace(products=multiplied(out={"buffer": "partial"})(step))
+        return step._replace(transfer=moved("src", buffer="partial")(step))
+
+    with pytest.raises(PlanError, match="something else than the whole"):
+        check(
+            [
+                replace(p, steps=tuple(map(aside, p.steps)), buffers=(*p.buffers, partial))
+                for p in found
+            ]
+        )
+
+
+def test_sums_that_one_rank_gets_are_not_exchanged_in_place() -> None:
+    found = made("serial:collective", replace(SUMMED, rows=(8, 0)))
+
+    def in_place(plan: Plan) -> Plan:
+        product, moves = plan.steps
+        rows, cols = plan.shape("out")
+        out = Region("out", plan.rank, 0, rows, 0, cols)
+        whole = multiplied(a={"row_stop": rows}, out=out._asdict())(product)
+        product = product._replace(products=whole)
+        if not rows:
+            product = product._replace(op="sync", products=())
+        moves = moves._replace(transfer=moves.transfer and Transfer(out, out))
+        return replace(plan, steps=(product, moves))
+
+    with pytest.raises(PlanError, match="something else than the whole"):
+        check(list(map(in_place, found)))
+
+
+def test_collectives_do_not_begin_in_part_of_the_rows() -> None:
+    half = Buffer("half", "A", "bfloat16", ((4, 32),) * 2, "local", leaves=True)
+
+    def halved(plan: Plan) -> Plan:
+        moves, *rest = plan.steps
+        assert moves.transfer is not None
+        whole = moves.transfer.src
+        here, there = whole._replace(row_stop=4), whole._replace(row_stop=4, buffer="half")
+        place = Step("place", moves.lane, "half", transfer=Transfer(here, there))
+        moves = moves._replace(transfer=moves.transfer._replace(src=there))
+        rest = [step._replace(after=tuple(i + 1 for i in step.after)) for step in rest]
+        return replace(plan, steps=(place, moves, *rest), buffers=(*plan.buffers, half))
+
+    found = made("serial:collective", TWO)
+    with pytest.raises(PlanError, match="something else than the whole"):
+        check(list(map(halved, found)))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,12 @@ from test_cpu_engine import at_rest, engine, slot_for
 
 from ficco.dma.engine import Call, Capabilities
 from ficco.machine import find
-from ficco.plan import Plan, PlanError, Step, check, in_parts, render
+from ficco.plan import Plan, PlanError, Product, Step, Transfer, check, in_parts, render
+from ficco.plan.model import Region
 from ficco.problem import Problem
 from ficco.runtime import compile
 from ficco.simulate import simulate
+from ficco.specification import Buffer, Contraction, Exchange, Specification
 from ficco.timeline import assemble
 
 GATHERS = (
@@ -317,6 +320,24 @@ BROKEN_SCALES: dict[str, tuple[Callable[[Step], Step], str]] = {
         ),
         "between the wrong buffers",
     ),
+    "factors of columns that are not there": (
+        lambda s: (
+            s
+            if not s.products
+            else products(
+                lambda s: True,
+                scales=(
+                    s.products[0].scales[0],
+                    s.products[0].scales[1]._replace(row=1, row_stop=2),
+                ),
+            )(s)
+        ),
+        "leaves the buffer",
+    ),
+    "rows of b that are not there": (
+        products(lambda s: s.waits, b={"row": 0, "row_stop": 17}, a={"col_stop": 17}),
+        "leaves the buffer",
+    ),
     "sums of what was rounded": (
         products(lambda s: s.waits, accumulate=True),
         "adds to what has been rounded",
@@ -413,6 +434,150 @@ def test_a_tile_that_waits_for_a_later_one_is_a_deadlock() -> None:
 
     with pytest.raises(PlanError, match="circle|deadlock"):
         check([copy_last(plan) for plan in plans])
+
+
+BROKEN_GATES: dict[str, tuple[Callable[[Step], Step], str]] = {
+    "rows of a left over": (products(lambda s: s.gates, a={"row_stop": 15}), "do not fit"),
+    "rows of the product upside down": (
+        products(lambda s: s.gates, out={"row": 48, "row_stop": 32}),
+        "do not fit|leaves the buffer",
+    ),
+    "another operation, too": (
+        lambda s: (
+            s._replace(transfer=Transfer(s.products[0].a, s.products[0].out)) if s.gates else s
+        ),
+        "'all': signals gate or announce rows of matrix products",
+    ),
+    "after the step before the first": (
+        lambda s: s._replace(after=(-1,)) if s.gates else s,
+        "no earlier step",
+    ),
+    "after itself": (lambda s: s._replace(after=(99,)) if s.gates else s, "no earlier step"),
+    "a buffer that is not there": (
+        products(lambda s: s.gates, out={"buffer": "nowhere"}),
+        "no buffer, 'nowhere'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_GATES)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_broken_products_with_gates_are_caught(what: str, rank: int) -> None:
+    edit, words = BROKEN_GATES[what]
+    plans = gated(gathered((16,) * 4), "shard-overlap")
+    with pytest.raises(PlanError, match=words):
+        check(edited(plans, rank, edit))
+
+
+def test_a_step_does_not_run_on_the_lane_of_a_part() -> None:
+    """There it would come after rows of a product without waiting for them."""
+    plans = announced(summed((16,) * 4), "shard-overlap")
+    steps = list(plans[1].steps)
+    i = next(i for i, step in enumerate(steps) if step.op == "copy")
+    told = steps[i].waits
+    steps[i] = steps[i]._replace(lane="compute0/0", waits=())
+    steps[-1] = steps[-1]._replace(waits=(*steps[-1].waits, *told), after=(*steps[-1].after, i))
+    with pytest.raises(PlanError, match="no lane 'compute0/0'"):
+        check([plans[0], replace(plans[1], steps=tuple(steps)), *plans[2:]])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of one rank, whatever it is."""
+
+    specification: Specification
+    operator: str = "anything"
+    world: int = 1
+
+
+#: Of six rows the last four stay on the rank, and are then the first four.
+LAST = Exchange(lambda src, dst: 4, lambda src, dst: 2, lambda src, dst: 0)
+
+
+def one_rank(
+    step: Sequence[Step], contraction: Contraction, exchanges: list[str], *buffers: Buffer
+) -> list[Plan]:
+    def of(*memory: str) -> tuple[Buffer, ...]:
+        return tuple(buffer for buffer in buffers if buffer.memory in memory)
+
+    asked = Specification(
+        of("operand"), of("result"), (contraction,), dict.fromkeys(exchanges, LAST)
+    )
+    return [Plan(Asked(asked), "by hand", 0, tuple(step), of("operand", "result", "local"), 0)]
+
+
+def operand(name: str, holds: str, rows: int, cols: int, leaves: bool = False) -> Buffer:
+    return Buffer(name, holds, "float32", ((rows, cols),), "operand", leaves=leaves)
+
+
+def region(name: str, row: int, row_stop: int, cols: int, col: int = 0) -> Region:
+    return Region(name, 0, row, row_stop, col, col + cols)
+
+
+OUT = Buffer("out", "C", "float32", ((4, 3),), "result")
+
+
+@pytest.mark.parametrize(("first", "words"), [(2, None), (0, "another block")])
+def test_rows_of_b_have_the_numbers_with_which_they_land(first: int, words: str | None) -> None:
+    b = region("b", first, first + 4, 3)
+    product = Product(region("a", 0, 4, 4), b, region("out", 0, 4, 3))
+    plans = one_rank(
+        [Step("matmul", "compute0", "", products=(product,))],
+        Contraction("A", "B", "C", (4,)),
+        ["B"],
+        operand("a", "A", 4, 4),
+        operand("b", "B", 6, 3, leaves=True),
+        OUT,
+    )
+    refused = pytest.raises(PlanError, match=words) if words else nullcontext()
+    with refused:
+        check(plans)
+
+
+def test_rows_of_a_transposed_product_do_not_land_elsewhere() -> None:
+    """They are columns of A: those are not renumbered."""
+    product = Product(region("a", 0, 5, 4), region("b", 0, 5, 3), region("out", 0, 4, 3), terms=0)
+    plans = one_rank(
+        [Step("matmul", "compute0", "", products=(product._replace(transposed=True),))],
+        Contraction("A", "B", "C", (5,), transposed=True),
+        ["C"],
+        operand("a", "A", 5, 6),
+        operand("b", "B", 5, 3),
+        OUT,
+    )
+    with pytest.raises(PlanError, match="in the wrong buffers"):
+        check(plans)
+
+
+@pytest.mark.parametrize("landed", [2, 0])
+def test_factors_of_rows_have_the_numbers_with_which_they_land(landed: int) -> None:
+    def product(row: int, scale: Region) -> Product:
+        a, out = region("a", row + 2, row + 4, 4), region("out", row, row + 2, 3)
+        return Product(a, region("b", 0, 4, 3), out, scales=(scale, region("s", 0, 1, 3)))
+
+    copied = Transfer(region("r", 2, 6, 1), region("landed", 0, 4, 1))
+    # Rows 2 and 3 of the operand are the first that land, rows 4 and 5 the next.
+    two = (
+        product(0, region("landed", landed and 2, (landed and 2) + 2, 1)),
+        product(2, region("r", 4, 6, 1)),
+    )
+    plans = one_rank(
+        [
+            Step("place", "compute0", "r", transfer=copied),
+            Step("matmul", "compute0", "", products=two),
+        ],
+        Contraction("A", "B", "C", (4,), scales=("R", "S")),
+        ["A", "R"],
+        operand("a", "A", 6, 4, leaves=True),
+        operand("b", "B", 4, 3),
+        operand("r", "R", 6, 1, leaves=True),
+        operand("s", "S", 1, 3),
+        OUT,
+        Buffer("landed", "R", "float32", ((4, 1),), "local"),
+    )
+    refused = pytest.raises(PlanError, match="factors of other rows") if landed else nullcontext()
+    with refused:
+        check(plans)
 
 
 def test_parts_of_batches_are_refused_by_name() -> None:

@@ -28,11 +28,12 @@ def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
 
     Raises:
         NotImplementedError: such a step is no matmul, a batch, or transposed.
+        KeyError: a step comes after one that is not there, or names no buffer.
     """
     if all(step.whole for step in plan.steps):
         return plan
     steps: list[Step] = []
-    became: list[tuple[int, ...]] = []  # by step, the indices of its parts
+    became: dict[int, tuple[int, ...]] = {}  # by step, the indices of its parts
     latest: dict[str, tuple[int, ...]] = {}  # by lane, the parts of its latest step
     for step in plan.steps:
         after = tuple(i for old in step.after for i in became[old])
@@ -49,14 +50,18 @@ def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
                     steps.append(part.step._replace(lane=lane, after=after + before + local))
                 else:
                     steps.append(part.step._replace(after=() if number else after))
-        became.append(tuple(range(begin, len(steps))))
-        latest[step.lane] = became[-1]
+        became[len(became)] = latest[step.lane] = tuple(range(begin, len(steps)))
     return replace(plan, steps=tuple(steps))
 
 
 def _parts(plan: Plan, step: Step) -> list[_Part]:
     """The parts of a step, in the order in which they run one after the other."""
-    if step.op != "matmul" or any(one.batch > 1 or one.transposed for one in step.products):
+    if (
+        step.op != "matmul"
+        or step.transfer
+        or step.reduction
+        or any(one.batch > 1 or one.transposed for one in step.products)
+    ):
         raise NotImplementedError(
             f"step {step.label!r}: signals gate or announce rows of matrix products that are "
             "neither a batch nor transposed"
@@ -109,6 +114,9 @@ def _pieces(plan: Plan, step: Step) -> Iterator[tuple[int, int, Product]]:
         first_row = plan.buffer[product.out.buffer].first
         begin = product.out.row + (first_row[plan.rank] if first_row else 0)
         end = begin + product.out.rows
+        if begin >= end:
+            yield begin, end, product
+            continue
         inside = sorted({begin, end, *(bound for bound in bounds if begin < bound < end)})
         for row, row_stop in pairwise(inside):
             yield row, row_stop, _rows(product, row - begin, row_stop - begin)
@@ -116,9 +124,10 @@ def _pieces(plan: Plan, step: Step) -> Iterator[tuple[int, int, Product]]:
 
 def _rows(product: Product, first: int, last: int) -> Product:
     """Some rows of a product."""
+    left = product.out.rows - last
 
     def some(region: Region) -> Region:
-        return region._replace(row=region.row + first, row_stop=region.row + last)
+        return region._replace(row=region.row + first, row_stop=region.row_stop - left)
 
     return product._replace(
         a=some(product.a),

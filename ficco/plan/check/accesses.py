@@ -32,6 +32,7 @@ class BufferColumns:
         holds: number of the matrix that each holds.
         operand, local, placed, leaves: see :class:`ficco.specification.Buffer`.
         reachable: peers can access it.
+        packed: its layout is that of columns.
         itemsize, dtype: of an element, the latter as a number.
         begins: by buffer and rank, the number of the first row.
     """
@@ -49,6 +50,7 @@ class BufferColumns:
         self.placed = bools(buffer.placed for buffer in buffers)
         self.leaves = bools(buffer.leaves for buffer in buffers)
         self.reachable = bools(buffer.reachable for buffer in buffers)
+        self.packed = bools(buffer.layout == "columns" for buffer in buffers)
         self.itemsize = ints(buffer.itemsize for buffer in buffers)
         self.dtype = ints(dtypes.index(buffer.dtype) for buffer in buffers)
         firsts = [buffer.first or (0,) * world for buffer in buffers]
@@ -63,6 +65,10 @@ class _Route:
         self.leaves, self.lands, self.block = (
             np.array([[number(src, dst) for dst in ranks] for src in ranks], np.int64)
             for number in (exchange.leaves, exchange.lands, exchange.block)
+        )
+        #: Whether a row has the same number at all ranks that get it.
+        self.common = all(
+            (table == table[:, :1]).all() for table in (self.leaves, self.lands, self.block)
         )
 
 
@@ -91,7 +97,8 @@ class Footprint:
         reads, writes = zip(*parts, strict=True)
         self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
         self.reads = sum(len(part.step) for part in reads)
-        self._inside()
+        self._inside(self.access, self.by_access(np.arange(len(self.access.step))))
+        self._cuts()
 
     def by_access(self, access: Ints) -> Who:
         """Names accesses."""
@@ -110,9 +117,9 @@ class Footprint:
         matrix, world = self.buffers.matrix, self.world
         exchanges = {matrix[name]: one for name, one in self.asked.exchanges.items()}
         self.route = {number: _Route(one, world) for number, one in exchanges.items()}
-        self.travels, self.sums, self.terms = np.zeros((3, len(matrix)), np.bool_)
+        self.travels, self.common, self.sums, self.terms = np.zeros((4, len(matrix)), np.bool_)
         for number, exchange in exchanges.items():
-            self.travels[number] = True
+            self.travels[number], self.common[number] = True, self.route[number].common
             self.sums[number], self.terms[number] = exchange.sums, exchange.terms
         self.contraction: dict[int, Contraction] = {}
         self.summed = np.zeros((len(matrix), world), np.int64)
@@ -123,18 +130,32 @@ class Footprint:
             self.summed[number] = contraction.summed
             self.transposed[number] = contraction.transposed
 
-    def _inside(self) -> None:
-        """No access leaves its buffer."""
+    def _inside(self, regions: Accesses | Regions, who: Who) -> None:
+        """No region leaves its buffer."""
         shapes = [
             [self.steps.shape(buffer, rank) for rank in range(self.world)]
             for buffer in self.steps.buffers
         ]
-        access = self.access
-        home = access.buffer * self.world + access.rank
+        home = regions.buffer * self.world + regions.rank
         rows, cols = (np.take(size, home) for size in np.moveaxis(np.array(shapes), 2, 0))
-        inside = (access.row >= 0) & (access.row <= access.row_stop) & (access.row_stop <= rows)
-        inside &= (access.col >= 0) & (access.col <= access.col_stop) & (access.col_stop <= cols)
-        demand(inside, self.by_access(np.arange(len(inside))), "leaves the buffer")
+        inside = (regions.row >= 0) & (regions.row <= regions.row_stop)
+        inside &= (regions.row_stop <= rows) & (regions.col_stop <= cols)
+        inside &= (regions.col >= 0) & (regions.col <= regions.col_stop)
+        demand(inside, who, "leaves the buffer")
+
+    def _cuts(self) -> None:
+        """Packed columns are accessed as they were packed: in other cuts, other bytes are meant."""
+        access = self.access
+        full = (access.row < access.row_stop) & (access.col < access.col_stop)
+        some = np.flatnonzero(self.buffers.packed[access.buffer] & full)
+        home = (access.buffer * self.world + access.rank)[some]
+        col, stop = access.col[some], access.col_stop[some]
+        order = np.lexsort((stop, col, home))
+        one, two = order[:-1], order[1:]
+        right = (home[one] != home[two]) | (stop[one] <= col[two])
+        right |= (col[one] == col[two]) & (stop[one] == stop[two])
+        who = self.by_access(some[two])
+        demand(right, who, "cuts packed columns otherwise than another step")
 
     def _regions(self, regions: Sequence[Region], step: Ints) -> Regions:
         names, *bounds = unzipped(regions, Region)
@@ -167,6 +188,8 @@ class Footprint:
         way = np.zeros(len(row), np.int64)
         for number, route in self.route.items():
             here = needs & (matrix == number)
+            if not here.any():
+                continue
             first = route.leaves[src, dst]
             inside = (first <= row) & (row_stop <= first + route.block[src, dst])
             demand(inside | ~here, who, "takes rows of another block")
@@ -194,12 +217,18 @@ class Footprint:
             demand(reached, who, "reaches memory of a peer that is not symmetric")
         right = self._made(matrix, functions, copy, who) == of.holds[dst.buffer]
         right &= ~of.operand[dst.buffer] & (of.leaves[src.buffer] | ~of.leaves[dst.buffer])
-        right &= np.where(copy, self.travels[matrix], True)
+        # Rows that have landed may go on to a peer only if they have the same number there.
+        onward = of.leaves[src.buffer] | self.common[matrix]
+        right &= np.where(copy, self.travels[matrix] & onward, True)
         exact = of.itemsize[src.buffer] >= of.itemsize[dst.buffer]
         exact &= ~copy | (of.dtype[src.buffer] == of.dtype[dst.buffer])
         demand(right & exact, who, "moves between the wrong buffers")
         sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
         demand(sizes, who, "moves between regions of different sizes")
+        meets = (src.buffer == dst.buffer) & (src.rank == dst.rank)
+        meets &= (src.row < dst.row_stop) & (dst.row < src.row_stop)
+        meets &= (src.col < dst.col_stop) & (dst.col < src.col_stop)
+        demand(~meets, who, "moves to where it still reads")
         # What rows without a place hold is assumed to be what the target, or the signal after the
         # copy, takes them for. The rules for reads check that.
         lands = of.leaves[src.buffer] & ~of.leaves[dst.buffer]
@@ -263,9 +292,13 @@ class Footprint:
         demand(fits, who, "multiplies regions that do not fit")
         local = (a.rank == me) & (b.rank == me) & (out.rank == me)
         demand(local, who, "multiplies at a peer")
-        demand(self._asked_for(a, b, out), who, "multiplies in the wrong buffers")
-        joined = self.terms[matrix]
-        k_first = np.where(of.placed[b.buffer], b.row + self._begins(b), a.col)
+        # Rows are taken to where they land from a buffer in which they have a place.
+        straight = of.leaves[out.buffer] | self.sums[matrix] | ~self.travels[matrix]
+        straight |= of.placed[a.buffer] & ~inner
+        demand(self._asked_for(a, b, out) & straight, who, "multiplies in the wrong buffers")
+        joined, right = self.terms[matrix], of.holds[b.buffer]
+        way = self._way(right, b.row, b.row_stop, b.rank, b.rank, of.leaves[b.buffer], who)
+        k_first = np.where(of.placed[b.buffer], b.row + self._begins(b) + way, a.col)
         k_last = k_first + b.rows
         whole = (k_first == 0) & (k_last == self.summed[matrix, me])
         demand(whole | ~joined, who, "multiplies part of k")
@@ -300,13 +333,18 @@ class Footprint:
         there = np.where(fixed, begins + first + way - row, begins)
         home = (there == begins) | (~of.placed[out.buffer] & ~inner)
         demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
+        self._inside(b, who)  # which is no access if it is an operand
         here = np.where(fixed, self._begins(a), row - a.row)
         none, zero = filled(-1, len(each)), filled(0, len(each))
         reads = [Accesses(step, *a, here, across, none, none, zero, zero, none), added]
         other = np.flatnonzero(~of.operand[b.buffer])  # operands are never written
-        reads.append(self._plain(step[other], b.at(other), (k_first - b.row)[other]))
+        down = np.where(of.placed[b.buffer], self._begins(b), k_first - b.row)
+        reads.append(self._plain(step[other], b.at(other), down[other]))
         if len(scaled):
-            reads.append(self._scales(products, each, turn, step, here, fixed, who))
+            these = np.flatnonzero(np.isin(each, scaled))
+            number = np.where(fixed, first, row)[these]
+            made = [products[index] for index in each[these].tolist()]
+            reads.append(self._scales(made, turn[these], step[these], number))
         return (
             Accesses(*map(np.concatenate, zip(*reads, strict=True))),
             Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
@@ -343,33 +381,27 @@ class Footprint:
         bare = bools(self.contraction[number].scales for number in matrix.tolist())
         demand(bare | ~bools(scales), who, "is scaled, which is not asked for")
 
-    def _scales(
-        self,
-        products: list[Product],
-        each: Ints,
-        turn: Ints,
-        step: Ints,
-        here: Ints,
-        fixed: Bools,
-        who: Who,
-    ) -> Accesses:
-        """Reads of the factors of the rows of a; those of b are operands."""
-        of = self.buffers
-        made = [products[index] for index in each.tolist()]
+    def _scales(self, made: list[Product], turn: Ints, step: Ints, number: Ints) -> Accesses:
+        """Reads of the factors of the rows of a, whose numbers where they land are given; those of
+        b are operands."""
+        of, who = self.buffers, self.steps.by_step(step)
         factors = self._regions([one.scales[0] for one in made], step)
         factors = factors.down(turn * ints(one.a_stride for one in made))
         right = self._regions([one.scales[1] for one in made], step)
-        a = self._regions([one.a for one in made], step).down(turn * ints(o.a_stride for o in made))
+        a = self._regions([one.a for one in made], step)
         fits = (factors.rows == a.rows) & (factors.cols == 1) & (factors.rank == a.rank)
         fits &= of.operand[right.buffer] & (right.rank == a.rank)
         fits &= (right.col == ints(one.out.col for one in made)) & (right.rows == 1)
         fits &= right.cols == ints(one.out.cols for one in made)
         demand(fits, who, "is scaled by regions that do not fit")
-        down = np.where(
-            of.placed[factors.buffer], self._begins(factors), a.row + here - factors.row
-        )
-        same = ~of.placed[factors.buffer] | (factors.row == a.row) & fixed
+        self._inside(right, who)
+        holds, placed = of.holds[factors.buffer], of.placed[factors.buffer]
+        ends = factors.row, factors.row_stop, factors.rank, factors.rank
+        way = self._way(holds, *ends, of.leaves[factors.buffer], who)
+        begins = self._begins(factors)
+        same = ~placed | (begins + factors.row + way == number)
         demand(same, who, "is scaled by factors of other rows")
+        down = np.where(placed, begins, number - factors.row)
         return self._plain(step, factors, down)
 
     def _addends(self, products: list[Product], step: Ints) -> Accesses:
@@ -471,9 +503,7 @@ class Footprint:
             ]
             matrix = int(of.holds[source])
             terms = self.terms[matrix]
-            right = of.holds[target] == matrix and self.travels[matrix]
-            right &= bool(of.leaves[source] or source == target and self.sums[matrix])
-            right &= bool(not of.leaves[target] and (of.result[target] or not terms))
+            right = of.holds[target] == matrix and self._exchanges(matrix, source, target)
             if not right or [src, dst] != whole or tuple(transfer[2:]) != (0, ""):
                 raise PlanError(f"{self.steps.name(number)} moves something else than the whole")
             mine, all_terms = self._terms([1 << rank, everyone] if terms else [0, 0]).tolist()
@@ -482,3 +512,20 @@ class Footprint:
             joins = mine if source == target else -1
             writes.append((number, target, *dst[1:], *rest, all_terms, joins))
         return Accesses.of(reads), Accesses.of(writes)
+
+    def _exchanges(self, matrix: int, source: int, target: int) -> bool:
+        """Whether a library can exchange a matrix between two buffers, all of it at once: from
+        where all of it leaves to where all of it lands. If every rank gets all sums, both are the
+        same buffer."""
+        of, buffers, route = self.buffers, self.steps.buffers, self.route.get(matrix)
+        if route is None or of.leaves[target] or of.dtype[source] != of.dtype[target]:
+            return False
+        (leave, wide), (land, width) = (np.array(buffers[i].shapes).T for i in (source, target))
+        lands = (route.lands + route.block).max(axis=0)
+        whole = not of.begins[target].any() and np.array_equal(land, lands)
+        everywhere = bool(self.sums[matrix] and whole)
+        if source == target or everywhere and lands.any():
+            return everywhere and source == target
+        right = of.leaves[source] and not of.begins[source].any() and np.array_equal(wide, width)
+        right &= np.array_equal(leave, (route.leaves + route.block).max(axis=1))
+        return bool(right and (of.result[target] or whole and not self.terms[matrix]))

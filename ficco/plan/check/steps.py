@@ -44,10 +44,13 @@ class Steps:
     def __init__(self, plans: Sequence[Plan]) -> None:
         if not plans:
             raise PlanError("no plans")
+        self._lanes(plans)
         try:
             plans = [in_parts(plan, concurrent=True) for plan in plans]
         except NotImplementedError as error:
             raise PlanError(str(error)) from None
+        except KeyError as error:
+            raise PlanError(f"there is no earlier step, or no buffer, {error}") from None
         self.plans = plans
         self.asked = plans[0].problem.specification
         self.world = len(plans)
@@ -101,12 +104,37 @@ class Steps:
         theirs = [buffer for buffer in self.buffers if buffer.memory in ("operand", "result")]
         if theirs != [*self.asked.operands, *self.asked.results]:
             raise PlanError("the operands and results are not those that are specified")
+        for rank, plan in enumerate(self.plans):
+            if not plan.buffer.keys() >= {buffer.name for buffer in theirs}:
+                raise PlanError(f"rank {rank} lacks operands or results")
         for buffer in self.buffers:
-            if len(buffer.shapes) != self.world:
+            if len(buffer.shapes) != self.world or len(buffer.first) not in (0, self.world):
                 raise PlanError(f"buffer {buffer.name} does not have a shape for each rank")
-        for rank, lane in self.lanes:
-            if not re.fullmatch(r"(compute|copy|reduce)\d+(/\d+)?|sync", lane):
-                raise PlanError(f"rank {rank}: there is no lane {lane!r}")
+            self._buffer(buffer)
+
+    def _buffer(self, buffer: Buffer) -> None:
+        """A buffer is something that engines offer, and keeps what is specified."""
+        slot = buffer.memory == "slot"
+        known = buffer.memory in ("operand", "result", "local", "slot")
+        known &= buffer.layout in ("rows", "columns")
+        known &= buffer.memory == "operand" or not buffer.symmetric
+        known &= slot or buffer.layout == "rows"
+        # All ranks know one row pitch.
+        known &= not slot or len({cols for _, cols in buffer.shapes}) == 1
+        if not known:
+            raise PlanError(f"there are no buffers such as {buffer.name}")
+        for one in (*self.asked.operands, *self.asked.results):
+            narrower = one.dtype != buffer.dtype and buffer.itemsize <= one.itemsize
+            if one.holds == buffer.holds and narrower:
+                raise PlanError(f"buffer {buffer.name} rounds what {one.name} does not")
+
+    @staticmethod
+    def _lanes(plans: Sequence[Plan]) -> None:
+        """Plans name lanes that there are, and none of those that parts of steps get."""
+        for plan in plans:
+            for lane in plan.lanes:
+                if not re.fullmatch(r"(compute|copy|reduce)\d+|sync", lane):
+                    raise PlanError(f"rank {plan.rank}: there is no lane {lane!r}")
 
     def shape(self, buffer: Buffer, rank: int) -> tuple[int, int]:
         """Rows and columns of a buffer; none where the rank's plan does not list it."""
