@@ -99,7 +99,6 @@ class Import(NamedTuple):
     unit: str
     module: str
     names: tuple[str, ...]
-    types_only: bool
     where: str
 
 
@@ -128,25 +127,18 @@ def imports(package: Path = PACKAGE) -> Iterator[Import]:
 @cache
 def imports_of(path: Path, tree: ast.Module, package: Path) -> list[Import]:
     """Those of a file."""
-    for_types = {
-        id(node)
-        for test in ast.walk(tree)
-        if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.unparse(test.test)
-        for part in test.body
-        for node in ast.walk(part)
-    }
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         where = f"{path.relative_to(package.parent)}:{node.lineno}"
-        unit, only = unit_of(path, package), id(node) in for_types
+        unit = unit_of(path, package)
         if isinstance(node, ast.Import):
-            found += [Import(unit, alias.name, (), only, where) for alias in node.names]
+            found += [Import(unit, alias.name, (), where) for alias in node.names]
         else:
             names = tuple(alias.name for alias in node.names)
             assert node.level == 0, f"{where}: imports are absolute in this package"
-            found.append(Import(unit, node.module or "", names, only, where))
+            found.append(Import(unit, node.module or "", names, where))
     return found
 
 
@@ -364,7 +356,7 @@ def test_public_names_are_documented() -> None:
 
 
 def modules(package: Path = PACKAGE) -> dict[str, set[str]]:
-    """The modules that each module imports, inside functions, too; not those for types only."""
+    """The modules that each module imports, also inside functions or for types only."""
     names = {
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for path, _ in sources(package)
@@ -377,7 +369,7 @@ def modules(package: Path = PACKAGE) -> dict[str, set[str]]:
             for name in found.names or ("",):
                 full = f"{found.module}.{name}"
                 target = full if full in names else found.module
-                if target in names and target != mine and not found.types_only:
+                if target in names and target != mine:
                     graph[mine].add(target)
     return graph
 
@@ -432,13 +424,13 @@ def test_circles_and_shared_names_are_seen(tmp_path: Path) -> None:
         "__init__.py": "",
         "plan/__init__.py": "from ficco.plan import model",
         "plan/model.py": "class Step: pass\ndef f():\n    from ficco.problem import x",
-        "problem.py": "class Other: pass\nif TYPE_CHECKING:\n    from ficco import plan",
+        "problem.py": "class Other: pass",
         "runtime.py": "class Other: pass\nimport ficco.plan.model",
     }
     for name, text in files.items():
         (package / name).write_text(text)
     assert circles(package) == []
     assert shared_class_names(package) == {"Other": ["problem.py", "runtime.py"]}
-    (package / "problem.py").write_text("from ficco.plan import Step")
+    (package / "problem.py").write_text("if TYPE_CHECKING:\n    from ficco.plan import Step")
     assert circles(package) == [{"ficco.plan", "ficco.plan.model", "ficco.problem"}]
     assert shared_class_names(package) == {}

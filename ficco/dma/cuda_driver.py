@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
-from ficco.dma.driver import URGENT, Driver, Means
+from ficco.dma.driver import URGENT, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
 from ficco.errors import BackendError
@@ -203,7 +203,7 @@ class CudaDriver(Driver):
     def use(self) -> None:
         check("cuCtxSetCurrent", driver.cuCtxSetCurrent(self._context))
 
-    def means(self, engine: GpuEngine) -> Means:
+    def means(self, engine: StreamEngine) -> Means:
         order = (
             "with a flush of remote writes"
             if self._flush

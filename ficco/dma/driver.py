@@ -10,17 +10,14 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from ficco.dma.blas import library
-from ficco.dma.engine import Op
+from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.hip_kernels import Kernels
-
-if TYPE_CHECKING:
-    from ficco.dma.gpu import GpuEngine
 
 #: Bytes of a signal word.
 WORD = 4
@@ -153,7 +150,7 @@ class Driver(ABC):
             yield
 
     @abstractmethod
-    def means(self, engine: GpuEngine) -> Means:
+    def means(self, engine: StreamEngine) -> Means:
         """What all ranks can do. Collective.
 
         Raises:
@@ -417,3 +414,25 @@ class Lanes(dict[str, Any]):
             self.joins[lane] = self._driver.event()
         handle = self[lane] = self.streams[lane].handle
         return handle
+
+
+class StreamEngine(Engine):
+    """An engine whose lanes are streams of a device: what its driver and its memory use of it.
+
+    Attributes:
+        driver: the vendor's.
+        side: a stream for what must not wait for calls.
+        watched: pinned memory of words that watched calls write.
+    """
+
+    driver: Driver
+    side: Stream
+    watched: int
+
+    @abstractmethod
+    def settle(self, stream: Any) -> None:
+        """Wait for a stream of this engine's that waits for nobody."""
+
+    @abstractmethod
+    def quiet(self) -> bool:
+        """Whether no call is in flight here."""

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma.buffers import Buffers
-from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, Streams
+from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, StreamEngine, Streams
 from ficco.dma.engine import (
     Call,
     Capabilities,
-    Engine,
     Missing,
     Op,
     Program,
@@ -120,14 +119,11 @@ class SlotState:
         return by_events or self.retired is None or self.retired.over()
 
 
-class GpuEngine(Engine):
+class GpuEngine(StreamEngine):
     """See the module's docstring.
 
     Attributes:
-        driver: the vendor's.
         means: what was agreed on with the other ranks.
-        side: a stream for what must not wait for calls.
-        watched: pinned memory of words that watched calls write.
         graveyard: memory that is freed once peers let go of it.
     """
 
@@ -168,7 +164,7 @@ class GpuEngine(Engine):
         self.watched = driver.host((2 * MAX_WATCHED + 2) * WORD)
         self.means = driver.means(self)
         self.packs_columns = not self.means.rectangles
-        self._memory = MEMORIES[self.means.memory](self)
+        self._memory = MEMORIES[self.means.memory](self, self.graveyard)
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
@@ -184,7 +180,6 @@ class GpuEngine(Engine):
         return True
 
     def settle(self, stream: Any) -> None:
-        """Wait for a stream of this engine's that waits for nobody."""
         if not self._drained(stream, self.timeout_s):
             raise BackendError("stream query", "not ready", "a stream does not end")
 
@@ -204,7 +199,6 @@ class GpuEngine(Engine):
         self._memory.free(memory)  # type: ignore[arg-type]  # made by it
 
     def quiet(self) -> bool:
-        """Whether no call is in flight here."""
         with self.driver.aside():
             return all(state.idle() for state in list(self._states))  # other threads add some
 

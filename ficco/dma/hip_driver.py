@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma import hip_api as hip
-from ficco.dma.driver import WORD, Driver, Means
+from ficco.dma.driver import WORD, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, MemOp
 from ficco.dma.memories import Meeting
@@ -132,7 +132,7 @@ class HipDriver(Driver):
 
     # What this machine allows, found out together.
 
-    def means(self, engine: GpuEngine) -> Means:
+    def means(self, engine: StreamEngine) -> Means:
         side = engine.side.handle
         # A 0 and a 1 to copy from, room to try a rectangle in, and a word to try a capture with.
         constants, _ = self.local(64)
@@ -172,7 +172,7 @@ class HipDriver(Driver):
             f"HIP {hip.runtime_version()}",
         )
 
-    def _captures_writes(self, engine: GpuEngine, word: int) -> bool:
+    def _captures_writes(self, engine: StreamEngine, word: int) -> bool:
         """Whether graphs capture stream writes, and so waits. AMD's runtime carried them out at
         once until July 2026 (ROCm/rocm-systems #8911): captured calls would have no signals."""
         side = engine.side.handle
@@ -184,7 +184,7 @@ class HipDriver(Driver):
         carried_out, left.value = bool(left.value), 0
         return not carried_out
 
-    def _find(self, engine: GpuEngine, places: list[bytes]) -> list[int]:
+    def _find(self, engine: StreamEngine, places: list[bytes]) -> list[int]:
         """The number of every rank's device in this process, this rank's where it is not seen."""
         known = {hip.bus_id(index): index for index in range(hip.start())}
         indices = [known.get(place, self.index) for place in places]
@@ -197,7 +197,7 @@ class HipDriver(Driver):
                 )
         return indices
 
-    def _way(self, engine: GpuEngine, meeting: Meeting) -> str:
+    def _way(self, engine: StreamEngine, meeting: Meeting) -> str:
         """The first way of signals that all ranks can go."""
         wanted, ways = self._asked.get("signals"), WAYS[self.name]["signals"]
         tests = {
@@ -223,7 +223,7 @@ class HipDriver(Driver):
     def _stream_waits(self) -> bool:
         return bool(hip.attribute("CanUseStreamWaitValue", self.index))
 
-    def _shares_signals(self, engine: GpuEngine, meeting: Meeting) -> bool:
+    def _shares_signals(self, engine: StreamEngine, meeting: Meeting) -> bool:
         """Whether this rank can wait on signal memory and reach that of the next one."""
         word = hip.malloc_signal() if self._stream_waits() else 0
         try:
@@ -236,7 +236,7 @@ class HipDriver(Driver):
                 hip.free(word)
         return can
 
-    def _waits_on_uncached(self, engine: GpuEngine, meeting: Meeting) -> bool:
+    def _waits_on_uncached(self, engine: StreamEngine, meeting: Meeting) -> bool:
         if not self._stream_waits():
             return False
         side, word = engine.side.handle, hip.malloc_uncached(hip.SIGNAL_BYTES)

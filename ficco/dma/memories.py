@@ -8,19 +8,16 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ficco.dma.driver import WORD
+from ficco.dma.driver import WORD, StreamEngine
 from ficco.dma.engine import Symmetric
 from ficco.dma.gate import GATE
 from ficco.dma.host import HostMemory
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.errors import BackendError
-
-if TYPE_CHECKING:
-    from ficco.dma.gpu import GpuEngine
 
 #: Sizes of memory that is shared by handles are multiples of these bytes, of the second if they
 #: are larger: handles of more than 2 MiB were refused where they were no multiple of it (ROCm 4).
@@ -45,7 +42,7 @@ class Meeting:
 
     ROOM = 512
 
-    def __init__(self, engine: GpuEngine, purpose: str) -> None:
+    def __init__(self, engine: StreamEngine, purpose: str) -> None:
         self._timeout_s, self._rank, self._used = engine.timeout_s, engine.rank, 0
         self._host = _host_memory(engine, self.ROOM, purpose)
 
@@ -61,7 +58,7 @@ class Meeting:
         self._host.close()
 
 
-def _host_memory(engine: GpuEngine, nbytes: int, purpose: str) -> HostMemory:
+def _host_memory(engine: StreamEngine, nbytes: int, purpose: str) -> HostMemory:
     return HostMemory(
         engine.group,
         nbytes,
@@ -92,7 +89,9 @@ class Mapped(Symmetric):
 class TorchMapped(Mapped):
     """PyTorch's symmetric memory."""
 
-    def __init__(self, engine: GpuEngine, rendezvous: Rendezvous, nbytes: int, serial: int) -> None:
+    def __init__(
+        self, engine: StreamEngine, rendezvous: Rendezvous, nbytes: int, serial: int
+    ) -> None:
         self.serial, self.nbytes = serial, nbytes
         # Not on the caller's stream, which may be captured, nor in the caller's mode.
         with torch.cuda.stream(engine.side.torch), torch.inference_mode(False):
@@ -116,7 +115,7 @@ class TorchMapped(Mapped):
 class TorchMemory:
     """Of one engine: PyTorch's. Making it is collective."""
 
-    def __init__(self, engine: GpuEngine) -> None:
+    def __init__(self, engine: StreamEngine, graveyard: Graveyard) -> None:
         self._engine = engine
         self._rendezvous = Rendezvous(engine.group, engine.timeout_s)
 
@@ -149,7 +148,7 @@ class TorchMemory:
 #: PyTorch's memory to be freed once no call is in flight.
 unwanted: list[TorchMapped] = []
 #: The engines of this process that are not closed; changed and gone through at a closed gate.
-open_engines: weakref.WeakSet[GpuEngine] = weakref.WeakSet()
+open_engines: weakref.WeakSet[StreamEngine] = weakref.WeakSet()
 
 
 # By handles.
@@ -162,7 +161,9 @@ class Shared:
     go of what its peers own.
     """
 
-    def __init__(self, engine: GpuEngine, kind: str, count: int, nbytes: int, purpose: str) -> None:
+    def __init__(
+        self, engine: StreamEngine, kind: str, count: int, nbytes: int, purpose: str
+    ) -> None:
         """``count`` allocations of ``nbytes`` each, zeroed."""
         self.mine: list[int] = []
         self._driver, self._rank = engine.driver, engine.rank
@@ -223,7 +224,7 @@ class Shared:
 class SharedMapped(Mapped):
     """One allocation per rank, shared by its handle."""
 
-    def __init__(self, engine: GpuEngine, nbytes: int, serial: int) -> None:
+    def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes, self._driver = serial, nbytes, engine.driver
         self._shared = Shared(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
         self.addresses = [self._shared.mine[0]] * engine.world
@@ -252,18 +253,18 @@ class SharedMapped(Mapped):
 class SharedMemory:
     """Of one engine: allocations of the vendor's that are shared by handles."""
 
-    def __init__(self, engine: GpuEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: StreamEngine, graveyard: Graveyard) -> None:
+        self._engine, self._graveyard = engine, graveyard
 
     def allocate(self, nbytes: int, serial: int) -> SharedMapped:
         nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
         made = SharedMapped(self._engine, nbytes, serial)
-        self._engine.graveyard.living.append(made)
+        self._graveyard.living.append(made)
         made.map()
         return made
 
     def free(self, memory: SharedMapped) -> None:
-        self._engine.graveyard.bury(memory)
+        self._graveyard.bury(memory)
 
     def close(self) -> None:
         pass  # the graveyard does it
@@ -360,7 +361,7 @@ class OwnWords:
     own = range(0)
 
     def __init__(
-        self, engine: GpuEngine, kind: str, count: int, serial: int, constants: int
+        self, engine: StreamEngine, kind: str, count: int, serial: int, constants: int
     ) -> None:
         self.count, self._constants = count, constants
         self.nobodys = self.constant(2)
