@@ -25,7 +25,7 @@ import torch
 
 from ficco import warn
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, TorchKernels, build, launch
+from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, build, launch
 from ficco.hip_kernels.build import Compiler, CompilerNotFound, Target
 
 ON_HOST = Path(__file__).parent / "kernels_on_host"
@@ -740,7 +740,7 @@ def test_division_is_exact() -> None:
                 assert i * magic >> shift == i // units, (i, units)
 
 
-def check_place(kernels: Kernels | TorchKernels, device: str = "cpu", stream: Any = None) -> None:
+def check_place(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     for dtype in (*HALVES, torch.float32, torch.float64, torch.uint8):
         whole = torch.arange(31 * 57, device=device).view(31, 57).remainder(251).to(dtype)
         target = torch.zeros(64, 91, dtype=dtype, device=device)
@@ -1020,27 +1020,23 @@ REFUSED_SUMS = {
 @pytest.mark.parametrize("what", REFUSED_SUMS)
 def test_refused_sums(on_host: Kernels, what: str) -> None:
     make, words = REFUSED_SUMS[what]
-    for kernels in (on_host, TorchKernels()):
-        with pytest.raises(ValueError, match=words):
-            kernels.reduce(*make(torch.ones(4, 6)), None)
+    with pytest.raises(ValueError, match=words):
+        on_host.reduce(*make(torch.ones(4, 6)), None)
 
 
 def test_many_parts(on_host: Kernels) -> None:
-    """The kernel's arguments hold 16; what else sums takes any number."""
+    """The kernel's arguments hold 16."""
     parts = [torch.full((3, 4), float(p)).bfloat16() for p in range(17)]
     found = torch.empty(3, 4).bfloat16()
     with pytest.raises(ValueError, match="1 to 16, got 17"):
         on_host.reduce(found, parts, None)
-    TorchKernels().reduce(found, parts, None)
-    assert torch.equal(found, in_order(parts, torch.bfloat16))
 
 
 def test_refused_placements(on_host: Kernels) -> None:
     x = torch.ones(4, 6)
-    for kernels in (on_host, TorchKernels()):
-        for dst, src in ((x, x[:2]), (x, x.double()), (x.t(), x.t()), (x, torch.ones(6, 4).t())):
-            with pytest.raises(ValueError, match="required"):
-                kernels.place(dst, src, None)
+    for dst, src in ((x, x[:2]), (x, x.double()), (x.t(), x.t()), (x, torch.ones(6, 4).t())):
+        with pytest.raises(ValueError, match="required"):
+            on_host.place(dst, src, None)
 
 
 def test_signals_between_threads(on_host: Kernels) -> None:
@@ -1073,14 +1069,6 @@ def test_wait_has_a_deadline(on_host: Kernels) -> None:
     on_host.wait([(words.data_ptr() + 4 * i, 1) for i in range(70)], 0.3, late.data_ptr(), None)
     assert 0.25 < time.monotonic() - begin < 5.0
     assert late.item() == 68
-
-
-# PyTorch in place of them.
-
-
-def test_fallback_placement_and_reduction() -> None:
-    check_place(TorchKernels())
-    check_reduce(TorchKernels().reduce)
 
 
 # The cache.

@@ -26,7 +26,7 @@ from test_kernels import (
 
 import ficco
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
-from ficco.hip_kernels import Kernels, TorchKernels, kernels
+from ficco.hip_kernels import Kernels, kernels
 from ficco.hip_kernels.launch import REDUCTIONS
 from ficco.workspace import workspaces
 
@@ -71,16 +71,6 @@ def _copies(at: Rank) -> None:
 
 def test_copies_are_exact() -> None:
     run(1, _copies, device="cuda")
-
-
-def _fallbacks(at: Rank) -> None:
-    stream = torch.cuda.current_stream().cuda_stream
-    check_place(TorchKernels(), "cuda", stream)
-    check_reduce(TorchKernels().reduce, "cuda", stream)
-
-
-def test_fallbacks() -> None:
-    run(1, _fallbacks, device="cuda")
 
 
 def _place(at: Rank) -> None:

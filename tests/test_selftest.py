@@ -23,11 +23,12 @@ import pytest
 import test_kernels as on_host
 import torch
 import torch.distributed as dist
+from torch_kernels import TorchKernels
 
 import ficco
 from ficco import cli, selftest
 from ficco.dma import cpu, probe
-from ficco.hip_kernels import Kernels, Script, Signals, TorchKernels, build
+from ficco.hip_kernels import Kernels, Script, Signals, build
 from ficco.hip_kernels.launch import NAMES
 from ficco.launch import launch
 from ficco.machine import Fingerprint

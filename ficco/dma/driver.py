@@ -131,6 +131,10 @@ class Driver(ABC):
         self.device, self.index = device, index
         self.streams: list[Stream] = []
 
+    def _lacks(self, what: str) -> NotImplementedError:
+        """The error of a part that a driver may leave out."""
+        return NotImplementedError(f"the {self.name} driver offers no {what}")
+
     # The device.
 
     @abstractmethod
@@ -278,31 +282,31 @@ class Driver(ABC):
 
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """Memory of the device and the same as bytes. Kept until closing."""
-        raise NotImplementedError
+        raise self._lacks("memory that is shared by handles")
 
     def allocate(self, nbytes: int, kind: str) -> int:
         """Memory of the device that can be shared: ``"plain"``, or a kind for words."""
-        raise NotImplementedError
+        raise self._lacks("memory that is shared by handles")
 
     def free(self, address: int) -> None:
         """Give back what was allocated."""
-        raise NotImplementedError
+        raise self._lacks("memory that is shared by handles")
 
     def fill(self, address: int, nbytes: int, stream: Any) -> None:
         """Zero memory."""
-        raise NotImplementedError
+        raise self._lacks("memory that is shared by handles")
 
     def share(self, address: int) -> bytes:
         """A handle by which another process opens an allocation, equally long for all."""
-        raise NotImplementedError
+        raise self._lacks("memory that is shared by handles")
 
     def open_shared(self, handle: bytes) -> int:
         """Map what another process shares."""
-        raise NotImplementedError
+        raise self._lacks("memory that is shared by handles")
 
     def close_shared(self, address: int) -> None:
         """Unmap it."""
-        raise NotImplementedError
+        raise self._lacks("memory that is shared by handles")
 
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
         """Memory as bytes, and an object that lives as long as a tensor looks into it."""
@@ -352,7 +356,7 @@ class Driver(ABC):
 
     def record(self, stream: Any, enqueue: Callable[[], None]) -> Recording:
         """Record what is enqueued from a stream on, in place of carrying it out."""
-        raise NotImplementedError
+        raise self._lacks("recordings")
 
     def recorder(self) -> tuple[Stream, Any]:
         """A stream to record on, and a pool for the memory of what is recorded."""

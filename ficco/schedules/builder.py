@@ -171,7 +171,7 @@ class Stage:
     """One rank's steps of a stage.
 
     Attributes:
-        world, problem, schedule: what it is a stage of.
+        problem, schedule: what it is a stage of.
         builder, steps: the Plan that it adds to.
         me, peers: its rank, and the others.
     """

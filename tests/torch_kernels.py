@@ -1,4 +1,4 @@
-"""The kernels that work within a device, by PyTorch's operations."""
+"""What ficco's kernels do within a device, by PyTorch's operations: a reference for tests."""
 
 from __future__ import annotations
 
