@@ -590,13 +590,29 @@ def test_parts_of_batches_are_refused_by_name() -> None:
         in_parts(replace(plan, steps=steps))
 
 
+NOTHING = dict.fromkeys(("engine", "post", "wait", "copy", "products", "accumulate"), "")
+#: An engine that offers nothing beyond the steps that all engines know.
+GPU: Any = SimpleNamespace(
+    name="gpu",
+    capabilities=lambda: Capabilities(**NOTHING, movers=("dma",), capture=False),
+    enter=lambda program, lane: None,
+)
+
+
 def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
     (plan, *_) = gated(gathered((16,)), "shard-overlap")
     strange = replace(plan, steps=(Step("attend", "compute0", "new"),))
-    for read in (render, lambda one: simulate([one], find("h200-4", None))):
-        with pytest.raises(NotImplementedError, match="'attend' of step 'new' on compute0"):
+    machine = find("h200-4", None)
+    readers: dict[str, Callable[[Plan], object]] = {
+        "render": render,
+        "the simulator": lambda one: simulate([one], machine),
+        "the gpu engine": lambda one: compile(one, GPU, None),
+    }
+    for name, read in readers.items():
+        words = f"{name} does not know the operation 'attend' of step 'new' on compute0"
+        with pytest.raises(NotImplementedError, match=words):
             read(strange)
-    with pytest.raises(NotImplementedError, match="'attend'"):
+    with pytest.raises(NotImplementedError, match="a timeline does not know .* 'attend'"):
         assemble("", [[(strange.steps[0], 0.0, 1.0)]])
     with pytest.raises(PlanError, match="does not hold what its operation says"):
         check([strange])
@@ -707,14 +723,11 @@ def test_gated_and_announced_rows_are_exact(world: int) -> None:
 
 def test_an_engine_without_partial_signals_says_so() -> None:
     (plan, *_) = gated(gathered((16,) * 2), "shard-overlap")
-    words = dict.fromkeys(("engine", "post", "wait", "copy", "products", "accumulate"), "")
-    can = Capabilities(**words, movers=("dma",), capture=False)
-    fake: Any = SimpleNamespace(name="gpu", capabilities=lambda: can)
     with pytest.raises(NotImplementedError, match="gpu engine does not offer signals that gate"):
-        compile(plan, fake, None)
+        compile(plan, GPU, None)
     (plan, *_) = scaled(Scaled((16,), 12, 16), "serial")
     with pytest.raises(NotImplementedError, match="gpu engine does not offer products with scales"):
-        compile(plan, fake, None)
+        compile(plan, GPU, None)
     (plan, *_) = chained(Chained((16,), 8, 12, 16), *CHAIN)
     with pytest.raises(NotImplementedError, match="does not offer the function 'relu'"):
-        compile(plan, fake, None)
+        compile(plan, GPU, None)
