@@ -465,7 +465,7 @@ def blamed(results: list[Any], name: str, victim: int, timeout_s: float) -> None
 @pytest.mark.parametrize("way", ["stall", "absent"])
 @pytest.mark.parametrize("name", LONELY)
 def test_a_stuck_or_absent_rank_is_named_by_all_others(name: str, way: str) -> None:
-    timeout_s = 0.4
+    timeout_s = 1.0  # on a busy host the ranks that do come may be half a second apart
     results = run(4, lonely, name, way, 2, timeout_s)
     blamed(results, name, 2, timeout_s)
     if way == "stall":
