@@ -111,6 +111,11 @@ def backend_on_gpus(world: int) -> str:
     return "nccl" if torch.cuda.device_count() >= world else "gloo"
 
 
+def serves_tiled(device: str) -> bool:
+    """Whether the engine of ranks on such a device has products that wait inside."""
+    return device == "cpu" and _around is None
+
+
 def need_own_gpus(world: int) -> None:
     """Skip a test that needs NCCL, times, or a device's memory, where ranks share GPUs."""
     if torch.cuda.device_count() < world:

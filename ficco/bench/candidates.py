@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ficco.bench.cases import OPERATOR
+from ficco.dma.engine import Capabilities
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
@@ -114,8 +115,10 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchC
     return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
-def of_problem(chosen: Iterable[BenchCandidate], problem: Problem) -> tuple[BenchCandidate, ...]:
-    """The candidates that a problem's operator has."""
+def of_problem(
+    chosen: Iterable[BenchCandidate], problem: Problem, offered: Capabilities | None = None
+) -> tuple[BenchCandidate, ...]:
+    """The candidates that a problem's operator has, of those that an engine offers."""
     having = {one.name: operators for one, operators in REFERENCES if operators}
     available: dict[BenchCandidate, None] = {}
     for one in chosen:
@@ -125,7 +128,7 @@ def of_problem(chosen: Iterable[BenchCandidate], problem: Problem) -> tuple[Benc
             available |= dict.fromkeys(map(parse, there))
         elif problem.operator in having.get(one.name, (problem.operator,)):
             available[one] = None
-    return tuple(one for one in available if not refused(one, problem))
+    return tuple(one for one in available if not refused(one, problem, offered))
 
 
 def named_again(
@@ -144,7 +147,9 @@ def named_again(
     return {plain[one]: plain[first] for one, first in same.items() if one != first}
 
 
-def refused(candidate: BenchCandidate, problem: Problem) -> str:
+def refused(
+    candidate: BenchCandidate, problem: Problem, offered: Capabilities | None = None
+) -> str:
     """Why a problem cannot be served by a candidate's schedule; empty if it can."""
     if not candidate.ours:
         return ""
@@ -154,7 +159,8 @@ def refused(candidate: BenchCandidate, problem: Problem) -> str:
         )
     if candidate.schedule == "auto":
         return ""
-    return refusal(problem, Schedule.parse(candidate.schedule))
+    schedule = Schedule.parse(candidate.schedule)
+    return refusal(problem, schedule) or (offered.lacks(schedule) if offered else "")
 
 
 # The movement of a problem without its product.

@@ -29,6 +29,7 @@ from ficco.launch import local_device
 from ficco.machine import find
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
+from ficco.workspace import workspace_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +87,8 @@ def demo(settings: DemoSettings) -> int:
     device = local_device(settings.device)
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
-    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem)
+    offered = workspace_of(group, device).engine.capabilities()
+    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem, offered)
     if first:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)

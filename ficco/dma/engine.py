@@ -20,6 +20,7 @@ from ficco.dma.collectives import Collectives
 from ficco.errors import BackendError
 from ficco.machine import Fingerprint
 from ficco.plan import Plan, Product, Reduction, Signal, Step, Transfer
+from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +39,8 @@ class Capabilities:
         products: the library that multiplies matrices.
         accumulate: how partial sums of column pieces are accumulated, and what memory that costs.
         capture: whether calls can be captured in a graph.
-        partial_signals: whether signals may gate or announce rows of a product.
+        partial_signals: whether signals may gate or announce rows of a product; ``untiled`` says
+            why not.
         scaled: whether products may be scaled.
         functions: elementwise functions that a place may apply.
     """
@@ -54,6 +56,21 @@ class Capabilities:
     partial_signals: bool = False
     scaled: bool = False
     functions: tuple[str, ...] = ()
+    untiled: str = ""
+
+    def lacks(self, schedule: Schedule) -> str:
+        """Why the engine cannot carry out a schedule; empty if it can."""
+        if schedule.mover not in (*self.movers, "collective"):
+            return (
+                f"schedule {schedule}: the {self.engine} engine has no mover {schedule.mover!r} "
+                "yet; leave the knob out"
+            )
+        if schedule.grouping == "tiled" and not self.partial_signals:
+            return (
+                f"schedule {schedule}: the {self.engine} engine has no product whose tiles wait or "
+                f"tell: {self.untiled}; take another schedule"
+            )
+        return ""
 
 
 class Symmetric(ABC):

@@ -784,6 +784,7 @@ class GpuEngine(StreamEngine):
             products=self.driver.products(),
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=means.captures,
+            untiled="there is none for this GPU yet",
         )
 
     def copy_engines(self) -> int | None:

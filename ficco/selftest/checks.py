@@ -147,6 +147,8 @@ def columns(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
+    if why := at.engine(group).capabilities().lacks(Schedule.parse(name)):
+        raise NotOffered(why)
     names = [name, f"{name}:pull", f"{name}:pieces=3", f"{name}:pieces=3,pull,copy=2"]
     return in_turn(at, group, names, ", push and pull, whole and in pieces")
 
@@ -168,9 +170,8 @@ VARIED = (
 def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
     settings = at.settings
     uneven = uneven_operands(at, operator)
-    movers = (*at.engine(group).capabilities().movers, "collective")
-    served = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
-    names = [name for name in served if Schedule.parse(name).mover in movers]
+    offered = at.engine(group).capabilities()
+    names = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem, offered)]
     few, (rows, k, n) = min(settings.repeat, 2), settings.large
     if OPERATORS[operator].scatters:  # what travels is wide
         n, k = k, n
