@@ -14,8 +14,8 @@ from ficco.tiled.worklist import (
     ITEM_INTS,
     STORE_WARPS,
     Cut,
-    Item,
     RowSpan,
+    TileItem,
     TileList,
     Tiling,
     Work,
@@ -27,11 +27,11 @@ TILINGS = (Tiling(128, 256, 4), Tiling(128, 256, 4, cm=2), Tiling(128, 128, 6, c
 STEP_S = 0.5e-6
 
 
-def items_of(tiles: TileList) -> list[list[Item]]:
+def items_of(tiles: TileList) -> list[list[TileItem]]:
     """The items of each cluster up to the empty one, which must be there."""
     lists = []
     for cluster in range(tiles.clusters):
-        rows = [Item(*row) for row in tiles.items[:, cluster].tolist()]
+        rows = [TileItem(*row) for row in tiles.items[:, cluster].tolist()]
         end = next(index for index, item in enumerate(rows) if not item.kn)
         assert not any(item.kn for item in rows[end:]), "items after the end"
         lists.append(rows[:end])
@@ -65,7 +65,7 @@ def check(tiles: TileList, seed: int = 0) -> None:
         gated = any(item.gate_first <= gate <= item.gate_last for gate in closed)
         return not gated and (not item.others or ready[item.tile] == item.others)
 
-    def execute(item: Item) -> None:
+    def execute(item: TileItem) -> None:
         rows = slice(item.row, item.row + tiling.rows)
         columns = slice(item.column, item.column + tiling.columns)
         for gate in closed:
@@ -188,7 +188,7 @@ def test_predictions() -> None:
     )
 
 
-FIELDS = {name: index for index, name in enumerate(Item._fields)}
+FIELDS = {name: index for index, name in enumerate(TileItem._fields)}
 
 
 def changed(change: Callable[[np.ndarray, np.ndarray], object]) -> Callable[[TileList], TileList]:
@@ -217,7 +217,7 @@ def assign(field: str, change: Callable[[int], int], where: str, least: int) -> 
 
 def swapped(flat: np.ndarray, used: np.ndarray) -> None:
     """A part computes the columns of A of its owner."""
-    part = next(i for i in used if Item(*flat[i].tolist()).is_part)
+    part = next(i for i in used if TileItem(*flat[i].tolist()).is_part)
     owner = next(
         i for i in used if flat[i, FIELDS["tile"]] == flat[part, FIELDS["tile"]] and i != part
     )

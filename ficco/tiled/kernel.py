@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 
+from ficco.accelerator import gpu
 from ficco.hip_kernels.build import Target, compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
@@ -23,16 +24,17 @@ from ficco.tiled.worklist import BK, MAX_PRODUCTS, TileList, Tiling
 TARGET = Target("cuda", "sm_90a")
 NAME = "ficco_tiled"
 THREADS = 384
-#: What is worth compiling. Per k step wide tiles read the least; a cluster below one another
-#: (``cm``) saves reads of B, side by side (``cn``) of A; small ones are for few rows or columns.
-TILINGS = (
-    Tiling(128, 256, 4),
-    Tiling(128, 256, 4, cm=2),
-    Tiling(128, 256, 4, cn=2),
-    Tiling(128, 192, 4),
-    Tiling(128, 128, 6),
-    Tiling(128, 64, 8),
-)
+#: Tilings worth compiling, with the seconds of one step along k of a cluster. Wide tiles read the
+#: least per step; blocks one below another (``cm``) save reads of B, side by side (``cn``) of A;
+#: narrow ones are for few rows or columns.
+STEP_S = {
+    Tiling(128, 256, 4): 0.72e-6,
+    Tiling(128, 256, 4, cm=2): 0.70e-6,
+    Tiling(128, 256, 4, cn=2): 0.70e-6,
+    Tiling(128, 192, 4): 0.56e-6,
+    Tiling(128, 128, 6): 0.40e-6,
+    Tiling(128, 64, 8): 0.25e-6,
+}
 #: A block of 64 x 64 elements of two bytes; two of them per group of warps hold C on its way out.
 _BOX_BYTES = 64 * 64 * 2
 _MAP_BYTES = 128
@@ -153,7 +155,7 @@ class TiledLaunch:
         a: Sequence[torch.Tensor],
         b: torch.Tensor,
         out: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
+        stream: gpu.Stream,
     ) -> None:
         """Enqueue ``out[p] = a[p] @ b`` for each product p.
 
@@ -170,7 +172,7 @@ class TiledLaunch:
         packed = self._cache.get(key)
         if packed is None:
             self._check(a, b, out)
-            with torch.cuda.stream(stream):
+            with gpu.stream(stream):
                 packed, results = self._pack(a, b, out)
                 if results is not None:
                     self._enqueue(packed, stream)
@@ -183,12 +185,12 @@ class TiledLaunch:
             self._cache[key] = packed
         self._enqueue(packed, stream)
 
-    def rest(self, stream: torch.cuda.Stream) -> None:
+    def rest(self, stream: gpu.Stream) -> None:
         """Clear the counters after a launch that was late."""
-        with torch.cuda.stream(stream):
+        with gpu.stream(stream):
             self._memory[0].zero_()
 
-    def _enqueue(self, packed: Packed, stream: torch.cuda.Stream) -> None:
+    def _enqueue(self, packed: Packed, stream: gpu.Stream) -> None:
         shape = self._grid, 1, 1, THREADS, 1, 1, self._shared
         at = packed.address
         result = driver.cuLaunchKernel(self._function, *shape, stream.cuda_stream, at, 0)
@@ -253,7 +255,7 @@ class TiledProducts:
         self._binding = CudaBinding(index)
         self.device = torch.device("cuda", index)
         self.processors = self._binding.processors
-        self._uploads = torch.cuda.Stream(self.device)
+        self._uploads = gpu.Stream(self.device)
         self._functions = lru_cache(maxsize=None)(self._load)
 
     def serves(self, dtype: torch.dtype, products: int, n: int, k: int) -> str:
@@ -304,7 +306,7 @@ class TiledProducts:
         counters = len(words) + tiles.tiles * per_tile
         floats = tiles.slots * tiles.tiling.rows * tiles.tiling.columns
         addresses = np.array([*gates, *words], np.uint64).view(np.int64)
-        with torch.cuda.stream(self._uploads):
+        with gpu.stream(self._uploads):
             rests = torch.zeros(counters, dtype=torch.int32, device=self.device)
             parts = torch.empty(floats, dtype=torch.float32, device=self.device)
             given = [

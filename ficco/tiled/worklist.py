@@ -22,7 +22,7 @@ MAX_GATES = 128
 MAX_ANNOUNCED = 128
 #: Columns of A in one step along k.
 BK = 64
-#: int32 of an :class:`Item`.
+#: int32 of an :class:`TileItem`.
 ITEM_INTS = 12
 #: Warps of a block that store, each of which counts its half of a tile.
 STORE_WARPS = 2
@@ -130,7 +130,7 @@ class Work:
             raise ValueError(f"opens: required {len(self.gates)} times, got {len(self.opens)}")
 
 
-class Item(NamedTuple):
+class TileItem(NamedTuple):
     """One entry of a list, as in hopper.cpp; ranges are inclusive and (0, -1) if empty."""
 
     product: int
@@ -241,7 +241,7 @@ class _Maker:
     clusters: int
     step_s: float
     free: list[float] = field(init=False)
-    lists: list[list[Item]] = field(init=False)
+    lists: list[list[TileItem]] = field(init=False)
     slots: int = 0
     tiles: int = 0
 
@@ -263,7 +263,7 @@ class _Maker:
         """One item; ``cut`` is its ``tile``, ``slot`` and ``others``."""
         block = tile.block
         place = block.product, block.row, tile.column, k0, kn
-        self.lists[cluster].append(Item(*place, *cut, *block.gates, *block.announces))
+        self.lists[cluster].append(TileItem(*place, *cut, *block.gates, *block.announces))
         parts = (1 + cut[2]) * self.part_s if cut[0] >= 0 else 0.0
         self.free[cluster] = max(self.free[cluster], opens) + self.step_s * kn + parts
 
