@@ -350,8 +350,10 @@ extern "C" __global__ void __maxnreg__(160)
     constexpr u64 SWIZZLED = 1ull << 62 | (u64)(1024 >> 4) << 32;
     constexpr u64 B_LEADING = (u64)(B_ROWS ? BOX >> 4 : 1) << 16;
     constexpr u32 B_STEP = (B_ROWS ? 2048 : 32) >> 4;
-    const u64 a_first = SWIZZLED | 1ull << 16 | (ring + group * GROUP_ROWS * BK * 2) >> 4;
-    const u64 b_first = SWIZZLED | B_LEADING | (ring + A_BYTES) >> 4;
+    // The upper bits of an address in a cluster are the block's; they are no part of a descriptor.
+    const u32 ring_at = ring & 0x3ffff;
+    const u64 a_first = SWIZZLED | 1ull << 16 | (ring_at + group * GROUP_ROWS * BK * 2) >> 4;
+    const u64 b_first = SWIZZLED | B_LEADING | (ring_at + A_BYTES) >> 4;
     // Where stmatrix puts this thread's rows of 16 bytes.
     const u32 box_row = warp_in_group * 16 + (lane & 15), box_column = lane >> 4;
     const u32 box_at = boxes + group * 2 * BOX + box_row * 128;
