@@ -17,8 +17,19 @@ from test_cpu_engine import at_rest, engine, slot_for
 
 from ficco import schedules
 from ficco.dma.engine import Call, Capabilities
+from ficco.dma.tiles import work_of
 from ficco.machine import find
-from ficco.plan import Plan, PlanError, Product, Step, Transfer, check, in_parts, render
+from ficco.plan import (
+    Plan,
+    PlanError,
+    Product,
+    Step,
+    Transfer,
+    check,
+    in_parts,
+    product_rows,
+    render,
+)
 from ficco.plan.model import Region
 from ficco.problem import Problem
 from ficco.runtime import compile
@@ -77,6 +88,35 @@ def every_plan(rows: tuple[int, ...]) -> list[list[Plan]]:
         *(tiled(gathered(rows), name) for name in TILED),
         *(tiled(summed(rows), name) for name in TILED),
     ]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_tiles_wait_for_the_rows_that_a_plan_says(world: int) -> None:
+    """The work of a launch gates and announces the rows that the parts of its step do."""
+    problems = (replace(one, n=16) for one in (gathered(ROWS[world]), summed(ROWS[world])))
+    for problem in problems:
+        for name in TILED:
+            for plan in tiled(problem, name):
+                (step,) = (one for one in plan.steps if not one.whole)
+                work, began = work_of(plan, step), 0
+                rows: dict[tuple[str, int], set[int]] = {}
+                for number, count in enumerate(work.rows):
+                    for kind, column in (("gates", work.gates), ("announces", work.announces)):
+                        for signal, spans in enumerate(column):
+                            found = rows.setdefault((kind, signal), set())
+                            for product, first, last in spans:
+                                assert first < last <= work.rows[product]
+                                if product == number:
+                                    found.update(range(began + first, began + last))
+                    began += count
+                numbers = [
+                    row for product in step.products for row in range(*product_rows(plan, product))
+                ]
+                for (kind, signal), found in rows.items():
+                    one = getattr(step, kind)[signal]
+                    assert {numbers[row] for row in found} == set(range(one.first, one.last))
+                assert len(rows) == len(step.gates) + len(step.announces)
+                assert list(work.opens) == sorted(work.opens)
 
 
 @pytest.mark.parametrize("world", ROWS)

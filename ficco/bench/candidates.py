@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ficco.bench.cases import OPERATOR
-from ficco.dma.engine import Capabilities
+from ficco.dma.engine import Engine
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
@@ -116,7 +116,7 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchC
 
 
 def of_problem(
-    chosen: Iterable[BenchCandidate], problem: Problem, offered: Capabilities | None = None
+    chosen: Iterable[BenchCandidate], problem: Problem, engine: Engine | None = None
 ) -> tuple[BenchCandidate, ...]:
     """The candidates that a problem's operator has, of those that an engine offers."""
     having = {one.name: operators for one, operators in REFERENCES if operators}
@@ -128,7 +128,7 @@ def of_problem(
             available |= dict.fromkeys(map(parse, there))
         elif problem.operator in having.get(one.name, (problem.operator,)):
             available[one] = None
-    return tuple(one for one in available if not refused(one, problem, offered))
+    return tuple(one for one in available if not refused(one, problem, engine))
 
 
 def named_again(
@@ -147,9 +147,7 @@ def named_again(
     return {plain[one]: plain[first] for one, first in same.items() if one != first}
 
 
-def refused(
-    candidate: BenchCandidate, problem: Problem, offered: Capabilities | None = None
-) -> str:
+def refused(candidate: BenchCandidate, problem: Problem, engine: Engine | None = None) -> str:
     """Why a problem cannot be served by a candidate's schedule; empty if it can."""
     if not candidate.ours:
         return ""
@@ -160,7 +158,7 @@ def refused(
     if candidate.schedule == "auto":
         return ""
     schedule = Schedule.parse(candidate.schedule)
-    return refusal(problem, schedule) or (offered.lacks(schedule) if offered else "")
+    return refusal(problem, schedule) or (engine.refuses(problem, schedule) if engine else "")
 
 
 # The movement of a problem without its product.

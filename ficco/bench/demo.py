@@ -87,8 +87,8 @@ def demo(settings: DemoSettings) -> int:
     device = local_device(settings.device)
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
-    offered = workspace_of(group, device).engine.capabilities()
-    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem, offered)
+    engine = workspace_of(group, device).engine
+    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem, engine)
     if first:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)

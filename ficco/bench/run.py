@@ -112,8 +112,8 @@ class Bench:
             return [{**self._shape(case), "status": "skipped", "note": why}]
         problem = case.problem(self.world)
         operands = Operands(problem, self.rank, self.device)
-        offered = workspace_of(self.watch.group, self.device).engine.capabilities()
-        candidates = of_problem(self.settings.candidates, problem, offered)
+        engine = workspace_of(self.watch.group, self.device).engine
+        candidates = of_problem(self.settings.candidates, problem, engine)
         again = named_again(candidates, problem)
         candidates = tuple(one for one in candidates if one not in again)
         title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"

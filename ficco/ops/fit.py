@@ -64,7 +64,7 @@ def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: i
 
 def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:
     engine = workspace.engine
-    if why := engine.capabilities().lacks(schedule):
+    if why := engine.refuses(problem, schedule):
         raise NotImplementedError(why)
     whole = plan(problem, schedule, engine.rank, packs_columns=engine.packs_columns)
     if whole.collective and engine.out_of_step:

@@ -129,13 +129,18 @@ def _announced_early(parts: list[_Part], last: int) -> list[_Part]:
     return [parts[i]._replace(after=tuple(place[j] for j in parts[i].after)) for i in order]
 
 
+def product_rows(plan: Plan, product: Product) -> tuple[int, int]:
+    """The bounds of a product's rows, by the numbers that signals have for them."""
+    first = plan.buffer[product.out.buffer].first
+    begin = product.out.row + (first[plan.rank] if first else 0)
+    return begin, begin + product.out.rows
+
+
 def _pieces(plan: Plan, step: Step) -> Iterator[tuple[int, int, Product]]:
     """The products of a step, cut at the bounds of its signals, with the numbers of their rows."""
     bounds = {bound for one in (*step.gates, *step.announces) for bound in (one.first, one.last)}
     for product in step.products:
-        first_row = plan.buffer[product.out.buffer].first
-        begin = product.out.row + (first_row[plan.rank] if first_row else 0)
-        end = begin + product.out.rows
+        begin, end = product_rows(plan, product)
         if begin >= end:
             yield begin, end, product
             continue

@@ -19,7 +19,7 @@ from ficco.accelerator import gpu
 from ficco.hip_kernels.build import Target, compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
-from ficco.tiled.worklist import BK, MAX_PRODUCTS, TileList, Tiling
+from ficco.tiled.worklist import BK, MAX_PRODUCTS, TileList, Tiling, Work, best
 
 TARGET = Target("cuda", "sm_90a")
 NAME = "ficco_tiled"
@@ -269,6 +269,10 @@ class TiledProducts:
         if n % 8 or k % 8 or not n or not k:
             return f"tiled products need multiples of 8 columns, got n = {n} and k = {k}"
         return ""
+
+    def best(self, work: Work, spare: int = 0) -> TileList:
+        """The list with the least predicted time that leaves ``spare`` processors to others."""
+        return best(work, STEP_S, self.processors - spare)
 
     def clusters(self, tiling: Tiling, spare: int = 0) -> int:
         """Clusters of a launch that leaves ``spare`` processors to others."""
