@@ -978,7 +978,7 @@ def test_killed_rank(victim: int, schedule: str, how: str, mode: str) -> None:
 def _absent(at: Rank, victim: int, schedule: str) -> dict[str, Any] | None:
     """A rank that lives and never calls: the group fails, others do not."""
     group = everyone(at)
-    case = equal(at.world, 32, 64, 32, schedule=schedule)
+    case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
     exact(at, case, 0, group)
     exact(at, case, 1, group)
     found = None
@@ -1021,7 +1021,7 @@ def test_rank_that_never_calls(schedule: str) -> None:
 def _late(at: Rank, schedule: str) -> None:
     """A host that runs far ahead of its peers' is no fault: time counts from the call's begin."""
     group = everyone(at)
-    case = equal(at.world, 32, 64, 32, schedule=schedule)
+    case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
     exact(at, case, 0, group)
     made = [make(at, case, i, group) for i in range(8)]
     settle(at)
