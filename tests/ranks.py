@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -29,6 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,6 +182,11 @@ def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
         close()
 
 
+def start_server() -> None:
+    """Start the process that ranks are forks of, those of :func:`ficco.launch.launch` too."""
+    forkserver.ensure_running()
+
+
 def kept() -> list[int]:
     """Worlds whose workers stay for the next test."""
     return [world for world, *_ in _pools]
@@ -321,8 +326,6 @@ atexit.register(close)
 
 
 def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str, str]) -> None:
-    # A collection would otherwise look, 0.1 s long, at all that the server has imported.
-    gc.freeze()
     os.environ.update(env)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
