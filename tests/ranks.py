@@ -155,6 +155,7 @@ def run(
         pool = _Pool(*key, env)
     else:
         pool = _pools.get(key) or _pools.setdefault(key, _Pool(*key, env))
+    _used.add(world)
     try:
         results = pool.run(fn, args, lost, timeout)
     except BaseException:
@@ -187,9 +188,11 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def kept() -> list[int]:
-    """Worlds whose workers stay for the next test."""
-    return [world for world, *_ in _pools]
+def used() -> list[int]:
+    """Worlds whose workers have run something since this was last asked, and are still there."""
+    worlds = [world for world, *_ in _pools if world in _used]
+    _used.clear()
+    return worlds
 
 
 def close() -> None:
@@ -317,6 +320,7 @@ class _Pool:
 
 
 _pools: dict[tuple[int, str, str], _Pool] = {}
+_used: set[int] = set()
 #: See :func:`around`.
 _around: tuple[Callable[..., Any], Mapping[str, str]] | None = None
 atexit.register(close)
