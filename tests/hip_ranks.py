@@ -134,6 +134,8 @@ def run(
 
 def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
     sys.path.insert(0, os.environ[WHEEL])
+    if preloaded := sys.modules.get("tests.preloaded"):
+        sys.modules.update(preloaded.BINDINGS.get(os.environ[WHEEL], {}))
     host_gpu.serve_cpu_tensors()
     ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
     with ficco.options(engine="hip", on_timeout="raise", timeout_s=20):
