@@ -8,6 +8,7 @@ host memory. The thread makes no call that could break a capture.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from ficco.board import Board
 from ficco.dma.engine import Engine, Slot, step_name
-from ficco.errors import FiccoError, SignalTimeout
+from ficco.errors import BackendError, FiccoError, SignalTimeout
 
 #: Seconds between two looks.
 PERIOD_S = 0.05
@@ -147,8 +148,9 @@ class Watchdog:
         workspace = self._workspace
         if workspace.error is not None:  # an exception has already reported it to the caller
             end = time.monotonic() + SETTLE_S
-            while not workspace.engine.idle(workspace.slots) and time.monotonic() < end:
-                time.sleep(PERIOD_S)
+            with contextlib.suppress(BackendError):  # a device that is lost runs nothing
+                while not workspace.engine.idle(workspace.slots) and time.monotonic() < end:
+                    time.sleep(PERIOD_S)
             return
         workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
