@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.bench.candidates import BenchCandidate, movements
@@ -21,9 +22,6 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
 from ficco.schedules.groups import cut
 from ficco.workspace import workspace_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Rows of the gathered A for which PyTorch takes its native path: more than the first, up to the
 #: second (torch/distributed/_symmetric_memory, PyTorch 2.11).

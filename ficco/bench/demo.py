@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
@@ -29,9 +30,6 @@ from ficco.launch import local_device
 from ficco.machine import find
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.
 KNOBS = (

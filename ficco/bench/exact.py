@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.bench.inputs import Operands
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Call = Callable[[], torch.Tensor]
 

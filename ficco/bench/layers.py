@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
@@ -32,9 +33,6 @@ from ficco.bench.tables import cells, markdown
 from ficco.bench.ways import ASYNC_TP, COLLECTIVES, WAYS, Forward, Layer
 from ficco.errors import FiccoError
 from ficco.launch import local_device
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Tensors = tuple[torch.Tensor, ...]
 #: Largest difference from the collectives' step, as a share of the root mean square: a result

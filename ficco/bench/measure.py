@@ -26,18 +26,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import BenchCandidate
 from ficco.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 MODES = ("queued", "idle", "graph")
 

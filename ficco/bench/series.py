@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.candidates import BenchCandidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Call = Callable[[], Any]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.bench.inputs import Operands
@@ -19,9 +20,6 @@ from ficco.ops.call import run_traced
 from ficco.plan import Plan
 from ficco.simulate import simulate
 from ficco.timeline import Timeline, assemble, work
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Rate of what took no time that could be measured.
 UNSEEN = 1e18

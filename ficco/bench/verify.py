@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
@@ -21,9 +22,6 @@ from ficco.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
 from ficco.bench.series import Stopwatch
 from ficco.errors import FiccoError
 from ficco.problem import Problem
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Calls with fresh inputs that must be right before a candidate is timed; as many replays.
 CHECKS = 2

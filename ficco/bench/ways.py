@@ -7,17 +7,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.bench.calls import all_gather, reduce_scatter
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: From this rank's x, columns and rows of the weights to its part of the result.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

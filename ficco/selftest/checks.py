@@ -6,10 +6,11 @@ import os
 import re
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
@@ -28,9 +29,6 @@ from ficco.selftest.exact import (
 )
 from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.selftest.speed import all_at_once, gb_per_s
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Seconds beyond the timeout within which a peer that stays away is noticed: the look of the
 #: watchdog, and freeing the streams.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.bench.calls import call
@@ -16,9 +16,6 @@ from ficco.bench.exact import exact_calls
 from ficco.bench.inputs import Operands
 from ficco.problem import OPERATORS, Problem
 from ficco.selftest.rank import Passed, Rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Wrong calls that are named; the others are counted.
 NAMED_CALLS = 4

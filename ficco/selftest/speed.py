@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.bench.series import MeasuredCalls, Stopwatch
@@ -17,9 +18,6 @@ from ficco.heuristics.where import where
 from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.tune.communication import slowdowns
 from ficco.tune.effort import GPU
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: How many times as long products and copies may take during each other as without, if the copies
 #: look as if they left the compute units free. With DMA engines the FiCCO paper saw 1.11 and 1.12
