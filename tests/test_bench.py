@@ -156,7 +156,7 @@ def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
     g7 = weights["g7-gradient"].problem(4)  # 262144 tokens
     assert (g7.m, g7.n, g7.k, g7.kind.inner) == (262144, 1024, 28672, True)
     assert g7.flops == weights["g7"].problem(4).flops and g7.out_rows(0) == weights["g7"].m
-    gain = cases.experts_gain()
+    gain = cases.SETS["experts-gain"]()
     assert {case.m for case in gain} == {4096, 8192, 16384, 32768} and len(gain) == 12
     assert {case.operator for case in gain} == {"all_to_all_matmul"}
     turned = gain[0].on("all_to_all_transposed_matmul").problem(4)  # of the same tokens
@@ -679,7 +679,7 @@ def test_shapes_of_the_command_line() -> None:
         found, name = command.chosen(parser.parse_args(["bench", *words]), device)
         return [(case.operator, case.name) for case in found], name
 
-    assert shapes() == ([(OPERATOR, case.name) for case in cases.measured()], "measured")
+    assert shapes() == ([(OPERATOR, case.name) for case in cases.SETS["measured"]()], "measured")
     found, name = shapes("--operator", "all_to_all_matmul", "matmul_reduce_scatter")
     assert len(found) == 12 + 4 + 8 and name == "experts-gain-experts-measured"
     assert found[0] == ("all_to_all_matmul", "4096x1024x7168")
