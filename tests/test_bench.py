@@ -20,7 +20,7 @@ import torch
 import ficco
 from ficco import cli
 from ficco.bench import candidates as compared
-from ficco.bench import cases, layers, report, stats, ways
+from ficco.bench import cases, layers, report, stats
 from ficco.bench.calls import Runner, build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
@@ -37,9 +37,8 @@ from ficco.bench.candidates import (
     refused,
 )
 from ficco.bench.cases import OPERATOR, Case
-from ficco.bench.exact import exact_calls
 from ficco.bench.frames import BENCH, LAYERS
-from ficco.bench.inputs import Operands
+from ficco.bench.inputs import Operands, exact_calls
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
@@ -54,7 +53,7 @@ from ficco.schedules import NAMED, Schedule, plans
 
 
 def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
-    assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]) == [2.0, 5.0]
+    assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
 
 
 def _times(**by_name: list[float]) -> pd.DataFrame:
@@ -608,7 +607,7 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> pd.DataFrame | None:
         factor = 1 + at.rank
         setattr(ficco, spoilt, lambda *args, **more: right(*args, **more) * factor)
     settings = layers.LayerSettings(
-        layers=ways.SHAPES["cpu"],
+        layers=layers.SHAPES["cpu"],
         modes=("idle",),
         device="cpu",
         rounds=2,
@@ -626,15 +625,15 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> pd.DataFrame | None:
 
 def test_layers_are_proven_and_timed(tmp_path: Path) -> None:
     rows, none = ranks.run(2, _layered, tmp_path, "")
-    assert none is None and len(rows) == 2 * len(ways.WAYS)
+    assert none is None and len(rows) == 2 * len(layers.WAYS)
     for row in rows.itertuples():
-        if row.way == ways.ASYNC_TP:
+        if row.way == layers.ASYNC_TP:
             assert row.status == "skipped" and "GPU" in row.note
         else:
             assert row.status == "ok" and row.ms > 0 and row.error <= layers.TOLERANCE["float32"], (
                 row
             )
-    fastest = rows["speedup"][rows["way"].isin(ways.COLLECTIVES)]
+    fastest = rows["speedup"][rows["way"].isin(layers.COLLECTIVES)]
     assert len(fastest) == 6 and (fastest == 1.0).sum() >= 2
     text = layers.report(LAYERS.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
@@ -646,8 +645,8 @@ def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> 
     rows, _ = ranks.run(2, _layered, tmp_path, spoilt)
     refused = rows[rows["status"] == "wrong"]
     wrong = set(zip(refused["layer"], refused["way"], strict=True))
-    ours = [way for way in ways.WAYS if way.startswith("ficco")]
-    assert wrong == {(layer.name, way) for layer in ways.SHAPES["cpu"] for way in ours}
+    ours = [way for way in layers.WAYS if way.startswith("ficco")]
+    assert wrong == {(layer.name, way) for layer in layers.SHAPES["cpu"] for way in ours}
     assert (refused["note"] != "").all()
 
 

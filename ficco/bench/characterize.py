@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.about import RunSettings
 from ficco.bench.cases import Case
-from ficco.bench.frames import LOSSES, append
-from ficco.bench.series import MeasuredCalls, Series, Stopwatch, calls_to_cover, contended
+from ficco.bench.frames import LOSSES, RunSettings, append
+from ficco.bench.series import MeasuredCalls, Stopwatch, Times, calls_to_cover, contended
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 
@@ -135,7 +134,7 @@ class LossBench:
             )
         ]
 
-    def _time(self, calls: dict[str, Any], seconds: float, most: int = 0) -> dict[str, Series]:
+    def _time(self, calls: dict[str, Any], seconds: float, most: int = 0) -> dict[str, Times]:
         return self.watch.time(calls, seconds=seconds, most=most or self.settings.rounds)
 
     def shape(self, case: Case, seconds: float) -> list[Loss]:
@@ -176,9 +175,9 @@ class LossBench:
         calls: dict[str, Any] = {"product": product, **moves}
         guess = self._time(calls, seconds * 0.2, most=5)
         for mover, move in moves.items():
-            back = calls_to_cover(guess["product"].times, guess[mover].times)
+            back = calls_to_cover(guess["product"], guess[mover])
             calls[f"product during {mover}"] = contended(product, move, back, self.device)
-            back = calls_to_cover(guess[mover].times, guess["product"].times)
+            back = calls_to_cover(guess[mover], guess["product"])
             calls[f"{mover} during product"] = contended(move, product, back, self.device)
         times = self._time(calls, seconds * 0.8)
         what = {"nbytes": nbytes, "cut": "rows", "parts": world}
@@ -195,9 +194,9 @@ def pieces(world: int) -> str:
     return f"hetero-fused-1d:pieces={world}"
 
 
-def ratio(times: Mapping[str, Series], reference: str, other: str) -> Loss:
+def ratio(times: Mapping[str, Times], reference: str, other: str) -> Loss:
     """The figures of a loss: the times under one name against those under another."""
-    before, after = (1e6 * np.array(times[name].times) for name in (reference, other))
+    before, after = (1e6 * times[name] for name in (reference, other))
     return {
         "status": "ok",
         "rounds": len(before),

@@ -18,12 +18,10 @@ from torch.distributed import ProcessGroup
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
-from ficco.bench.decisions import examples, show_table_i
 from ficco.bench.draw import draw, trace
-from ficco.bench.exact import ExactCall, exact_calls, seconds
-from ficco.bench.inputs import Operands
-from ficco.bench.progress import bar
-from ficco.bench.tables import cells, show
+from ficco.bench.inputs import ExactCall, Operands, exact_calls, seconds
+from ficco.bench.simulated import examples, show_table_i
+from ficco.bench.tables import bar, cells, show
 from ficco.bench.traces import trace_all
 from ficco.dma.cpu import CpuEngine
 from ficco.launch import local_device

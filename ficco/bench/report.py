@@ -11,7 +11,7 @@ import pandas as pd
 from ficco.bench import stats
 from ficco.bench.candidates import moved_bytes
 from ficco.bench.cases import Case
-from ficco.bench.roles import RATIOS, by_operator, left_out, lines, measured, modes, shape_text
+from ficco.bench.stats import RATIOS, by_operator, left_out, lines, measured, modes, shape_text
 from ficco.bench.tables import cells, markdown, show
 from ficco.bench.verify import ERROR_ROWS
 from ficco.problem import OPERATORS

@@ -15,18 +15,17 @@ import pandas as pd
 import torch.distributed as dist
 
 from ficco.accelerator import gpu
-from ficco.bench.about import RunSettings
 from ficco.bench.calls import taken
 from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
-from ficco.bench.frames import BENCH, append
+from ficco.bench.frames import BENCH, RunSettings, append
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
-from ficco.bench.progress import bar
 from ficco.bench.report import show_shape
 from ficco.bench.series import Stopwatch, slowest
 from ficco.bench.stats import summarise
+from ficco.bench.tables import bar
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Accuracy, Checked, Verifier
 from ficco.launch import local_device

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -27,8 +27,8 @@ from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
 
 Call = Callable[[], Any]
 
-#: Seconds, one per round.
-Times = Sequence[float]
+#: Seconds of the slowest rank, one per round.
+Times = np.ndarray
 
 #: The calls in the background run for so many times as long as the call that is timed: neither
 #: slows the other down by more.
@@ -48,24 +48,9 @@ SWITCH_S = 50e-6
 PEERS_S = 45.0
 
 
-def slowest(by_rank: Sequence[Times]) -> list[float]:
+def slowest(by_rank: Sequence[Sequence[float]]) -> Times:
     """The slowest rank's time of every round, from the times of every rank."""
-    return [max(times) for times in zip(*by_rank, strict=True)]
-
-
-@dataclass(frozen=True)
-class Series:
-    """What was timed under one name.
-
-    Attributes:
-        times: seconds of the slowest rank, one per round.
-    """
-
-    times: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return median(self.times)
+    return np.max(by_rank, axis=0)
 
 
 class Stopwatch:
@@ -97,15 +82,15 @@ class Stopwatch:
         mode: str = "",
         seed: int = 0,
         tick: Callable[[str], None] = lambda what: None,
-    ) -> dict[str, Series]:
-        """Time all calls for about so many seconds; the same on every rank."""
+    ) -> dict[str, Times]:
+        """Time all calls for about so many seconds; by name, the same on every rank."""
         items = {
             name: Item(mode or self.mode, BenchCandidate(name, "call"), _runner(call))
             for name, call in calls.items()
         }
         rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)
         everyone = self.gather({name: item.times_s for name, item in items.items()})
-        return {name: Series(tuple(slowest([one[name] for one in everyone]))) for name in items}
+        return {name: slowest([one[name] for one in everyone]) for name in items}
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank."""
@@ -168,7 +153,7 @@ def _runner(call: Call | Runner) -> Runner:
 
 def calls_to_cover(front: Times, back: Times) -> int:
     """How many calls in the background outlast one that is timed, from their exclusive times."""
-    return min(max(math.ceil(COVER * median(front) / median(back)), 1), MOST_IN_BACKGROUND)
+    return min(max(math.ceil(COVER * np.median(front) / np.median(back)), 1), MOST_IN_BACKGROUND)
 
 
 def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:

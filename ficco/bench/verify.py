@@ -16,8 +16,7 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, build, expected, unavailable
 from ficco.bench.candidates import BenchCandidate
-from ficco.bench.exact import exact_calls, wrong_elements
-from ficco.bench.inputs import Operands
+from ficco.bench.inputs import Operands, exact_calls, wrong_elements
 from ficco.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
 from ficco.bench.series import Stopwatch
 from ficco.errors import FiccoError

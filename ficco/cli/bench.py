@@ -181,15 +181,15 @@ def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[A
 
 def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
     """The bench of layers, as :func:`_products`."""
-    from ficco.bench import layers, ways
-    from ficco.bench.about import read_description
+    from ficco.bench import layers
+    from ficco.bench.frames import read_description
     from ficco.bench.measure import modes_of
 
     for name in ("set", "shapes", "only", "operator", "schedules", "timelines", "json"):
         if getattr(arguments, name):
             raise ValueError(f"--layers: required without --{name}, which is for products")
     settings = layers.LayerSettings(
-        layers=ways.SHAPES[device],
+        layers=layers.SHAPES[device],
         modes=tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph"),
         device=device,
         rounds=arguments.rounds,
@@ -297,17 +297,13 @@ def fresh(folder: Path, name: str) -> Path:
 
 def _pictures(csv: Path) -> list[Path]:
     from ficco.bench import plots
-    from ficco.bench.about import read_description
     from ficco.bench.frames import BENCH
 
-    about = read_description(csv)
-    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
-    return plots.draw(BENCH.read(csv), csv.with_suffix(""), title)
+    return plots.draw_next_to(csv, BENCH.read(csv))
 
 
 def _report(csv: Path) -> Path:
-    from ficco.bench.about import read_description
-    from ficco.bench.frames import BENCH
+    from ficco.bench.frames import BENCH, read_description
     from ficco.bench.report import report
 
     pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))

@@ -94,10 +94,7 @@ def _characterize(arguments: argparse.Namespace) -> int:
 
 
 def _draw(rows: Any, csv: Path) -> None:
-    from ficco.bench.about import read_description
-    from ficco.bench.characterize_plots import draw
+    from ficco.bench.plots import draw_next_to
 
-    about = read_description(csv)
-    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
-    for path in draw(rows, csv.with_suffix(""), title):
+    for path in draw_next_to(csv, rows):
         print(f"wrote {path}", file=sys.stderr)

@@ -60,7 +60,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     else:
         _print(decision, measured)
     if arguments.draw:
-        from ficco.bench.decisions import draw
+        from ficco.bench.simulated import draw
 
         print(f"wrote {draw(decision, measured, arguments.draw)}", file=sys.stderr)
     return 1 if bad else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.bench.calls import variable as environment
 from ficco.bench.candidates import of_problem, parse
 from ficco.dma import probe
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
@@ -272,23 +272,17 @@ def way(
     schedule = all_at_once(at) + ",pull" * pull
     if columns:
         schedule = schedule.replace("-1d", "-2d")
-    before = os.environ.get(variable)
-    os.environ[variable] = value
+    count = max(2, at.settings.iterations // 8)
+    # A pulled copy whose end is told late delays only the products of its own call.
+    n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
-        count = max(2, at.settings.iterations // 8)
-        calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
-        # A pulled copy whose end is told late delays only the products of its own call.
-        n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
-        rate = gb_per_s(at, group, schedule, at.world - 1, n)
+        with environment(variable, value):
+            calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
+            rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
     except RuntimeError as error:  # of the engine, or of PyTorch's memory
         raise NotOffered(f"{type(error).__name__}: {error}") from error
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"

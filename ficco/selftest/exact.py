@@ -12,8 +12,7 @@ import ficco
 from ficco.bench.calls import call
 from ficco.bench.cases import OPERATOR as GATHER
 from ficco.bench.cases import Case
-from ficco.bench.exact import exact_calls
-from ficco.bench.inputs import Operands
+from ficco.bench.inputs import Operands, exact_calls
 from ficco.problem import OPERATORS, Problem
 from ficco.selftest.rank import Passed, Rank
 

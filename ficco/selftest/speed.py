@@ -61,7 +61,7 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
         rounds = at.settings.rounds
         with stopwatch(at, group) as watch:
             series = watch.time({schedule: call}, seconds=0.0, least=rounds, most=rounds)
-        seconds = min(series[schedule].times)
+        seconds = min(series[schedule])
     return peers * rows * k * 2 / max(at.gather(seconds)) / 1e9
 
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import ficco
 from ficco import doctor
-from ficco.bench.about import commit
-from ficco.bench.progress import bar
+from ficco.bench.frames import commit
 from ficco.bench.series import Stopwatch
+from ficco.bench.tables import bar
 from ficco.dma.engine import fingerprint
 from ficco.errors import ConfigError
 from ficco.launch import local_device
