@@ -1,4 +1,5 @@
-"""Timelines as pictures and as traces."""
+"""The style of all pictures, with colours that can be told apart, and Timelines as pictures and as
+traces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Figures as frames: the columns of each kind of CSV file, and how such files are read and written.
 
 A row is what was measured of one thing. A figure that does not exist is NaN, and empty in a file.
+What a run was told, and where it ran, is described in a JSON file next to its CSV file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Operands of every operator: small integers with one right product, and random ones to time with.
+"""Operands of every operator: small integers with one right product, compared exactly, and random
+ones to time with.
 
 Legend: L rows of this rank's left operand, O rows of its result, P rows that it multiplies; K, N as
 in the product.

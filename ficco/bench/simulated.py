@@ -1,4 +1,4 @@
-"""Shapes on a machine, simulated: what ``ficco simulate`` prints and writes."""
+"""Shapes on a machine, simulated, and decisions for people: examples, Table I, and pictures."""
 
 from __future__ import annotations
 

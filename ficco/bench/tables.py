@@ -1,4 +1,4 @@
-"""Frames of text as tables: for Markdown, and for a terminal."""
+"""Frames of text as tables, for Markdown and for a terminal, and a bar over what takes long."""
 
 from __future__ import annotations
 
