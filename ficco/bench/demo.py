@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,26 +59,18 @@ SIMULATED_ON = "mi300x-8"
 DRAWN_BANDWIDTH = 3e8
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """What the demo shows.
+def demo(device_name: str, out: Path | None) -> int:
+    """Run the demo on this rank; the exit code.
 
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
+    Args:
+        device_name: ``"cpu"`` or ``"cuda"``.
         out: folder of the pictures, the trace and the table; None for a new one.
     """
-
-    device: str
-    out: Path | None
-
-
-def demo(settings: DemoSettings) -> int:
-    """Run the demo on this rank; the exit code."""
     from rich.console import Console
 
     group = dist.group.WORLD
     first = group.rank() == 0
-    device = local_device(settings.device)
+    device = local_device(device_name)
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
     served = of_problem(map(parse, (*NAMED, *KNOBS)), problem)
@@ -101,7 +92,7 @@ def demo(settings: DemoSettings) -> int:
             timelines = trace_all(list(ours), operands, group)
     if not first:
         return 0
-    out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
+    out = out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
     out.mkdir(parents=True, exist_ok=True)
     results.to_csv(out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f")
     limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s" * (device.type == "cpu")

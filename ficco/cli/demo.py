@@ -31,9 +31,9 @@ def add(commands: Any) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from ficco.bench.demo import DemoSettings, demo
+    from ficco.bench.demo import demo
     from ficco.launch import default_device, launch
 
     device = arguments.device or default_device()
-    settings = DemoSettings(device, arguments.out and writable(arguments.out))
-    return launch(demo, arguments.ranks, settings, device=device, timeout_s=DEMO_S)
+    out = arguments.out and writable(arguments.out)
+    return launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)
