@@ -78,25 +78,15 @@ COMPARED = BenchCandidate("candidates", "compared")
 #: has those that serve it.
 SCHEDULES = tuple(
     parse(name)
-    for name in (
-        *NAMED,
-        "serial:collective",
-        "auto",
-        "shard-overlap:compute=2",
-        "shard-overlap:tail=4",
-        "shard-overlap:tail=4,compute=2",
-        "shard-overlap:pull",
-        "shard-overlap:pull@symmetric",
-        "shard-overlap:beta",
-        "growing:tail=4",
-        "growing:pieces=2,compute=2",
-        "shrinking:tail=2",
-        "ring:pieces=4",
-        "hetero-unfused-1d:pieces=2,order=peer,compute=2",
-        "hetero-fused-1d:pieces=4+2+1",
-        "hetero-fused-1d:pieces=4,beta",
-        "hetero-fused-1d:pieces=4@stages=2",
-    )
+    for name in [*NAMED]
+    + """
+    serial:collective auto
+    shard-overlap:compute=2 shard-overlap:tail=4 shard-overlap:tail=4,compute=2
+    shard-overlap:pull shard-overlap:pull@symmetric shard-overlap:beta
+    growing:tail=4 growing:pieces=2,compute=2 shrinking:tail=2 ring:pieces=4
+    hetero-unfused-1d:pieces=2,order=peer,compute=2 hetero-fused-1d:pieces=4+2+1
+    hetero-fused-1d:pieces=4,beta hetero-fused-1d:pieces=4@stages=2
+    """.split()
 )
 
 

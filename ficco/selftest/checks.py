@@ -171,10 +171,9 @@ def device(at: Rank, group: ProcessGroup) -> Passed:
 
 
 #: Schedules that copy whole rows, and columns, in both directions.
-MOVED = (
-    *("shard-overlap", "shard-overlap:pull"),
-    *("hetero-fused-2d:pieces=3", "hetero-fused-2d:pieces=3,pull"),
-)
+MOVED = """
+    shard-overlap shard-overlap:pull hetero-fused-2d:pieces=3 hetero-fused-2d:pieces=3,pull
+""".split()
 
 
 def memory(at: Rank, group: ProcessGroup) -> Passed:
@@ -224,10 +223,10 @@ def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
 
 
 #: Schedules whose products come right after a signal, by pushed and by pulled pieces.
-ORDERED = (
-    *("growing", "shard-overlap:pull", "hetero-fused-1d:pieces=4", "hetero-unfused-1d:pull"),
-    *("uniform-fused-1d:pieces=2,copy=2", "hetero-fused-2d:pieces=2"),
-)
+ORDERED = """
+    growing shard-overlap:pull hetero-fused-1d:pieces=4 hetero-unfused-1d:pull
+    uniform-fused-1d:pieces=2,copy=2 hetero-fused-2d:pieces=2
+""".split()
 
 
 def ordering(at: Rank, group: ProcessGroup) -> Passed:
@@ -265,15 +264,12 @@ def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
 
 #: Schedules of each operator in its check: every named one, and knobs of each kind.
 VARIED = (
-    *(
-        *NAMED,
-        "serial:collective",
-        "shard-overlap:pull",
-        "growing:tail=2",
-        "shrinking:pieces=2,pull",
-    ),
-    *("hetero-fused-1d:pieces=3,copy=2,compute=2", "hetero-fused-2d:pieces=3,pull"),
-    *("shard-overlap:beta", "hetero-fused-1d:pieces=3,beta", "ring:pieces=3"),
+    [*NAMED]
+    + """
+    serial:collective shard-overlap:pull growing:tail=2 shrinking:pieces=2,pull
+    hetero-fused-1d:pieces=3,copy=2,compute=2 hetero-fused-2d:pieces=3,pull
+    shard-overlap:beta hetero-fused-1d:pieces=3,beta ring:pieces=3
+""".split()
 )
 
 

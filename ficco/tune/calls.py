@@ -27,18 +27,11 @@ from ficco.tune.site import Site
 from ficco.workspace import workspace_of
 
 #: Schedules with different numbers of products, copies and signals.
-ENQUEUED = (
-    "serial",
-    "shard-overlap",
-    "shard-overlap:pull",
-    "growing",
-    "hetero-unfused-1d:pieces=4",
-    "hetero-unfused-1d:pieces=8",
-    "hetero-unfused-1d:pieces=8,pull",
-    "hetero-fused-1d:pieces=4",
-    "hetero-fused-1d:pieces=8",
-    "uniform-fused-1d:pieces=4",
-)
+ENQUEUED = """
+    serial shard-overlap shard-overlap:pull growing hetero-unfused-1d:pieces=4
+    hetero-unfused-1d:pieces=8 hetero-unfused-1d:pieces=8,pull hetero-fused-1d:pieces=4
+    hetero-fused-1d:pieces=8 uniform-fused-1d:pieces=4
+""".split()
 #: Products in a row whose host time is taken at once.
 PRODUCTS = 8
 #: Calls before host time is taken: an engine may record the first few.
