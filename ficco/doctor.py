@@ -12,8 +12,10 @@ import platform
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any
         "devices": _tried(devices),
         "links": _tried(links),
         "engines": engines(),
-        "use": _tried(lambda: use(ranks, device)),
+        "use": _tried(partial(use, ranks, device)),
     }
 
 
@@ -63,7 +65,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
 
 def versions() -> dict[str, str]:
     """Versions of software, driver and kernel; empty for those that are not installed."""
-    found = {
+    return {
         "ficco": package("ficco") or f"{version()} (source)",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -76,7 +78,6 @@ def versions() -> dict[str, str]:
         "kernel": platform.release(),
         "machine": platform.machine(),
     }
-    return found
 
 
 def package(name: str) -> str:
@@ -107,21 +108,19 @@ def driver() -> str:
 def devices() -> list[dict[str, Any]]:
     """GPUs and the CPU."""
     cpu = {"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}
-    found: list[dict[str, Any]] = [cpu]
-    for index in range(gpu.device_count() if gpu.is_available() else 0):
-        properties = gpu.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "cores": properties.multi_processor_count,
-                "kind": f"cuda:{index}",
-                "memory_bytes": properties.total_memory,
-                "architecture": getattr(
-                    properties, "gcnArchName", f"sm_{properties.major}{properties.minor}"
-                ),
-            }
-        )
-    return found
+    return [cpu, *map(_gpu, range(gpu.device_count() if gpu.is_available() else 0))]
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = gpu.get_device_properties(index)
+    capability = f"sm_{properties.major}{properties.minor}"
+    return {
+        "name": properties.name,
+        "cores": properties.multi_processor_count,
+        "kind": f"cuda:{index}",
+        "memory_bytes": properties.total_memory,
+        "architecture": getattr(properties, "gcnArchName", capability),
+    }
 
 
 def cpu_name() -> str:
@@ -144,7 +143,7 @@ def links() -> dict[str, Any]:
         [i == j or gpu.can_device_access_peer(i, j) for j in range(count)] for i in range(count)
     ]
     tool = ["rocm-smi", "--showtopotype"] if torch.version.hip else ["nvidia-smi", "topo", "-m"]
-    return {"peer access": access, "topology": _tried(lambda: _run(tool))}
+    return {"peer access": access, "topology": _tried(partial(_run, tool))}
 
 
 def _run(tool: list[str]) -> str:
@@ -166,7 +165,7 @@ def engines() -> dict[str, Any]:
 
 
 def capabilities(name: str) -> dict[str, Any]:
-    """What an engine can do, found out from one made for a group of this process alone."""
+    """What an engine can do, by one that is made for a group of this process only."""
     from ficco.dma.choose import make_engine
     from ficco.options import current
 
@@ -179,7 +178,7 @@ def capabilities(name: str) -> dict[str, Any]:
         raise RuntimeError(f"this torch is built for {'hip' if torch.version.hip else 'cuda'}")
     else:
         device = torch.device("cuda", gpu.current_device())
-    with _alone(device):
+    with _own_group(device):
         engine = make_engine(name, dist.group.WORLD, device, current().signals, current().timeout_s)
         try:
             return asdict(engine.capabilities())
@@ -226,27 +225,20 @@ def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
     return engine.name, asdict(engine.capabilities())
 
 
-class _alone:
-    """A default process group of this process alone, unless there is one already."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._mine = not dist.is_initialized()
-
-    def __enter__(self) -> None:
-        if self._mine:
-            on_gpu = self._device.type == "cuda"
-            dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-                device_id=self._device if on_gpu else None,
-            )
-
-    def __exit__(self, *_: object) -> None:
-        if self._mine:
-            dist.destroy_process_group()
+@contextmanager
+def _own_group(device: torch.device) -> Iterator[None]:
+    """A default process group of this process only, unless there is one already."""
+    if dist.is_initialized():
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    options: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options["device_id"] = device if on_gpu else None
+    dist.init_process_group("nccl" if on_gpu else "gloo", **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:

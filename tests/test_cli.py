@@ -370,8 +370,8 @@ def test_the_demo_takes_gpus_where_there_are_any(
     monkeypatch.setattr("ficco.launch.default_device", lambda: "cuda")
     monkeypatch.setattr("ficco.launch.launch", lambda *args, **how: taken.append((args, how)))
     assert cli.run(["demo", *options]) == 0
-    (((_, _, settings), how),) = taken
-    assert settings.device == how["device"] == device
+    (((_, _, named, _), how),) = taken
+    assert named == how["device"] == device
 
 
 def _orders() -> list[str]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import ficco
 from ficco.bench.cases import Case
 from ficco.bench.frames import LOSSES, RunSettings, append
-from ficco.bench.series import MeasuredCalls, Stopwatch, Times, calls_to_cover, contended
+from ficco.bench.series import MeasuredCalls, Stopwatch, Times, timed_during
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 
@@ -134,8 +134,10 @@ class LossBench:
             )
         ]
 
-    def _time(self, calls: dict[str, Any], seconds: float, most: int = 0) -> dict[str, Times]:
-        return self.watch.time(calls, seconds=seconds, most=most or self.settings.rounds)
+    def _time(
+        self, calls: Mapping[str, Any], seconds: float, share: float = 1.0, most: int = 0
+    ) -> dict[str, Times]:
+        return self.watch.time(calls, seconds=seconds * share, most=most or self.settings.rounds)
 
     def shape(self, case: Case, seconds: float) -> list[Loss]:
         """The losses of a product."""
@@ -172,21 +174,15 @@ class LossBench:
             SHARDS: operands.copies("shard-overlap", nbytes),
             COLLECTIVE: operands.collective(nbytes),
         }
-        calls: dict[str, Any] = {"product": product, **moves}
-        guess = self._time(calls, seconds * 0.2, most=5)
-        for mover, move in moves.items():
-            back = calls_to_cover(guess["product"], guess[mover])
-            calls[f"product during {mover}"] = contended(product, move, back, self.device)
-            back = calls_to_cover(guess[mover], guess["product"])
-            calls[f"{mover} during product"] = contended(move, product, back, self.device)
-        times = self._time(calls, seconds * 0.8)
+        pairs = [pair for move in moves for pair in (("product", move), (move, "product"))]
+        time = partial(self._time, seconds=seconds)
+        times = timed_during(time, {"product": product, **moves}, pairs, self.device)
         what = {"nbytes": nbytes, "cut": "rows", "parts": world}
-        for mover in moves:
-            measured = ratio(times, "product", f"product during {mover}")
-            yield {"loss": GEMM_CIL, "mover": mover, **what, **measured}
-        for mover in moves:
-            measured = ratio(times, mover, f"{mover} during product")
-            yield {"loss": COPY_CIL, "mover": mover, **what, **measured}
+        for loss in (GEMM_CIL, COPY_CIL):
+            for mover in moves:
+                one, other = ("product", mover) if loss == GEMM_CIL else (mover, "product")
+                measured = ratio(times, one, f"{one} during {other}")
+                yield {"loss": loss, "mover": mover, **what, **measured}
 
 
 def pieces(world: int) -> str:

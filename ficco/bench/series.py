@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.candidates import BenchCandidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
+from ficco.schedules.groups import cut
 
 Call = Callable[[], Any]
 
@@ -156,6 +157,24 @@ def calls_to_cover(front: Times, back: Times) -> int:
     return min(max(math.ceil(COVER * np.median(front) / np.median(back)), 1), MOST_IN_BACKGROUND)
 
 
+def timed_during(
+    time: Callable[..., dict[str, Times]],
+    calls: Mapping[str, Call],
+    pairs: Iterable[tuple[str, str]],
+    device: torch.device,
+) -> dict[str, Times]:
+    """Times of calls and, under ``"one during other"``, of the first of each pair of them during
+    the second. ``time`` times calls in a ``share`` of the seconds there are."""
+    exclusive = time(calls, share=0.2, most=7)
+    together = {
+        f"{front} during {back}": contended(
+            calls[front], calls[back], calls_to_cover(exclusive[front], exclusive[back]), device
+        )
+        for front, back in pairs
+    }
+    return time({**calls, **together}, share=0.8)
+
+
 def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:
     """A call that is timed while so many others run in the background.
 
@@ -252,14 +271,9 @@ class MeasuredCalls:
     def matrix(self, name: str, rows: int, cols: int) -> torch.Tensor:
         return self._matrix(name, rows, cols, self.dtype)
 
-    def row_columns(self) -> int:
-        """Columns of the matrices whose rows are copied: 2 KiB a row."""
-        return 2048 // self.dtype.itemsize
-
     def shard(self, nbytes: int) -> torch.Tensor:
-        """A shard of about so many bytes, in whole rows."""
-        columns = self.row_columns()
-        return self.matrix("shard", max(nbytes // 2048, 1), columns)
+        """A shard of about so many bytes, in whole rows of 2 KiB."""
+        return self.matrix("shard", max(nbytes // 2048, 1), 2048 // self.dtype.itemsize)
 
     def copies(self, schedule: str, nbytes: int) -> Call:
         """The copies of a schedule with a shard of so many bytes, without products."""
@@ -271,10 +285,8 @@ class MeasuredCalls:
     def collective(self, nbytes: int, parts: int = 1) -> Call:
         """The vendor's all-gather of shards of so many bytes, at once or in parts."""
         shard = self.shard(nbytes)
-        rows = shard.shape[0]
-        parts = min(parts, rows)
-        cuts = [(i * rows // parts, (i + 1) * rows // parts) for i in range(parts)]
-        gathered = self.matrix("gathered", rows * self.world, shard.shape[1])
+        cuts = cut(len(shard), parts)
+        gathered = self.matrix("gathered", len(shard) * self.world, shard.shape[1])
         group, world = self.group, self.world
 
         def run() -> None:
@@ -298,7 +310,7 @@ class MeasuredCalls:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
             b3 = b.unsqueeze(0).expand(batch, k, n)
             return lambda: torch.bmm(a3, b3, out=out3)
-        cuts = _cuts(m, parts)
+        cuts = cut(m, parts)
 
         def run() -> None:
             for first, last in cuts:
@@ -311,7 +323,7 @@ class MeasuredCalls:
         a, b = self.matrix("a", m, k), self.matrix("b", k, n)
         sums = self._matrix("sums", m, n, torch.float32)
         out = self.matrix("out", m, n)
-        cuts = _cuts(k, parts)
+        cuts = cut(k, parts)
         single = parts > 1  # the first of several parts needs no sum
 
         def run() -> None:
@@ -331,9 +343,3 @@ def add(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: bool = Fals
         torch.mm(a, b, out_dtype=sums.dtype, out=sums)
     else:
         torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
-
-
-def _cuts(size: int, parts: int) -> Sequence[tuple[int, int]]:
-    """Bounds of parts of about the same size, none of them empty."""
-    parts = max(min(parts, size), 1)
-    return [(i * size // parts, (i + 1) * size // parts) for i in range(parts)]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ficco.bench import cases
 from ficco.bench.candidates import OPTIONAL
+from ficco.cli.site import add_ranks
 from ficco.problem import OPERATORS
 
 if TYPE_CHECKING:
@@ -81,8 +82,7 @@ def add(commands: Any) -> None:
         "all that the ranks have)",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
-    how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    add_ranks(how)
     how.add_argument(
         "--rounds", type=int, default=25, help="at most so many rounds per shape (default: 25)"
     )
@@ -111,23 +111,15 @@ def _bench(arguments: argparse.Namespace) -> int:
         if arguments.report:
             print(f"wrote {_report(arguments.report)}")
         return 0
-    from ficco.launch import check_ranks, check_seconds, default_device, launch
+    from ficco.launch import launch
 
-    device = arguments.device or default_device()
-    ranks = check_ranks(arguments.ranks, device)
-    check_seconds(arguments.seconds)
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
-    if arguments.set and arguments.shapes:
-        raise ValueError("--set and --shapes: required one of them, got both")
-    measure, settings, finish = (_layers if arguments.layers else _products)(
-        arguments, device, ranks
-    )
+    settings_of = _layers if arguments.layers else _products
+    measure, settings, finish = settings_of(arguments, *place(arguments))
     rows = launch(
         measure,
         arguments.ranks,
         settings,
-        device=device,
+        device=settings.device,
         timeout_s=arguments.seconds + START_S,
     )
     if rows is None:  # under torchrun, a rank other than 0
@@ -140,6 +132,38 @@ def _bench(arguments: argparse.Namespace) -> int:
         where = row["case"] if "case" in row else row["layer"]
         print(f"{row['status']}: {what} on {where}: {row['note']}", file=sys.stderr)
     return 1 if len(bad) else 0
+
+
+def place(arguments: argparse.Namespace) -> tuple[str, int]:
+    """The device and the number of ranks of a measurement.
+
+    Raises:
+        ValueError: they are not here, or options do not fit together.
+    """
+    from ficco.launch import check_ranks, check_seconds, default_device
+
+    device = arguments.device or default_device()
+    ranks = check_ranks(arguments.ranks, device)
+    if arguments.seconds is not None:
+        check_seconds(arguments.seconds)
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
+    if arguments.set and arguments.shapes:
+        raise ValueError("--set and --shapes: required one of them, got both")
+    return device, ranks
+
+
+def run_settings(
+    arguments: argparse.Namespace, what: str, device: str, ranks: int
+) -> dict[str, Any]:
+    """What every measurement of something is told: :class:`ficco.bench.frames.RunSettings`."""
+    return {
+        "device": device,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "csv": fresh(arguments.out, arguments.name or named(what, device, ranks)),
+        "command": shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+    }
 
 
 def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
@@ -159,14 +183,10 @@ def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[A
         cases=tuple(shapes),
         candidates=candidates,
         modes=modes_of(device, arguments.mode),
-        device=device,
-        rounds=arguments.rounds,
-        seconds=arguments.seconds,
-        csv=fresh(arguments.out, arguments.name or named(what, device, ranks)),
-        command=command_line(),
         timelines=arguments.timelines,
         quiet=arguments.json,
         seed=arguments.seed,
+        **run_settings(arguments, what, device, ranks),
     )
 
     def finish(rows: pd.DataFrame) -> list[Path]:
@@ -191,11 +211,7 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any
     settings = layers.LayerSettings(
         layers=layers.SHAPES[device],
         modes=tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph"),
-        device=device,
-        rounds=arguments.rounds,
-        seconds=arguments.seconds,
-        csv=fresh(arguments.out, arguments.name or named("layers", device, ranks)),
-        command=command_line(),
+        **run_settings(arguments, "layers", device, ranks),
     )
 
     def finish(rows: pd.DataFrame) -> list[Path]:
@@ -213,32 +229,28 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
     Raises:
         ValueError: there is no shape of a name that was asked for.
     """
-    shapes, what = _of_sets(arguments, device)
-    if arguments.only:
-        there = [case.name for case in shapes]
-        for name in arguments.only:
-            if name not in there:
-                raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
-        shapes = [case for case in shapes if case.name in arguments.only]
-    return shapes, what
-
-
-def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
-    wanted = arguments.operator
+    operators = arguments.operator
     if arguments.shapes:
-        shapes = list(cases.read(arguments.shapes))
-        what = [arguments.shapes.stem]
+        what, shapes = [arguments.shapes.stem], cases.read(arguments.shapes)
     elif arguments.set:
-        shapes = [case for name in arguments.set for case in cases.SETS[name]()]
-        what = list(arguments.set)
-    else:
-        wanted = wanted or [cases.OPERATOR]
+        what, shapes = (
+            arguments.set,
+            [case for name in arguments.set for case in cases.SETS[name]()],
+        )
+    else:  # each operator has its own
+        wanted = operators or [cases.OPERATOR]
         pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
         what = list(dict.fromkeys(name for _, name in pairs))
-        return [case.on(one) for one, name in pairs for case in cases.SETS[name]()], "-".join(what)
-    if wanted:
-        shapes = [case.on(operator) for operator in wanted for case in shapes]
-    return shapes, "-".join(what)
+        shapes = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
+        operators = None
+    if operators:
+        shapes = [case.on(operator) for operator in operators for case in shapes]
+    there = [case.name for case in shapes]
+    for name in arguments.only or ():
+        if name not in there:
+            raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
+    kept = [case for case in shapes if not arguments.only or case.name in arguments.only]
+    return kept, "-".join(what)
 
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
@@ -260,11 +272,6 @@ def named(what: str, device: str, ranks: int) -> str:
     machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
     machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
     return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
-
-
-def command_line() -> str:
-    """The command of this process, for the description of its figures."""
-    return shlex.join(["python", "-m", "ficco", *sys.argv[1:]])
 
 
 def writable(folder: Path) -> Path:

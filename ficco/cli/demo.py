@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.cli.bench import writable
+from ficco.cli.site import add_ranks
 
 #: Seconds after which a demo has hung; it takes about fifteen.
 DEMO_S = 300.0
@@ -16,12 +17,7 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     text = "run every schedule and operator here, compare them with the plain product, draw them"
     parser = commands.add_parser("demo", help=text, description=text)
-    parser.add_argument("--ranks", type=int, help="ranks to start (default: 4, or a GPU each)")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="cuda is any vendor's GPU (default: cuda where torch sees one)",
-    )
+    add_ranks(parser, "(default: 4, or a GPU each)")
     parser.add_argument(
         "--out",
         type=Path,

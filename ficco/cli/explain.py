@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.cli.bench import START_S
-from ficco.cli.site import add_operator, missing, picture, problem, site
+from ficco.cli.site import add_operator, add_sizes, missing, picture, problem, site
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
@@ -22,11 +22,7 @@ def add(commands: Any) -> None:
     text = "say which schedule a call would take, why, and what is predicted of the others"
     parser = commands.add_parser("explain", help=text, description=text)
     add_operator(parser)
-    parser.add_argument("--m", type=int, help="rows that a rank multiplies")
-    parser.add_argument("--n", type=int, help="columns of one rank's B")
-    parser.add_argument("--k", type=int, help="columns of A")
-    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
-    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    add_sizes(parser)
     parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", action="store_true", help="the call is captured in a graph")

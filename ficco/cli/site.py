@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
 
+#: The sizes of a product.
+SIZES = {"m": "rows that a rank multiplies", "n": "columns of one rank's B", "k": "columns of A"}
+
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
 
@@ -31,6 +34,24 @@ def site(
 
     asked = here() if default is None else default
     return where(machine, world, asked, captured=captured)
+
+
+def add_ranks(parser: Any, started: str = "(default: a GPU each, or 4)") -> None:
+    """Add the options that say how many ranks are started, and on what."""
+    parser.add_argument("--ranks", type=int, help=f"ranks to start {started}")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="cuda is any vendor's GPU (default: cuda where torch sees one)",
+    )
+
+
+def add_sizes(parser: Any, required: bool = False) -> None:
+    """Add the options that say what the sizes of a product are."""
+    for name, what in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, required=required, help=what)
+    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
+    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
 
 
 def add_operator(parser: Any) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ficco.cli.site import GATHERS
+from ficco.cli.site import GATHERS, add_ranks
 
 #: Seconds that starting the ranks and their libraries may take on top, and how much longer than
 #: estimated the steps may take before a run has hung.
@@ -66,8 +66,7 @@ def add(commands: Any) -> None:
         help=f"with --check: share by which a point may be off (default: {TOLERANCE})",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
-    how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    add_ranks(how)
     how.add_argument(
         "--fresh", action="store_true", help="begin anew instead of continuing an interrupted run"
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import reduce_scatter
-from ficco.bench.series import MeasuredCalls, Times, calls_to_cover, contended
+from ficco.bench.series import MeasuredCalls, Times, timed_during
 from ficco.machine import Collective, Contention, Copies, Topology
 from ficco.plan import together
 from ficco.problem import Problem
@@ -244,21 +244,10 @@ def slowdowns(
 
     ``time`` times calls in a ``share`` of the seconds there are.
     """
-    calls = {**moves, **products}
-    exclusive = time(calls, share=0.2, most=7)
     pairs = [pair for move in moves for one in products for pair in ((one, move), (move, one))]
-    together = {
-        f"{front} under {back}": contended(
-            calls[front],
-            calls[back],
-            calls_to_cover(exclusive[front], exclusive[back]),
-            device,
-        )
-        for front, back in pairs
-    }
-    series = time({**calls, **together}, share=0.8)
+    series = timed_during(time, {**moves, **products}, pairs, device)
     return {
-        (front, back): fits.slowdown(series[front], series[f"{front} under {back}"])
+        (front, back): fits.slowdown(series[front], series[f"{front} during {back}"])
         for front, back in pairs
     }
 
