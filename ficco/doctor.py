@@ -254,7 +254,12 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
         name = engine_name(torch.device("cuda"), wanted)
         found["tensors on cuda"] = f"{name}: {why}, and this torch is built for {build}"
     else:
-        found["tensors on cuda"] = f"none: {_why_no_gpu()}"
+        built = torch.backends.cuda.is_built()
+        found["tensors on cuda"] = "none: " + (
+            "torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
+            if built
+            else "this torch is built for CPUs only"
+        )
     found["schedule='auto'"] = _auto(ranks, device)
     return found
 
@@ -275,12 +280,6 @@ def _auto(ranks: int | None, device: str | None) -> str:
         f"{whose}: by the figures of {asked.machine.name} ({asked.machine.source}); `ficco "
         "explain` says what it takes for a problem and why"
     )
-
-
-def _why_no_gpu() -> str:
-    if not torch.backends.cuda.is_built():
-        return "this torch is built for CPUs only"
-    return "torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
 
 
 def show(found: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ from ficco.heuristics import (
     rule,
 )
 from ficco.heuristics.candidates import is_serial, on_mesh
-from ficco.heuristics.capacity import held_bytes
 from ficco.heuristics.losses import copy_loss, gemm_loss, ideal
 from ficco.heuristics.model import Prediction, choose, lacking
+from ficco.heuristics.where import held_bytes
 from ficco.machine import (
     Collective,
     Contention,

@@ -278,18 +278,13 @@ def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -
 
     if not candidate.stages:
         return Runner(run)
-    cap = capped_bytes(candidate, operands, group)
-    return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
-
-
-def capped_bytes(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> int:
-    """Symmetric memory for so many steps of a schedule, signals included."""
-    schedule, problem = Schedule.parse(candidate.schedule), operands.problem
-    whole = plan(problem, schedule, 0)
-    engine = workspace_of(group, operands.device).engine
-    staging = aligned(candidate.stages * step_bytes(whole))
+    # Symmetric memory for so many steps of the schedule, signals included.
+    whole = plan(operands.problem, Schedule.parse(candidate.schedule), 0)
     others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(0))
-    return engine.slot_bytes(whole.words, others + staging)
+    staging = aligned(candidate.stages * step_bytes(whole))
+    engine = workspace_of(group, operands.device).engine
+    cap = engine.slot_bytes(whole.words, others + staging)
+    return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
 
 
 def step_bytes(plan: Plan) -> int:

@@ -95,8 +95,8 @@ class Case:
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
-        smaller, parts = self, 1
-        while self.halves and smaller.m >= 2 * world and smaller.memory(world) > _limit(free_bytes):
+        smaller, parts, limit = self, 1, MEMORY_SHARE * free_bytes
+        while self.halves and smaller.m >= 2 * world and smaller.memory(world) > limit:
             parts *= 2
             label = f"{self.label}, m / {parts} for lack of memory"
             smaller = replace(self, m=self.m // parts, label=label)
@@ -109,13 +109,9 @@ class Case:
         if self.m % world:
             return f"{self.m} rows do not divide by {world} ranks, as the collective needs"
         need = self.memory(world)
-        if need > _limit(free_bytes):
+        if need > MEMORY_SHARE * free_bytes:
             return f"needs {need / 2**30:.0f} GiB on a rank, {free_bytes / 2**30:.0f} are free"
         return ""
-
-
-def _limit(free_bytes: int) -> float:
-    return MEMORY_SHARE * free_bytes
 
 
 def _shipped(name: str) -> list[Case]:
@@ -202,8 +198,11 @@ def read(path: Path, only: str = "") -> list[Case]:
 
 
 def _case(path: Path, line: int, row: dict[str, str]) -> Case:
-    size = partial(_size, path, line, row)
-    m, n, k = size("m"), size("n"), size("k")
+    for column in ("m", "n", "k"):
+        if not row[column].isdecimal() or int(row[column]) < 1:
+            wanted = f"required a whole number above 0, got {row[column]!r}"
+            raise ConfigError(str(path), f"line {line}, column {column}", wanted)
+    m, n, k = (int(row[column]) for column in ("m", "n", "k"))
     operator = row.get("op") or OPERATOR
     if operator not in OPERATORS:
         wanted = f"required one of {', '.join(OPERATORS)}, got {operator!r}"
@@ -220,11 +219,3 @@ def _case(path: Path, line: int, row: dict[str, str]) -> Case:
             label += f"n / {PAPER_WORLD}"
     name = row.get("name") or f"{m}x{n}x{k}"
     return Case(name, m, n, k, row.get("dtype") or "bfloat16", label, operator=operator)
-
-
-def _size(path: Path, line: int, row: dict[str, str], column: str) -> int:
-    value = row[column]
-    if not value.isdecimal() or int(value) < 1:
-        expected = f"required a whole number above 0, got {value!r}"
-        raise ConfigError(str(path), f"line {line}, column {column}", expected)
-    return int(value)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -88,8 +87,11 @@ def demo(device_name: str, out: Path | None) -> int:
             taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
-        with _slow_copies():
+        CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
+        try:
             timelines = trace_all(list(ours), operands, group)
+        finally:
+            CpuEngine.bandwidth = None
     if not first:
         return 0
     out = out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
@@ -188,16 +190,6 @@ def _times(
     table["exact"] = table["exact"].where(table["exact"].notna(), None)
     table["note"] = table.index.map(lambda name: notes.get(name, ""))
     return table.rename_axis("schedule").reset_index()
-
-
-@contextmanager
-def _slow_copies() -> Iterator[None]:
-    """On CPUs; the engines of GPUs have no such limit."""
-    CpuEngine.bandwidth = DRAWN_BANDWIDTH
-    try:
-        yield
-    finally:
-        CpuEngine.bandwidth = None
 
 
 def _show(title: str, rows: pd.DataFrame, torch_ms: Any) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ficco.timeline import Bar, Timeline
+from ficco.timeline import Timeline
 
 BLUE, LIGHT, ORANGE, SAND = "#2a5d8f", "#6f9fca", "#e08a1e", "#f0c48a"
 GREEN, PURPLE, GREY, BLACK = "#7a9a3a", "#a05a8a", "#b8b8b8", "#333333"
@@ -77,7 +77,10 @@ def draw(
             (rank, lane)
             for rank, bars in enumerate(timeline.ranks)
             if ranks is None or rank in ranks
-            for lane in _lanes(bars)
+            for lane in sorted(
+                {bar.lane for bar in bars if bar.kind not in ("sync", "wait")},
+                key=lambda lane: (not lane.startswith("compute"), lane),
+            )
         ]
         for timeline in timelines
     ]
@@ -105,12 +108,6 @@ def draw(
             handles=kinds, loc="outside lower center", ncols=max(len(kinds), 1), frameon=False
         )
     return path
-
-
-def _lanes(bars: Sequence[Bar]) -> list[str]:
-    """Lanes that copy or compute, compute first."""
-    seen = {bar.lane for bar in bars if bar.kind not in ("sync", "wait")}
-    return sorted(seen, key=lambda lane: (not lane.startswith("compute"), lane))
 
 
 def _draw_one(

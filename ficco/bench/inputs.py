@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -109,17 +110,25 @@ class Operands:
     def _fill(self, iteration: int, draw: Draw) -> None:
         """Draw all blocks of A that this rank has, and those that its result consists of."""
         generator = torch.Generator(self.device)
-        world = self.problem.world
+        problem, rank, ranks = self.problem, self.rank, range(self.problem.world)
+        # Whether A has a block for each rank; else all of it is for all.
+        in_blocks = problem.kind.scatters or problem.kind.blocks
 
         def draw_block(tensor: torch.Tensor, src: int, part: int) -> None:
-            generator.manual_seed((iteration * world + src) * world + part)
+            generator.manual_seed((iteration * len(ranks) + src) * len(ranks) + part)
             draw(tensor, generator)
 
-        for part, first, rows in self._own():
-            draw_block(self.a_LK[first : first + rows], self.rank, part)
-        for src, part, first, rows in self._arriving():
+        for dst in ranks if in_blocks else (0,):
+            first, rows = problem.leaves(rank, dst), problem.block(rank, dst)
+            draw_block(self.a_LK[first : first + rows], rank, dst)
+        for src, dst in product(ranks, ranks if problem.kind.returns else (rank,)):
+            part, rows = dst if in_blocks else 0, problem.block(src, dst)
+            if problem.kind.returns:
+                first, rows = problem.offsets[dst], problem.rows[dst]
+            else:
+                first = 0 if problem.kind.sums else problem.lands(src, rank)
             there = self.whole_OK[first : first + rows]
-            if src and self.problem.kind.sums:
+            if src and problem.kind.sums:
                 block = torch.empty_like(there)
                 draw_block(block, src, part)
                 there += block
@@ -127,30 +136,6 @@ class Operands:
                 draw_block(there, src, part)
         if self.a_symmetric_LK is not None:
             self.a_symmetric_LK.copy_(self.a_LK)
-
-    def _own(self) -> Iterator[tuple[int, int, int]]:
-        """The blocks of this rank's A: whom each is for, its first row and its rows."""
-        problem, rank = self.problem, self.rank
-        for dst in range(problem.world) if self._in_blocks else (0,):
-            yield dst, problem.leaves(rank, dst), problem.block(rank, dst)
-
-    def _arriving(self) -> Iterator[tuple[int, int, int, int]]:
-        """The blocks that this rank's result consists of: whose each is, whom it is for, its first
-        row in the whole and its rows."""
-        problem, rank = self.problem, self.rank
-        for src in range(problem.world):
-            if problem.kind.returns:
-                for dst in range(problem.world):
-                    yield src, dst, problem.offsets[dst], problem.rows[dst]
-            else:
-                part = rank if self._in_blocks else 0
-                first = 0 if problem.kind.sums else problem.lands(src, rank)
-                yield src, part, first, problem.block(src, rank)
-
-    @property
-    def _in_blocks(self) -> bool:
-        """Whether a rank's A has a block for each rank; else all of it is for all."""
-        return self.problem.kind.scatters or self.problem.kind.blocks
 
 
 Call = Callable[[], torch.Tensor]

@@ -32,7 +32,7 @@ from ficco.bench.report import MODE_WORDS, about_table
 from ficco.bench.series import Stopwatch
 from ficco.bench.stats import fastest, over, spread
 from ficco.bench.tables import cells, markdown
-from ficco.errors import FiccoError
+from ficco.bench.verify import FATAL
 from ficco.launch import local_device
 
 #: From this rank's x, columns and rows of the weights to its part of the result.
@@ -368,12 +368,14 @@ def _proven(
                 error = max(error, difference(step.results(ours), wanted))
                 del wanted
                 _, extra = peak_bytes(partial(step.run, ours), watch.device)
-                extra += _symmetric_bytes(way, watch.group)
+            if way == ASYNC_TP:  # what is not PyTorch's own memory, and is kept
+                extra += pytorch_workspace_bytes(watch.group)
+            elif way not in COLLECTIVES:
+                extra += ficco.memory(watch.group)
         require(WAYS[way].calls, partial(step.run, ours))
         return ours, error, extra
 
-    # After one of ficco's own errors peers may be stuck: there is no way on.
-    value, why = watch.together(action, fatal=(FiccoError,))
+    value, why = watch.together(action, fatal=FATAL)
     if value is None:
         status = "skipped" if why.startswith("NotImplementedError") else "failed"
         return None, {"status": status}, why
@@ -396,13 +398,6 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
     for call in calls:
         if not any(call in name for name in names):
             raise RuntimeError(f"a step does not call {call}")
-
-
-def _symmetric_bytes(way: str, group: ProcessGroup) -> int:
-    """What a way takes besides PyTorch's own memory, and keeps."""
-    if way == ASYNC_TP:
-        return pytorch_workspace_bytes(group)
-    return 0 if way in COLLECTIVES else ficco.memory(group)
 
 
 def report(rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:

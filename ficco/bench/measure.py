@@ -19,8 +19,8 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -192,18 +192,15 @@ class DeviceClock:
         self._start = gpu.Event(enable_timing=True)
         self._stop = gpu.Event(enable_timing=True)
         self._word = torch.zeros(1, device="cuda")
-        self._hertz = self._measure_hertz()
-        dist.all_reduce(self._word, group=group)
-
-    def _measure_hertz(self) -> float:
-        """Cycles that a sleeping GPU counts in a second."""
         cycles = 20_000_000
         for _ in range(2):
             self._start.record()
             gpu._sleep(cycles)
             self._stop.record()
             gpu.synchronize()
-        return cycles / (self._start.elapsed_time(self._stop) * 1e-3)
+        # Cycles that a sleeping GPU counts in a second.
+        self._hertz = cycles / (self._start.elapsed_time(self._stop) * 1e-3)
+        dist.all_reduce(self._word, group=group)
 
     def time(self, item: Item) -> tuple[float, float]:
         """Seconds of the item's calls, and of the host in them."""
@@ -251,17 +248,6 @@ def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor
     return graph.replay, result
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def rounds(
     items: list[Item],
     clock: HostClock | DeviceClock,
@@ -277,7 +263,9 @@ def rounds(
     Every rank calls it with the same items; rank 0's clock decides.
     """
     shuffle = random.Random(seed)
-    with no_collection():
+    gc.collect()
+    gc.disable()  # out of what is timed
+    try:
         for item in items:
             with item.runner.context():
                 _warm(item, clock, barrier)
@@ -285,18 +273,17 @@ def rounds(
         for item in items:
             item.sleep_s = rest  # a card that has rested for longer is cooler, and faster
         began = time.monotonic()
-        done = 0
-        while done < most:
+        done, late = 0, False
+        while done < most and not late:
             tick(f"round {done + 1}")
-            order = shuffle.sample(items, len(items))
-            for item in order:
+            for item in shuffle.sample(items, len(items)):
                 with item.runner.context():
                     item.times_s.append(clock.time(item)[0] / item.calls)
             done += 1
             spent = time.monotonic() - began
-            late = done >= least and spent + spent / done > seconds
-            if barrier.decide(late):
-                break
+            late = bool(barrier.decide(done >= least and spent + spent / done > seconds))
+    finally:
+        gc.enable()
     return done
 
 

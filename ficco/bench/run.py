@@ -122,7 +122,12 @@ class Bench:
                 self._errors(checked, operands)
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
-            items = list(self._items(checked))
+            items = [
+                Item(mode, one.candidate, one.runner, one.replay if mode == "graph" else None)
+                for mode in self.settings.modes
+                for one in checked
+                if one.runner is not None and (mode != "graph" or one.replay is not None)
+            ]
             done = rounds(
                 items,
                 self.watch.clock,
@@ -184,14 +189,6 @@ class Bench:
                 one.graph_note = f"all graphs would hold {need >> 30} of {free >> 30} GiB"
             else:
                 self.verifier.graph(one, operands, pool)
-
-    def _items(self, checked: list[Checked]) -> Iterator[Item]:
-        for mode in self.settings.modes:
-            for one in checked:
-                if one.runner is None or (mode == "graph" and one.replay is None):
-                    continue
-                replay = one.replay if mode == "graph" else None
-                yield Item(mode, one.candidate, one.runner, replay)
 
     def _rows(
         self, case: Case, checked: list[Checked], items: list[Item], done: int

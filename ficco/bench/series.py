@@ -86,7 +86,11 @@ class Stopwatch:
     ) -> dict[str, Times]:
         """Time all calls for about so many seconds; by name, the same on every rank."""
         items = {
-            name: Item(mode or self.mode, BenchCandidate(name, "call"), _runner(call))
+            name: Item(
+                mode or self.mode,
+                BenchCandidate(name, "call"),
+                call if isinstance(call, Runner) else Runner(call),
+            )
             for name, call in calls.items()
         }
         rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)
@@ -146,10 +150,6 @@ class Stopwatch:
 
     def close(self) -> None:
         self.barrier.close()
-
-
-def _runner(call: Call | Runner) -> Runner:
-    return call if isinstance(call, Runner) else Runner(call)
 
 
 def calls_to_cover(front: Times, back: Times) -> int:

@@ -40,7 +40,9 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             operator = operands.problem.operator
             a, b = operands.a_LK, operands.b_KN
             run_traced(operator, a, b, group, schedule)  # first use is slow
-            _let_host_ahead(a.device, group)
+            if a.device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
+                gpu._sleep(SLEEP_CYCLES)
+                dist.all_reduce(torch.zeros(1, device=a.device), group=group)
             _, plan, spans = run_traced(operator, a, b, group, schedule)
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, (plan, spans), group=group)
@@ -49,13 +51,6 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             machine = machine_of(plans, real)
             timelines += [simulate(plans, machine, title=f"{schedule}: planned"), real]
     return timelines
-
-
-def _let_host_ahead(device: torch.device, group: ProcessGroup) -> None:
-    """Let the GPUs wait, and then begin together, while their hosts enqueue a call."""
-    if device.type == "cuda":
-        gpu._sleep(SLEEP_CYCLES)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:

@@ -32,6 +32,10 @@ ERROR_ROWS = 64
 FLOAT64_ELEMENTS = 1 << 26
 
 
+#: After one of ficco's own errors peers may be stuck: there is no way on.
+FATAL = (FiccoError,)
+
+
 @dataclass
 class Checked:
     """A candidate that has passed, or why it has not.
@@ -100,9 +104,9 @@ class Verifier:
             runner = build(candidate, operands, self.watch.group)
             with runner.context():
                 right, peak = self._prove(runner, operands, runner.proof or runner.run)
-            return runner, right, peak + self._symmetric_bytes(candidate, operands)
+            return runner, right, peak + self._symmetric_bytes(candidate, operands.problem)
 
-        value, why = self._together(action)
+        value, why = self.watch.together(action, fatal=FATAL)
         if value is None:
             refused = why.startswith(("NotImplementedError", "ValueError"))
             return Checked(candidate, status="skipped" if refused else "failed", note=why)
@@ -132,7 +136,7 @@ class Verifier:
                 return replay, True
             return replay, self._prove(runner, operands, again)[0]
 
-        value, why = self._together(action)
+        value, why = self.watch.together(action, fatal=FATAL)
         if value is None:
             checked.graph_note = why
         elif wrong := self._wrong(value[1]):
@@ -162,25 +166,14 @@ class Verifier:
         ranks = [rank for rank, equal in enumerate(self.watch.gather(right)) if not equal]
         return f"wrong result on ranks {ranks}" if ranks else ""
 
-    def _symmetric_bytes(self, candidate: BenchCandidate, operands: Operands) -> int:
+    def _symmetric_bytes(self, candidate: BenchCandidate, problem: Problem) -> int:
         if candidate.ours:
             return ficco.memory(self.watch.group)
         if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):
-            return fused_bytes(operands.problem)
+            # PyTorch's fused operator asks for a shard, or two blocks of the product.
+            width = 2 * problem.n if problem.kind.scatters else problem.k
+            return max(problem.rows) * width * problem.itemsize
         return 0
-
-    def _together(self, action: Callable[[], Any]) -> tuple[Any, str]:
-        # After one of ficco's own errors peers may be stuck: there is no way on.
-        return self.watch.together(action, fatal=(FiccoError,))
-
-
-def fused_bytes(problem: Problem) -> int:
-    """Symmetric memory that PyTorch's fused operator asks for: a shard, or two blocks of the
-    product."""
-    rows = max(problem.rows)
-    if problem.kind.scatters:
-        return 2 * rows * problem.n * problem.itemsize
-    return rows * problem.k * problem.itemsize
 
 
 class Accuracy:

@@ -163,7 +163,7 @@ def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     import shutil
 
     from ficco.amounts import seconds_text
-    from ficco.heuristics.capacity import too_large
+    from ficco.heuristics.where import too_large
 
     print(decision.problem)
     print(f"{decision.schedule}\n  {decision.source}: {decision.reason}")

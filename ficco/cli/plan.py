@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
-    from ficco.heuristics.capacity import too_large
+    from ficco.heuristics.where import too_large
     from ficco.plan import check, render
     from ficco.schedules import plans
 

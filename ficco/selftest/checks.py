@@ -92,7 +92,8 @@ def compared(
     ficco.synchronize(group)
     wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(made, 1)]
     lines = [
-        f"{name}, call {number} of {len(made)}: {sum(many)} wrong elements{_whose(many)}"
+        f"{name}, call {number} of {len(made)}: {sum(many)} wrong elements"
+        + f", in the rows of ranks {[i for i, n in enumerate(many) if n]}" * (len(many) > 1)
         for name, number, many in wrong
         if any(many)
     ]
@@ -114,12 +115,6 @@ def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
         for peer in range(problem.world)
     ]
     return torch.stack([part.sum() for part in wrong.split(of)])
-
-
-def _whose(wrong: Sequence[int]) -> str:
-    """Whose rows are wrong, where they are of several ranks."""
-    ranks = [rank for rank, count in enumerate(wrong) if count]
-    return f", in the rows of ranks {ranks}" if len(wrong) > 1 else ""
 
 
 def proven(
