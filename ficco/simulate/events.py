@@ -514,11 +514,7 @@ class Simulation:
             if key not in self._seconds:
                 how: dict[str, Any] = {"batch": product.batch, "itemsize": itemsize}
                 how |= {"wide": wide, "adds": adds}
-                self._seconds[key] = (
-                    (self.gemm.seconds(*sizes, **how), self.gemm.dense(*sizes, **how))
-                    if m and n and k
-                    else (0.0, 0.0)
-                )
+                self._seconds[key] = self.gemm.times(*sizes, **how) if m and n and k else (0.0, 0.0)
             seconds = self._seconds[key]
             between = self.gemm.launch if whole else 0.0
             whole += seconds[0] + between
