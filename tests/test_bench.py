@@ -42,7 +42,7 @@ from ficco.bench.inputs import Operands, exact_calls
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
-from ficco.bench.verify import Accuracy, Checked, Verifier
+from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.cli import bench as command
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates
@@ -338,11 +338,11 @@ def _references(at: ranks.Rank) -> list[str]:
                 wrong.append(f"{operator}: {one.name}")
         if not operands.problem.kind.sums:
             continue
-        accuracy = Accuracy(operands, group)
-        exact = accuracy.error(operands.reference())
+        error = accuracy(operands, group)
+        exact = error(operands.reference())
         off = operands.reference() + 100
-        if exact or accuracy.error(off) < 0.1:
-            wrong.append(f"{operator}: the errors are {exact} and {accuracy.error(off)}")
+        if exact or error(off) < 0.1:
+            wrong.append(f"{operator}: the errors are {exact} and {error(off)}")
     return wrong
 
 

@@ -27,7 +27,7 @@ from ficco.bench.series import Stopwatch, slowest
 from ficco.bench.stats import summarise
 from ficco.bench.tables import bar
 from ficco.bench.traces import trace_all
-from ficco.bench.verify import Accuracy, Checked, Verifier
+from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.launch import local_device
 from ficco.timeline import dumps
 from ficco.workspace import SLOTS
@@ -118,8 +118,13 @@ class Bench:
         with self._progress(title, len(candidates)) as tick:
             checked = self._verify(candidates, operands, tick)
             operands.random(self.settings.seed)
-            if problem.kind.sums:
-                self._errors(checked, operands)
+            if problem.kind.sums:  # what is left of exactness on random operands
+                error = accuracy(operands, self.group)
+                for one in checked:
+                    if one.runner is not None and one.runner.proof is None and not one.is_part:
+                        with one.runner.context():
+                            mine = error(one.runner.run())
+                        one.error = max(self.watch.gather(mine))
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
             items = [
@@ -167,15 +172,6 @@ class Bench:
             self._capture(checked, operands, tick)
         return checked
 
-    def _errors(self, checked: list[Checked], operands: Operands) -> None:
-        """What is left of exactness on random operands."""
-        accuracy = Accuracy(operands, self.group)
-        for one in checked:
-            if one.runner is not None and one.runner.proof is None and not one.is_part:
-                with one.runner.context():
-                    mine = accuracy.error(one.runner.run())
-                one.error = max(self.watch.gather(mine))
-
     def _capture(self, checked: list[Checked], operands: Operands, tick: Tick) -> None:
         there = [one for one in checked if one.runner is not None]
         # A graph owns the memory of its calls, which take turns on slots.
@@ -193,13 +189,13 @@ class Bench:
     def _rows(
         self, case: Case, checked: list[Checked], items: list[Item], done: int
     ) -> list[BenchRow]:
-        mine = {(i.mode, i.candidate.name): (i.times_s, i.host_s) for i in items}
-        everyone = self.watch.gather(mine)
-        times: dict[str, dict[str, list[float]]] = {mode: {} for mode in self.settings.modes}
+        everyone = self.watch.gather([(item.times_s, item.host_s) for item in items])
+        times: dict[str, dict[str, Any]] = {mode: {} for mode in self.settings.modes}
         host: dict[tuple[str, str], float] = {}
-        for mode, name in mine:
-            times[mode][name] = slowest([timed[mode, name][0] for timed in everyone])
-            host[mode, name] = max(timed[mode, name][1] for timed in everyone) * 1e6
+        for item, *of_ranks in zip(items, *everyone, strict=True):
+            of_times, of_hosts = zip(*of_ranks, strict=True)
+            times[item.mode][item.candidate.name] = slowest(of_times)
+            host[item.mode, item.candidate.name] = max(of_hosts) * 1e6
         by_name = {one.candidate.name: one for one in checked}
         rows = []
         for mode, series in times.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from itertools import combinations
 from typing import Any
 
@@ -31,16 +31,6 @@ SLOW = 0.7
 OVERLAP_S = 5.0
 
 
-@contextmanager
-def stopwatch(at: Rank, group: ProcessGroup) -> Iterator[Stopwatch]:
-    """What times on the ranks of a group, which waits for a peer as long as half of a check."""
-    watch = Stopwatch(group, at.device, at.settings.limit_s / 2)
-    try:
-        yield watch
-    finally:
-        watch.close()
-
-
 def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n: int = 0) -> float:
     """GB/s that each rank of a group receives in a call, by the slowest of them. Collective over
     all ranks, of which those outside of the group wait.
@@ -59,7 +49,7 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
                 ficco.synchronize(group)
 
         rounds = at.settings.rounds
-        with stopwatch(at, group) as watch:
+        with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
             series = watch.time({schedule: call}, seconds=0.0, least=rounds, most=rounds)
         seconds = min(series[schedule])
     return peers * rows * k * 2 / max(at.gather(seconds)) / 1e9
@@ -74,7 +64,7 @@ def overlap(at: Rank, group: ProcessGroup) -> Passed:
     parts = MeasuredCalls(group, at.device, torch.bfloat16)
     products = {"product": parts.matmul(*GPU.products[0][:3])}
     copies = {"copies": parts.copies(all_at_once(at), at.settings.pair_bytes)}
-    with stopwatch(at, group) as watch:
+    with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
 
         def time(calls: dict[str, Callable[[], Any]], share: float, most: int = 40) -> Any:
             return watch.time(calls, seconds=OVERLAP_S * share, most=most)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,16 +118,9 @@ def thresholds(site: Site) -> Thresholds:
     return replace(fitted, provenance=site.provenance("fitted", fitted.provenance.note))
 
 
-@dataclass(frozen=True)
-class Best:
-    """The entry of a problem, and what was not measured, with the reason."""
-
-    entry: Tuned
-    left_out: dict[str, str]
-
-
-def best(site: Site, problem: Problem) -> Best:
-    """Measure all candidates of a problem; the same on all ranks.
+def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
+    """Measure all candidates of a problem: its entry, and what was not measured, with the reason.
+    The same on all ranks.
 
     Raises:
         ValueError: the problem does not fit, or no serial schedule could be timed.
@@ -158,7 +151,7 @@ def best(site: Site, problem: Problem) -> Best:
         series = watch.time(calls, seconds=seconds, mode=mode, least=least, tick=site.tick)
         times[mode] = _medians(series)
     left_out = {one.candidate.name: one.note for one in checked if one.runner is None}
-    return Best(entry(problem, times, site), left_out)
+    return entry(problem, times, site), left_out
 
 
 def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site) -> Tuned:

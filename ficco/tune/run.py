@@ -216,10 +216,10 @@ class _TuningRun:
             loads(dumps(single), str(self.settings.path))  # else the step has failed
             return replace(site.machine, **block)
         problem = next(p for p in self.settings.problems if calls.name_of(p) == name)
-        best = calls.best(site, problem)
-        for left_out, why in best.left_out.items():
-            self.reporter.say(f"  {left_out} was not measured: {why}")
-        return calls.with_entry(site.machine, rounded(best.entry))
+        entry, left_out = calls.best(site, problem)
+        for name, why in left_out.items():
+            self.reporter.say(f"  {name} was not measured: {why}")
+        return calls.with_entry(site.machine, rounded(entry))
 
     def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
         """Free what the step held. After a failure, ranks begin with a new barrier."""
