@@ -326,8 +326,8 @@ def _references(at: ranks.Rank) -> list[str]:
     for operator in OPERATORS:
         operands = Operands(_problem(operator, at.world), at.rank, at.device)
         operands.exact_b()
-        for turn, (one, having) in enumerate(REFERENCES):
-            if one.kind.startswith("pytorch") or operator not in (having or OPERATORS):
+        for turn, one in enumerate(REFERENCES):
+            if one.kind.startswith("pytorch") or operator not in (one.operators or OPERATORS):
                 continue
             runner = build(one, operands, group)
             with runner.context():

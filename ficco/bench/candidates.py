@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ficco.bench.cases import OPERATOR
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
-from ficco.problem import Problem
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
 
 
@@ -22,6 +22,7 @@ class BenchCandidate:
         schedule: for ficco.
         symmetric: the left operand lies in symmetric memory (``ficco.empty``).
         stages: staging is capped at so many steps; 0 for no cap.
+        operators: those that have it; none for all of them.
     """
 
     name: str
@@ -29,6 +30,7 @@ class BenchCandidate:
     schedule: str = ""
     symmetric: bool = False
     stages: int = 0
+    operators: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:
@@ -53,15 +55,15 @@ def parse(name: str) -> BenchCandidate:
     return BenchCandidate("@".join([schedule, *marks]), "ficco", schedule, symmetric, stages)
 
 
-#: What every shape is held against, and the operators that have it; none for all of them.
-REFERENCES: tuple[tuple[BenchCandidate, tuple[str, ...]], ...] = (
-    (BenchCandidate("gemm", "gemm"), ()),
-    (BenchCandidate("collective", "collective"), ()),
-    (BenchCandidate("copies", "copies", "shard-overlap"), ()),
-    (BenchCandidate("serial-collective", "serial-collective"), ()),
-    (BenchCandidate("ficco-rccl", "pieces"), (OPERATOR,)),
-    (BenchCandidate("pytorch-fused", "pytorch"), (OPERATOR, "matmul_reduce_scatter")),
-    (BenchCandidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
+#: What every shape is held against.
+REFERENCES = (
+    BenchCandidate("gemm", "gemm"),
+    BenchCandidate("collective", "collective"),
+    BenchCandidate("copies", "copies", "shard-overlap"),
+    BenchCandidate("serial-collective", "serial-collective"),
+    BenchCandidate("ficco-rccl", "pieces", operators=(OPERATOR,)),
+    BenchCandidate("pytorch-fused", "pytorch", operators=(OPERATOR, "matmul_reduce_scatter")),
+    BenchCandidate("pytorch-native", "pytorch-native", operators=(OPERATOR,)),
 )
 
 #: Baselines that no figure of the others needs.
@@ -100,20 +102,19 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchC
     if names is not None:
         ours = tuple(COMPARED if name == COMPARED.name else parse(name) for name in names)
     serial = parse("serial")  # it is a reference, too
-    references = [one for one, _ in REFERENCES if one.name not in without]
+    references = [one for one in REFERENCES if one.name not in without]
     return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
 def of_problem(chosen: Iterable[BenchCandidate], problem: Problem) -> tuple[BenchCandidate, ...]:
     """The candidates that a problem's operator has."""
-    having = {one.name: operators for one, operators in REFERENCES if operators}
     available: dict[BenchCandidate, None] = {}
     for one in chosen:
         if one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
             there = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
             available |= dict.fromkeys(map(parse, there))
-        elif problem.operator in having.get(one.name, (problem.operator,)):
+        elif problem.operator in (one.operators or OPERATORS):
             available[one] = None
     return tuple(one for one in available if not refused(one, problem))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,26 +202,20 @@ def _on_stream(front: Call, back: Call, count: int) -> Runner:
 
 
 def _on_thread(front: Call, back: Call, count: int) -> Runner:
-    worker: list[threading.Thread] = []
-    failed: list[BaseException] = []
+    pool = ThreadPoolExecutor(1, "ficco background")
+    running: list[Future[None]] = []
 
     def work() -> None:
-        try:
-            for _ in range(count):
-                back()
-        except BaseException as error:  # raised by the thread that joins
-            failed.append(error)
+        for _ in range(count):
+            back()
 
     def join() -> None:
-        while worker:
-            worker.pop().join()
-        if failed:
-            raise failed.pop()
+        while running:
+            running.pop().result()  # raises what went wrong there
 
     def run() -> Any:
         join()
-        worker.append(threading.Thread(target=work, name="ficco background"))
-        worker[0].start()
+        running.append(pool.submit(work))
         return front()
 
     @contextmanager
