@@ -242,9 +242,9 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    for path in ("decide", "where", "problem_of_sizes"):
+    for path in ("explain.decide", "site.where", "site.problem_of_sizes"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"ficco.heuristics.{path}", refuse)
+            patch.setattr(f"ficco.cli.{path}", refuse)
             assert cli.run(["explain", *SIZES]) == 2
         assert f"{said}\n" in capsys.readouterr().err
 

@@ -8,22 +8,22 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ficco import doctor, launch
 from ficco.bench import cases
-from ficco.bench.candidates import OPTIONAL
+from ficco.bench.candidates import OPTIONAL, BenchCandidate, choose, refused
+from ficco.bench.cases import Case
+from ficco.bench.measure import modes_of
 from ficco.cli.site import add_ranks
 from ficco.problem import OPERATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pandas as pd
 
-    from ficco.bench.candidates import BenchCandidate
-    from ficco.bench.cases import Case
 
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
 START_S = 180.0
@@ -111,11 +111,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         if arguments.report:
             print(f"wrote {_report(arguments.report)}")
         return 0
-    from ficco.launch import launch
 
     settings_of = _layers if arguments.layers else _products
     measure, settings, finish = settings_of(arguments, *place(arguments))
-    rows = launch(
+    rows = launch.launch(
         measure,
         arguments.ranks,
         settings,
@@ -140,12 +139,11 @@ def place(arguments: argparse.Namespace) -> tuple[str, int]:
     Raises:
         ValueError: they are not here, or options do not fit together.
     """
-    from ficco.launch import check_ranks, check_seconds, default_device
 
-    device = arguments.device or default_device()
-    ranks = check_ranks(arguments.ranks, device)
+    device = arguments.device or launch.default_device()
+    ranks = launch.check_ranks(arguments.ranks, device)
     if arguments.seconds is not None:
-        check_seconds(arguments.seconds)
+        launch.check_seconds(arguments.seconds)
     if arguments.rounds < 1:
         raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
     if arguments.set and arguments.shapes:
@@ -169,9 +167,7 @@ def run_settings(
 def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
     """The bench of products: the function of the ranks, what it takes, and what follows from
     the rows."""
-    from ficco.bench.candidates import choose
     from ficco.bench.frames import records
-    from ficco.bench.measure import modes_of
     from ficco.bench.report import show_best
     from ficco.bench.run import BenchSettings, bench
 
@@ -203,7 +199,6 @@ def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any
     """The bench of layers, as :func:`_products`."""
     from ficco.bench import layers
     from ficco.bench.frames import read_description
-    from ficco.bench.measure import modes_of
 
     for name in ("set", "shapes", "only", "operator", "schedules", "timelines", "json"):
         if getattr(arguments, name):
@@ -255,7 +250,6 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
-    from ficco.bench.candidates import refused
 
     by_operator = {case.operator: case.problem(2) for case in shapes}
     for candidate in candidates:
@@ -266,7 +260,6 @@ def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> N
 
 def named(what: str, device: str, ranks: int) -> str:
     """The name of the files of a run: what, the machine and the day."""
-    from ficco import doctor
 
     kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
     machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
@@ -292,11 +285,10 @@ def writable(folder: Path) -> Path:
 
 def fresh(folder: Path, name: str) -> Path:
     """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
-    from ficco.launch import own_rank
 
     path = writable(folder) / f"{name}.csv"
     number = 1
-    while path.exists() and own_rank() == 0:
+    while path.exists() and launch.own_rank() == 0:
         number += 1
         path = path.with_name(f"{name}-{number}.csv")
     return path

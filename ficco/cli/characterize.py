@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ficco import launch
+from ficco.bench import cases
 from ficco.cli.bench import START_S, place, run_settings
 from ficco.cli.site import add_ranks
 from ficco.cli.tune import at_least_two
@@ -53,10 +55,8 @@ def add(commands: Any) -> None:
 
 
 def _characterize(arguments: argparse.Namespace) -> int:
-    from ficco.bench import cases
     from ficco.bench.characterize import LossSettings, characterize
     from ficco.bench.frames import LOSSES
-    from ficco.launch import launch
 
     if arguments.plot:
         _draw(LOSSES.read(arguments.plot), arguments.plot)
@@ -68,7 +68,7 @@ def _characterize(arguments: argparse.Namespace) -> int:
     shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]()
     told = run_settings(arguments, "losses", device, ranks) | {"seconds": seconds}
     settings = LossSettings(cases=tuple(shapes), sizes=SIZES[device], **told)
-    rows = launch(
+    rows = launch.launch(
         characterize, arguments.ranks, settings, device=device, timeout_s=START_S + 3 * seconds
     )
     if rows is None:  # under torchrun, a rank other than 0

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ficco import launch
 from ficco.cli.bench import writable
 from ficco.cli.site import add_ranks
 
@@ -28,8 +29,7 @@ def add(commands: Any) -> None:
 
 def _demo(arguments: argparse.Namespace) -> int:
     from ficco.bench.demo import demo
-    from ficco.launch import default_device, launch
 
-    device = arguments.device or default_device()
+    device = arguments.device or launch.default_device()
     out = arguments.out and writable(arguments.out)
-    return launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)
+    return launch.launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)

@@ -10,8 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ficco import launch
+from ficco.amounts import seconds_text
+from ficco.bench import extra
+from ficco.bench.candidates import parse
+from ficco.bench.cases import Case
+from ficco.bench.measure import modes_of
 from ficco.cli.bench import START_S
 from ficco.cli.site import add_operator, add_sizes, missing, picture, problem, site
+from ficco.heuristics import decide
+from ficco.heuristics.where import too_large
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
@@ -40,7 +48,6 @@ def add(commands: Any) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     _refuse(arguments)
-    from ficco.heuristics import decide
 
     asked = site(arguments.machine, arguments.world, captured=arguments.captured)
     decision = decide(
@@ -68,7 +75,6 @@ def _refuse(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: which one, and what it needs.
     """
-    from ficco.launch import check_seconds
 
     if arguments.rows and arguments.measure:
         raise ValueError("--measure: required without --rows; it times equal rows only")
@@ -77,7 +83,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
             f"--seconds: required with --measure, got {arguments.seconds:g} without it"
         )
     if arguments.seconds is not None:
-        check_seconds(arguments.seconds)
+        launch.check_seconds(arguments.seconds)
     if sizes := missing(arguments):
         raise ValueError(
             f"{sizes}: required, got none; for example `ficco explain --m 8192 --n 3584 --k 4096 "
@@ -95,15 +101,10 @@ def _measure(
     Raises:
         ValueError: this problem cannot be measured here.
     """
-    from ficco.bench import extra
-    from ficco.bench.candidates import parse
-    from ficco.bench.cases import Case
-    from ficco.bench.measure import modes_of
     from ficco.bench.run import BenchSettings, bench
-    from ficco.launch import default_device, launch
 
     extra.require()
-    asked, device = decision.problem, default_device()
+    asked, device = decision.problem, launch.default_device()
     case = Case("explained", asked.m, asked.n, asked.k, asked.dtype, operator=asked.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
@@ -118,7 +119,7 @@ def _measure(
             quiet=True,
         )
         limit = settings.seconds + START_S
-        rows = launch(bench, asked.world, settings, device=device, timeout_s=limit)
+        rows = launch.launch(bench, asked.world, settings, device=device, timeout_s=limit)
     measured: dict[str, dict[str, float]] = {}
     left_out: dict[str, bool] = {}  # once, not in every mode
     for row in () if rows is None else rows.itertuples():
@@ -161,9 +162,6 @@ def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, A
 
 def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     import shutil
-
-    from ficco.amounts import seconds_text
-    from ficco.heuristics.where import too_large
 
     print(decision.problem)
     print(f"{decision.schedule}\n  {decision.source}: {decision.reason}")

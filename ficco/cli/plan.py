@@ -9,6 +9,11 @@ from typing import Any
 
 from ficco.cli.simulate import write
 from ficco.cli.site import MACHINE, add_operator, add_sizes, picture, problem, site
+from ficco.heuristics import decide
+from ficco.heuristics.where import too_large
+from ficco.plan import check, render
+from ficco.schedules import plans
+from ficco.simulate import simulate
 
 
 def add(commands: Any) -> None:
@@ -35,10 +40,6 @@ def add(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from ficco.heuristics import decide
-    from ficco.heuristics.where import too_large
-    from ficco.plan import check, render
-    from ficco.schedules import plans
 
     asked = site(arguments.machine, arguments.world, default=MACHINE)
     asked_of = problem(arguments, asked.world)
@@ -63,8 +64,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         if why := too_large(asked_of, one.rank, one.extra_bytes, asked.machine):
             print(why)
     if drawn is not None:
-        from ficco.simulate import simulate
-
         mode = "idle" if asked.mode == "idle" else "queued"
         note = f"{asked_of}\nsimulated on {drawn.name}, {mode}"
         write([simulate(made, drawn, mode)], arguments, note)

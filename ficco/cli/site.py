@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ficco.heuristics import Where
-    from ficco.machine import Fingerprint
-    from ficco.problem import Problem
+from ficco import launch
+from ficco.dma.engine import fingerprint
+from ficco.heuristics import Where, problem_of_sizes, where
+from ficco.machine import Fingerprint
+from ficco.problem import OPERATORS, Problem
 
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
@@ -24,13 +25,10 @@ def site(
     machine: str | None, world: int | None, *, captured: bool = False, default: str | None = None
 ) -> Where:
     """The machine of ``--machine``, of the environment, or the default or this host's."""
-    from ficco.dma.engine import fingerprint
-    from ficco.heuristics import where
-    from ficco.launch import check_ranks, default_device
 
     def here() -> Fingerprint:
-        device = default_device()
-        return fingerprint(device, check_ranks(None, device))
+        device = launch.default_device()
+        return fingerprint(device, launch.check_ranks(None, device))
 
     asked = here() if default is None else default
     return where(machine, world, asked, captured=captured)
@@ -56,7 +54,6 @@ def add_sizes(parser: Any, required: bool = False) -> None:
 
 def add_operator(parser: Any) -> None:
     """Add the options that say which operator is asked about, and how its rows are spread."""
-    from ficco.problem import OPERATORS
 
     parser.add_argument(
         "--operator",
@@ -82,7 +79,6 @@ def problem(arguments: Any, world: int) -> Problem:
     Raises:
         ValueError: an option is wrong, or they do not fit together.
     """
-    from ficco.heuristics import problem_of_sizes
 
     operator, rows = arguments.operator, None
     if arguments.rows:
