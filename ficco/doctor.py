@@ -22,12 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ficco
 from ficco.accelerator import gpu
+from ficco.dma.choose import ENGINES, engine_name, make_engine
 from ficco.dma.engine import fingerprint
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
+from ficco.options import current
 from ficco.problem import Problem
 from ficco.version import version
+from ficco.workspace import workspace_of
 
 #: Seconds that a vendor's tool may take.
 TOOL_S = 10.0
@@ -153,8 +157,6 @@ def _run(tool: list[str]) -> str:
 
 def engines() -> dict[str, Any]:
     """What each engine can do here, or why it cannot be used."""
-    from ficco.dma.choose import ENGINES
-
     found: dict[str, Any] = {}
     for name in ENGINES:
         try:
@@ -166,9 +168,6 @@ def engines() -> dict[str, Any]:
 
 def capabilities(name: str) -> dict[str, Any]:
     """What an engine can do, by one that is made for a group of this process only."""
-    from ficco.dma.choose import make_engine
-    from ficco.options import current
-
     if name == "cpu":
         device = torch.device("cpu")
     elif not gpu.is_available():
@@ -210,9 +209,6 @@ def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
     Raises:
         FiccoError: the call's result is wrong.
     """
-    import ficco
-    from ficco.workspace import workspace_of
-
     a = torch.ones(dist.get_world_size() * 16, 16, device=device)
     product = ficco.all_gather_matmul(a, a.new_ones(16, 16))
     ficco.synchronize()
@@ -243,9 +239,6 @@ def _own_group(device: torch.device) -> Iterator[None]:
 
 def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
     """Which engine each kind of tensor uses, which schedules ranks take, and why."""
-    from ficco.dma.choose import engine_name
-    from ficco.options import current
-
     wanted = current().engine
     why = f"options(engine={wanted!r})" if wanted else "the tensors' device decides"
     found = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}

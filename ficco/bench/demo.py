@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed import ProcessGroup
 
 from ficco.bench.calls import build, taken
@@ -65,8 +66,6 @@ def demo(device_name: str, out: Path | None) -> int:
         device_name: ``"cpu"`` or ``"cuda"``.
         out: folder of the pictures, the trace and the table; None for a new one.
     """
-    from rich.console import Console
-
     group = dist.group.WORLD
     first = group.rank() == 0
     device = local_device(device_name)

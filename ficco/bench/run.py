@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 import torch.distributed as dist
+from rich.console import Console
 
 from ficco.accelerator import gpu
 from ficco.bench.calls import taken
@@ -69,8 +70,6 @@ class Bench:
     """The ranks of a job, which bench together."""
 
     def __init__(self, settings: BenchSettings) -> None:
-        from rich.console import Console
-
         self.settings = settings
         self.deadline = time.monotonic() + settings.seconds
         self.preparing = 0.0  # seconds that the longest preparation of a shape has taken

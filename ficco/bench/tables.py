@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 
 def cells(values: pd.Series, form: str = ".2f") -> pd.Series:
@@ -38,10 +42,6 @@ def show(
         bold: rows to stress.
         sections: rows after which a line is drawn.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(title=escape(title), title_justify="left")
     for number, heading in enumerate(rows.columns):
         justify, overflow = ("left", "fold") if number in left else ("right", "ellipsis")
@@ -53,10 +53,6 @@ def show(
     console.print(table, highlight=False)
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
 @contextmanager
 def bar(
     console: Console, title: str, total: float, done: float = 0.0
@@ -66,8 +62,6 @@ def bar(
     Yields:
         a function that takes how much is done, and what is being done in words.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     if not console.is_terminal:
         console.print(f"{title} ...", markup=False, highlight=False, soft_wrap=True)
     columns = (

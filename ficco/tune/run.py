@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
 
 import ficco
 from ficco import doctor
@@ -252,8 +253,6 @@ class _Reporter:
     """
 
     def __init__(self, rank: int, seconds: dict[str, float]) -> None:
-        from rich.console import Console
-
         self._seconds, self._names = seconds, list(seconds)
         self._console = Console(stderr=True, quiet=rank != 0)
         self._out = Console(quiet=rank != 0)
