@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import ficco
 from ficco.bench.cases import Case
-from ficco.bench.frames import LOSSES, RunSettings, append
+from ficco.bench.frames import LOSSES, RunSettings
 from ficco.bench.series import MeasuredCalls, Stopwatch, Times, timed_during
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
@@ -71,13 +71,14 @@ class LossBench:
         self.device = local_device(settings.device)
         self.watch = Stopwatch(self.group, self.device)
         self.world, self.rank = self.watch.world, self.watch.rank
-        self.began = time.monotonic()
 
     def run(self) -> pd.DataFrame | None:
-        settings = self.settings
-        losses: list[Loss] = []
-        if self.rank == 0:
-            settings.write_description(self.world)
+        rows = self.settings.record(LOSSES, self._steps(), self.rank, self.world)
+        self.watch.close()
+        return rows
+
+    def _steps(self) -> Iterator[list[Loss]]:
+        settings, began = self.settings, time.monotonic()
         each = settings.seconds * (1 - COMMUNICATION_SHARE) / max(len(settings.cases), 1)
         steps = [
             ("communication", self.communication, settings.seconds * COMMUNICATION_SHARE),
@@ -86,16 +87,11 @@ class LossBench:
         for number, (name, action, seconds) in enumerate(steps, 1):
             self._say(f"[{number}/{len(steps)}] {name} ...")
             rows = self.attempt(name, partial(action, seconds))
-            losses += rows
-            spent = time.monotonic() - self.began
-            left = spent / number * (len(steps) - number)
+            left = (time.monotonic() - began) / number * (len(steps) - number)
             self._say(f"[{number}/{len(steps)}] {name}: about {left:.0f} s left")
-            if self.rank == 0:
-                append(settings.csv, LOSSES.frame(rows))
-                for row in rows:
-                    self._say(f"  {line(row)}")
-        self.watch.close()
-        return LOSSES.frame(losses) if self.rank == 0 else None
+            yield rows
+            for row in rows:
+                self._say(f"  {line(row)}")
 
     def _say(self, text: str) -> None:
         if self.rank == 0:

@@ -219,24 +219,34 @@ class RunSettings:
     csv: Path
     command: str = ""
 
-    def write_description(self, ranks: int, **more: Any) -> None:
-        """Write the description of the run next to its CSV file."""
-        description = {**describe(self.device, ranks, self.command), **more}
-        self.csv.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
-
-
-def describe(device: str, ranks: int, command: str) -> dict[str, Any]:
-    """The machine, the versions and the command: what a figure is worth nothing without."""
-    kinds = [one for one in doctor.devices() if one["kind"].startswith(device)]
-    names = dict.fromkeys(one["name"] for one in kinds)
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": command,
-        "commit": commit(),
-        "device": " and ".join(names),
-        "ranks": ranks,
-        "versions": {name: value for name, value in doctor.versions().items() if value},
-    }
+    def record(
+        self,
+        schema: Schema,
+        steps: Iterable[Iterable[Mapping[str, Any]]],
+        rank: int,
+        ranks: int,
+        **more: Any,
+    ) -> pd.DataFrame | None:
+        """Write the rows of each step as it ends, next to a description of the run, without which
+        a figure is worth nothing; all rows on rank 0, None elsewhere."""
+        frames = [schema.frame(())]
+        if rank == 0:
+            here = [one["name"] for one in doctor.devices() if one["kind"].startswith(self.device)]
+            description = {
+                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+                "command": self.command,
+                "commit": commit(),
+                "device": " and ".join(dict.fromkeys(here)),
+                "ranks": ranks,
+                "versions": {name: value for name, value in doctor.versions().items() if value},
+            }
+            text = json.dumps({**description, **more}, indent=2)
+            self.csv.with_suffix(".json").write_text(text + "\n")
+        for rows in steps:
+            frames.append(schema.frame(rows))
+            if rank == 0:
+                append(self.csv, frames[-1])
+        return pd.concat(frames, ignore_index=True) if rank == 0 else None
 
 
 def commit() -> str:

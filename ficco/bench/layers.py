@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ficco
 from ficco.bench.calls import Runner, all_gather, reduce_scatter
-from ficco.bench.frames import LAYERS, RunSettings, append
+from ficco.bench.frames import LAYERS, RunSettings
 from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
 from ficco.bench.report import MODE_WORDS, about_table
 from ficco.bench.series import Stopwatch
@@ -306,19 +306,17 @@ def layers(settings: LayerSettings) -> pd.DataFrame | None:
     group = dist.group.WORLD
     assert group is not None
     watch = Stopwatch(group, local_device(settings.device))
-    rows: list[pd.DataFrame] = []
-    began = time.monotonic()
-    if watch.rank == 0:
-        settings.write_description(watch.world)
-    for number, layer in enumerate(settings.layers):
-        left = settings.seconds - (time.monotonic() - began)
-        share = left / (len(settings.layers) - number)
-        rows.append(LAYERS.frame(_layer(layer, watch, settings, share)))
-        if watch.rank == 0:
-            append(settings.csv, rows[-1])
-        watch.release()
+    end = time.monotonic() + settings.seconds
+
+    def steps() -> Iterator[Iterator[dict[str, Any]]]:
+        for number, layer in enumerate(settings.layers):
+            share = (end - time.monotonic()) / (len(settings.layers) - number)
+            yield _layer(layer, watch, settings, share)
+            watch.release()
+
+    rows = settings.record(LAYERS, steps(), watch.rank, watch.world)
     watch.close()
-    return pd.concat(rows, ignore_index=True) if watch.rank == 0 else None
+    return rows
 
 
 def _layer(

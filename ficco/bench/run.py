@@ -20,7 +20,7 @@ from ficco.bench.calls import taken
 from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
-from ficco.bench.frames import BENCH, RunSettings, append
+from ficco.bench.frames import BENCH, RunSettings
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
 from ficco.bench.report import show_shape
@@ -82,21 +82,18 @@ class Bench:
         self.console = Console(stderr=True, quiet=self.rank != 0)
 
     def run(self) -> pd.DataFrame | None:
-        settings = self.settings
-        if self.rank == 0:
-            graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in settings.modes else {}
-            settings.write_description(self.world, **graphs)
-        frames = [BENCH.frame(())]
-        for number, case in enumerate(settings.cases):
-            left = self.deadline - time.monotonic()
-            rows = BENCH.frame(self._case(case, number, left, len(settings.cases) - number))
-            if self.rank == 0:
-                frames.append(rows)
-                append(settings.csv, rows)
-                if not settings.quiet:
-                    show_shape(rows)
+        graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in self.settings.modes else {}
+        rows = self.settings.record(BENCH, self._cases(), self.rank, self.world, **graphs)
         self.watch.close()
-        return pd.concat(frames, ignore_index=True) if self.rank == 0 else None
+        return rows
+
+    def _cases(self) -> Iterator[list[BenchRow]]:
+        cases = self.settings.cases
+        for number, case in enumerate(cases):
+            rows = self._case(case, number, self.deadline - time.monotonic(), len(cases) - number)
+            yield rows
+            if self.rank == 0 and not self.settings.quiet:
+                show_shape(BENCH.frame(rows))
 
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         """Measure one of so many shapes in its share of the seconds that are left."""
