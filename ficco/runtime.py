@@ -59,7 +59,10 @@ def _operations(
     elif step.op == "collective":
         yield engine.collective(program, index)
     elif step.op == "matmul":
-        yield engine.matmul(program, index, step.products)
+        whole = step.whole
+        yield (
+            engine.matmul(program, index, step.products) if whole else engine.tiled(program, index)
+        )
     elif step.op == "reduce":
         if step.reduction and step.reduction.out.elements:
             yield engine.reduce(program, index, step.reduction)
@@ -92,4 +95,4 @@ def _taken_apart(plan: Plan, engine: Engine) -> Plan:
         raise NotImplementedError(
             f"schedule {plan.schedule}: the {engine.name} engine does not offer {', '.join(lacks)}"
         )
-    return in_parts(plan)
+    return plan if can.tiles else in_parts(plan)

@@ -20,7 +20,9 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +30,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,6 +111,21 @@ def most_gpu_ranks() -> int:
 def backend_on_gpus(world: int) -> str:
     """Of the group that so many ranks on this machine's GPUs have."""
     return "nccl" if torch.cuda.device_count() >= world else "gloo"
+
+
+def serves_tiled(device: str) -> bool:
+    """Whether the engine of ranks on such a device has products of all sizes that wait inside."""
+    return device == "cpu" and _around is None
+
+
+@cache
+def on_hopper() -> bool:
+    """Whether all GPUs can have the kernel whose tiles wait. Asked of another process: this must
+    not use GPUs, so that ranks can be its forks."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return False
+    command = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    return set(subprocess.run(command, capture_output=True, text=True).stdout.split()) == {"9.0"}
 
 
 def need_own_gpus(world: int) -> None:

@@ -1,15 +1,15 @@
 """Plans that no operator makes yet, built from the same stages: two products that follow each
-other, operands with scales, and products whose rows wait or tell one by one."""
+other, and operands with scales."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from ficco.plan import Plan, Signal, Step, Transfer
+from ficco.plan import Plan, Step, Transfer
 from ficco.plan.model import Region
 from ficco.problem import Problem
-from ficco.schedules import Schedule, plans
+from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import GatherStage, GatherWorld
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
@@ -180,60 +180,3 @@ def scaled(problem: Scaled, name: str, cap: int | None = None) -> list[Plan]:
             builder.retire(gather.silent())
         found.append(builder.plan(name, world.buffers, words, gather.staging.stages))
     return found
-
-
-def gated(problem: Problem, name: str) -> list[Plan]:
-    """All-gathers as one product, whose rows each wait for the piece that they are made of.
-
-    It is enqueued after the copies: where lanes share a hardware queue, a product that waits inside
-    holds up whatever comes after it.
-    """
-    return [_gated(plan) for plan in plans(problem, Schedule.parse(name))]
-
-
-def _gated(plan: Plan) -> Plan:
-    steps = list(plan.steps)
-    multiplies = [i for i, step in enumerate(steps) if step.op == "matmul"]
-    whole = [steps[i] for i in multiplies]
-    for i in multiplies[:-1]:
-        steps[i] = Step("sync", steps[i].lane, steps[i].label)
-    steps[multiplies[-1]] = whole[-1]._replace(
-        label="all",
-        products=tuple(product for step in whole for product in step.products),
-        gates=tuple(signal for step in whole for signal in step.waits),
-        waits=(),
-    )
-    return replace(plan, steps=tuple(steps))
-
-
-def announced(problem: Problem, name: str) -> list[Plan]:
-    """Reduce-scatters as one product, which tells of each block for a peer when it is complete."""
-    return [_announced(plan) for plan in plans(problem, Schedule.parse(name))]
-
-
-def _announced(plan: Plan) -> Plan:
-    steps, rank = list(plan.steps), plan.rank
-    multiplies = [i for i, step in enumerate(steps) if step.op == "matmul"]
-    whole = [steps[i] for i in multiplies]
-    signals: list[Signal] = []
-    for i, step in enumerate(steps):
-        if step.op != "copy":
-            continue
-        assert step.transfer is not None
-        rows, number = step.transfer.src, len(signals)
-        word = plan.words + number
-        signals.append(Signal("made", rank, rank, number, word, rows.row, rows.row_stop))
-        steps[i] = step._replace(
-            waits=(*step.waits, signals[-1]),
-            after=tuple(j for j in step.after if j not in multiplies),
-        )
-    for i in multiplies[1:]:
-        steps[i] = Step("sync", steps[i].lane, steps[i].label)
-    steps[multiplies[0]] = whole[0]._replace(
-        label="all",
-        products=tuple(product for step in whole for product in step.products),
-        announces=tuple(signals),
-    )
-    steps[-1] = steps[-1]._replace(clears=(*steps[-1].clears, *signals))
-    count = plan.words + (plan.problem.world - 1) * 8
-    return replace(plan, steps=tuple(steps), words=count)

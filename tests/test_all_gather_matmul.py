@@ -37,7 +37,7 @@ from disturbance import Disturbance, disturb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import Ended, Program
-from ranks import Rank, ranks, run
+from ranks import Rank, ranks, run, serves_tiled
 
 import ficco
 from ficco.dma.cpu import CpuEngine
@@ -45,12 +45,14 @@ from ficco.ops.call import run as ficco_run
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, refusal
 
-#: The names that a gather takes.
+#: The names that a gather takes: on every engine, and where products can wait inside.
 NAMES = sorted(
     name
     for name, schedule in NAMED.items()
     if not refusal(Problem("all_gather_matmul", (1,), 1, 1, "float32"), schedule)
+    and name != "tiled"
 )
+ALL_NAMES = (*NAMES, "tiled")
 #: Every axis that a name can be given, alone and together.
 KNOBS = (
     "",
@@ -93,6 +95,10 @@ def device() -> str:
 
 
 def named(name: str, knobs: str) -> str:
+    """The name with the knobs, as far as it takes them."""
+    if name == "tiled":
+        left = (one for one in knobs.split(",") if one != "kernel" and "compute" not in one)
+        knobs = ",".join(left)
     return f"{name}:{knobs}" if knobs else name
 
 
@@ -104,9 +110,16 @@ def dtypes_on(device: str) -> tuple[str, ...]:
 # Schedules, dtypes, sizes.
 
 
+def need_tiles(name: str, device: str) -> None:
+    """Skip a schedule whose product waits inside where no kernel does."""
+    if name == "tiled" and not serves_tiled(device):
+        pytest.skip("this engine has no product that waits inside")
+
+
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_schedules(name: str, world: int, device: str) -> None:
+    need_tiles(name, device)
     dtypes = dtypes_on(device)
     cases = [
         equal(world, 24, 40, 16, dtype=dtypes[i % len(dtypes)], schedule=named(name, knobs))
@@ -143,9 +156,10 @@ UGLY = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("world", [4, 3])
 def test_ugly_sizes(name: str, world: int, device: str) -> None:
+    need_tiles(name, device)
     cases = [
         Case(rows[:world], k, n, dtype=dtype, schedule=named(name, knobs), gathered=gathered)
         for rows, k, n in UGLY
@@ -649,7 +663,7 @@ def _jitter(at: Rank, seed: int, calls: int, delay_s: float) -> dict[str, int]:
     rng = random.Random(seed)
     kinds = [
         random_case(rng, at.world, "cpu").on(schedule=named(name, rng.choice(KNOBS)))
-        for name in NAMES
+        for name in ALL_NAMES
         for _ in range(3)
     ]
     kinds += [case.on(a="symmetric") for case in kinds[::6]]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from cases import gathered_bytes
 from disturbance import Disturbance, disturb
 from ranks import Died, Rank, caught, ranks, run
+from test_all_gather_matmul import named
 
 from ficco.dma.blas import library
 from ficco.dma.cpu import CpuEngine
@@ -43,7 +44,7 @@ KNOBS = (
     "order=peer,kernel",
 )
 NAMES = [
-    f"{name}:{knobs}".rstrip(":")
+    named(name, knobs)
     for name, schedule in NAMED.items()
     if not refusal(Problem("all_gather_matmul", (1,), 1, 1, "float32"), schedule)
     for knobs in KNOBS

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import test_operators as operators
 import torch
 import torch.distributed as dist
 from cases import (
+    A_LAYOUTS,
+    B_LAYOUTS,
     Case,
     all_exact,
     call,
@@ -26,7 +28,17 @@ from cases import (
     verify,
     weight_of,
 )
-from ranks import Died, Failure, Rank, caught, most_gpu_ranks, need_own_gpus, ranks, run
+from ranks import (
+    Died,
+    Failure,
+    Rank,
+    caught,
+    most_gpu_ranks,
+    need_own_gpus,
+    on_hopper,
+    ranks,
+    run,
+)
 from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
     EAGER,
     KINDS,
@@ -701,12 +713,18 @@ def test_order_under_jitter(world: int) -> None:
 # Jitter.
 
 
-def _jitter(at: Rank, seed: int, calls: int, group: Any = None) -> int:
-    """Calls and replays on several streams, ranks out of step, each result checked on the GPU."""
+def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: Any = None) -> int:
+    """Calls and replays on several streams, ranks out of step, each result checked on the GPU;
+    many of ``tiled``, if given."""
     shared, local = random.Random(seed), random.Random(1000 * seed + at.rank)
     streams = [torch.cuda.Stream() for _ in range(3)]
     kinds = [random_case(shared, at.world, "cuda") for _ in range(20)]
     kinds += [equal(at.world, 64, 80, 48, dtype="bfloat16", schedule=name) for name in GRAPHED]
+    kinds += [
+        equal(at.world, rows, 64, 48, dtype="float16", schedule=name)
+        for name in tiled
+        for rows in (24, 200, 1024)
+    ]
     # The gathered A is checked elsewhere; one result per call keeps this simple.
     kinds = [case.on(gathered=False) for case in kinds]
     graphs = [Graphed(at, case, group) for case in kinds[-3:]]
@@ -766,7 +784,7 @@ def _everything(at: Rank, signals: str) -> None:
             exact(at, case, iteration, group)
         graphed = Graphed(at, equal(at.world, 24, 40, 24, schedule="growing"), group)
         graphed.exact(0, 10)
-        _jitter(at, 11, 120, group)
+        _jitter(at, 11, 120, group=group)
         for schedule in ("growing:compute=2", "hetero-fused-1d:pieces=4"):
             case = equal(at.world, 40, 64, 24, dtype="bfloat16", schedule=schedule)
             resident = Resident(at, case, group)
@@ -960,7 +978,7 @@ def test_killed_rank(victim: int, schedule: str, how: str, mode: str) -> None:
 def _absent(at: Rank, victim: int, schedule: str) -> dict[str, Any] | None:
     """A rank that lives and never calls: the group fails, others do not."""
     group = everyone(at)
-    case = equal(at.world, 32, 64, 32, schedule=schedule)
+    case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
     exact(at, case, 0, group)
     exact(at, case, 1, group)
     found = None
@@ -1003,7 +1021,7 @@ def test_rank_that_never_calls(schedule: str) -> None:
 def _late(at: Rank, schedule: str) -> None:
     """A host that runs far ahead of its peers' is no fault: time counts from the call's begin."""
     group = everyone(at)
-    case = equal(at.world, 32, 64, 32, schedule=schedule)
+    case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
     exact(at, case, 0, group)
     made = [make(at, case, i, group) for i in range(8)]
     settle(at)
@@ -1051,6 +1069,8 @@ def _mismatch(at: Rank, changes: dict[str, Any], odd: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_mismatch_when_warm(what: str) -> None:
+    if what == "mover":
+        need_own_gpus(2)  # a collective of gloo that one rank alone has called cannot be ended
     changes = {k: v[:2] if k == "rows" else v for k, v in MISMATCHES[what].items()}
     for found in run(2, _mismatch, changes, 1, device="cuda"):
         first = found["first"]
@@ -1113,6 +1133,138 @@ def test_a_rank_that_fails_alone_is_named_at_once(
         assert not isinstance(found["torn"], Failure) and found["teardown"] < SLACK_S
 
 
+# One product whose tiles wait.
+
+TILED = ("tiled", "tiled:pieces=3,order=piece", "tiled:pieces=2,pull", "tiled:pieces=3+1,copy=2")
+
+hopper = pytest.mark.skipif(not on_hopper(), reason="needs Hopper GPUs")
+
+
+def _tiled_gathers(at: Rank) -> int:
+    """Gathers of odd rows and usual ones, all layouts, both dtypes, with the gathered A, too."""
+    chance = random.Random(7)
+    cases = [
+        Case(
+            rows,
+            *chance.choice(((64, 40), (72, 200), (1024, 264), (4096, 8))),
+            dtype=chance.choice(("bfloat16", "float16")),
+            schedule=schedule,
+            a=chance.choice(A_LAYOUTS),
+            b=chance.choice(B_LAYOUTS),
+            gathered=chance.random() < 0.5,
+        )
+        for rows in ((16,) * 4, (17, 1, 130, 300), (0, 5, 0, 257), (512,) * 4, (1300, 7, 0, 640))
+        for schedule in TILED
+        for rows in (rows[: at.world],)
+    ]
+    # Each comes new, and warm after others.
+    return all_exact(at, cases) + all_exact(at, cases[::-1], 3)
+
+
+@hopper
+@ranks(1, 2, 4)
+def test_tiled_gathers_are_exact(world: int) -> None:
+    assert run(world, _tiled_gathers, device="cuda") == [40] * world
+
+
+def _tiled_operators(at: Rank) -> int:
+    chance = random.Random(at.world)
+    kinds = ("equal", "ragged", "few", "sparse")
+    cases = [
+        operators.Case(
+            operator,
+            operators.rows_for(operator, at.world, kind),
+            chance.choice((8, 24, 64)),
+            chance.choice((8, 40, 264)),
+            chance.choice(("bfloat16", "float16")),
+            schedule,
+            chance.random() < 0.5,
+        )
+        for operator in operators.OPERATORS
+        if operator not in operators.INNER
+        for schedule in operators.TILED
+        for kind in kinds
+    ]
+    return operators.all_exact(at, cases)
+
+
+@hopper
+@ranks(1, 2, 4)
+def test_tiled_operators_are_exact(world: int) -> None:
+    assert len(set(run(world, _tiled_operators, device="cuda"))) == 1
+
+
+@hopper
+@pytest.mark.parametrize("schedule", TILED)
+def test_replays_of_tiled_products(schedule: str) -> None:
+    world = 4 if most_gpu_ranks() >= 4 else 2
+    for warm in (False, True):
+        run(world, _replays, schedule, warm, device="cuda")
+
+
+@hopper
+@ranks(2, 4)
+@pytest.mark.parametrize("schedule", ["tiled:pieces=2", "tiled:tail=2,pull"])
+def test_replays_of_tiled_sums(world: int, schedule: str) -> None:
+    for operator in operators.SUMS:
+        run(world, _replays_of_sums, operator, schedule, device="cuda")
+
+
+@hopper
+@ranks(2, 4)
+def test_jittered_tiled_calls(world: int) -> None:
+    calls = 2000 if world == 4 else 500
+    assert run(world, _jitter, world, calls, TILED, device="cuda") == [calls] * world
+
+
+def _tiled_on_one_queue(at: Rank) -> None:
+    group = everyone(at)
+    _jitter(at, 3, 150, TILED, group)
+    leave(group)
+
+
+@hopper
+@pytest.mark.parametrize("connections", [1, 8])
+def test_hardware_queues_of_tiled_products(connections: int) -> None:
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
+    world = 4 if most_gpu_ranks() >= 4 else 2
+    run(world, _tiled_on_one_queue, device="cuda", fresh=True, env=env)
+
+
+@hopper
+def test_a_piece_that_never_comes() -> None:
+    found = run(2, _absent, 1, "tiled", device="cuda")[0]
+    first = found["first"]
+    assert isinstance(first, Failure) and first.type == "SignalTimeout", first
+    assert first.fields["peer"] == 1 and first.fields["rank"] == 0
+    assert "step 'all" in first.text, first.text
+    assert found["waited"] < PATIENCE_S + SLACK_S
+    assert_unusable(found)
+
+
+@hopper
+def test_a_host_that_runs_ahead_of_tiles_is_no_fault() -> None:
+    run(2, _late, "tiled:pieces=2", device="cuda")
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "words"),
+    [((20, 8), "bfloat16", "multiples of 8"), ((16, 8), "float32", "bfloat16 or float16")],
+)
+def test_tiled_products_are_refused_by_name(sizes: tuple[int, int], dtype: str, words: str) -> None:
+    case = equal(2, 16, *sizes, dtype=dtype, schedule="tiled")
+    for found in run(2, _refusal, case, device="cuda"):
+        assert found.type == "NotImplementedError" and words in found.text, found
+
+
+def _refusal(at: Rank, case: Case) -> Any:
+    made = make(at, case, 0)
+    found = caught(lambda: call(case, made.a, made.b))
+    exact(at, case.on(schedule="growing"), 1)
+    return found
+
+
 # The end of a process.
 
 SCRIPT = """
@@ -1122,9 +1274,13 @@ import torch.distributed as dist
 import ficco
 
 how = sys.argv[1]
-rank = int(os.environ["RANK"])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+rank, gpus = int(os.environ["RANK"]), torch.cuda.device_count()
+torch.cuda.set_device(rank % gpus)
+if gpus < int(os.environ["WORLD_SIZE"]):  # ranks share GPUs, which NCCL refuses
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 a, b = torch.ones(8, 16, device="cuda"), torch.ones(16, 4, device="cuda")
 for schedule in ("serial", "growing:pull", "hetero-fused-1d:copy=2"):
     y = ficco.all_gather_matmul(a, b, schedule=schedule)

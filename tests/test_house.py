@@ -34,6 +34,7 @@ LAYERS = (
     # Above this line devices, process groups and clocks begin.
     ("accelerator",),
     ("hip_kernels",),
+    ("tiled",),
     ("dma",),
     ("options",),
     ("board",),
@@ -86,6 +87,7 @@ VENDOR_MODULE = re.compile(r"(cuda|cublas|hip)")
 VENDORS_ALLOWED = {
     "dma": "the engines",
     "hip_kernels": "the kernels, and the name of the folder",
+    "tiled": "a kernel for one vendor's devices",
     "machine": "data of a machine",
     "doctor": "prints what a machine has",
 }

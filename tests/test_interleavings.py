@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 from cases import gathered_bytes
 
-from ficco.plan import Plan, PlanError, Product, Reduction, Region, Step, check
+from ficco.plan import Plan, PlanError, Product, Reduction, Region, Step, check, in_parts
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans
 
@@ -68,7 +68,8 @@ class Rank:
 
     def begin(self, inputs: Inputs, one_queue: bool) -> None:
         self.call += 1
-        self.plan = self.calls[self.call]
+        # Parts of a product, where some wait, in any order that their signals allow.
+        self.plan = in_parts(self.calls[self.call], concurrent=not one_queue)
         self.b = inputs.b[self.plan.rank]
         self.memory["a"] = inputs.a[self.plan.rank].copy()
         for buffer in self.plan.buffers:

@@ -402,6 +402,7 @@ def _again(at: Rank, schedule: str, captured: bool) -> None:
 
     step: Callable[[], None] = call
     if captured:
+        torch.mm(a, b)  # cuBLAS allocates on its first call, which no capture allows
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from cases import _hash, _span, compare
 from disturbance import Disturbance, disturb
-from ranks import Rank, ranks, run
+from ranks import Rank, ranks, run, serves_tiled
 
 import ficco
 from ficco.errors import FiccoError
@@ -50,6 +50,8 @@ KNOBS = (
     "beta",
     "pieces=2,tail=3,copy=2,compute=2,beta",
 )
+#: One product that waits, or tells, inside.
+TILED = ("tiled", "tiled:pieces=3,order=piece", "tiled:pieces=2,tail=3,pull", "tiled:pieces=3+1")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -167,11 +169,12 @@ def rows_for(operator: str, world: int, kind: str) -> tuple[Any, ...]:
     return found
 
 
-def schedules_of(operator: str) -> list[str]:
-    """Every named schedule with every set of knobs that it takes."""
-    found = ["serial:collective"]
+def schedules_of(operator: str, tiled: bool = False) -> list[str]:
+    """Every named schedule with every set of knobs that it takes; ``tiled``: also where a product
+    waits inside."""
+    found = ["serial:collective", *(TILED if tiled and operator not in INNER else ())]
     for name, base in NAMED.items():
-        for knobs in KNOBS:
+        for knobs in KNOBS if name != "tiled" else ():
             beta = "beta" in knobs or base.beta
             if (beta or name == "one-shot") and operator not in SUMS:
                 continue
@@ -188,7 +191,9 @@ def device() -> str:
     return "cpu"
 
 
-def every_schedule(operator: str, world: int, dtypes: Sequence[str]) -> list[Case]:
+def every_schedule(
+    operator: str, world: int, dtypes: Sequence[str], tiled: bool = False
+) -> list[Case]:
     """A case of each schedule of the space, its rows, sizes and dtype drawn."""
     chance = random.Random(f"{operator} {world}")
     return [
@@ -201,14 +206,15 @@ def every_schedule(operator: str, world: int, dtypes: Sequence[str]) -> list[Cas
             schedule,
             chance.random() < 0.5,
         )
-        for schedule in schedules_of(operator)
+        for schedule in schedules_of(operator, tiled)
     ]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @ranks(1, 2, 3, 4)
 def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
-    cases = every_schedule(operator, world, DTYPES if device == "cpu" else DTYPES[:3])
+    dtypes = DTYPES if device == "cpu" else DTYPES[:3]
+    cases = every_schedule(operator, world, dtypes, serves_tiled(device))
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
@@ -398,19 +404,19 @@ def test_wrong_arguments_are_refused(device: str, what: str) -> None:
     run(2, _refused, what, device=device)
 
 
-def _mixed(at: Rank, calls: int, seed: int) -> int:
+def _mixed(at: Rank, calls: int, seed: int, tiled: bool) -> int:
     """Operators in any order on the same slots, as ranks must agree on by a common seed; on CPUs
     every copy is late by chance."""
     chance = random.Random(seed)
     with disturb(Disturbance(delay_s=0.002, seed=seed)):
-        return _in_any_order(at, calls, chance)
+        return _in_any_order(at, calls, chance, tiled)
 
 
-def _in_any_order(at: Rank, calls: int, chance: random.Random) -> int:
+def _in_any_order(at: Rank, calls: int, chance: random.Random, tiled: bool) -> int:
     for iteration in range(calls):
         operator = chance.choice(OPERATORS)
         rows = rows_for(operator, at.world, chance.choice(("equal", "ragged", "few", "sparse")))
-        schedule = chance.choice(schedules_of(operator))
+        schedule = chance.choice(schedules_of(operator, tiled))
         sizes = chance.choice((8, 24)), chance.choice((8, 40))
         exact(at, Case(operator, rows, *sizes, "bfloat16", schedule), iteration)
     return calls
@@ -419,7 +425,8 @@ def _in_any_order(at: Rank, calls: int, chance: random.Random) -> int:
 @ranks(2, 4)
 def test_operators_in_any_order(device: str, world: int) -> None:
     calls = 100 if device == "cpu" else 400
-    assert run(world, _mixed, calls, world, device=device) == [calls] * world
+    tiled = serves_tiled(device)
+    assert run(world, _mixed, calls, world, tiled, device=device) == [calls] * world
 
 
 def _capped(at: Rank, operator: str, schedule: str) -> list[int]:

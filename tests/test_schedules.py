@@ -31,6 +31,8 @@ PIECES = st.one_of(
 def schedules(draw: st.DrawFn) -> Schedule:
     base = NAMED[draw(st.sampled_from(list(NAMED)))]
     ring, one_shot = base.grouping == "ring", base.grouping == "one-shot"
+    tiled = base.grouping == "tiled"
+    movers = ["kernel"] if one_shot else ["dma"] if tiled else ["dma", "kernel"]
     return Schedule(
         uniform=base.uniform,
         grouping=base.grouping,
@@ -39,10 +41,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
         tail=draw(st.integers(1, 4)),
         order=draw(st.sampled_from(["piece", "peer"])),
         pull=one_shot or (draw(st.booleans()) and not ring),
-        mover="kernel" if one_shot else draw(st.sampled_from(["dma", "kernel"])),
+        mover=draw(st.sampled_from(movers)),
         copy=draw(st.integers(1, 3)),
-        compute=draw(st.integers(1, 3)),
-        beta=ring or (draw(st.booleans()) and not base.uniform),
+        compute=draw(st.integers(1, 1 if tiled else 3)),
+        beta=ring or (draw(st.booleans()) and not base.uniform and not tiled),
     )
 
 
@@ -98,6 +100,11 @@ def test_bad_names_say_what_is_wrong(name: str, words: str) -> None:
         ({"mover": "hand"}, "mover: required one of dma"),
         ({"grouping": "growing", "dims": 2}, "use the grouping fused or unfused"),
         ({"grouping": "shrinking", "uniform": True}, "use the grouping fused or unfused"),
+        *[
+            ({"grouping": "tiled", **fields}, "tiled: required uniform=False, dims=1")
+            for fields in ({"uniform": True}, {"dims": 2}, {"compute": 2}, {"beta": True})
+        ],
+        ({"grouping": "tiled", "mover": "kernel"}, "tiled: required mover='dma'"),
         ({"pieces": ()}, "positive"),
         ({"pieces": -1}, "positive"),
     ],
@@ -127,6 +134,8 @@ def test_what_adds_to_sums_is_refused_where_there_are_none(name: str, operator: 
         problem = Problem(operator, (4, 4), 8, 8, "float32")
     schedule = Schedule.parse(name)
     assert bool(refusal(problem, schedule)) != OPERATORS[operator].sums
+    inner = OPERATORS[operator].inner
+    assert ("tiled is for" in refusal(problem, Schedule.parse("tiled"))) == inner
     assert not refusal(problem, Schedule.parse("growing"))
     if OPERATORS[operator].sums:
         check(plans(problem, schedule))

@@ -12,12 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, ranks, run
-from stages import Chained, Scaled, announced, chained, gated, scaled
+from stages import Chained, Scaled, chained, scaled
 from test_cpu_engine import at_rest, engine, slot_for
 
+from ficco import schedules
 from ficco.dma.engine import Call, Capabilities
+from ficco.dma.tiles import work_of
 from ficco.machine import find
-from ficco.plan import Plan, PlanError, Product, Step, Transfer, check, in_parts, render
+from ficco.plan import (
+    Plan,
+    PlanError,
+    Product,
+    Step,
+    Transfer,
+    check,
+    in_parts,
+    product_rows,
+    render,
+)
 from ficco.plan.model import Region
 from ficco.problem import Problem
 from ficco.runtime import compile
@@ -51,7 +63,7 @@ SCALED = (
     "uniform-fused-2d:pieces=2",
     "hetero-unfused-2d:pieces=3",
 )
-ONE_PRODUCT = ("shard-overlap", "hetero-unfused-1d:pieces=2", "uniform-unfused-1d:pieces=3")
+TILED = ("tiled", "tiled:pieces=2,order=piece", "tiled:pieces=3+2+1,pull", "tiled:tail=2,copy=2")
 ROWS = {1: (9,), 2: (8, 8), 3: (5, 0, 12), 4: (16,) * 4}
 
 
@@ -63,15 +75,48 @@ def summed(rows: tuple[int, ...], dtype: str = "bfloat16") -> Problem:
     return Problem("matmul_reduce_scatter", rows, 12, 16, dtype)
 
 
+def tiled(problem: Problem, name: str = "tiled") -> list[Plan]:
+    return schedules.plans(problem, schedules.Schedule.parse(name))
+
+
 def every_plan(rows: tuple[int, ...]) -> list[list[Plan]]:
     chain = Chained(rows, 8, 12, 16)
     factors = Scaled(rows, 12, 16)
     return [
         *(chained(chain, *names) for names in CHAINS),
         *(scaled(factors, name) for name in SCALED),
-        *(gated(gathered(rows), name) for name in ONE_PRODUCT),
-        *(announced(summed(rows), name) for name in ONE_PRODUCT),
+        *(tiled(gathered(rows), name) for name in TILED),
+        *(tiled(summed(rows), name) for name in TILED),
     ]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_tiles_wait_for_the_rows_that_a_plan_says(world: int) -> None:
+    """The work of a launch gates and announces the rows that the parts of its step do."""
+    problems = (replace(one, n=16) for one in (gathered(ROWS[world]), summed(ROWS[world])))
+    for problem in problems:
+        for name in TILED:
+            for plan in tiled(problem, name):
+                (step,) = (one for one in plan.steps if not one.whole)
+                work, began = work_of(plan, step), 0
+                rows: dict[tuple[str, int], set[int]] = {}
+                for number, count in enumerate(work.rows):
+                    for kind, column in (("gates", work.gates), ("announces", work.announces)):
+                        for signal, spans in enumerate(column):
+                            found = rows.setdefault((kind, signal), set())
+                            for product, first, last in spans:
+                                assert first < last <= work.rows[product]
+                                if product == number:
+                                    found.update(range(began + first, began + last))
+                    began += count
+                numbers = [
+                    row for product in step.products for row in range(*product_rows(plan, product))
+                ]
+                for (kind, signal), found in rows.items():
+                    one = getattr(step, kind)[signal]
+                    assert {numbers[row] for row in found} == set(range(one.first, one.last))
+                assert len(rows) == len(step.gates) + len(step.announces)
+                assert list(work.opens) == sorted(work.opens)
 
 
 @pytest.mark.parametrize("world", ROWS)
@@ -93,7 +138,8 @@ def test_they_are_simulated_and_drawn() -> None:
             timeline = simulate(plans, machine, mode)
             assert 0 < timeline.stop_s < 1
             bars = {bar.label for bar in timeline.ranks[0] if bar.kind != "wait"}
-            assert bars.issuperset(step.label for step in plans[0].steps)
+            labels = {step.label for step in in_parts(plans[0]).steps}
+            assert bars >= labels
         text = render(plans[0])
         assert "compute0 |" in text and "copy0" in text
 
@@ -117,7 +163,7 @@ def test_one_product_that_is_gated_waits_less_than_a_whole_one() -> None:
     """Its rows are multiplied as they arrive."""
     machine = find("h200-4", None)
     problem = Problem("all_gather_matmul", (4096,) * 4, 4096, 4096, "bfloat16")
-    plans = gated(problem, "shard-overlap")
+    plans = tiled(problem)
     whole = [
         replace(
             plan,
@@ -370,7 +416,7 @@ def without_gate(step: Step) -> Step:
 
 
 def test_rows_without_their_gate_are_caught() -> None:
-    plans = gated(gathered((16,) * 4), "hetero-unfused-1d:pieces=2")
+    plans = tiled(gathered((16,) * 4))
     last = next(step for step in plans[2].steps if step.gates).gates[-1]
     broken = edited(plans, 2, without_gate)
     broken = edited(
@@ -381,7 +427,7 @@ def test_rows_without_their_gate_are_caught() -> None:
 
 
 def test_gates_of_other_rows_are_caught() -> None:
-    plans = gated(gathered((16,) * 4), "hetero-unfused-1d:pieces=2")
+    plans = tiled(gathered((16,) * 4))
 
     def swapped(step: Step) -> Step:
         if not step.gates:
@@ -399,7 +445,7 @@ def test_gates_of_other_rows_are_caught() -> None:
 @pytest.mark.parametrize("rows", [(0, 0), (0, 8)])
 def test_blocks_announced_too_early_are_caught(rows: tuple[int, int]) -> None:
     """A signal for other rows than those that the copy sends."""
-    plans = announced(summed((16,) * 4), "shard-overlap")
+    plans = tiled(summed((16,) * 4))
     wrong = next(step for step in plans[1].steps if step.announces).announces[-1]
 
     def renamed(step: Step) -> Step:
@@ -419,7 +465,7 @@ def test_blocks_announced_too_early_are_caught(rows: tuple[int, int]) -> None:
 def test_a_tile_that_waits_for_a_later_one_is_a_deadlock() -> None:
     """The rows for a peer wait for what the peer sends only after it got them."""
     problem = gathered((16,) * 2)
-    plans = gated(problem, "shard-overlap")
+    plans = tiled(problem)
     check(plans)
 
     def copy_last(plan: Plan) -> Plan:
@@ -464,14 +510,14 @@ BROKEN_GATES: dict[str, tuple[Callable[[Step], Step], str]] = {
 @pytest.mark.parametrize("rank", [0, 3])
 def test_broken_products_with_gates_are_caught(what: str, rank: int) -> None:
     edit, words = BROKEN_GATES[what]
-    plans = gated(gathered((16,) * 4), "shard-overlap")
+    plans = tiled(gathered((16,) * 4))
     with pytest.raises(PlanError, match=words):
         check(edited(plans, rank, edit))
 
 
 def test_a_step_does_not_run_on_the_lane_of_a_part() -> None:
     """There it would come after rows of a product without waiting for them."""
-    plans = announced(summed((16,) * 4), "shard-overlap")
+    plans = tiled(summed((16,) * 4))
     steps = list(plans[1].steps)
     i = next(i for i, step in enumerate(steps) if step.op == "copy")
     told = steps[i].waits
@@ -581,7 +627,7 @@ def test_factors_of_rows_have_the_numbers_with_which_they_land(landed: int) -> N
 
 
 def test_parts_of_batches_are_refused_by_name() -> None:
-    (plan, *_) = gated(gathered((16,) * 4), "hetero-unfused-1d:pieces=2")
+    (plan, *_) = tiled(gathered((16,) * 4))
     index = next(i for i, step in enumerate(plan.steps) if step.gates)
     step = plan.steps[index]
     batch = step._replace(products=(step.products[0]._replace(batch=2),))
@@ -600,7 +646,7 @@ GPU: Any = SimpleNamespace(
 
 
 def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
-    (plan, *_) = gated(gathered((16,)), "shard-overlap")
+    (plan, *_) = tiled(gathered((16,)), "shard-overlap")
     strange = replace(plan, steps=(Step("attend", "compute0", "new"),))
     machine = find("h200-4", None)
     readers: dict[str, Callable[[Plan], object]] = {
@@ -697,8 +743,8 @@ def test_scaled_products_are_exact(world: int) -> None:
 def exact_parts(at: Rank, rows: tuple[int, ...]) -> None:
     begin = sum(rows[: at.rank])
     mine = slice(begin, begin + rows[at.rank])
-    gathers = [gated(gathered(rows, "float32"), name)[at.rank] for name in ONE_PRODUCT]
-    scatters = [announced(summed(rows, "float32"), name)[at.rank] for name in ONE_PRODUCT]
+    gathers = [tiled(gathered(rows, "float32"), name)[at.rank] for name in TILED]
+    scatters = [tiled(summed(rows, "float32"), name)[at.rank] for name in TILED]
     with engine() as made:
         slot = slot_for(made, gathers + scatters)
         for turn, plan in enumerate(gathers + scatters):
@@ -722,7 +768,7 @@ def test_gated_and_announced_rows_are_exact(world: int) -> None:
 
 
 def test_an_engine_without_partial_signals_says_so() -> None:
-    (plan, *_) = gated(gathered((16,) * 2), "shard-overlap")
+    (plan, *_) = tiled(gathered((16,) * 2))
     with pytest.raises(NotImplementedError, match="gpu engine does not offer signals that gate"):
         compile(plan, GPU, None)
     (plan, *_) = scaled(Scaled((16,), 12, 16), "serial")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ficco.bench.cases import OPERATOR
+from ficco.dma.engine import Engine
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
@@ -106,8 +107,10 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchC
     return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
-def of_problem(chosen: Iterable[BenchCandidate], problem: Problem) -> tuple[BenchCandidate, ...]:
-    """The candidates that a problem's operator has."""
+def of_problem(
+    chosen: Iterable[BenchCandidate], problem: Problem, engine: Engine | None = None
+) -> tuple[BenchCandidate, ...]:
+    """The candidates that a problem's operator has, of those that an engine offers."""
     available: dict[BenchCandidate, None] = {}
     for one in chosen:
         if one == COMPARED:
@@ -116,7 +119,7 @@ def of_problem(chosen: Iterable[BenchCandidate], problem: Problem) -> tuple[Benc
             available |= dict.fromkeys(map(parse, there))
         elif problem.operator in (one.operators or OPERATORS):
             available[one] = None
-    return tuple(one for one in available if not refused(one, problem))
+    return tuple(one for one in available if not refused(one, problem, engine))
 
 
 def named_again(
@@ -135,7 +138,7 @@ def named_again(
     return {plain[one]: plain[first] for one, first in same.items() if one != first}
 
 
-def refused(candidate: BenchCandidate, problem: Problem) -> str:
+def refused(candidate: BenchCandidate, problem: Problem, engine: Engine | None = None) -> str:
     """Why a problem cannot be served by a candidate's schedule; empty if it can."""
     if not candidate.ours:
         return ""
@@ -145,7 +148,8 @@ def refused(candidate: BenchCandidate, problem: Problem) -> str:
         )
     if candidate.schedule == "auto":
         return ""
-    return refusal(problem, Schedule.parse(candidate.schedule))
+    schedule = Schedule.parse(candidate.schedule)
+    return refusal(problem, schedule) or (engine.refuses(problem, schedule) if engine else "")
 
 
 # The movement of a problem without its product.

@@ -27,6 +27,7 @@ from ficco.launch import local_device
 from ficco.machine import find
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
+from ficco.workspace import workspace_of
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.
 KNOBS = (
@@ -71,7 +72,8 @@ def demo(device_name: str, out: Path | None) -> int:
     device = local_device(device_name)
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
-    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem)
+    engine = workspace_of(group, device).engine
+    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem, engine)
     if first:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)

@@ -31,7 +31,7 @@ from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.launch import local_device
 from ficco.timeline import dumps
-from ficco.workspace import SLOTS
+from ficco.workspace import SLOTS, workspace_of
 
 Tick = Callable[[str], None]
 
@@ -107,7 +107,8 @@ class Bench:
             return [{**self._shape(case), "status": "skipped", "note": why}]
         problem = case.problem(self.world)
         operands = Operands(problem, self.rank, self.device)
-        candidates = of_problem(self.settings.candidates, problem)
+        engine = workspace_of(self.watch.group, self.device).engine
+        candidates = of_problem(self.settings.candidates, problem, engine)
         again = named_again(candidates, problem)
         candidates = tuple(one for one in candidates if one not in again)
         title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"

@@ -8,6 +8,7 @@ follows it on the same path.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ except ImportError as error:
     ) from error
 
 from ficco.hip_kernels.cuda_binding import check
+from ficco.tiled.kernel import TiledProducts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -328,6 +330,28 @@ class CudaDriver(Driver):
             "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; "
             "leave the knob out"
         )
+
+    @cached_property
+    def untiled(self) -> str:  # type: ignore[override]
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if (major, minor) != (9, 0):
+            return f"a product whose tiles wait needs compute capability 9.0, not {major}.{minor}"
+        if not can_compile("cuda"):
+            return "a product whose tiles wait could not be compiled: there is no nvrtc, nor nvcc"
+        return ""
+
+    @cached_property
+    def shared(self) -> bool:  # type: ignore[override]
+        # PyTorch refuses ranks that share a GPU unless it is told to expect them.
+        return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+
+    @cached_property
+    def _tiled(self) -> TiledProducts:
+        with self.aside():
+            return TiledProducts(self.index)
+
+    def tiled(self) -> TiledProducts:
+        return self._tiled
 
     @cached_property
     def _adder(self) -> CublasLt | None:

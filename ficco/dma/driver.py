@@ -10,7 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -18,6 +18,9 @@ from ficco.dma.blas import library
 from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.hip_kernels import Kernels
+
+if TYPE_CHECKING:  # it needs cuda-bindings
+    from ficco.tiled.kernel import TiledProducts
 
 #: Bytes of a signal word.
 WORD = 4
@@ -336,6 +339,15 @@ class Driver(ABC):
         """
 
     # Optional.
+
+    #: Why there is no product whose tiles wait; empty if there is one.
+    untiled: str = "there is no product whose tiles wait for this GPU"
+    #: Ranks share this GPU, so that copies between them are kernels.
+    shared: bool = False
+
+    def tiled(self) -> TiledProducts:
+        """The product whose tiles wait."""
+        raise self._lacks("product whose tiles wait")
 
     def add_product(
         self,

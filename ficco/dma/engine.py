@@ -20,6 +20,8 @@ from ficco.dma.collectives import Collectives
 from ficco.errors import BackendError
 from ficco.machine import Fingerprint
 from ficco.plan import Plan, Product, Reduction, Signal, Step, Transfer
+from ficco.problem import Problem
+from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,6 +41,7 @@ class Capabilities:
         accumulate: how partial sums of column pieces are accumulated, and what memory that costs.
         capture: whether calls can be captured in a graph.
         partial_signals: whether signals may gate or announce rows of a product.
+        tiles: whether such a product is one launch, whose tiles wait and tell.
         scaled: whether products may be scaled.
         functions: elementwise functions that a place may apply.
     """
@@ -52,6 +55,7 @@ class Capabilities:
     accumulate: str
     capture: bool
     partial_signals: bool = False
+    tiles: bool = False
     scaled: bool = False
     functions: tuple[str, ...] = ()
 
@@ -332,6 +336,10 @@ class Engine(ABC):
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         """Enqueue matrix products of the vendor's library."""
 
+    def tiled(self, program: Program, step: int) -> Op:
+        """Enqueue the products of a step whose signals gate or announce rows, as one launch."""
+        raise NotImplementedError(f"the {self.name} engine has no product whose tiles wait")
+
     @abstractmethod
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         """Add parts in float32, in their order, and round once."""
@@ -369,6 +377,21 @@ class Engine(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    def refuses(self, problem: Problem, schedule: Schedule) -> str:
+        """Why this engine cannot carry out a schedule; empty if it can."""
+        if schedule.mover not in (*self.capabilities().movers, "collective"):
+            return (
+                f"schedule {schedule}: the {self.name} engine has no mover {schedule.mover!r} yet; "
+                "leave the knob out"
+            )
+        if schedule.grouping == "tiled" and (why := self.untiled(problem, schedule)):
+            return f"schedule {schedule}: {why}; take another schedule"
+        return ""
+
+    def untiled(self, problem: Problem, schedule: Schedule) -> str:
+        """Why no product whose tiles wait can serve a problem; empty if one can."""
+        return ""
 
     @abstractmethod
     def copy_engines(self) -> int | None:

@@ -66,10 +66,14 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.replays import Replays
+from ficco.dma.tiles import SHARED_SPARE, TiledStep
 from ficco.dma.watch import MAX_WATCHED, Flights, Places, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+from ficco.tiled.worklist import MAX_GATES
 from ficco.warn import warn_once
 
 if TYPE_CHECKING:
@@ -82,6 +86,8 @@ CLOSE_S = 3.0
 READ_S = 2.0
 #: Seconds between two attempts to free stuck streams.
 FREE_S = 0.01
+#: Products of a step whose tiles wait: the own rows, those before and those after them.
+TILED_PRODUCTS = 3
 
 
 def wanted(signal: Signal) -> int:
@@ -482,6 +488,20 @@ class GpuEngine(StreamEngine):
 
         return self._on_lane(program, step, parts[0] if len(parts) == 1 else op)
 
+    def tiled(self, program: Program, step: int) -> Op:
+        one, places = program.plan.steps[step], self._buffers(program)
+        gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
+        late = self.watched + 2 * MAX_WATCHED * WORD
+        spare = SHARED_SPARE if self.driver.shared else 0
+        with self.driver.aside():
+            made = TiledStep(
+                self.driver.tiled(),
+                *(program.plan, one, places, gates, words, late, spare),
+                None if program.slot and program.slot.captured else self.driver.event(),
+            )
+        program.state.setdefault("before", []).append(made.prepare)
+        return made
+
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         places, batch = self._buffers(program), product.batch
         right = places.view(product.b)
@@ -554,6 +574,10 @@ class GpuEngine(StreamEngine):
                 lanes = self._lanes[key] = Lanes(self.driver, caller, self._streams[key[1]])
         call.state = lanes
         run = program.state.get("run") or self._run(program)
+        if run.before:
+            with self.driver.aside():
+                for prepare in run.before:
+                    prepare(call)
         if slot is None:
             return enqueue(run, call)
         state: SlotState = slot.state
@@ -566,7 +590,8 @@ class GpuEngine(StreamEngine):
         try:
             # Calls that share nothing are collectives, and traced ones are looked at step by step.
             replays = bool(slot.words) and "base" not in program.state
-            replays = replays and self.replays and self.replayed.possible
+            # A recorded launch of tiles that wait could not come after others of this process.
+            replays = replays and self.replays and self.replayed.possible and not run.before
             self._by_events(run, call, key[0], state, replays)
             # What peers are told is no business of the caller's stream.
             state.watch.end(flight, lanes["sync" if run.tail else "compute0"])
@@ -635,7 +660,9 @@ class GpuEngine(StreamEngine):
                 told = by_launches(body, begin, tail, kernels, self._words(program).own)
                 if told is not None:
                     (body, tail), begin, tail_lane = told, None, "compute0"
-        run = program.state["run"] = Run(body, begin, tail, tail_lane, lanes)
+        run = program.state["run"] = Run(
+            body, begin, tail, tail_lane, lanes, tuple(program.state.get("before", ()))
+        )
         return run
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
@@ -692,7 +719,7 @@ class GpuEngine(StreamEngine):
         late = [
             Missing(index, signal, wanted(signal), words[signal.word])
             for index, step in enumerate(steps)
-            for signal in step.waits
+            for signal in (*step.waits, *step.gates)
             if words[signal.word] != wanted(signal)
         ]
         # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
@@ -784,7 +811,20 @@ class GpuEngine(StreamEngine):
             products=self.driver.products(),
             accumulate="float32 sums of m x n by " + accumulation(),
             capture=means.captures,
+            partial_signals=not self.driver.untiled,
+            tiles=not self.driver.untiled,
         )
+
+    def untiled(self, problem: Problem, schedule: Schedule) -> str:
+        if why := self.driver.untiled:
+            return why
+        cut = schedule.pieces or self.world
+        pieces = cut if isinstance(cut, int) else len(cut)
+        most = pieces * (self.world - 1) + schedule.tail - 1
+        if most > MAX_GATES:
+            return f"a product waits for at most {MAX_GATES} pieces, got {most}"
+        dtype = getattr(torch, problem.dtype)
+        return self.driver.tiled().serves(dtype, TILED_PRODUCTS, problem.n, problem.k)
 
     def copy_engines(self) -> int | None:
         return self.driver.copy_engines()

@@ -26,11 +26,11 @@ KERNEL_WAIT_S = 86400.0
 class Run:
     """A program as :meth:`GpuEngine.execute` goes through it.
 
-    ``body`` is what the caller's stream waits for, ``tail`` what peers are told afterwards, on the
-    lane ``tail_lane``; ``lanes`` run concurrently with the caller's stream. Of a call that is
-    watched by words, ``begin`` and ``tail`` tell the watchdog, too, where no launch in the body
-    does. ``recorded`` holds recordings of the body, by where the operands lie, ``seen`` where they
-    lay once.
+    ``before`` is done before anything is enqueued. ``body`` is what the caller's stream waits for,
+    ``tail`` what peers are told afterwards, on the lane ``tail_lane``; ``lanes`` run concurrently
+    with the caller's stream. Of a call that is watched by words, ``begin`` and ``tail`` tell the
+    watchdog, too, where no launch in the body does. ``recorded`` holds recordings of the body, by
+    where the operands lie, ``seen`` where they lay once.
     """
 
     body: list[Op]
@@ -38,6 +38,7 @@ class Run:
     tail: list[Op]
     tail_lane: str
     lanes: tuple[str, ...]
+    before: tuple[Op, ...] = ()
     recorded: dict[Any, Recording] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 

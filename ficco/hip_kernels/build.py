@@ -70,16 +70,18 @@ def source() -> str:
     return kernels.replace(include, (HERE / "device.h").read_text().replace("#pragma once\n", ""))
 
 
-def compiled(target: Target, folder: Path | None = None) -> bytes:
+def compiled(target: Target, folder: Path | None = None, text: str | None = None) -> bytes:
     """The kernels for a target: from the cache, or from the first compiler that can do it.
 
     Args:
+        text: the source; by default that of this package's kernels.
         folder: the cache; by default ``kernels/`` in the user's cache folder.
 
     Raises:
         BackendError: no compiler is installed, or none could compile them.
     """
     folder = folder or cache_dir() / "kernels"
+    text = text or source()
     failure = None
     missing = []
     for finder in FINDERS[target.vendor]:
@@ -88,12 +90,12 @@ def compiled(target: Target, folder: Path | None = None) -> bytes:
         except CompilerNotFound as error:
             missing.append(str(error))
             continue
-        path = folder / f"{_name(target, compiler)}.bin"
+        path = folder / f"{_name(text, target, compiler)}.bin"
         image = _load(path)
         if image is not None:
             return image
         try:
-            image = compiler.run(source(), target.arch)
+            image = compiler.run(text, target.arch)
         except BackendError as error:
             failure = failure or error
             continue
@@ -121,8 +123,8 @@ def can_compile(vendor: str) -> bool:
 # The cache.
 
 
-def _name(target: Target, compiler: Compiler) -> str:
-    parts = (source(), target.vendor, target.arch, compiler.name, compiler.version)
+def _name(text: str, target: Target, compiler: Compiler) -> str:
+    parts = (text, target.vendor, target.arch, compiler.name, compiler.version)
     digest = hashlib.sha256("\0".join((*parts, *NVCC, *CLANG)).encode()).hexdigest()
     arch = "".join(c if c.isalnum() or c in "_+-" else "." for c in target.arch)
     return f"{target.vendor}-{arch}-{digest[:24]}"

@@ -456,6 +456,7 @@ class Machine:
 
     Attributes:
         name: of the file, too.
+        gemm, tiled: products of the library, and the product whose tiles wait for signals.
         all_gather, reduce_scatter, all_to_all, all_reduce: the vendor's, see :meth:`exchange`.
         accelerator: name of the device as its driver gives it; the fingerprint of a host is this
             and ``ranks``.
@@ -477,6 +478,7 @@ class Machine:
     all_to_all: Collective | None = None
     all_reduce: Collective | None = None
     gemm: Gemm | None = None
+    tiled: Gemm | None = None
     memory: Memory | None = None
     contention: Contention | None = None
     host: Host | None = None

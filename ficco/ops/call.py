@@ -150,7 +150,8 @@ def run_traced(
     schedule: str | Schedule,
     rows: Rows = None,
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
-    """One call that records when each step of its Plan ran on this rank; waits for its end."""
+    """One call that records when each step ran on this rank; waits for its end. The Plan is as the
+    engine carried it out, perhaps in parts (:func:`ficco.plan.in_parts`)."""
     workspace = _workspace(group, a, b, operator)
     try:
         cached, call = _begin(workspace, operator, a, b, schedule, rows, False)
@@ -163,7 +164,7 @@ def run_traced(
         program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
         try:
             _execute(workspace, program, call)
-            spans = workspace.engine.spans(program, call)
+            plan, spans = program.plan, workspace.engine.spans(program, call)
         finally:
             if slot is not None:
                 slot.programs.pop(program.number, None)
@@ -171,7 +172,7 @@ def run_traced(
     except BaseException as error:
         workspace.end(error)
         raise
-    return call.tensors["out"], cached.plan, spans
+    return call.tensors["out"], plan, spans
 
 
 def _execute(workspace: Workspace, program: Program, call: Call) -> None:

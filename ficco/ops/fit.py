@@ -42,7 +42,7 @@ def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int 
 
     Raises:
         ValueError: it cannot keep to the cap.
-        NotImplementedError: the engine lacks the schedule's mover.
+        NotImplementedError: the engine lacks the schedule's mover, or a product whose tiles wait.
         FiccoError: it takes a collective of a group that can have no more.
     """
     try:
@@ -64,11 +64,8 @@ def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: i
 
 def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:
     engine = workspace.engine
-    if schedule.mover not in (*engine.capabilities().movers, "collective"):
-        raise NotImplementedError(
-            f"schedule {schedule}: the {workspace.name} engine has no mover {schedule.mover!r} "
-            "yet; leave the knob out"
-        )
+    if why := engine.refuses(problem, schedule):
+        raise NotImplementedError(why)
     whole = plan(problem, schedule, engine.rank, packs_columns=engine.packs_columns)
     if whole.collective and engine.out_of_step:
         raise FiccoError(

@@ -15,7 +15,7 @@ from ficco.plan.model import (
     aligned,
     unknown,
 )
-from ficco.plan.parts import in_parts
+from ficco.plan.parts import in_parts, product_rows
 from ficco.plan.render import render
 from ficco.specification import Buffer
 
@@ -34,6 +34,7 @@ __all__ = [
     "aligned",
     "check",
     "in_parts",
+    "product_rows",
     "render",
     "together",
     "unknown",

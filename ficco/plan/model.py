@@ -68,8 +68,8 @@ class Signal(NamedTuple):
 
     Attributes:
         slot: distinguishes signals of a kind between the same ranks.
-        first, last: bounds of the rows that the signal gates, among those that its waiter receives
-            (:meth:`Problem.lands`).
+        first, last: bounds of the rows that the signal is about: of those that its waiter receives
+            (:meth:`Problem.lands`) or, of a product that it may fetch or send, of those.
     """
 
     kind: str
@@ -157,11 +157,14 @@ class Step(NamedTuple):
         after: indices of earlier steps of this rank, on other lanes, that must be complete first.
         gates: signals that each hold back a part of a matmul: the rows ``first`` to ``last`` of
             the product. The parts run in this order, rows that no signal holds back first.
-        announces: signals that are posted as soon as those rows of the product are complete.
+        announces: signals that are posted as soon as those rows of the product are complete, in
+            this order; rows that none is about are multiplied last.
         transfer: what a copy or place moves; a place may change the dtype.
         products: what a matmul computes.
         reduction: what a reduce adds up.
         mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
+        part: of a step that was taken apart (:func:`ficco.plan.in_parts`), which part it is, from 1
+            on; 0 for a step that is whole.
     """
 
     op: str
@@ -177,6 +180,7 @@ class Step(NamedTuple):
     reduction: Reduction | None = None
     gates: tuple[Signal, ...] = ()
     announces: tuple[Signal, ...] = ()
+    part: int = 0
 
     @property
     def whole(self) -> bool:

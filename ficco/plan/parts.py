@@ -20,11 +20,11 @@ class _Part(NamedTuple):
 def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
     """The same Plan, whose signals are waited for and posted by whole steps.
 
-    A step with ``gates`` or ``announces`` becomes a step for each gate, for each range of rows
-    between the bounds of its signals, and for each announcement. They follow each other on the
-    step's lane: rows that nothing gates, then each gate and the rows that it lets through. With
-    ``concurrent`` each has a lane of its own, such as ``compute0/1``, and comes only after what it
-    depends on. A kernel whose tiles wait one by one guarantees no more than that.
+    A step with ``gates`` or ``announces`` becomes a product for each range of rows between the
+    bounds of its signals. They follow each other on the step's lane: rows that nothing gates, then
+    those that each gate lets through, each in the order of the announcements. With ``concurrent``
+    each product, gate and announcement has a lane of its own, such as ``compute0/1``, and comes
+    only after what it depends on. A kernel whose tiles wait one by one guarantees no more.
 
     Raises:
         NotImplementedError: such a step is no matmul, a batch, or transposed.
@@ -43,13 +43,13 @@ def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
             forked = tuple(i for i in before if steps[i].lane != step.lane)
             steps.append(step._replace(after=after + forked))
         else:
-            for number, part in enumerate(_parts(plan, step)):
-                if concurrent:
-                    lane = f"{step.lane}/{number}"
-                    local = tuple(begin + i for i in part.after)
-                    steps.append(part.step._replace(lane=lane, after=after + before + local))
-                else:
-                    steps.append(part.step._replace(after=() if number else after))
+            parts = _parts(plan, step)
+            for number, part in enumerate(parts if concurrent else ()):
+                lane = f"{step.lane}/{number}"
+                local = tuple(begin + i for i in part.after)
+                steps.append(part.step._replace(lane=lane, after=after + before + local))
+            for number, one in enumerate(() if concurrent else _in_turn(parts)):
+                steps.append(one._replace(after=() if number else after, part=number + 1))
         became[len(became)] = latest[step.lane] = tuple(range(begin, len(steps)))
     return replace(plan, steps=tuple(steps))
 
@@ -81,7 +81,8 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
                 opened[gate] = len(parts)
                 parts.append(_Part(bare._replace(waits=(gate,)), first))
         made.append((row, row_stop, len(parts)))
-        matmul = bare._replace(op="matmul", products=(product,))
+        label = f"{step.label} {row}:{row_stop}"
+        matmul = bare._replace(op="matmul", label=label, products=(product,))
         parts.append(_Part(matmul, (*first, *(opened[gate] for gate in gates))))
     for gate in step.gates:  # also those that let no row through are waited for
         if gate not in opened:
@@ -92,6 +93,27 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
     if step.posts:
         parts.append(_Part(bare._replace(posts=step.posts), tuple(range(len(parts)))))
     return _announced_early(parts, len(step.announces) + bool(step.posts))
+
+
+def _in_turn(parts: list[_Part]) -> list[Step]:
+    """The parts one after the other. Products wait for the gates, and post the announcements, that
+    are next to them."""
+    steps: list[Step] = []
+    gates: tuple[Signal, ...] = ()
+    for step, _ in parts:
+        if step.op == "matmul":
+            steps.append(step._replace(waits=gates))
+            gates = ()
+        elif step.posts and steps and steps[-1].op == "matmul" and not gates:
+            steps[-1] = steps[-1]._replace(posts=steps[-1].posts + step.posts)
+        elif step.posts or step.clears:
+            steps.append(step._replace(waits=gates + step.waits))
+            gates = ()
+        else:
+            gates += step.waits
+    if gates:
+        steps.append(Step("sync", parts[0].step.lane, parts[0].step.label, waits=gates))
+    return steps
 
 
 def _announced_early(parts: list[_Part], last: int) -> list[_Part]:
@@ -107,13 +129,18 @@ def _announced_early(parts: list[_Part], last: int) -> list[_Part]:
     return [parts[i]._replace(after=tuple(place[j] for j in parts[i].after)) for i in order]
 
 
+def product_rows(plan: Plan, product: Product) -> tuple[int, int]:
+    """The bounds of a product's rows, by the numbers that signals have for them."""
+    first = plan.buffer[product.out.buffer].first
+    begin = product.out.row + (first[plan.rank] if first else 0)
+    return begin, begin + product.out.rows
+
+
 def _pieces(plan: Plan, step: Step) -> Iterator[tuple[int, int, Product]]:
     """The products of a step, cut at the bounds of its signals, with the numbers of their rows."""
     bounds = {bound for one in (*step.gates, *step.announces) for bound in (one.first, one.last)}
     for product in step.products:
-        first_row = plan.buffer[product.out.buffer].first
-        begin = product.out.row + (first_row[plan.rank] if first_row else 0)
-        end = begin + product.out.rows
+        begin, end = product_rows(plan, product)
         if begin >= end:
             yield begin, end, product
             continue
@@ -137,9 +164,11 @@ def _rows(product: Product, first: int, last: int) -> Product:
     )
 
 
-def _turn(step: Step, row: int, row_stop: int) -> int:
-    """After how many gates rows are multiplied."""
-    return max((i for i, gate in enumerate(step.gates, 1) if _meet(gate, row, row_stop)), default=0)
+def _turn(step: Step, row: int, row_stop: int) -> tuple[int, int]:
+    """Sort key of rows: after how many gates they are multiplied, and for which announcement."""
+    gates = [i for i, gate in enumerate(step.gates, 1) if _meet(gate, row, row_stop)]
+    told = [i for i, one in enumerate(step.announces) if _meet(one, row, row_stop)]
+    return max(gates, default=0), min(told, default=len(step.announces))
 
 
 def _meet(signal: Signal, row: int, row_stop: int) -> bool:

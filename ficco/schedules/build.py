@@ -14,6 +14,7 @@ from ficco.schedules.inner import InnerGatherStage
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.schedules.space import Schedule
+from ficco.schedules.tiled import TiledGatherStage, TiledScatterStage
 from ficco.specification import Buffer
 
 
@@ -57,6 +58,11 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
         return (
             f"schedule {schedule}: {what} is for operators that sum over ranks, which "
             f"{problem.operator} does not; leave it out"
+        )
+    if schedule.grouping == "tiled" and kind.inner:
+        return (
+            f"schedule {schedule}: tiled is for operators each of whose rows is one product, which "
+            f"{problem.operator} has not: its products add up to all rows; take another schedule"
         )
     return ""
 
@@ -108,9 +114,12 @@ def _plans(
         return [_whole(OneShotStage(summed, Builder(problem, rank))) for rank in ranks]
     if problem.kind.scatters:
         scattered = ScatterWorld(problem, schedule, words, packs_columns=packs_columns)
-        return [_whole(ScatterStage(scattered, Builder(problem, rank))) for rank in ranks]
+        scatter = TiledScatterStage if schedule.grouping == "tiled" else ScatterStage
+        return [_whole(scatter(scattered, Builder(problem, rank))) for rank in ranks]
     gathered = GatherWorld(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
     gather = InnerGatherStage if problem.kind.inner else GatherStage
+    if schedule.grouping == "tiled":
+        gather = TiledGatherStage
     return [_whole(gather(gathered, Builder(problem, rank))) for rank in ranks]
 
 

@@ -149,10 +149,14 @@ class GatherWorld(World):
         per_pair = max(terms, 2)
         self.data = words.block(per_pair)  # pull uses two of the words: for valid and done
         self.room = words.block(per_pair)  # of a ring
+        tiled = schedule.grouping == "tiled"
+        self.fetched = words.block(terms * (tiled and schedule.pull))  # of copies by the rank
         name = "staging" + suffix
         self.landing = [_Staging(arrivals, self.a.name, name) for arrivals in self.arrivals]
         needed = max(staging.rows for staging in self.landing) * problem.k * self.a.itemsize
         if cap is not None and needed > cap:
+            if tiled:
+                raise StagingTooSmall(_too_small(needed, "all pieces", self, cap), needed)
             self._make_rings(cap)
         self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
         self.source = self.a  # where copies read
@@ -196,11 +200,8 @@ class GatherWorld(World):
         pitch = max(staging.cols for staging in self.landing)
         stage_bytes = max(staging.rows for staging in self.landing) * pitch * self.a.itemsize
         if stage_bytes > cap:
-            raise StagingTooSmall(
-                f"workspace_bytes: required at least {stage_bytes} for one step of schedule "
-                f"{self.schedule} on {self.problem}, got {cap}; allow more or cut finer (pieces=)",
-                stage_bytes,
-            )
+            text = _too_small(stage_bytes, "one step", self, cap)
+            raise StagingTooSmall(f"{text} or cut finer (pieces=)", stage_bytes)
         for staging in self.landing:
             staging.set_stages(cap // max(staging.rows * pitch * self.a.itemsize, 1))
 
@@ -217,6 +218,13 @@ class GatherWorld(World):
                 for slot, (row, row_stop) in enumerate(rows)
             ]
         return self._of_units[kind, poster, waiter]
+
+
+def _too_small(needed: int, of: str, world: World, cap: int) -> str:
+    return (
+        f"workspace_bytes: required at least {needed} for {of} of schedule {world.schedule} on "
+        f"{world.problem}, got {cap}; allow more"
+    )
 
 
 class GatherStage(Stage):
@@ -287,17 +295,11 @@ class GatherStage(Stage):
     def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
         """The same group by group, for what follows: yields each group once it is multiplied,
         ``OWN`` for the own rows. ``tell``: what else to post to peers once slots are acquired."""
-        schedule = self.schedule
-        published: tuple[int, ...] = ()
-        if self.world.source is not self.world.a and self.problem.left_rows(self.me):
-            published = self._publish()
+        published = self._publish()
         if self._own_is_separate():
             self._multiply_own()
             yield OWN
-        begun = self._begun()
-        opening = {peer: begun[peer] + tell.get(peer, ()) for peer in self.peers}
-        self.acquired = self.builder.acquire(opening, published)
-        copies = self._pulls() if schedule.pull else self._pushes()
+        copies = self._open(tell, published)
         ahead = self.staging.stages or LOOKAHEAD
         for group in range(-ahead, max(len(self.groups), len(copies))):
             if 0 <= group < len(self.groups):
@@ -305,8 +307,17 @@ class GatherStage(Stage):
                 yield group
             if group + ahead < len(copies):
                 self._copy(group + ahead, copies[group + ahead])
-        if schedule.pull:
+        if self.schedule.pull:
             self._close_pull()
+
+    def _open(
+        self, tell: Mapping[int, tuple[Signal, ...]], published: tuple[int, ...]
+    ) -> list[list[Step]]:
+        """Take over the slots of the peers; returns the copies of each group."""
+        begun = self._begun()
+        opening = {peer: begun[peer] + tell.get(peer, ()) for peer in self.peers}
+        self.acquired = self.builder.acquire(opening, published)
+        return self._pulls() if self.schedule.pull else self._pushes()
 
     def silent(self) -> tuple[Signal, ...]:
         """The signals that the calls of peers without data for this rank have begun."""
@@ -445,7 +456,10 @@ class GatherStage(Stage):
         }
 
     def _publish(self) -> tuple[int, ...]:
+        """Copy A to where peers can read it, if they do not read it in place."""
         world, whole = self.world, (0, self.problem.left_rows(self.me), 0, self.problem.k)
+        if world.source is world.a or not self.problem.left_rows(self.me):
+            return ()
         here, there = (Region(name, self.me, *whole) for name in (world.a.name, world.source.name))
         move = Transfer(here, there)
         ends = [move]
@@ -462,10 +476,7 @@ class GatherStage(Stage):
             posts = tuple(self._done(self.me, peer) for peer in empty)
             if empty:
                 self.add(Step("sync", lane, "nothing to pull", waits=waits, posts=posts))
-        for (
-            lane,
-            peers,
-        ) in self.builder.copy_lanes():  # a separate loop: no wait comes before a post
+        for lane, peers in self.builder.copy_lanes():  # apart: no wait comes before a post
             waits = tuple(self._done(peer, self.me) for peer in peers)
             self.add(Step("sync", lane, "peers have read", waits=waits))
 
@@ -476,18 +487,26 @@ class GatherStage(Stage):
         return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
 
     def _multiply_own(self) -> None:
-        me, k = self.me, self.problem.k
-        first, last = self._block(me, me)
-        there = self.problem.leaves(me, me)
-        src = Region(self.world.a.name, me, there, there + last - first, 0, k)
-        self.add(Step("matmul", "compute0", "own", products=(self._own_product(src),)))
-        if self.problem.return_gathered:
-            self._place("compute0", src, Region("gathered", me, first, last, 0, k))
+        self.add(Step("matmul", "compute0", "own", products=(self._own_product(),)))
+        self._keep_own()
 
-    def _own_product(self, src: Region) -> Product:
-        rows, n = self._block(self.me, self.me), self.problem.n
+    def _own_product(self) -> Product:
+        rows, n, src = self._block(self.me, self.me), self.problem.n, self._own_rows()
         out = Region(self.world.out.name, self.me, *rows, 0, n)
         return Product(src, self._right(0, self.problem.k), out, scales=self._scales(src))
+
+    def _own_rows(self) -> Region:
+        """The rank's own rows in its operand."""
+        first, last = self._block(self.me, self.me)
+        there = self.problem.leaves(self.me, self.me)
+        return Region(self.world.a.name, self.me, there, there + last - first, 0, self.problem.k)
+
+    def _keep_own(self) -> None:
+        """Copy the own rows to their place in the gathered A, if that is asked for."""
+        if self.problem.return_gathered:
+            rows, k = self._block(self.me, self.me), self.problem.k
+            own = Region("gathered", self.me, *rows, 0, k)
+            self._place("compute0", self._own_rows(), own)
 
     def _right(self, first: int, last: int) -> Region:
         """Rows of the local b."""

@@ -97,7 +97,7 @@ def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]
     """The sets of peers that share groups, from peers in a given order."""
     if schedule.grouping == "fused":
         return [order]
-    if schedule.grouping == "unfused":
+    if schedule.grouping in ("unfused", "tiled"):
         return [[peer] for peer in order]
     turn = {peer: i for i, peer in enumerate(order)}
     sets = [sorted(s, key=turn.__getitem__) for s in siblings(rank, len(order) + 1)]

@@ -78,7 +78,8 @@ class InnerGatherStage(GatherStage):
         """Also if no rank has a row for this one: the product makes a result of zeros."""
         return super()._own_is_separate() or not self.problem.product_rows(self.me)
 
-    def _own_product(self, src: Region) -> Product:
+    def _own_product(self) -> Product:
+        src = self._own_rows()
         out = Region(self.product, self.me, 0, self.problem.k, 0, self.problem.n)
         return Product(src, self._right(*self._block(self.me, self.me)), out, transposed=True)
 

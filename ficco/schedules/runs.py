@@ -12,16 +12,25 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
     """The same products in as few calls of a library as possible."""
     if len(products) < 2:
         return tuple(products)
+    batches: list[_RowRun] = []
+    for run in _runs(products):
+        if not (batches and batches[-1].repeats(run)):
+            batches.append(run)
+    return tuple([run.whole() for run in batches])
+
+
+def contiguous(products: Iterable[Product]) -> tuple[Product, ...]:
+    """The same products; those of rows that follow each other become one."""
+    return tuple([run.whole() for run in _runs(products)])
+
+
+def _runs(products: Iterable[Product]) -> list[_RowRun]:
     runs: list[_RowRun] = []
     for product in products:
         kind = _kind(product)
         if not (runs and runs[-1].goes_on(product, kind)):
             runs.append(_RowRun(product, kind, product.a.row, product.out.row, product.a.rows))
-    batches = runs[:1]
-    for run in runs[1:]:
-        if not batches[-1].repeats(run):
-            batches.append(run)
-    return tuple([run.whole() for run in batches])
+    return runs
 
 
 def joined(products: Iterable[Product]) -> list[Product]:

@@ -46,9 +46,12 @@ class ScatterWorld(World):
         else:  # if some blocks have fewer pieces than others, some words stay unused
             arriving = [departures.group_count for departures in self.departures]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
-        self.arriving = words.block(max([1, *arriving]))
+        most = max([1, *arriving])
+        self.arriving = words.block(most)
         self.returned = words.block(max(returning))
         self.fetched = words.block(int(schedule.pull))
+        tiled = schedule.grouping == "tiled"
+        self.made = words.block(most * (tiled and not schedule.pull))
         self._first = [self._places(rank) for rank in ranks]
         self._received: dict[int, dict[int, list[Unit]]] = {}
         self._landings: dict[tuple[int, int, int], list[Region]] = {}
@@ -142,6 +145,8 @@ class ScatterWorld(World):
         if (kind, poster, waiter, owner) not in self._of_units:
             departures = self.departures[poster]
             units, begin = departures.of(owner), self.problem.lands(poster, owner)
+            if kind == "valid":  # of the product at the poster, which the waiter reads there
+                begin = self.problem.leaves(poster, owner)
             block = self.returned if kind == "summed" else self.arriving
             first = block.first(poster)
             by_group = self.ring and kind == "ready"
@@ -326,12 +331,12 @@ class ScatterStage(Stage):
         world, steps = self.problem.world, self.world.departures[sender].set_of[owner]
         return sum(1 << (sender - i) % world for i in range(steps + 1))
 
-    def _push(self, unit: Unit, after: tuple[int, ...]) -> None:
+    def _push(self, unit: Unit, after: tuple[int, ...], waits: tuple[Signal, ...] = ()) -> None:
         if unit.peer not in self.pushes:
             self.pushes[unit.peer] = self._pushes(unit.peer)
         lane, label, posts, move = self.pushes[unit.peer][unit.ordinal]
-        mover = self.schedule.mover
-        self.add(Step("copy", lane, label, posts=posts, after=after, transfer=move, mover=mover))
+        step = Step("copy", lane, label, waits, posts, after=after, transfer=move)
+        self.add(step._replace(mover=self.schedule.mover))
 
     def _pushes(self, owner: int) -> list[Push]:
         """The copies that send the units of a rank's block, in order."""

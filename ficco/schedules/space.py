@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 #: How pieces share steps.
-GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot")
+GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot", "tiled")
 
 #: The order in which pieces travel; the first is the default.
 ORDERS = ("piece", "peer")
@@ -47,6 +47,9 @@ class Schedule:
               its product to it.
             - ``"one-shot"``, for operators that sum: each rank reads its peers' products in place
               and sums what it needs. In an all-reduce every rank makes the whole sum.
+            - ``"tiled"``: all. One product, whose tiles each wait for the piece that they are made
+              of (gather; Flux, section 4, TileLink), or whose blocks of rows are sent as soon as
+              their last tile is done (scatter; FlashOverlap, section 3).
         dims: 1 cuts by rows what travels, 2 by columns. Products of columns of A accumulate;
             columns of a product are columns of b.
         pieces: pieces per shard or block, or their relative sizes. 0 means one per rank, the
@@ -108,6 +111,8 @@ class Schedule:
                 "one-shot: required uniform=True, dims=1, pull=True and mover='kernel', since a "
                 "kernel reads rows at the peers and sums them"
             )
+        if self.grouping == "tiled":
+            self._check_tiled()
         if self.beta and self.uniform:
             raise ValueError(
                 "beta: required the own product last (uniform=False), since it adds itself to the "
@@ -126,6 +131,18 @@ class Schedule:
         for name in ("tail", "copy", "compute"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: required at least 1, got {getattr(self, name)}")
+
+    def _check_tiled(self) -> None:
+        if self.uniform or self.dims == 2 or self.compute > 1 or self.beta:
+            raise ValueError(
+                "tiled: required uniform=False, dims=1, compute=1 and beta=False, since one "
+                "product makes all rows, each of them once"
+            )
+        if self.mover != "dma":
+            raise ValueError(
+                "tiled: required mover='dma', since a copy kernel may find no processor beside a "
+                "product that waits for it"
+            )
 
     @classmethod
     def parse(cls, name: str) -> Schedule:
@@ -200,6 +217,7 @@ KNOBS = (
 #: ``shard-overlap`` is PyTorch's Async TP. ``growing`` and ``shrinking`` are hypercube orders.
 #: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end.
 #: ``one-shot`` sums as PyTorch's ``one_shot_all_reduce`` and those of inference engines do.
+#: ``tiled`` is one kernel.
 NAMED: dict[str, Schedule] = {
     "serial": Schedule(True, "fused", 1, pieces=1),
     "shard-overlap": Schedule(False, "unfused", 1, pieces=1, order="peer"),
@@ -207,6 +225,7 @@ NAMED: dict[str, Schedule] = {
     "shrinking": Schedule(False, "shrinking", 1, pieces=1, order="peer"),
     "ring": Schedule(False, "ring", 1, pieces=2, tail=2, order="peer", beta=True),
     "one-shot": Schedule(True, "one-shot", 1, pieces=1, pull=True, mover="kernel"),
+    "tiled": Schedule(False, "tiled", 1, pieces=1, order="peer"),
     **{
         f"{'uniform' if uniform else 'hetero'}-{grouping}-{dims}d": Schedule(
             uniform, grouping, dims

@@ -253,6 +253,9 @@ def columns(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
+    problem = operands_of(at, at.settings.small).problem
+    if why := at.engine(group).refuses(problem, Schedule.parse(name)):
+        raise NotOffered(why)
     names = [name, f"{name}:pull", f"{name}:pieces=3", f"{name}:pieces=3,pull,copy=2"]
     return in_turn(at, group, names, ", push and pull, whole and in pieces")
 
@@ -271,9 +274,8 @@ VARIED = (
 def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
     settings = at.settings
     uneven = uneven_operands(at, operator)
-    movers = (*at.engine(group).capabilities().movers, "collective")
-    served = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem)]
-    names = [name for name in served if Schedule.parse(name).mover in movers]
+    engine = at.engine(group)
+    names = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem, engine)]
     few, (rows, k, n) = min(settings.repeat, 2), settings.large
     if OPERATORS[operator].scatters:  # what travels is wide
         n, k = k, n

@@ -20,7 +20,10 @@ What is modelled, and how:
   a rank are served likewise, at the rate of its memory. Of products that can begin at the same
   time on several lanes those to be sent come last: a GPU may take either, and where it takes a
   product that stays, the copies of the other wait for both (up to 32 % slower with two products on
-  2 H200). A GPU that multiplies for long gets slower (``Gemm.heated``).
+  2 H200). A GPU that multiplies for long gets slower (``Gemm.heated``). A product whose rows wait
+  or tell (``Step.gates``, ``Step.announces``) is one kernel: each part takes its share of the
+  processors' time, and the last one also what the last wave lacks. A part that was waited for is
+  over no sooner than a product of its own, but leaves processors to the next.
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
   memory. They go before products that are not yet served, whose lanes have a lower priority, but
   start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
@@ -40,7 +43,7 @@ What is modelled, and how:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import comb, floor
@@ -91,6 +94,10 @@ class _SimulatedLane:
     #: Of a product: when it is served and when it ends, on its rank's clock.
     served: float = 0.0
     ends: float = 0.0
+    #: Of a part of a product: seconds by which it is over after the next one begins, and when all
+    #: parts so far are over, on its rank's clock.
+    late: float = 0.0
+    parts_end: float = 0.0
     #: Of a copy: bytes left at the time ``since``, bytes per second now and without contention,
     #: the ports that it shares with others, and the ranks whose products it slows down.
     remaining: float = 0.0
@@ -133,6 +140,7 @@ class _SimulatedRank:
     launches: list[tuple[int, ...]] = field(default_factory=list)
     launch_bytes: dict[int, int] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)  # steps that a launch of copies does, too
+    tiled_rows: dict[int, int] = field(default_factory=dict)  # by part of a product, those of all
 
     def __post_init__(self) -> None:
         steps = self.plan.steps
@@ -146,6 +154,9 @@ class _SimulatedRank:
             lane = self.lanes[step.lane]
             lane.steps.append(index)
             lane.order.append(index + len(steps) * (index in sent and step.op == "matmul"))
+        for parts in _launches_in_parts(steps):
+            rows = sum(product.out.rows for i in parts for product in steps[i].products)
+            self.tiled_rows.update(dict.fromkeys(parts, rows))
 
     def launch_together(self) -> None:
         """Launch copies together as a GPU does. What a launch brings to its place within the rank
@@ -177,17 +188,18 @@ class _SimulatedRank:
             launch = self.launches[index]
             if launch[0] != index:
                 continue
-            if step.waits or step.after:
+            one_launch = step.part > 1  # with the part before
+            if (step.waits or step.after) and not one_launch:
                 now += host.signal
             available = now
             if step.op == "copy":
                 available = now = now + host.copy
             elif step.op in ("place", "reduce") and index not in self.placed:
                 available = now = now + host.matmul
-            elif step.op == "matmul":
+            elif step.op == "matmul" and not one_launch:
                 available = now + host.matmul  # the first product: the host goes on during it
-                now += host.matmul * len(step.products)
-            if self.posts[launch[-1]]:
+                now += host.matmul * (1 if step.part else len(step.products))
+            if self.posts[launch[-1]] and not step.part:
                 now += host.signal
             for one in launch:
                 self.enqueued[one] = available, now
@@ -214,6 +226,19 @@ def _exchanged_bytes(problem: Problem) -> int:
         received = [sum(problem.block(i, j) for i in peers if i != j) for j in peers]
         rows = max(*sent, *received) / max(problem.world - 1, 1)
     return round(rows * (problem.n if problem.kind.scatters else problem.k) * problem.itemsize)
+
+
+def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
+    """The parts of each step that was taken apart. They are next to each other."""
+    parts: list[int] = []
+    for index, step in enumerate(steps):
+        if parts and step.part <= steps[parts[-1]].part:
+            yield parts
+            parts = []
+        if step.part:
+            parts.append(index)
+    if parts:
+        yield parts
 
 
 def _reads_peers(step: Step) -> bool:
@@ -262,6 +287,7 @@ class Simulation:
         copies = [step for step in steps if step.op == "copy"]
         by_kernel = reads_peers or any(step.mover == "kernel" for step in copies)
         self.gemm: Gemm = self._block("gemm", "matmul" in ops)
+        self.tiled = machine.tiled or self.gemm
         self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
         for name in {step.label for step in steps if step.op == "collective"}:
             if getattr(machine, COLLECTIVES[name]) is None:
@@ -365,7 +391,7 @@ class Simulation:
 
     def _wait_key(self, signal: Signal) -> object:
         """What a signal is known by: its word, or this rank's own signal that mirrors it."""
-        if not self.mirror:
+        if not self.mirror or signal.poster == signal.waiter:
             return signal.waiter, signal.word
         peer = signal.poster
         if self.mirror.subtracts:  # the peer at the same distance the other way round
@@ -373,7 +399,7 @@ class Simulation:
         return signal.kind, peer, signal.slot
 
     def _post_key(self, signal: Signal) -> object:
-        if not self.mirror:
+        if not self.mirror or signal.poster == signal.waiter:
             return signal.waiter, signal.word
         return signal.kind, signal.waiter, signal.slot
 
@@ -443,10 +469,13 @@ class Simulation:
         if lane in rank.multiplying:
             del rank.multiplying[lane]
             self.changed_ranks[lane.rank] = None
-        elif lane.endpoints:
-            self._end_copy(lane, rank)
+            late, lane.late = lane.late * rank.slowdown, 0.0
+            self._finish(lane, self.now + late, self.now)
             return
-        self._finish(lane, self.now, self.now)
+        if lane.endpoints:
+            self._end_copy(lane, rank)
+        else:
+            self._finish(lane, self.now, self.now)
 
     def _finish(self, lane: _SimulatedLane, seen: float, free: float) -> None:
         """The head is over: for others when that is seen, for the lane when it is free."""
@@ -471,9 +500,12 @@ class Simulation:
     def _serve(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
         """Let the GPU serve a step's products, or what it moves within the rank."""
         multiplies = step.op == "matmul"
-        whole, filled = (
-            self._product_seconds(step) if multiplies else (self._move_seconds(step),) * 2
-        )
+        if step.part and multiplies:
+            whole = filled = self._part_seconds(lane, rank, step, rank.tick(self.now))
+        elif multiplies:
+            whole, filled = self._product_seconds(step)
+        else:
+            whole = filled = self._move_seconds(step)
         if not whole:
             self._finish(lane, self.now, self.now)
             return
@@ -482,7 +514,7 @@ class Simulation:
             worked, rank.worked = rank.worked, rank.worked + whole
             slower = (self.gemm.heated(rank.worked) - self.gemm.heated(worked)) / whole
             whole, filled = whole * slower, filled * slower
-            if lane.launched:
+            if lane.launched and step.part < 2:
                 begin += self.gemm.launch
         lane.launched = True
         takes = filled + UNFILLED * (whole - filled)
@@ -520,6 +552,28 @@ class Simulation:
             whole += seconds[0] + between
             filled += seconds[1] + between
         return whole, filled
+
+    def _part_seconds(
+        self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step, now: float
+    ) -> float:
+        """Seconds before the next part of a product can begin, or the whole product is over."""
+        index, here = lane.steps[lane.position], lane.position + 1
+        last = here == len(lane.steps) or rank.plan.steps[lane.steps[here]].part <= step.part
+        rows, itemsize = rank.tiled_rows[index], self.itemsize[step.products[0].a.buffer]
+        n, k = step.products[0].out.cols, step.products[0].b.rows
+        mine = sum(product.out.rows for product in step.products)
+        if not (mine and n and k):
+            return 0.0
+        whole, dense = self.tiled.times(rows, n, k, itemsize=itemsize)
+        share = alone = dense * mine / rows
+        waited = step.part > 1 and self.now > lane.free
+        if waited:  # the processors begin with these rows, all at once
+            alone = self.tiled.seconds(mine, n, k, itemsize=itemsize) - self.tiled.start
+        begin = max(now, rank.served)
+        before = lane.parts_end if step.part > 1 else 0.0
+        lane.parts_end = max(before, begin + max(share, alone))
+        lane.late = max(alone - share, 0.0) * (not last)
+        return max(share + whole - dense, lane.parts_end - begin) if last else share
 
     def _move_seconds(self, step: Step) -> float:
         """Seconds to read here, or at the peers, and write here."""

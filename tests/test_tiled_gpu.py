@@ -1,0 +1,356 @@
+"""The product whose tiles wait, on a Hopper GPU: exact, ordered, bounded, and in a graph."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_worklist import STEP_S, spans
+
+from ficco.tiled.worklist import MAX_GATES, Cut, RowSpan, TileList, Tiling, Work, listed
+
+pytestmark = pytest.mark.gpu
+
+#: Seconds after which a kernel no longer waits.
+LIMIT_S = 4.0
+TILINGS = [
+    Tiling(128, 256, 4),
+    Tiling(128, 256, 4, cm=2),
+    Tiling(128, 256, 4, cn=2),
+    Tiling(128, 192, 4),
+    Tiling(128, 128, 6),
+    Tiling(128, 64, 8),
+]
+NAMES = ["x".join(map(str, tiling)) for tiling in TILINGS]
+#: Rows of each product, n and k.
+SHAPES = [
+    ((1, 17, 130, 513), 200, 72),
+    ((513,), 8, 8),
+    ((130, 1), 1376, 4096),
+    ((640, 300, 17), 520, 2048),
+    ((1,), 8, 4096),
+    ((64, 65, 63, 128, 129, 127, 256, 1), 264, 1000),
+]
+
+
+@pytest.fixture(scope="module")
+def products() -> Iterator[Any]:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    from ficco.tiled.kernel import TiledProducts
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield TiledProducts(torch.cuda.current_device())
+
+
+class Call:
+    """Integer-valued operands of one work list, with NaN around them and in the results, its words
+    and its launch. Integers make the products exact in any order."""
+
+    def __init__(
+        self,
+        products: Any,
+        tiles: TileList,
+        dtype: torch.dtype,
+        b_rows: bool,
+        padding: int = 8,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        work = tiles.work
+        self.products, self.tiles, self.dtype, self.padding = products, tiles, dtype, padding
+        count = len(work.gates) + len(work.announces) + 1
+        self.words = torch.zeros(count, dtype=torch.int32, device="cuda")
+        at = [self.words.data_ptr() + 4 * i for i in range(count)]
+        self.late = self.words[-1]
+        self.gates, self.posts = at[: len(work.gates)], at[len(work.gates) : -1]
+        self.a = [self.room(rows, work.k) for rows in work.rows]
+        self.b = self.room(work.k, work.n) if b_rows else self.room(work.n, work.k).t()
+        self.out = [self.room(rows, work.n) for rows in work.rows]
+        self.prepared = products.prepare(
+            tiles,
+            dtype,
+            b_rows,
+            late=at[-1],
+            limit_s=limit_s,
+            gates=self.gates,
+            words=self.posts,
+        )
+        torch.cuda.synchronize()
+
+    def room(self, rows: int, columns: int) -> torch.Tensor:
+        """A matrix of NaN inside of a larger one."""
+        if not self.padding:
+            return torch.full((rows, columns), torch.nan, device="cuda", dtype=self.dtype)
+        shape = rows + 2, columns + self.padding
+        return torch.full(shape, torch.nan, device="cuda", dtype=self.dtype)[1:-1, :columns]
+
+    def fill(self, seed: int) -> None:
+        """Sets operands; results are NaN, gates and announcements at rest."""
+        numbers = torch.Generator("cuda").manual_seed(seed)
+        for tensor, low, high in (*((t, -2, 3) for t in self.a), (self.b, -1, 2)):
+            values = torch.randint(low, high, tensor.shape, device="cuda", generator=numbers)
+            tensor.copy_(values)
+        for tensor in self.out:
+            tensor.fill_(torch.nan)
+        self.words.zero_()
+
+    @property
+    def exact(self) -> list[torch.Tensor]:
+        return [(a.double() @ self.b.double()).to(self.dtype) for a in self.a]
+
+    def launch(self) -> None:
+        self.prepared.launch(self.a, self.b, self.out, torch.cuda.current_stream())
+
+    def verify(self, what: object, late: int = 0) -> None:
+        """The results are exact, what lies around them is NaN."""
+        torch.cuda.synchronize()
+        assert self.late.item() == late, f"{what}: late is {self.late.item()}"
+        for product, (out, exact) in enumerate(zip(self.out, self.exact, strict=True)):
+            wrong = (out != exact).nonzero()
+            first = wrong[0].tolist() if len(wrong) else []
+            assert not first, (
+                f"{what}: product {product}, {len(wrong)} of {out.numel()} wrong, first {first}: "
+                f"{out[tuple(first)].item()}, right is {exact[tuple(first)].item()}"
+            )
+            if self.padding:
+                buffer = out._base
+                assert buffer is not None
+                assert int((~buffer.isnan()).sum()) == out.numel(), f"{what}: written around C"
+        assert not self.prepared._memory[0].any(), f"{what}: counters are not at rest"
+
+
+def clusters(products: Any, tiling: Tiling) -> int:
+    return int(products.clusters(tiling))
+
+
+# Exact.
+
+
+@pytest.mark.parametrize("b_rows", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
+def test_products_are_exact(
+    products: Any, tiling: Tiling, dtype: torch.dtype, b_rows: bool
+) -> None:
+    began = time.perf_counter()
+    for shape in SHAPES:
+        for cut in (Cut.NONE, Cut.END_EVENLY, Cut.END_EQUALLY):
+            tiles = listed(Work(*shape), tiling, cut, clusters(products, tiling), STEP_S)
+            call = Call(products, tiles, dtype, b_rows)
+            call.fill(1)
+            results = []
+            for _ in range(3):
+                call.launch()
+                call.verify((shape, cut))
+                results.append([out.clone() for out in call.out])
+            assert all(torch.equal(*pair) for pair in zip(*results[:2], strict=True))
+        print(f"{tiling} {dtype} {shape}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
+def test_the_same_list_gives_the_same_bits(products: Any, tiling: Tiling) -> None:
+    """With values whose sums are rounded."""
+    tiles = listed(
+        Work((513, 130), 520, 4096), tiling, Cut.END_EVENLY, clusters(products, tiling), STEP_S
+    )
+    call = Call(products, tiles, torch.bfloat16, True)
+    for tensor in (*call.a, call.b):
+        tensor.copy_(torch.randn(tensor.shape, device="cuda"))
+    results = []
+    for _ in range(5):
+        call.launch()
+        results.append(torch.cat(call.out).clone())
+    torch.cuda.synchronize()
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    right = torch.cat([a.double() @ call.b.double() for a in call.a])
+    assert float((results[0].double() - right).norm() / right.norm()) < 5e-3
+
+
+def test_operands_that_the_hardware_cannot_address(products: Any) -> None:
+    tiling = TILINGS[0]
+    rows, n, k = 130, 200, 72
+    tiles = listed(Work((rows, rows), n, k), tiling, Cut.NONE, 132, STEP_S)
+    call = Call(products, tiles, torch.bfloat16, True)
+
+    def shifted(rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns + 8, device="cuda", dtype=call.dtype)[:, 1 : columns + 1]
+
+    def odd(rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns + 3, device="cuda", dtype=call.dtype)[:, :columns]
+
+    def turned(rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(columns, rows, device="cuda", dtype=call.dtype).t()
+
+    for make in (shifted, odd, turned):
+        for replaced in ("a", "b", "out", "all"):
+            if replaced in ("a", "all"):
+                call.a = [make(rows, k), call.a[1]]
+            if replaced in ("b", "all"):
+                call.b = make(k, n)
+            if replaced in ("out", "all"):
+                call.out = [call.room(rows, n), make(rows, n)]
+                call.padding = 0
+            call.fill(3)
+            call.launch()
+            call.verify((make.__name__, replaced))
+    gated = Work((rows,), n, k, ((RowSpan(0, 0, 1),),))
+    call = Call(products, listed(gated, tiling, Cut.NONE, 132, STEP_S), torch.bfloat16, True)
+    call.a = [odd(rows, k)]
+    with pytest.raises(ValueError, match="multiples of 16"):
+        call.launch()
+
+
+# Gates and announcements.
+
+
+class Words:
+    """Stream operations on 32-bit words, and a word of the host that holds a stream up."""
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(1, dtype=torch.int32).pin_memory()
+
+    @staticmethod
+    def write(stream: torch.cuda.Stream, address: int) -> None:
+        from cuda.bindings import driver
+
+        assert driver.cuStreamWriteValue32(stream.cuda_stream, address, 1, 0)[0] == 0
+
+    @staticmethod
+    def wait(stream: torch.cuda.Stream, address: int) -> None:
+        from cuda.bindings import driver
+
+        assert driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, 0)[0] == 0
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        self.held[0] = 0
+        self.wait(stream, self.held.data_ptr())
+
+    def go(self) -> None:
+        self.held[0] = 1
+
+
+def gated_work(rng: random.Random, rows: Sequence[int], gates: int, announces: int) -> Work:
+    rows = tuple(rows)
+    return Work(rows, 520, 1000, spans(rng, rows, gates), spans(rng, rows, announces))
+
+
+@pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
+@pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
+def test_tiles_wait_for_their_rows(products: Any, tiling: Tiling, cut: Cut) -> None:
+    """Copies by a copy engine, each followed by the write of its word, in random order; the rows
+    hold NaN before. Nothing ends before the copies begin."""
+    rng = random.Random(f"{tiling} {cut}")
+    words, arrivals = Words(), torch.cuda.Stream()
+    for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
+        work = gated_work(rng, rows, count, 0)
+        tiles = listed(work, tiling, cut, clusters(products, tiling), STEP_S)
+        call = Call(products, tiles, torch.bfloat16, True, padding=0)
+        for attempt in range(3):
+            call.fill(attempt)
+            hosts = [a.cpu().pin_memory() for a in call.a]
+            for spanned in work.gates:
+                for product, first, last in spanned:
+                    call.a[product][first:last].fill_(torch.nan)
+            torch.cuda.synchronize()
+            words.hold(arrivals)
+            order = list(range(len(work.gates)))
+            rng.shuffle(order)
+            for gate in order:
+                with torch.cuda.stream(arrivals):
+                    for product, first, last in work.gates[gate]:
+                        target = call.a[product][first:last]
+                        target.copy_(hosts[product][first:last], non_blocking=True)
+                words.write(arrivals, call.gates[gate])
+            call.launch()
+            end = torch.cuda.Event()
+            end.record()
+            time.sleep(0.002)
+            assert not end.query(), "it did not wait"
+            words.go()
+            call.verify((rows, cut, attempt))
+        print(f"{tiling} {cut.name} {rows}: exact", flush=True)
+
+
+@pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
+@pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
+def test_announced_rows_are_stored(products: Any, tiling: Tiling, cut: Cut) -> None:
+    """A stream waits for each word, then a copy engine reads those rows."""
+    rng = random.Random(f"{tiling} {cut}")
+    words, departures = Words(), torch.cuda.Stream()
+    for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
+        work = gated_work(rng, rows, 0, count)
+        tiles = listed(work, tiling, cut, clusters(products, tiling), STEP_S)
+        call = Call(products, tiles, torch.float16, False, padding=0)
+        for attempt in range(3):
+            call.fill(attempt)
+            exact = [product.cpu() for product in call.exact]
+            hosts = [torch.full_like(t, torch.nan).pin_memory() for t in exact]
+            torch.cuda.synchronize()
+            call.launch()
+            for index, spanned in enumerate(work.announces):
+                words.wait(departures, call.posts[index])
+                with torch.cuda.stream(departures):
+                    for product, first, last in spanned:
+                        source = call.out[product][first:last]
+                        hosts[product][first:last].copy_(source, non_blocking=True)
+            posted = call.words.cpu()[:-1]  # after the kernel
+            call.words[:-1] = 1  # lets the other stream go on in any case
+            assert bool((posted == 1).all()), f"{rows} {cut}: not announced"
+            call.verify((rows, cut, attempt))
+            for spanned in work.announces:
+                for product, first, last in spanned:
+                    pair = hosts[product][first:last], exact[product][first:last]
+                    assert torch.equal(*pair), f"{rows} {cut} {attempt}: read too early"
+        print(f"{tiling} {cut.name} {rows}: exact", flush=True)
+
+
+@pytest.mark.parametrize("cut", [Cut.NONE, Cut.END_EVENLY], ids=lambda cut: cut.name)
+@pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
+def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> None:
+    gates = tuple((RowSpan(0, first, first + 128),) for first in range(0, 1024, 128))
+    tiles = listed(Work((1024,), 520, 4096, gates), tiling, cut, 66, STEP_S)
+    call = Call(products, tiles, torch.bfloat16, True, limit_s=0.05)
+    call.fill(1)
+    call.words[:-1] = 1
+    call.words[5] = 0
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call.launch()
+    call.verify("late", late=6)
+    assert 0.04 < time.perf_counter() - began < 1
+    call.fill(2)
+    call.words[:-1] = 1
+    call.launch()
+    call.verify("the next one")
+    assert MAX_GATES >= len(gates)
+    print(f"{tiling} {cut.name}: bounded", flush=True)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
+def test_replays_of_a_graph(products: Any, tiling: Tiling) -> None:
+    rng = random.Random(3)
+    work = gated_work(rng, (513, 300), 5, 5)
+    tiles = listed(work, tiling, Cut.END_EVENLY, clusters(products, tiling), STEP_S)
+    call = Call(products, tiles, torch.bfloat16, True)
+    call.fill(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.launch()
+    for replay in range(5):
+        call.fill(replay)
+        call.words[: len(work.gates)] = 1
+        graph.replay()
+        call.verify(f"replay {replay}")
+        assert bool((call.words[:-1] == 1).all()), "announced"
+    print(f"{tiling}: 5 replays exact", flush=True)
+
+
+def test_what_is_not_served(products: Any) -> None:
+    assert products.serves(torch.bfloat16, 1, 8, 8) == ""
+    assert "bfloat16 or float16" in products.serves(torch.float32, 1, 8, 8)
+    assert "at most 8" in products.serves(torch.float16, 9, 8, 8)
+    assert "multiples of 8" in products.serves(torch.float16, 1, 12, 8)

@@ -1,0 +1,275 @@
+"""Work lists of the tiled product: complete, free of deadlocks, exact; and mutants that are not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ficco.tiled.worklist import (
+    BK,
+    ITEM_INTS,
+    STORE_WARPS,
+    Cut,
+    RowSpan,
+    TileItem,
+    TileList,
+    Tiling,
+    Work,
+    best,
+    listed,
+)
+
+TILINGS = (Tiling(128, 256, 4), Tiling(128, 256, 4, cm=2), Tiling(128, 128, 6, cn=2))
+STEP_S = 0.5e-6
+
+
+def items_of(tiles: TileList) -> list[list[TileItem]]:
+    """The items of each cluster up to the empty one, which must be there."""
+    lists = []
+    for cluster in range(tiles.clusters):
+        rows = [TileItem(*row) for row in tiles.items[:, cluster].tolist()]
+        end = next(index for index, item in enumerate(rows) if not item.kn)
+        assert not any(item.kn for item in rows[end:]), "items after the end"
+        lists.append(rows[:end])
+    return lists
+
+
+def check(tiles: TileList, seed: int = 0) -> None:
+    """Execute a list with gates that open in random order, whenever nothing else can go on or
+    earlier: no tile reads closed rows, nothing waits forever, announcements come when all their
+    rows are stored, counters rest at 0, and the products are exact."""
+    work, tiling = tiles.work, tiles.tiling
+    rng = random.Random(seed)
+    numbers = np.random.default_rng(seed)
+    a = [numbers.integers(-2, 3, (rows, work.k)) for rows in work.rows]
+    b = numbers.integers(-2, 3, (work.k, work.n))
+    out = [np.full((rows, work.n), np.iinfo(np.int64).min) for rows in work.rows]
+    stored = [np.zeros((rows, work.n), int) for rows in work.rows]
+    steps = -(-work.k // BK)
+    computed = [np.zeros((rows, work.n, steps), int) for rows in work.rows]
+    lists, done = items_of(tiles), [0] * tiles.clusters
+    parts: dict[int, np.ndarray] = {}
+    ready, counters = [0] * tiles.tiles, [0] * len(work.announces)
+    posted: list[int] = []
+    closed = list(range(len(work.gates)))
+    rng.shuffle(closed)
+
+    def can(cluster: int) -> bool:
+        if done[cluster] == len(lists[cluster]):
+            return False
+        item = lists[cluster][done[cluster]]
+        gated = any(item.gate_first <= gate <= item.gate_last for gate in closed)
+        return not gated and (not item.others or ready[item.tile] == item.others)
+
+    def execute(item: TileItem) -> None:
+        rows = slice(item.row, item.row + tiling.rows)
+        columns = slice(item.column, item.column + tiling.columns)
+        for gate in closed:
+            for product, first, last in work.gates[gate]:
+                apart = product != item.product or last <= rows.start or rows.stop <= first
+                assert apart, f"{item} reads rows of gate {gate}, which is closed"
+        ks = slice(item.k0 * BK, (item.k0 + item.kn) * BK)
+        computed[item.product][rows, columns, item.k0 : item.k0 + item.kn] += 1
+        value = a[item.product][rows, ks] @ b[ks, columns]
+        if item.is_part:
+            assert item.slot not in parts and 0 <= item.slot < tiles.slots
+            parts[item.slot] = value
+            ready[item.tile] += 1
+            return
+        if item.others:
+            for slot in range(item.slot, item.slot + item.others):
+                value = value + parts.pop(slot)
+            ready[item.tile] = 0
+        out[item.product][rows, columns] = value
+        stored[item.product][rows, columns] += 1
+        for index in range(item.announce_first, item.announce_last + 1):
+            counters[index] += STORE_WARPS * tiling.blocks
+            if counters[index] == tiles.targets[index]:
+                counters[index] = 0
+                posted.append(index)
+                for product, first, last in work.announces[index]:
+                    assert (stored[product][first:last] == 1).all(), f"{index} came early"
+
+    while any(done[cluster] < len(lists[cluster]) for cluster in range(tiles.clusters)):
+        able = [cluster for cluster in range(tiles.clusters) if can(cluster)]
+        if closed and (not able or rng.random() < 0.1):
+            closed.pop()
+            continue
+        assert able, "deadlock"
+        cluster = rng.choice(able)
+        execute(lists[cluster][done[cluster]])
+        done[cluster] += 1
+
+    for product, rows in enumerate(work.rows):
+        assert (computed[product] == 1).all(), "each step of each tile once"
+        assert (stored[product] == 1).all()
+        assert np.array_equal(out[product], a[product] @ b), f"product {product} of {rows} rows"
+    assert not parts and not any(ready) and not any(counters)
+    assert sorted(posted) == list(range(len(work.announces)))
+
+
+def spans(rng: random.Random, rows: tuple[int, ...], count: int) -> tuple[tuple[RowSpan, ...], ...]:
+    """Random rows for each of ``count`` words, some of two products; some rows have none."""
+    pieces = []
+    for product, height in enumerate(rows):
+        ends = sorted({0, height, *(rng.randint(0, height) for _ in range(count))})
+        pieces += [RowSpan(product, *pair) for pair in zip(ends[:-1], ends[1:], strict=True)]
+    rng.shuffle(pieces)
+    return tuple(
+        tuple(pieces[index :: count + 1]) for index in range(count) if pieces[index :: count + 1]
+    )
+
+
+def random_work(rng: random.Random) -> Work:
+    rows = tuple(rng.choice([1, 17, 130, 300, 513]) for _ in range(rng.choice([1, 1, 2, 4, 8])))
+    gates = spans(rng, rows, rng.choice([0, 1, 3, 9]))
+    opens = tuple(sorted(rng.random() * 1e-4 for _ in gates)) if rng.random() < 0.5 else ()
+    announces = spans(rng, rows, rng.choice([0, 1, 3]))
+    n, k = rng.choice([8, 200, 520]), rng.choice([8, 72, 1000, 2048])
+    return Work(rows, n, k, gates, announces, opens)
+
+
+@pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_lists_are_complete_and_exact(tiling: Tiling, cut: Cut) -> None:
+    rng = random.Random(f"{tiling} {cut}")
+    cuts = 0
+    for seed in range(12):
+        clusters = rng.choice([1, 3, 8, 66, 132])
+        tiles = listed(random_work(rng), tiling, cut, clusters, STEP_S)
+        check(tiles, seed)
+        cuts += tiles.slots
+    assert bool(cuts) == (cut is not Cut.NONE)
+
+
+@pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
+def test_the_same_arguments_give_the_same_list(cut: Cut) -> None:
+    work = random_work(random.Random(4))
+    lists = [listed(work, TILINGS[0], cut, 7, STEP_S).items for _ in range(2)]
+    assert np.array_equal(*lists)
+
+
+def test_rows_without_gates_come_first_then_gates_in_order() -> None:
+    gates = tuple((RowSpan(0, first, first + 256),) for first in (512, 0, 768))
+    tiles = listed(Work((1024,), 512, 512, gates), TILINGS[0], Cut.NONE, 1, STEP_S)
+    (items,) = items_of(tiles)
+    assert list(dict.fromkeys(item.row // 256 for item in items)) == [1, 2, 0, 3]
+
+
+def test_rows_of_the_first_announcement_come_first_and_rows_without_last() -> None:
+    announces = tuple((RowSpan(0, first, first + 256),) for first in (512, 0))
+    tiles = listed(Work((1024,), 512, 512, (), announces), TILINGS[0], Cut.NONE, 1, STEP_S)
+    (items,) = items_of(tiles)
+    assert list(dict.fromkeys(item.row // 256 for item in items)) == [2, 0, 1, 3]
+    assert tiles.targets == (8, 8)
+
+
+def test_predictions() -> None:
+    """One round of whole tiles; a late gate delays what it gates; best is the least of all."""
+    tiling = TILINGS[0]
+    work = Work((256,), 512, 4096)
+    base = listed(work, tiling, Cut.NONE, 4, STEP_S)
+    assert base.seconds == pytest.approx(4.4e-6 + 64 * STEP_S)
+    late = replace(work, gates=((RowSpan(0, 128, 256),),), opens=(1e-3,))
+    assert listed(late, tiling, Cut.NONE, 4, STEP_S).seconds == pytest.approx(
+        base.seconds + 1e-3, abs=1e-9
+    )
+    steps_s = {tiling: STEP_S, Tiling(128, 128, 6): STEP_S * 0.6}
+    chosen = best(work, steps_s, 132)
+    assert chosen.seconds < base.seconds and chosen.slots
+    assert chosen.seconds == min(
+        listed(work, tiling, cut, 132, step_s).seconds
+        for tiling, step_s in steps_s.items()
+        for cut in Cut
+    )
+
+
+FIELDS = {name: index for index, name in enumerate(TileItem._fields)}
+
+
+def changed(change: Callable[[np.ndarray, np.ndarray], object]) -> Callable[[TileList], TileList]:
+    """A mutant of a list: ``change`` gets its items and those of them that are not empty."""
+
+    def mutant(tiles: TileList) -> TileList:
+        items = tiles.items.copy()
+        flat = items.reshape(-1, ITEM_INTS)
+        change(flat, np.flatnonzero(flat[:, FIELDS["kn"]]))
+        return replace(tiles, items=items)
+
+    return mutant
+
+
+def first_with(flat: np.ndarray, field: str, value: int) -> int:
+    return int(np.flatnonzero(flat[:, FIELDS[field]] >= value)[0])
+
+
+def assign(field: str, change: Callable[[int], int], where: str, least: int) -> object:
+    def apply(flat: np.ndarray, used: np.ndarray) -> None:
+        row = int(next(i for i in used if flat[i, FIELDS[where]] >= least))
+        flat[row, FIELDS[field]] = change(int(flat[row, FIELDS[field]]))
+
+    return changed(apply)
+
+
+def swapped(flat: np.ndarray, used: np.ndarray) -> None:
+    """A part computes the columns of A of its owner."""
+    part = next(i for i in used if TileItem(*flat[i].tolist()).is_part)
+    owner = next(
+        i for i in used if flat[i, FIELDS["tile"]] == flat[part, FIELDS["tile"]] and i != part
+    )
+    flat[part, FIELDS["k0"]] = flat[owner, FIELDS["k0"]]
+
+
+MUTANTS = {
+    "a gate is dropped": assign("gate_last", lambda last: last - 1, "gate_last", 0),
+    "a tile announces nothing": assign("announce_last", lambda _: -1, "announce_last", 0),
+    "a step is missing": assign("kn", lambda kn: kn - 1, "kn", 2),
+    "the wrong column": assign("column", lambda column: column + 8, "kn", 1),
+    "the wrong product": assign("product", lambda product: 1 - product, "kn", 1),
+    "a part too few is added": assign("others", lambda others: others - 1, "others", 1),
+    "an owner waits for one part more": assign("others", lambda others: others + 1, "others", 1),
+    "the wrong part": assign("slot", lambda slot: slot + 1, "others", 1),
+    "parts compute the same": changed(swapped),
+    "the wrong target": lambda tiles: replace(
+        tiles, targets=(tiles.targets[0] - 2, *tiles.targets[1:])
+    ),
+    "a target that is not reached": lambda tiles: replace(
+        tiles, targets=(tiles.targets[0] + 2, *tiles.targets[1:])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_check_finds(name: str) -> None:
+    rows = (300, 300)
+    halves = tuple((RowSpan(p, 0, 150), RowSpan(1 - p, 150, 300)) for p in range(2))
+    work = Work(rows, 520, 2048, halves[:1], halves)
+    tiles = listed(work, TILINGS[0], Cut.END_EVENLY, 20, STEP_S)
+    assert tiles.slots
+    check(tiles)
+    mutant = MUTANTS[name](tiles)
+    with pytest.raises((AssertionError, KeyError, IndexError, StopIteration, ValueError)):
+        for seed in range(10):
+            check(mutant, seed)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rows": ()}, "rows: required"),
+        ({"rows": (0,)}, "rows: required"),
+        ({"n": 12}, "n: required a multiple of 8"),
+        ({"k": 0}, "k: required a multiple of 8"),
+        ({"gates": ((RowSpan(0, 0, 11),),)}, "required rows of a product"),
+        ({"gates": ((),) * 129}, "gates: required at most 128"),
+        ({"announces": ((),)}, "announces: required rows"),
+        ({"opens": (1.0,)}, "opens: required 0"),
+    ],
+)
+def test_wrong_work(change: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Work(**{"rows": (10,), "n": 8, "k": 8, **change})
