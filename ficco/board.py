@@ -12,16 +12,13 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch.distributed import ProcessGroup
 
 from ficco.dma.host import HostMemory
 from ficco.errors import PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import digest
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Calls that the board holds for each rank.
 ENTRIES = 256

@@ -12,20 +12,26 @@ import platform
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import ficco
 from ficco.accelerator import gpu
+from ficco.dma.choose import ENGINES, engine_name, make_engine
 from ficco.dma.engine import fingerprint
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
+from ficco.options import current
 from ficco.problem import Problem
 from ficco.version import version
+from ficco.workspace import workspace_of
 
 #: Seconds that a vendor's tool may take.
 TOOL_S = 10.0
@@ -50,7 +56,7 @@ def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any
         "devices": _tried(devices),
         "links": _tried(links),
         "engines": engines(),
-        "use": _tried(lambda: use(ranks, device)),
+        "use": _tried(partial(use, ranks, device)),
     }
 
 
@@ -63,7 +69,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
 
 def versions() -> dict[str, str]:
     """Versions of software, driver and kernel; empty for those that are not installed."""
-    found = {
+    return {
         "ficco": package("ficco") or f"{version()} (source)",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -76,7 +82,6 @@ def versions() -> dict[str, str]:
         "kernel": platform.release(),
         "machine": platform.machine(),
     }
-    return found
 
 
 def package(name: str) -> str:
@@ -107,21 +112,19 @@ def driver() -> str:
 def devices() -> list[dict[str, Any]]:
     """GPUs and the CPU."""
     cpu = {"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}
-    found: list[dict[str, Any]] = [cpu]
-    for index in range(gpu.device_count() if gpu.is_available() else 0):
-        properties = gpu.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "cores": properties.multi_processor_count,
-                "kind": f"cuda:{index}",
-                "memory_bytes": properties.total_memory,
-                "architecture": getattr(
-                    properties, "gcnArchName", f"sm_{properties.major}{properties.minor}"
-                ),
-            }
-        )
-    return found
+    return [cpu, *map(_gpu, range(gpu.device_count() if gpu.is_available() else 0))]
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = gpu.get_device_properties(index)
+    capability = f"sm_{properties.major}{properties.minor}"
+    return {
+        "name": properties.name,
+        "cores": properties.multi_processor_count,
+        "kind": f"cuda:{index}",
+        "memory_bytes": properties.total_memory,
+        "architecture": getattr(properties, "gcnArchName", capability),
+    }
 
 
 def cpu_name() -> str:
@@ -144,7 +147,7 @@ def links() -> dict[str, Any]:
         [i == j or gpu.can_device_access_peer(i, j) for j in range(count)] for i in range(count)
     ]
     tool = ["rocm-smi", "--showtopotype"] if torch.version.hip else ["nvidia-smi", "topo", "-m"]
-    return {"peer access": access, "topology": _tried(lambda: _run(tool))}
+    return {"peer access": access, "topology": _tried(partial(_run, tool))}
 
 
 def _run(tool: list[str]) -> str:
@@ -154,8 +157,6 @@ def _run(tool: list[str]) -> str:
 
 def engines() -> dict[str, Any]:
     """What each engine can do here, or why it cannot be used."""
-    from ficco.dma.choose import ENGINES
-
     found: dict[str, Any] = {}
     for name in ENGINES:
         try:
@@ -166,10 +167,7 @@ def engines() -> dict[str, Any]:
 
 
 def capabilities(name: str) -> dict[str, Any]:
-    """What an engine can do, found out from one made for a group of this process alone."""
-    from ficco.dma.choose import make_engine
-    from ficco.options import current
-
+    """What an engine can do, by one that is made for a group of this process only."""
     if name == "cpu":
         device = torch.device("cpu")
     elif not gpu.is_available():
@@ -179,7 +177,7 @@ def capabilities(name: str) -> dict[str, Any]:
         raise RuntimeError(f"this torch is built for {'hip' if torch.version.hip else 'cuda'}")
     else:
         device = torch.device("cuda", gpu.current_device())
-    with _alone(device):
+    with _own_group(device):
         engine = make_engine(name, dist.group.WORLD, device, current().signals, current().timeout_s)
         try:
             return asdict(engine.capabilities())
@@ -211,9 +209,6 @@ def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
     Raises:
         FiccoError: the call's result is wrong.
     """
-    import ficco
-    from ficco.workspace import workspace_of
-
     a = torch.ones(dist.get_world_size() * 16, 16, device=device)
     product = ficco.all_gather_matmul(a, a.new_ones(16, 16))
     ficco.synchronize()
@@ -226,34 +221,24 @@ def after_a_call(device: str) -> tuple[str, dict[str, Any]]:
     return engine.name, asdict(engine.capabilities())
 
 
-class _alone:
-    """A default process group of this process alone, unless there is one already."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._mine = not dist.is_initialized()
-
-    def __enter__(self) -> None:
-        if self._mine:
-            on_gpu = self._device.type == "cuda"
-            dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-                device_id=self._device if on_gpu else None,
-            )
-
-    def __exit__(self, *_: object) -> None:
-        if self._mine:
-            dist.destroy_process_group()
+@contextmanager
+def _own_group(device: torch.device) -> Iterator[None]:
+    """A default process group of this process only, unless there is one already."""
+    if dist.is_initialized():
+        yield
+        return
+    on_gpu = device.type == "cuda"
+    options: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options["device_id"] = device if on_gpu else None
+    dist.init_process_group("nccl" if on_gpu else "gloo", **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
     """Which engine each kind of tensor uses, which schedules ranks take, and why."""
-    from ficco.dma.choose import engine_name
-    from ficco.options import current
-
     wanted = current().engine
     why = f"options(engine={wanted!r})" if wanted else "the tensors' device decides"
     found = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}
@@ -262,7 +247,12 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
         name = engine_name(torch.device("cuda"), wanted)
         found["tensors on cuda"] = f"{name}: {why}, and this torch is built for {build}"
     else:
-        found["tensors on cuda"] = f"none: {_why_no_gpu()}"
+        built = torch.backends.cuda.is_built()
+        found["tensors on cuda"] = "none: " + (
+            "torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
+            if built
+            else "this torch is built for CPUs only"
+        )
     found["schedule='auto'"] = _auto(ranks, device)
     return found
 
@@ -283,12 +273,6 @@ def _auto(ranks: int | None, device: str | None) -> str:
         f"{whose}: by the figures of {asked.machine.name} ({asked.machine.source}); `ficco "
         "explain` says what it takes for a problem and why"
     )
-
-
-def _why_no_gpu() -> str:
-    if not torch.backends.cuda.is_built():
-        return "this torch is built for CPUs only"
-    return "torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
 
 
 def show(found: dict[str, Any]) -> None:

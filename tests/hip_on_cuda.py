@@ -81,7 +81,7 @@ def about(at: Any) -> dict[str, str]:
     from hip import HIP_VERSION_TUPLE
 
     from ficco import doctor
-    from ficco.bench.about import commit
+    from ficco.bench.frames import commit
 
     step(at, "first call")
     exact(at, equal(at.world, 8, 8, 8, schedule="growing"), 0)

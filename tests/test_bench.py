@@ -20,7 +20,7 @@ import torch
 import ficco
 from ficco import cli
 from ficco.bench import candidates as compared
-from ficco.bench import cases, layers, report, stats, ways
+from ficco.bench import cases, layers, report, stats
 from ficco.bench.calls import Runner, build, expected, step_bytes
 from ficco.bench.candidates import (
     COMPARED,
@@ -37,13 +37,12 @@ from ficco.bench.candidates import (
     refused,
 )
 from ficco.bench.cases import OPERATOR, Case
-from ficco.bench.exact import exact_calls
 from ficco.bench.frames import BENCH, LAYERS
-from ficco.bench.inputs import Operands
+from ficco.bench.inputs import Operands, exact_calls
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
-from ficco.bench.verify import Accuracy, Checked, Verifier
+from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.cli import bench as command
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates
@@ -54,7 +53,7 @@ from ficco.schedules import NAMED, Schedule, plans
 
 
 def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
-    assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]) == [2.0, 5.0]
+    assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
 
 
 def _times(**by_name: list[float]) -> pd.DataFrame:
@@ -156,7 +155,7 @@ def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
     g7 = weights["g7-gradient"].problem(4)  # 262144 tokens
     assert (g7.m, g7.n, g7.k, g7.kind.inner) == (262144, 1024, 28672, True)
     assert g7.flops == weights["g7"].problem(4).flops and g7.out_rows(0) == weights["g7"].m
-    gain = cases.experts_gain()
+    gain = cases.SETS["experts-gain"]()
     assert {case.m for case in gain} == {4096, 8192, 16384, 32768} and len(gain) == 12
     assert {case.operator for case in gain} == {"all_to_all_matmul"}
     turned = gain[0].on("all_to_all_transposed_matmul").problem(4)  # of the same tokens
@@ -327,8 +326,8 @@ def _references(at: ranks.Rank) -> list[str]:
     for operator in OPERATORS:
         operands = Operands(_problem(operator, at.world), at.rank, at.device)
         operands.exact_b()
-        for turn, (one, having) in enumerate(REFERENCES):
-            if one.kind.startswith("pytorch") or operator not in (having or OPERATORS):
+        for turn, one in enumerate(REFERENCES):
+            if one.kind.startswith("pytorch") or operator not in (one.operators or OPERATORS):
                 continue
             runner = build(one, operands, group)
             with runner.context():
@@ -339,11 +338,11 @@ def _references(at: ranks.Rank) -> list[str]:
                 wrong.append(f"{operator}: {one.name}")
         if not operands.problem.kind.sums:
             continue
-        accuracy = Accuracy(operands, group)
-        exact = accuracy.error(operands.reference())
+        error = accuracy(operands, group)
+        exact = error(operands.reference())
         off = operands.reference() + 100
-        if exact or accuracy.error(off) < 0.1:
-            wrong.append(f"{operator}: the errors are {exact} and {accuracy.error(off)}")
+        if exact or error(off) < 0.1:
+            wrong.append(f"{operator}: the errors are {exact} and {error(off)}")
     return wrong
 
 
@@ -608,7 +607,7 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> pd.DataFrame | None:
         factor = 1 + at.rank
         setattr(ficco, spoilt, lambda *args, **more: right(*args, **more) * factor)
     settings = layers.LayerSettings(
-        layers=ways.SHAPES["cpu"],
+        layers=layers.SHAPES["cpu"],
         modes=("idle",),
         device="cpu",
         rounds=2,
@@ -626,15 +625,15 @@ def _layered(at: ranks.Rank, folder: Path, spoilt: str) -> pd.DataFrame | None:
 
 def test_layers_are_proven_and_timed(tmp_path: Path) -> None:
     rows, none = ranks.run(2, _layered, tmp_path, "")
-    assert none is None and len(rows) == 2 * len(ways.WAYS)
+    assert none is None and len(rows) == 2 * len(layers.WAYS)
     for row in rows.itertuples():
-        if row.way == ways.ASYNC_TP:
+        if row.way == layers.ASYNC_TP:
             assert row.status == "skipped" and "GPU" in row.note
         else:
             assert row.status == "ok" and row.ms > 0 and row.error <= layers.TOLERANCE["float32"], (
                 row
             )
-    fastest = rows["speedup"][rows["way"].isin(ways.COLLECTIVES)]
+    fastest = rows["speedup"][rows["way"].isin(layers.COLLECTIVES)]
     assert len(fastest) == 6 and (fastest == 1.0).sum() >= 2
     text = layers.report(LAYERS.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
@@ -646,8 +645,8 @@ def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> 
     rows, _ = ranks.run(2, _layered, tmp_path, spoilt)
     refused = rows[rows["status"] == "wrong"]
     wrong = set(zip(refused["layer"], refused["way"], strict=True))
-    ours = [way for way in ways.WAYS if way.startswith("ficco")]
-    assert wrong == {(layer.name, way) for layer in ways.SHAPES["cpu"] for way in ours}
+    ours = [way for way in layers.WAYS if way.startswith("ficco")]
+    assert wrong == {(layer.name, way) for layer in layers.SHAPES["cpu"] for way in ours}
     assert (refused["note"] != "").all()
 
 
@@ -679,7 +678,7 @@ def test_shapes_of_the_command_line() -> None:
         found, name = command.chosen(parser.parse_args(["bench", *words]), device)
         return [(case.operator, case.name) for case in found], name
 
-    assert shapes() == ([(OPERATOR, case.name) for case in cases.measured()], "measured")
+    assert shapes() == ([(OPERATOR, case.name) for case in cases.SETS["measured"]()], "measured")
     found, name = shapes("--operator", "all_to_all_matmul", "matmul_reduce_scatter")
     assert len(found) == 12 + 4 + 8 and name == "experts-gain-experts-measured"
     assert found[0] == ("all_to_all_matmul", "4096x1024x7168")

@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 import ficco.cli
 from ficco.bench import characterize as characterise
-from ficco.bench import characterize_plots as plots
-from ficco.bench.about import read_description
+from ficco.bench import plots
 from ficco.bench.cases import Case
 from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS
-from ficco.bench.frames import LOSSES, append
+from ficco.bench.frames import LOSSES, append, read_description
 from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, add, calls_to_cover, contended
 from ficco.errors import ConfigError
 

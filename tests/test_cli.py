@@ -242,9 +242,9 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    for path in ("decide", "where", "problem_of_sizes"):
+    for path in ("explain.decide", "site.where", "site.problem_of_sizes"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"ficco.heuristics.{path}", refuse)
+            patch.setattr(f"ficco.cli.{path}", refuse)
             assert cli.run(["explain", *SIZES]) == 2
         assert f"{said}\n" in capsys.readouterr().err
 
@@ -370,8 +370,8 @@ def test_the_demo_takes_gpus_where_there_are_any(
     monkeypatch.setattr("ficco.launch.default_device", lambda: "cuda")
     monkeypatch.setattr("ficco.launch.launch", lambda *args, **how: taken.append((args, how)))
     assert cli.run(["demo", *options]) == 0
-    (((_, _, settings), how),) = taken
-    assert settings.device == how["device"] == device
+    (((_, _, named, _), how),) = taken
+    assert named == how["device"] == device
 
 
 def _orders() -> list[str]:

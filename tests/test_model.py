@@ -11,15 +11,14 @@ from ficco.heuristics import (
     candidates,
     decide,
     fit_thresholds,
-    literal,
     losses,
     problem_of_sizes,
     rule,
 )
 from ficco.heuristics.candidates import is_serial, on_mesh
-from ficco.heuristics.capacity import held_bytes
 from ficco.heuristics.losses import copy_loss, gemm_loss, ideal
 from ficco.heuristics.model import Prediction, choose, lacking
+from ficco.heuristics.where import held_bytes
 from ficco.machine import (
     Collective,
     Contention,
@@ -35,6 +34,7 @@ from ficco.machine import (
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, refusal, same_plans
 from ficco.simulate import predict
+from tools import rule_table
 
 BY = Provenance("assumed")
 
@@ -296,11 +296,11 @@ def test_the_rule_reads_what_scatters_as_the_gather_that_it_is_the_transpose_of(
 
 
 def test_the_literal_reading_takes_the_peak_as_a_number() -> None:
-    marks = literal(MACHINE)
+    marks = rule_table.literal(MACHINE)
     assert MACHINE.gemm is not None
     assert (marks.low, marks.high) == (MACHINE.gemm.peak, 5 * MACHINE.gemm.peak)
     with pytest.raises(ValueError, match="required its block gemm"):
-        literal(replace(MACHINE, gemm=None))
+        rule_table.literal(replace(MACHINE, gemm=None))
 
 
 def test_thresholds_are_fitted_to_what_was_fastest() -> None:

@@ -12,11 +12,10 @@ import pandas as pd
 import pytest
 
 from ficco.bench import plots, report, stats
-from ficco.bench.about import read_description
 from ficco.bench.cases import OPERATOR, Case, scenarios
-from ficco.bench.frames import BENCH, LAYERS, LOSSES, append, records
-from ficco.bench.roles import balance, lines, modes
+from ficco.bench.frames import BENCH, LAYERS, LOSSES, append, read_description, records
 from ficco.bench.simulated import BOUNDS
+from ficco.bench.stats import balance, lines, modes
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find

@@ -232,13 +232,13 @@ class MadeUp(Site):
     def parts(self) -> Any:
         return Anything()
 
-    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
         truth, found = TRUTH, {}
         for name, call in calls.items():
             shape, count = call.run if isinstance(call, Runner) else call
             m, n, k, batch, wide = shape
             seconds = truth.heated(count * truth.seconds(m, n, k, batch=batch, wide=wide))
-            found[name] = series.Series((seconds,) * 3)
+            found[name] = np.array((seconds,) * 3)
         return found
 
 
@@ -316,7 +316,7 @@ def test_a_check_calls_by_the_copy_kernel_where_one_can_copy(
     )
     monkeypatch.setattr(communication, "copies_by_kernel", lambda site: by_kernel)
     monkeypatch.setattr(
-        made_up, "time", lambda step, calls, share: {c: series.Series((1.0,)) for c in calls}
+        made_up, "time", lambda step, calls, share: {c: np.array((1.0,)) for c in calls}
     )
     made_up.machine = load(configs() / "h200-2.yaml")
     called = [point.what.split(",")[0] for point in check._calls(made_up)]
@@ -330,10 +330,10 @@ def test_a_row_of_products_is_timed_alone_until_the_device_is_steady(
 ) -> None:
     seen = []
 
-    def time(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+    def time(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
         ((name, row),) = calls.items()
         seen.append((row, settings["share"]))
-        return {name: series.Series((1.0, 1.0, 3.0, 4.0, 4.0))}
+        return {name: np.array((1.0, 1.0, 3.0, 4.0, 4.0))}
 
     monkeypatch.setattr(made_up, "time", time)
     shapes = made_up.effort.heating
@@ -350,8 +350,8 @@ def test_a_gpu_is_later_by_what_its_host_takes(on_gpu: bool, later: dict[str, fl
     times = {"idle": {"a": 9.0, "b": 5.0}, "queued": {"a": 2.0, "b": 6.0}}
 
     class Timed(Site):
-        def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, series.Series]:
-            return {name: series.Series((times[how["mode"]][name],)) for name in calls}
+        def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, np.ndarray]:
+            return {name: np.array((times[how["mode"]][name],)) for name in calls}
 
     watch = type("", (), {"world": 2, "on_gpu": on_gpu})()
     site = Timed(watch, effort.GPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
@@ -363,11 +363,11 @@ class Watch:
 
     on_gpu, world = False, 2
 
-    def time(self, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+    def time(self, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
         for call in calls.values():
             for _ in range(3):  # the first warms up
                 call.run()
-        return {name: series.Series((60.0, 60.0)) for name in calls}
+        return {name: np.array((60.0, 60.0)) for name in calls}
 
     def gather(self, value: Any) -> list[Any]:
         return [value, {name: [2 * taken for taken in times] for name, times in value.items()}]
@@ -379,13 +379,13 @@ def test_ranks_that_share_cores_are_timed_by_what_the_cores_do(monkeypatch: Any)
     site = Site(Watch(), effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
     monkeypatch.setattr("ficco.tune.site.cores", lambda: 2)
     assert site.crowded
-    assert site.time("memory", {"x": lambda: None})["x"].times == (9 / 2, 27 / 2)
+    assert site.time("memory", {"x": lambda: None})["x"].tolist() == [9 / 2, 27 / 2]
     assert site.provenance("measured", "x").note.endswith(
         "2 ranks take of the 2 cores that they share"
     )
     monkeypatch.setattr("ficco.tune.site.cores", lambda: 3)
     assert not site.crowded
-    assert site.time("memory", {"x": Runner(lambda: None)})["x"].times == (60.0, 60.0)
+    assert site.time("memory", {"x": Runner(lambda: None)})["x"].tolist() == [60.0, 60.0]
     assert site.provenance("measured", "x").note == "x"
 
 
@@ -398,10 +398,10 @@ class Crowded(MadeUp):
         names = {"matrix": "", "matmul": "product", "copies": "move", "collective": "move"}
         return type("", (), {k: lambda *a, v=v: lambda: v for k, v in names.items()})()
 
-    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+    def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
         seconds = {"copies": 2.0, "collective": 2.0}
         return {
-            name: series.Series((9.0 if " and " in name else seconds.get(name, 4.0),) * 3)
+            name: np.array((9.0 if " and " in name else seconds.get(name, 4.0),) * 3)
             for name in calls
         }
 
@@ -769,7 +769,7 @@ def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
 
     torch.mm = counted
 
-    def timed(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, series.Series]:
+    def timed(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
         assert step == "kernel_copies" and 0 < settings["share"] < 1
         found = {}
         for number, (name, call) in enumerate(calls.items()):
@@ -787,7 +787,7 @@ def in_front(at: ranks.Rank, latency: float, rate: float) -> float:
                 assert result.shape == (rows, communication.IN_FRONT_COLUMNS)
             else:
                 assert multiplied == int(what) * [rows]
-            found[name] = series.Series((seconds, seconds, 10 * seconds))
+            found[name] = np.array((seconds, seconds, 10 * seconds))
         return found
 
     site.time = timed  # type: ignore[method-assign]

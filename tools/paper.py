@@ -14,8 +14,8 @@ from statistics import geometric_mean
 import pandas as pd
 
 from ficco.bench.cases import Case, scenarios
+from ficco.bench.draw import BLACK, BLUE, GREEN, LIGHT, picture
 from ficco.bench.frames import append
-from ficco.bench.pictures import BLACK, BLUE, GREEN, LIGHT, picture
 from ficco.bench.simulated import simulate_case
 from ficco.bench.tables import markdown
 from ficco.heuristics.candidates import suited

@@ -14,11 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from ficco.bench.about import read_description
-from ficco.bench.frames import BENCH
+from ficco.bench.frames import BENCH, read_description
 from ficco.bench.report import HINDSIGHT, MODE_WORDS
-from ficco.bench.roles import RATIOS, by_operator, lines, modes
-from ficco.bench.stats import geomean
+from ficco.bench.stats import RATIOS, by_operator, geomean, lines, modes
 from ficco.bench.tables import markdown
 from ficco.errors import ConfigError
 

@@ -18,11 +18,10 @@ from statistics import mean, median
 
 import pandas as pd
 
-from ficco.bench.about import commit, read_description
 from ficco.bench.cases import Case
-from ficco.bench.frames import BENCH
+from ficco.bench.frames import BENCH, commit, read_description
 from ficco.bench.report import MODE_WORDS
-from ficco.bench.roles import by_operator, measured
+from ficco.bench.stats import by_operator, measured
 from ficco.bench.tables import markdown
 from ficco.heuristics import Where, candidates, decide, rule
 from ficco.heuristics.candidates import ALL_MOVERS, MOVERS, predictable

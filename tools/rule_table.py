@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ficco.bench.cases import Case, scenarios
 from ficco.bench.tables import markdown
-from ficco.heuristics import Observation, fit_thresholds, literal, rule
+from ficco.heuristics import Observation, fit_thresholds, rule
 from ficco.heuristics.candidates import suited
-from ficco.heuristics.rule import COLUMNS, ROWS
-from ficco.machine import Machine, Thresholds, find
+from ficco.heuristics.rule import COLUMNS, RATIO, ROWS
+from ficco.machine import Machine, Provenance, Thresholds, find
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
@@ -25,6 +25,21 @@ MACHINE = "mi300x-8"
 
 #: Share of the fastest schedule's time within which another is as good.
 HIT = 0.02
+
+
+def literal(machine: Machine) -> Thresholds:
+    """As the paper says literally: the threshold is the GPU's peak operations per second.
+
+    Raises:
+        ValueError: the peak is not known.
+    """
+    if machine.gemm is None:
+        raise ValueError(
+            f"machine {machine.name}: required its block gemm for the peak rate, got none"
+        )
+    peak = machine.gemm.peak
+    note = "the number of peak operations per second, as FiCCO, section V-C, says"
+    return Thresholds(peak, RATIO * peak, Provenance("paper", note=note))
 
 
 def observe(problem: Problem, machine: Machine) -> Observation:

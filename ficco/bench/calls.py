@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.bench.candidates import BenchCandidate, movements
@@ -21,9 +22,6 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
 from ficco.schedules.groups import cut
 from ficco.workspace import workspace_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Rows of the gathered A for which PyTorch takes its native path: more than the first, up to the
 #: second (torch/distributed/_symmetric_memory, PyTorch 2.11).
@@ -119,36 +117,25 @@ def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str
 def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """The operator's exchange by the vendor's collective: of A, or of a product."""
     problem, rank = operands.problem, operands.rank
-    peers = range(problem.world)
+    sent, received = zip(
+        *((problem.block(rank, peer), problem.block(peer, rank)) for peer in range(problem.world)),
+        strict=True,
+    )
 
-    def gathered(a: torch.Tensor) -> torch.Tensor:
-        whole = a.new_empty(problem.m, a.shape[1])
-        all_gather(whole, a, group=group)
-        return whole
+    def move(rows: torch.Tensor) -> torch.Tensor:
+        collective = problem.kind.collective
+        if collective == "all-reduce":
+            dist.all_reduce(rows, group=group)
+            return rows
+        arriving = {"all-gather": problem.m, "all-to-all": sum(received)}
+        moved = rows.new_empty(arriving.get(collective, problem.rows[rank]), rows.shape[1])
+        if collective == "all-to-all":
+            dist.all_to_all_single(moved, rows, list(received), list(sent), group=group)
+        else:
+            (all_gather if collective == "all-gather" else reduce_scatter)(moved, rows, group=group)
+        return moved
 
-    def scattered(product: torch.Tensor) -> torch.Tensor:
-        mine = product.new_empty(problem.rows[rank], product.shape[1])
-        reduce_scatter(mine, product, group=group)
-        return mine
-
-    sent = [problem.block(rank, peer) for peer in peers]
-    received = [problem.block(peer, rank) for peer in peers]
-
-    def exchanged(rows: torch.Tensor) -> torch.Tensor:
-        arrived = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(arrived, rows, received, sent, group=group)
-        return arrived
-
-    def reduced(product: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(product, group=group)
-        return product
-
-    return {
-        "all-gather": gathered,
-        "reduce-scatter": scattered,
-        "all-to-all": exchanged,
-        "all-reduce": reduced,
-    }[problem.kind.collective]
+    return move
 
 
 def _gemm(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
@@ -204,12 +191,15 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
 def _serial_collective(
     candidate: BenchCandidate, operands: Operands, group: ProcessGroup
 ) -> Runner:
-    move = exchange(operands, group)
-    if operands.problem.kind.scatters:
-        return Runner(lambda: move(torch.mm(operands.a_LK, operands.b_KN)))
-    if operands.problem.kind.inner:
-        return Runner(lambda: torch.mm(move(operands.a_LK).t(), operands.b_KN))
-    return Runner(lambda: torch.mm(move(operands.a_LK), operands.b_KN))
+    move, kind = exchange(operands, group), operands.problem.kind
+
+    def run() -> torch.Tensor:
+        if kind.scatters:
+            return move(torch.mm(operands.a_LK, operands.b_KN))
+        whole = move(operands.a_LK)
+        return torch.mm(whole.t() if kind.inner else whole, operands.b_KN)
+
+    return Runner(run)
 
 
 def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
@@ -259,21 +249,23 @@ def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup)
 
 
 def _pytorch_native(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    return Runner(_pytorch(candidate, operands, group).run, context=_native)
+    """PyTorch's native path, chosen by a variable that it reads in every call."""
+    run = _pytorch(candidate, operands, group).run
+    return Runner(run, context=lambda: variable(NATIVE_SWITCH, "1"))
 
 
 @contextmanager
-def _native() -> Any:
-    """PyTorch's native path, chosen by a variable that it reads in every call."""
-    before = os.environ.get(NATIVE_SWITCH)
-    os.environ[NATIVE_SWITCH] = "1"
+def variable(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment, which is as it was afterwards."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ[NATIVE_SWITCH]
+            del os.environ[name]
         else:
-            os.environ[NATIVE_SWITCH] = before
+            os.environ[name] = before
 
 
 def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
@@ -286,18 +278,13 @@ def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -
 
     if not candidate.stages:
         return Runner(run)
-    cap = capped_bytes(candidate, operands, group)
-    return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
-
-
-def capped_bytes(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> int:
-    """Symmetric memory for so many steps of a schedule, signals included."""
-    schedule, problem = Schedule.parse(candidate.schedule), operands.problem
-    whole = plan(problem, schedule, 0)
-    engine = workspace_of(group, operands.device).engine
-    staging = aligned(candidate.stages * step_bytes(whole))
+    # Symmetric memory for so many steps of the schedule, signals included.
+    whole = plan(operands.problem, Schedule.parse(candidate.schedule), 0)
     others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(0))
-    return engine.slot_bytes(whole.words, others + staging)
+    staging = aligned(candidate.stages * step_bytes(whole))
+    engine = workspace_of(group, operands.device).engine
+    cap = engine.slot_bytes(whole.words, others + staging)
+    return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
 
 
 def step_bytes(plan: Plan) -> int:

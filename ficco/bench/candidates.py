@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ficco.bench.cases import OPERATOR
 from ficco.dma.engine import Engine
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
-from ficco.problem import Problem
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
 
 
@@ -23,6 +23,7 @@ class BenchCandidate:
         schedule: for ficco.
         symmetric: the left operand lies in symmetric memory (``ficco.empty``).
         stages: staging is capped at so many steps; 0 for no cap.
+        operators: those that have it; none for all of them.
     """
 
     name: str
@@ -30,6 +31,7 @@ class BenchCandidate:
     schedule: str = ""
     symmetric: bool = False
     stages: int = 0
+    operators: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:
@@ -54,15 +56,15 @@ def parse(name: str) -> BenchCandidate:
     return BenchCandidate("@".join([schedule, *marks]), "ficco", schedule, symmetric, stages)
 
 
-#: What every shape is held against, and the operators that have it; none for all of them.
-REFERENCES: tuple[tuple[BenchCandidate, tuple[str, ...]], ...] = (
-    (BenchCandidate("gemm", "gemm"), ()),
-    (BenchCandidate("collective", "collective"), ()),
-    (BenchCandidate("copies", "copies", "shard-overlap"), ()),
-    (BenchCandidate("serial-collective", "serial-collective"), ()),
-    (BenchCandidate("ficco-rccl", "pieces"), (OPERATOR,)),
-    (BenchCandidate("pytorch-fused", "pytorch"), (OPERATOR, "matmul_reduce_scatter")),
-    (BenchCandidate("pytorch-native", "pytorch-native"), (OPERATOR,)),
+#: What every shape is held against.
+REFERENCES = (
+    BenchCandidate("gemm", "gemm"),
+    BenchCandidate("collective", "collective"),
+    BenchCandidate("copies", "copies", "shard-overlap"),
+    BenchCandidate("serial-collective", "serial-collective"),
+    BenchCandidate("ficco-rccl", "pieces", operators=(OPERATOR,)),
+    BenchCandidate("pytorch-fused", "pytorch", operators=(OPERATOR, "matmul_reduce_scatter")),
+    BenchCandidate("pytorch-native", "pytorch-native", operators=(OPERATOR,)),
 )
 
 #: Baselines that no figure of the others needs.
@@ -79,25 +81,15 @@ COMPARED = BenchCandidate("candidates", "compared")
 #: has those that serve it.
 SCHEDULES = tuple(
     parse(name)
-    for name in (
-        *NAMED,
-        "serial:collective",
-        "auto",
-        "shard-overlap:compute=2",
-        "shard-overlap:tail=4",
-        "shard-overlap:tail=4,compute=2",
-        "shard-overlap:pull",
-        "shard-overlap:pull@symmetric",
-        "shard-overlap:beta",
-        "growing:tail=4",
-        "growing:pieces=2,compute=2",
-        "shrinking:tail=2",
-        "ring:pieces=4",
-        "hetero-unfused-1d:pieces=2,order=peer,compute=2",
-        "hetero-fused-1d:pieces=4+2+1",
-        "hetero-fused-1d:pieces=4,beta",
-        "hetero-fused-1d:pieces=4@stages=2",
-    )
+    for name in [*NAMED]
+    + """
+    serial:collective auto
+    shard-overlap:compute=2 shard-overlap:tail=4 shard-overlap:tail=4,compute=2
+    shard-overlap:pull shard-overlap:pull@symmetric shard-overlap:beta
+    growing:tail=4 growing:pieces=2,compute=2 shrinking:tail=2 ring:pieces=4
+    hetero-unfused-1d:pieces=2,order=peer,compute=2 hetero-fused-1d:pieces=4+2+1
+    hetero-fused-1d:pieces=4,beta hetero-fused-1d:pieces=4@stages=2
+    """.split()
 )
 
 
@@ -111,7 +103,7 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchC
     if names is not None:
         ours = tuple(COMPARED if name == COMPARED.name else parse(name) for name in names)
     serial = parse("serial")  # it is a reference, too
-    references = [one for one, _ in REFERENCES if one.name not in without]
+    references = [one for one in REFERENCES if one.name not in without]
     return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
@@ -119,14 +111,13 @@ def of_problem(
     chosen: Iterable[BenchCandidate], problem: Problem, engine: Engine | None = None
 ) -> tuple[BenchCandidate, ...]:
     """The candidates that a problem's operator has, of those that an engine offers."""
-    having = {one.name: operators for one, operators in REFERENCES if operators}
     available: dict[BenchCandidate, None] = {}
     for one in chosen:
         if one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
             there = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
             available |= dict.fromkeys(map(parse, there))
-        elif problem.operator in having.get(one.name, (problem.operator,)):
+        elif problem.operator in (one.operators or OPERATORS):
             available[one] = None
     return tuple(one for one in available if not refused(one, problem, engine))
 

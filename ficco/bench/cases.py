@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 from ficco.errors import ConfigError
@@ -17,9 +15,6 @@ from ficco.problem import OPERATORS, Problem
 #: Ranks of the paper's machine. Its scenarios are benched as one of so many ranks sees them,
 #: however many there are here.
 PAPER_WORLD = 8
-
-#: Largest m * n * k that is drawn: about 25 ms on one H200.
-MOST_UNSEEN = 1e13
 
 #: Part of the free memory of a device that a shape may need.
 MEMORY_SHARE = 0.9
@@ -100,8 +95,8 @@ class Case:
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
-        smaller, parts = self, 1
-        while self.halves and smaller.m >= 2 * world and smaller.memory(world) > _limit(free_bytes):
+        smaller, parts, limit = self, 1, MEMORY_SHARE * free_bytes
+        while self.halves and smaller.m >= 2 * world and smaller.memory(world) > limit:
             parts *= 2
             label = f"{self.label}, m / {parts} for lack of memory"
             smaller = replace(self, m=self.m // parts, label=label)
@@ -114,66 +109,13 @@ class Case:
         if self.m % world:
             return f"{self.m} rows do not divide by {world} ranks, as the collective needs"
         need = self.memory(world)
-        if need > _limit(free_bytes):
+        if need > MEMORY_SHARE * free_bytes:
             return f"needs {need / 2**30:.0f} GiB on a rank, {free_bytes / 2**30:.0f} are free"
         return ""
 
 
-def _limit(free_bytes: int) -> float:
-    return MEMORY_SHARE * free_bytes
-
-
-def _named(*sizes: tuple[int, int, int], **more: str) -> list[Case]:
-    return [Case(f"{m}x{n}x{k}", m, n, k, **more) for m, n, k in sizes]  # type: ignore[arg-type]
-
-
-def measured() -> list[Case]:
-    """Layers of dense models, large and small, at four ranks."""
-    return _named(
-        (32768, 2048, 8192),
-        (8192, 7168, 8192),
-        (8192, 3584, 4096),
-        (18432, 7168, 4096),
-        (16384, 4096, 16384),
-        (8192, 2048, 32768),
-        (8192, 12288, 12288),
-        (16384, 13312, 16384),
-    )
-
-
-def small() -> list[Case]:
-    """Products of less than about half a millisecond on one H200."""
-    return _named(*product((2048, 4096, 8192), (1024, 2048, 4096), (4096,)))
-
-
-def decode() -> list[Case]:
-    """A few rows for layers of Llama 3 8B and 70B on four ranks: the products in front of attention
-    and in the MLP."""
-    layers = ((1536, 4096), (3584, 4096), (2560, 8192), (7168, 8192))
-    return _named(*((m, n, k) for m in (128, 512, 1024) for n, k in layers))
-
-
-def tiny() -> list[Case]:
-    """Shapes for the CPU engine."""
-    return _named((256, 64, 256), (512, 128, 256), (512, 256, 512), dtype="float32")
-
-
-def unseen(count: int = 32, seed: int = 17) -> list[Case]:
-    """Problems drawn from the widths of real models, which nothing is fitted to.
-
-    Hidden sizes are k; a rank's columns are a hidden or feed-forward size, or that of queries, keys
-    and values together, over 1 to 8 ranks.
-    """
-    hidden = (2048, 2560, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384, 18432, 28672)
-    columns = (1280, 2048, 3072, 4096, 5120, 6144, 8192, 10240, 11008, 14336, 18432, 28672, 53248)
-    dice, drawn = random.Random(seed), dict[tuple[int, int, int], None]()
-    while len(drawn) < count:
-        m = 512 * round(2 ** dice.uniform(0, 7))
-        n = dice.choice(columns) // dice.choice((1, 2, 4, 8))
-        k = dice.choice(hidden)
-        if 512 <= n <= 16384 and m * n * k <= MOST_UNSEEN:
-            drawn[m, n, k] = None
-    return _named(*drawn)
+def _shipped(name: str) -> list[Case]:
+    return read(configs() / "shapes.csv", name)
 
 
 def scenarios() -> list[Case]:
@@ -184,14 +126,12 @@ def scenarios() -> list[Case]:
     return [
         case
         if case.operator == OPERATOR
-        else Case(
-            case.name,
-            PAPER_WORLD * case.m,
-            case.n,
-            case.k,
-            case.dtype,
-            case.label.partition(",")[0],
-            f"is of {case.operator}: set experts",
+        else replace(
+            case,
+            m=PAPER_WORLD * case.m,
+            operator=OPERATOR,
+            label=case.label.partition(",")[0],
+            skip=f"is of {case.operator}: set experts",
         )
         for case in read(configs() / "scenarios.csv")
     ]
@@ -200,17 +140,8 @@ def scenarios() -> list[Case]:
 def experts() -> list[Case]:
     """The all-to-alls of that table: large experts, whose products take far longer than the rows
     travel."""
-    all_scenarios = read(configs() / "scenarios.csv")
-    return [
-        replace(case, halves=True) for case in all_scenarios if case.operator == "all_to_all_matmul"
-    ]
-
-
-def experts_gain() -> list[Case]:
-    """Experts whose products take about as long as their rows travel: an eighth of the hidden layer
-    of a large expert, or a small one."""
-    tokens, layers = (4096, 8192, 16384, 32768), ((1024, 7168), (2048, 4096), (4096, 7168))
-    return _named(*((m, n, k) for m in tokens for n, k in layers), operator="all_to_all_matmul")
+    every = read(configs() / "scenarios.csv")
+    return [replace(case, halves=True) for case in every if OPERATORS[case.operator].blocks]
 
 
 def weight_gradients() -> list[Case]:
@@ -226,16 +157,16 @@ def weight_gradients() -> list[Case]:
     return both
 
 
+#: By name: layers of dense models, large and small, at four ranks; products of less than about half
+#: a millisecond on one H200; a few rows for layers of Llama 3 8B and 70B; problems drawn at random
+#: from the widths of real models, of at most about 25 ms, which nothing is fitted to; the paper's;
+#: experts whose products take about as long as their rows travel; shapes for the CPU engine.
 SETS: dict[str, Callable[[], list[Case]]] = {
-    "measured": measured,
-    "small": small,
-    "decode": decode,
-    "unseen": unseen,
+    **{name: partial(_shipped, name) for name in ("measured", "small", "decode", "unseen")},
     "scenarios": scenarios,
     "weight-gradients": weight_gradients,
     "experts": experts,
-    "experts-gain": experts_gain,
-    "cpu": tiny,
+    **{name: partial(_shipped, name) for name in ("experts-gain", "cpu")},
 }
 
 
@@ -246,12 +177,12 @@ def default_sets(operator: str, device: str) -> tuple[str, ...]:
     return ("experts-gain", "experts") if OPERATORS[operator].blocks else ("measured",)
 
 
-def read(path: Path) -> Iterable[Case]:
+def read(path: Path, only: str = "") -> list[Case]:
     """Cases from a CSV file with the columns name, m, n and k.
 
     Optional columns: ``dtype``; ``op``, the operator; ``parallelism`` and ``model``, which mark a
     scenario of the paper: its n, or the m of an all-to-all, is that of all ranks together, and one
-    rank of eight has an eighth.
+    rank of eight has an eighth; ``set``, of which ``only`` names the lines to take.
 
     Raises:
         ConfigError: a column is missing, a size is not a whole number above 0, or there is no such
@@ -262,12 +193,16 @@ def read(path: Path) -> Iterable[Case]:
     rows = read_text(path, ("m", "n", "k")).fillna("").to_dict("records")
     if not rows:
         raise ConfigError(str(path), "file", "required a header and one line per shape, got none")
-    return [_case(path, line, row) for line, row in enumerate(rows, 2)]
+    lines = enumerate(rows, 2)
+    return [_case(path, line, row) for line, row in lines if not only or row["set"] == only]
 
 
 def _case(path: Path, line: int, row: dict[str, str]) -> Case:
-    size = partial(_size, path, line, row)
-    m, n, k = size("m"), size("n"), size("k")
+    for column in ("m", "n", "k"):
+        if not row[column].isdecimal() or int(row[column]) < 1:
+            wanted = f"required a whole number above 0, got {row[column]!r}"
+            raise ConfigError(str(path), f"line {line}, column {column}", wanted)
+    m, n, k = (int(row[column]) for column in ("m", "n", "k"))
     operator = row.get("op") or OPERATOR
     if operator not in OPERATORS:
         wanted = f"required one of {', '.join(OPERATORS)}, got {operator!r}"
@@ -284,11 +219,3 @@ def _case(path: Path, line: int, row: dict[str, str]) -> Case:
             label += f"n / {PAPER_WORLD}"
     name = row.get("name") or f"{m}x{n}x{k}"
     return Case(name, m, n, k, row.get("dtype") or "bfloat16", label, operator=operator)
-
-
-def _size(path: Path, line: int, row: dict[str, str], column: str) -> int:
-    value = row[column]
-    if not value.isdecimal() or int(value) < 1:
-        expected = f"required a whole number above 0, got {value!r}"
-        raise ConfigError(str(path), f"line {line}, column {column}", expected)
-    return int(value)

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.bench.about import RunSettings
 from ficco.bench.cases import Case
-from ficco.bench.frames import LOSSES, append
-from ficco.bench.series import MeasuredCalls, Series, Stopwatch, calls_to_cover, contended
+from ficco.bench.frames import LOSSES, RunSettings
+from ficco.bench.series import MeasuredCalls, Stopwatch, Times, timed_during
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 
@@ -72,13 +71,14 @@ class LossBench:
         self.device = local_device(settings.device)
         self.watch = Stopwatch(self.group, self.device)
         self.world, self.rank = self.watch.world, self.watch.rank
-        self.began = time.monotonic()
 
     def run(self) -> pd.DataFrame | None:
-        settings = self.settings
-        losses: list[Loss] = []
-        if self.rank == 0:
-            settings.write_description(self.world)
+        rows = self.settings.record(LOSSES, self._steps(), self.rank, self.world)
+        self.watch.close()
+        return rows
+
+    def _steps(self) -> Iterator[list[Loss]]:
+        settings, began = self.settings, time.monotonic()
         each = settings.seconds * (1 - COMMUNICATION_SHARE) / max(len(settings.cases), 1)
         steps = [
             ("communication", self.communication, settings.seconds * COMMUNICATION_SHARE),
@@ -87,16 +87,11 @@ class LossBench:
         for number, (name, action, seconds) in enumerate(steps, 1):
             self._say(f"[{number}/{len(steps)}] {name} ...")
             rows = self.attempt(name, partial(action, seconds))
-            losses += rows
-            spent = time.monotonic() - self.began
-            left = spent / number * (len(steps) - number)
+            left = (time.monotonic() - began) / number * (len(steps) - number)
             self._say(f"[{number}/{len(steps)}] {name}: about {left:.0f} s left")
-            if self.rank == 0:
-                append(settings.csv, LOSSES.frame(rows))
-                for row in rows:
-                    self._say(f"  {line(row)}")
-        self.watch.close()
-        return LOSSES.frame(losses) if self.rank == 0 else None
+            yield rows
+            for row in rows:
+                self._say(f"  {line(row)}")
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
@@ -135,8 +130,10 @@ class LossBench:
             )
         ]
 
-    def _time(self, calls: dict[str, Any], seconds: float, most: int = 0) -> dict[str, Series]:
-        return self.watch.time(calls, seconds=seconds, most=most or self.settings.rounds)
+    def _time(
+        self, calls: Mapping[str, Any], seconds: float, share: float = 1.0, most: int = 0
+    ) -> dict[str, Times]:
+        return self.watch.time(calls, seconds=seconds * share, most=most or self.settings.rounds)
 
     def shape(self, case: Case, seconds: float) -> list[Loss]:
         """The losses of a product."""
@@ -173,21 +170,15 @@ class LossBench:
             SHARDS: operands.copies("shard-overlap", nbytes),
             COLLECTIVE: operands.collective(nbytes),
         }
-        calls: dict[str, Any] = {"product": product, **moves}
-        guess = self._time(calls, seconds * 0.2, most=5)
-        for mover, move in moves.items():
-            back = calls_to_cover(guess["product"].times, guess[mover].times)
-            calls[f"product during {mover}"] = contended(product, move, back, self.device)
-            back = calls_to_cover(guess[mover].times, guess["product"].times)
-            calls[f"{mover} during product"] = contended(move, product, back, self.device)
-        times = self._time(calls, seconds * 0.8)
+        pairs = [pair for move in moves for pair in (("product", move), (move, "product"))]
+        time = partial(self._time, seconds=seconds)
+        times = timed_during(time, {"product": product, **moves}, pairs, self.device)
         what = {"nbytes": nbytes, "cut": "rows", "parts": world}
-        for mover in moves:
-            measured = ratio(times, "product", f"product during {mover}")
-            yield {"loss": GEMM_CIL, "mover": mover, **what, **measured}
-        for mover in moves:
-            measured = ratio(times, mover, f"{mover} during product")
-            yield {"loss": COPY_CIL, "mover": mover, **what, **measured}
+        for loss in (GEMM_CIL, COPY_CIL):
+            for mover in moves:
+                one, other = ("product", mover) if loss == GEMM_CIL else (mover, "product")
+                measured = ratio(times, one, f"{one} during {other}")
+                yield {"loss": loss, "mover": mover, **what, **measured}
 
 
 def pieces(world: int) -> str:
@@ -195,9 +186,9 @@ def pieces(world: int) -> str:
     return f"hetero-fused-1d:pieces={world}"
 
 
-def ratio(times: Mapping[str, Series], reference: str, other: str) -> Loss:
+def ratio(times: Mapping[str, Times], reference: str, other: str) -> Loss:
     """The figures of a loss: the times under one name against those under another."""
-    before, after = (1e6 * np.array(times[name].times) for name in (reference, other))
+    before, after = (1e6 * times[name] for name in (reference, other))
     return {
         "status": "ok",
         "rounds": len(before),

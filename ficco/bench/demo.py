@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from torch.distributed import ProcessGroup
 
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
-from ficco.bench.decisions import examples, show_table_i
 from ficco.bench.draw import draw, trace
-from ficco.bench.exact import ExactCall, exact_calls, seconds
-from ficco.bench.inputs import Operands
-from ficco.bench.progress import bar
-from ficco.bench.tables import cells, show
+from ficco.bench.inputs import ExactCall, Operands, exact_calls, seconds
+from ficco.bench.simulated import examples, show_table_i
+from ficco.bench.tables import bar, cells, show
 from ficco.bench.traces import trace_all
 from ficco.dma.cpu import CpuEngine
 from ficco.launch import local_device
@@ -30,9 +28,6 @@ from ficco.machine import find
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED
 from ficco.workspace import workspace_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.
 KNOBS = (
@@ -65,26 +60,16 @@ SIMULATED_ON = "mi300x-8"
 DRAWN_BANDWIDTH = 3e8
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """What the demo shows.
+def demo(device_name: str, out: Path | None) -> int:
+    """Run the demo on this rank; the exit code.
 
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
+    Args:
+        device_name: ``"cpu"`` or ``"cuda"``.
         out: folder of the pictures, the trace and the table; None for a new one.
     """
-
-    device: str
-    out: Path | None
-
-
-def demo(settings: DemoSettings) -> int:
-    """Run the demo on this rank; the exit code."""
-    from rich.console import Console
-
     group = dist.group.WORLD
     first = group.rank() == 0
-    device = local_device(settings.device)
+    device = local_device(device_name)
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
     engine = workspace_of(group, device).engine
@@ -103,11 +88,14 @@ def demo(settings: DemoSettings) -> int:
             taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
-        with _slow_copies():
+        CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
+        try:
             timelines = trace_all(list(ours), operands, group)
+        finally:
+            CpuEngine.bandwidth = None
     if not first:
         return 0
-    out = settings.out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
+    out = out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
     out.mkdir(parents=True, exist_ok=True)
     results.to_csv(out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f")
     limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s" * (device.type == "cpu")
@@ -203,16 +191,6 @@ def _times(
     table["exact"] = table["exact"].where(table["exact"].notna(), None)
     table["note"] = table.index.map(lambda name: notes.get(name, ""))
     return table.rename_axis("schedule").reset_index()
-
-
-@contextmanager
-def _slow_copies() -> Iterator[None]:
-    """On CPUs; the engines of GPUs have no such limit."""
-    CpuEngine.bandwidth = DRAWN_BANDWIDTH
-    try:
-        yield
-    finally:
-        CpuEngine.bandwidth = None
 
 
 def _show(title: str, rows: pd.DataFrame, torch_ms: Any) -> None:

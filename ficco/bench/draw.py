@@ -1,14 +1,47 @@
-"""Timelines as pictures and as traces."""
+"""The style of all pictures, with colours that can be told apart, and Timelines as pictures and as
+traces."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ficco.bench.pictures import BLUE, GREEN, ORANGE, PURPLE, picture
-from ficco.timeline import Bar, Timeline
+from ficco.timeline import Timeline
+
+BLUE, LIGHT, ORANGE, SAND = "#2a5d8f", "#6f9fca", "#e08a1e", "#f0c48a"
+GREEN, PURPLE, GREY, BLACK = "#7a9a3a", "#a05a8a", "#b8b8b8", "#333333"
+
+STYLE = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "figure.titlesize": 9,
+    "legend.fontsize": 7,
+    "legend.title_fontsize": 7,
+    "lines.linewidth": 1,
+    "lines.markersize": 4,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+}
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float, title: str = "") -> Iterator[Any]:
+    """A figure of so many inches, written once it is drawn; the suffix is the format."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        if title:
+            figure.suptitle(title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+
 
 #: Colours of the kinds of bars, also where hues are hard to tell apart: dark, middle, light.
 COLOURS = {
@@ -44,7 +77,10 @@ def draw(
             (rank, lane)
             for rank, bars in enumerate(timeline.ranks)
             if ranks is None or rank in ranks
-            for lane in _lanes(bars)
+            for lane in sorted(
+                {bar.lane for bar in bars if bar.kind not in ("sync", "wait")},
+                key=lambda lane: (not lane.startswith("compute"), lane),
+            )
         ]
         for timeline in timelines
     ]
@@ -72,12 +108,6 @@ def draw(
             handles=kinds, loc="outside lower center", ncols=max(len(kinds), 1), frameon=False
         )
     return path
-
-
-def _lanes(bars: Sequence[Bar]) -> list[str]:
-    """Lanes that copy or compute, compute first."""
-    seen = {bar.lane for bar in bars if bar.kind not in ("sync", "wait")}
-    return sorted(seen, key=lambda lane: (not lane.startswith("compute"), lane))
 
 
 def _draw_one(

@@ -1,19 +1,24 @@
 """Figures as frames: the columns of each kind of CSV file, and how such files are read and written.
 
 A row is what was measured of one thing. A figure that does not exist is NaN, and empty in a file.
+What a run was told, and where it ran, is described in a JSON file next to its CSV file.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from ficco import doctor
 from ficco.errors import ConfigError
 
 #: By the type of a column: its dtype in a frame, and what it holds where a row says nothing.
@@ -194,3 +199,77 @@ SIMULATED = Schema(
     | _columns(str, "machine mode candidate")
     | _columns(float, "ms speedup share")
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What every run is told.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        rounds: most rounds of a shape.
+        seconds: time for everything, shared among the shapes.
+        csv: the file that rows are appended to, shape by shape.
+        command: the command line, for the description of the figures.
+    """
+
+    device: str
+    rounds: int
+    seconds: float
+    csv: Path
+    command: str = ""
+
+    def record(
+        self,
+        schema: Schema,
+        steps: Iterable[Iterable[Mapping[str, Any]]],
+        rank: int,
+        ranks: int,
+        **more: Any,
+    ) -> pd.DataFrame | None:
+        """Write the rows of each step as it ends, next to a description of the run, without which
+        a figure is worth nothing; all rows on rank 0, None elsewhere."""
+        frames = [schema.frame(())]
+        if rank == 0:
+            here = [one["name"] for one in doctor.devices() if one["kind"].startswith(self.device)]
+            description = {
+                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+                "command": self.command,
+                "commit": commit(),
+                "device": " and ".join(dict.fromkeys(here)),
+                "ranks": ranks,
+                "versions": {name: value for name, value in doctor.versions().items() if value},
+            }
+            text = json.dumps({**description, **more}, indent=2)
+            self.csv.with_suffix(".json").write_text(text + "\n")
+        for rows in steps:
+            frames.append(schema.frame(rows))
+            if rank == 0:
+                append(self.csv, frames[-1])
+        return pd.concat(frames, ignore_index=True) if rank == 0 else None
+
+
+def commit() -> str:
+    """The commit of the checkout that ficco is imported from; empty outside of one."""
+    folder = Path(__file__).resolve().parent
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(
+            git, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The description next to a CSV file; empty if there is none."""
+    file = path.with_suffix(".json")
+    if not file.exists():
+        return {}
+    try:
+        description = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(str(file), "file", f"required JSON: {error}") from None
+    if not isinstance(description, dict):
+        raise ConfigError(str(file), "file", "required a JSON object")
+    return description

@@ -1,4 +1,5 @@
-"""Operands of every operator: small integers with one right product, and random ones to time with.
+"""Operands of every operator: small integers with one right product, compared exactly, and random
+ones to time with.
 
 Legend: L rows of this rank's left operand, O rows of its result, P rows that it multiplies; K, N as
 in the product.
@@ -6,11 +7,18 @@ in the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from ficco.accelerator import gpu
 from ficco.problem import Problem
 
 #: Nonzero elements in a column of the exact B; of all ranks together, where products are summed.
@@ -102,17 +110,25 @@ class Operands:
     def _fill(self, iteration: int, draw: Draw) -> None:
         """Draw all blocks of A that this rank has, and those that its result consists of."""
         generator = torch.Generator(self.device)
-        world = self.problem.world
+        problem, rank, ranks = self.problem, self.rank, range(self.problem.world)
+        # Whether A has a block for each rank; else all of it is for all.
+        in_blocks = problem.kind.scatters or problem.kind.blocks
 
         def draw_block(tensor: torch.Tensor, src: int, part: int) -> None:
-            generator.manual_seed((iteration * world + src) * world + part)
+            generator.manual_seed((iteration * len(ranks) + src) * len(ranks) + part)
             draw(tensor, generator)
 
-        for part, first, rows in self._own():
-            draw_block(self.a_LK[first : first + rows], self.rank, part)
-        for src, part, first, rows in self._arriving():
+        for dst in ranks if in_blocks else (0,):
+            first, rows = problem.leaves(rank, dst), problem.block(rank, dst)
+            draw_block(self.a_LK[first : first + rows], rank, dst)
+        for src, dst in product(ranks, ranks if problem.kind.returns else (rank,)):
+            part, rows = dst if in_blocks else 0, problem.block(src, dst)
+            if problem.kind.returns:
+                first, rows = problem.offsets[dst], problem.rows[dst]
+            else:
+                first = 0 if problem.kind.sums else problem.lands(src, rank)
             there = self.whole_OK[first : first + rows]
-            if src and self.problem.kind.sums:
+            if src and problem.kind.sums:
                 block = torch.empty_like(there)
                 draw_block(block, src, part)
                 there += block
@@ -121,26 +137,87 @@ class Operands:
         if self.a_symmetric_LK is not None:
             self.a_symmetric_LK.copy_(self.a_LK)
 
-    def _own(self) -> Iterator[tuple[int, int, int]]:
-        """The blocks of this rank's A: whom each is for, its first row and its rows."""
-        problem, rank = self.problem, self.rank
-        for dst in range(problem.world) if self._in_blocks else (0,):
-            yield dst, problem.leaves(rank, dst), problem.block(rank, dst)
 
-    def _arriving(self) -> Iterator[tuple[int, int, int, int]]:
-        """The blocks that this rank's result consists of: whose each is, whom it is for, its first
-        row in the whole and its rows."""
-        problem, rank = self.problem, self.rank
-        for src in range(problem.world):
-            if problem.kind.returns:
-                for dst in range(problem.world):
-                    yield src, dst, problem.offsets[dst], problem.rows[dst]
-            else:
-                part = rank if self._in_blocks else 0
-                first = 0 if problem.kind.sums else problem.lands(src, rank)
-                yield src, part, first, problem.block(src, rank)
+Call = Callable[[], torch.Tensor]
 
-    @property
-    def _in_blocks(self) -> bool:
-        """Whether a rank's A has a block for each rank; else all of it is for all."""
-        return self.problem.kind.scatters or self.problem.kind.blocks
+#: Makes a call; its result, and a figure of it such as its seconds.
+Measure = Callable[[Call], tuple[torch.Tensor, float]]
+
+
+class ExactCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        name: of what was called.
+        wrong: how many elements of the result are wrong, on its device, which is not waited for:
+            what ``compare`` gave.
+        figure: what ``measure`` gave.
+    """
+
+    name: str
+    wrong: torch.Tensor
+    figure: float
+
+
+def enqueue(call: Call) -> tuple[torch.Tensor, float]:
+    """Make a call and wait for nothing."""
+    return call(), 0.0
+
+
+def seconds(group: ProcessGroup, device: torch.device) -> Measure:
+    """Times calls by the host's clock, each begun by all ranks together and waited for."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            gpu.synchronize()
+
+    def measure(call: Call) -> tuple[torch.Tensor, float]:
+        wait()
+        dist.barrier(group)
+        start = time.perf_counter()
+        result = call()
+        wait()
+        return result, time.perf_counter() - start
+
+    return measure
+
+
+def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """How many elements differ from what is wanted, on the device; all, where the shapes do."""
+    if result.shape != wanted.shape:
+        return torch.tensor(max(result.numel(), wanted.numel(), 1), device=wanted.device)
+    return (result != wanted).sum()
+
+
+def exact_calls(
+    calls: Mapping[str, Call],
+    operands: Operands,
+    count: int,
+    *,
+    first: int = 0,
+    compare: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    measure: Measure = enqueue,
+    seed: int = 0,
+) -> Iterator[ExactCall]:
+    """Make all calls ``count`` times, in an order that is shuffled anew each time: the first has
+    it easiest. Every call has integers of its own, so that stale data shows.
+
+    All ranks must pass the same names, ``count``, ``first`` and ``seed``: inputs and order follow
+    from them. Nothing but ``measure`` waits: the left operand is overwritten as soon as a call is
+    enqueued, so that data that is read too late shows, too.
+
+    Args:
+        calls: by name, calls that read ``operands``, whose B must be exact already.
+        first: number of the first inputs; each call takes the next, ``count * len(calls)`` in all.
+        compare: gives the number of wrong elements of a result; by default those that differ from
+            ``operands.reference()``.
+    """
+    order = random.Random(seed)
+    iteration = first
+    for _ in range(count):
+        for name in order.sample(list(calls), len(calls)):
+            operands.exact(iteration)
+            iteration += 1
+            result, figure = measure(calls[name])
+            wrong = compare(result) if compare else wrong_elements(result, operands.reference())
+            yield ExactCall(name, wrong, figure)

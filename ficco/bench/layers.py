@@ -10,31 +10,219 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
-from ficco.bench.about import RunSettings
-from ficco.bench.calls import Runner
-from ficco.bench.frames import LAYERS, append
+from ficco.bench.calls import Runner, all_gather, reduce_scatter
+from ficco.bench.frames import LAYERS, RunSettings
 from ficco.bench.measure import peak_bytes, pytorch_workspace_bytes
 from ficco.bench.report import MODE_WORDS, about_table
 from ficco.bench.series import Stopwatch
 from ficco.bench.stats import fastest, over, spread
 from ficco.bench.tables import cells, markdown
-from ficco.bench.ways import ASYNC_TP, COLLECTIVES, WAYS, Forward, Layer
-from ficco.errors import FiccoError
+from ficco.bench.verify import FATAL
 from ficco.launch import local_device
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+#: From this rank's x, columns and rows of the weights to its part of the result.
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Two products.
+
+    Attributes:
+        name: how reports call it.
+        tokens: rows of the whole sequence.
+        hidden: columns of x and of the result.
+        columns: columns of the first product on all ranks together; twice ``inner`` for a gate.
+        inner: columns of what the second multiplies, on all ranks together.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    columns: int
+    inner: int
+    dtype: str = "bfloat16"
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        """What the second product takes of the first one's result."""
+        if self.columns == 2 * self.inner:
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate) * up
+        return y[:, : y.shape[1] * self.inner // self.columns]
+
+
+#: Llama 3 70B: a feed-forward width of 28672 with a gate; 64 heads and 8 of keys and values.
+SHAPES = {
+    "cuda": (
+        Layer("mlp", 8192, 8192, 2 * 28672, 28672),
+        Layer("attention", 8192, 8192, 10240, 8192),
+    ),
+    "cpu": (
+        Layer("mlp", 256, 128, 2 * 256, 256, "float32"),
+        Layer("attention", 256, 128, 160, 128, "float32"),
+    ),
+}
+
+
+def _gather(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
+    whole = x.new_empty(x.shape[0] * group.size(), x.shape[1])
+    return whole, all_gather(whole, x.contiguous(), group=group, async_op=not wait)
+
+
+def _scatter(x: torch.Tensor, group: ProcessGroup, wait: bool = True) -> tuple[torch.Tensor, Any]:
+    mine = x.new_empty(x.shape[0] // group.size(), x.shape[1])
+    return mine, reduce_scatter(mine, x.contiguous(), group=group, async_op=not wait)
+
+
+class ColumnParallel(torch.autograd.Function):
+    """The first product. ``again``: gathered anew in backward, overlapped with products, as
+    Megatron-LM does it; otherwise kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup, again: bool
+    ) -> torch.Tensor:
+        whole, _ = _gather(x, group)
+        ctx.save_for_backward(x if again else whole, weight)
+        ctx.group, ctx.again = group, again
+        return whole @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        kept, weight = ctx.saved_tensors
+        if not ctx.again:
+            mine, _ = _scatter(grad @ weight, ctx.group)
+            return mine, grad.t() @ kept, None, None
+        whole, gathered = _gather(kept, ctx.group, wait=False)
+        ours = grad @ weight
+        gathered.wait()
+        mine, scattered = _scatter(ours, ctx.group, wait=False)
+        of_weight = grad.t() @ whole
+        scattered.wait()
+        return mine, of_weight, None, None
+
+
+class RowParallel(torch.autograd.Function):
+    """The second product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(a, weight)
+        ctx.group = group
+        return _scatter(a @ weight.t(), group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        a, weight = ctx.saved_tensors
+        whole, _ = _gather(grad, ctx.group)
+        return whole @ weight, whole.t() @ a, None
+
+
+def _by_collectives(layer: Layer, group: ProcessGroup, again: bool) -> Forward:
+    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = ColumnParallel.apply(x, first, group, again)
+        return cast(torch.Tensor, RowParallel.apply(layer.between(y), second, group))
+
+    return forward
+
+
+def _by_ficco(layer: Layer, group: ProcessGroup) -> Forward:
+    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = ficco.all_gather_matmul(x, first.t(), group=group)
+        return ficco.matmul_reduce_scatter(layer.between(y), second.t(), group=group)
+
+    return forward
+
+
+def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
+    """Functional collectives, which the compiler can see, and fuses with products if told to."""
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        # Deprecated as needless, and what the compiler still asks for before it fuses (2.11, 2.13).
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    names = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
+    if not hasattr(functional, names[0]):  # renamed by newer releases
+        names = ("all_gather_tensor_autograd", "reduce_scatter_tensor_autograd")
+    gather, scatter = (getattr(functional, name) for name in names)
+
+    def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = gather(x, 0, group) @ first.t()
+        return cast(torch.Tensor, scatter(layer.between(y) @ second.t(), "sum", 0, group))
+
+    return forward
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is made.
+
+    Attributes:
+        make: gives the forward pass.
+        context: what the step runs inside of.
+        compiler: options of the compiler; None for an eager step.
+        calls: parts of names of operators, each of which a step must call: a compiler that does
+            not find what it should replace says nothing.
+    """
+
+    make: Callable[[Layer, Any], Forward]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compiler: dict[str, Any] | None = None
+    calls: tuple[str, ...] = ()
+
+    def forward(self, layer: Layer, group: ProcessGroup) -> Forward:
+        eager = self.make(layer, group)
+        if self.compiler is None:
+            return eager
+        how: dict[str, Any] = {"options": self.compiler}
+        if dist.get_backend(group) != "nccl":
+            if self.compiler:
+                raise NotImplementedError(f"PyTorch has {', '.join(self.compiler)} on GPUs only")
+            # Shows that it works, without a C++ compiler.
+            how = {"backend": "aot_eager"}
+        compiled: Forward = torch.compile(eager, fullgraph=True, **how)
+        return compiled
+
+
+#: The first is what the others must agree with.
+WAYS = {
+    "collectives": Way(partial(_by_collectives, again=False)),
+    "collectives, gathered again": Way(partial(_by_collectives, again=True)),
+    "collectives, compiled": Way(_traceable, compiler={}),
+    "pytorch-async-tp": Way(
+        _traceable,
+        compiler={"_micro_pipeline_tp": True},
+        calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+    ),
+    "ficco": Way(_by_ficco),
+    "ficco, gathered A saved": Way(_by_ficco, partial(ficco.options, save_gathered=True)),
+    "ficco, compiled": Way(
+        _by_ficco, compiler={}, calls=("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")
+    ),
+}
+COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
+ASYNC_TP = "pytorch-async-tp"
+
+# Steps, and their times.
 
 Tensors = tuple[torch.Tensor, ...]
 #: Largest difference from the collectives' step, as a share of the root mean square: a result
@@ -118,19 +306,17 @@ def layers(settings: LayerSettings) -> pd.DataFrame | None:
     group = dist.group.WORLD
     assert group is not None
     watch = Stopwatch(group, local_device(settings.device))
-    rows: list[pd.DataFrame] = []
-    began = time.monotonic()
-    if watch.rank == 0:
-        settings.write_description(watch.world)
-    for number, layer in enumerate(settings.layers):
-        left = settings.seconds - (time.monotonic() - began)
-        share = left / (len(settings.layers) - number)
-        rows.append(LAYERS.frame(_layer(layer, watch, settings, share)))
-        if watch.rank == 0:
-            append(settings.csv, rows[-1])
-        watch.release()
+    end = time.monotonic() + settings.seconds
+
+    def steps() -> Iterator[Iterator[dict[str, Any]]]:
+        for number, layer in enumerate(settings.layers):
+            share = (end - time.monotonic()) / (len(settings.layers) - number)
+            yield _layer(layer, watch, settings, share)
+            watch.release()
+
+    rows = settings.record(LAYERS, steps(), watch.rank, watch.world)
     watch.close()
-    return pd.concat(rows, ignore_index=True) if watch.rank == 0 else None
+    return rows
 
 
 def _layer(
@@ -156,7 +342,7 @@ def _layer(
     rest = max(seconds - (time.monotonic() - began), 0.0) / len(settings.modes)
     for mode in settings.modes:
         series = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
-        times = pd.DataFrame({way: one.times for way, one in series.items()})
+        times = pd.DataFrame(series)
         found = spread(times)
         found["speedup"] = over(fastest(times, COLLECTIVES), times)
         found["vs_pytorch"] = over(times.get(ASYNC_TP), times)
@@ -180,12 +366,14 @@ def _proven(
                 error = max(error, difference(step.results(ours), wanted))
                 del wanted
                 _, extra = peak_bytes(partial(step.run, ours), watch.device)
-                extra += _symmetric_bytes(way, watch.group)
+            if way == ASYNC_TP:  # what is not PyTorch's own memory, and is kept
+                extra += pytorch_workspace_bytes(watch.group)
+            elif way not in COLLECTIVES:
+                extra += ficco.memory(watch.group)
         require(WAYS[way].calls, partial(step.run, ours))
         return ours, error, extra
 
-    # After one of ficco's own errors peers may be stuck: there is no way on.
-    value, why = watch.together(action, fatal=(FiccoError,))
+    value, why = watch.together(action, fatal=FATAL)
     if value is None:
         status = "skipped" if why.startswith("NotImplementedError") else "failed"
         return None, {"status": status}, why
@@ -208,13 +396,6 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
     for call in calls:
         if not any(call in name for name in names):
             raise RuntimeError(f"a step does not call {call}")
-
-
-def _symmetric_bytes(way: str, group: ProcessGroup) -> int:
-    """What a way takes besides PyTorch's own memory, and keeps."""
-    if way == ASYNC_TP:
-        return pytorch_workspace_bytes(group)
-    return 0 if way in COLLECTIVES else ficco.memory(group)
 
 
 def report(rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:

@@ -16,28 +16,24 @@ from __future__ import annotations
 
 import gc
 import math
-import mmap
 import os
 import random
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import BenchCandidate
+from ficco.dma.host import HostMemory
 from ficco.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 MODES = ("queued", "idle", "graph")
 
@@ -64,6 +60,9 @@ SLEEP_MOST_S = 5e-3
 #: Turns of a waiting rank between two looks at the clock.
 LOOK = 1 << 10
 
+#: Seconds that ranks may take to meet at a new barrier, at most.
+MEET_S = 600.0
+
 
 def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
     """The modes that a device has, or those of a list with commas.
@@ -86,7 +85,7 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
 class Barrier:
     """Lets the ranks of this machine go on within about a microsecond of each other.
 
-    A count per rank in a shared file; no data is ordered by it. Collectives are no substitute:
+    A count per rank in shared memory; no data is ordered by it. Collectives are no substitute:
     they leave the ranks tens of microseconds apart, which is as long as what is timed.
 
     ``timeout_s``: seconds after which a rank that waits raises ``TimeoutError``.
@@ -96,29 +95,21 @@ class Barrier:
         self._rank, self._world = group.rank(), group.size()
         self._timeout_s = timeout_s
         self._count = 0
-        size = 8 * (self._world + 2)
-        name: list[Any] = [None]
-        if self._rank == 0:
-            handle, name[0] = tempfile.mkstemp(prefix="ficco-bench-")
-            os.write(handle, bytes(size))
-            os.close(handle)
-        dist.broadcast_object_list(name, group_src=0, group=group)
-        with open(name[0], "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), size)
-        self._words = memoryview(self._map).cast("q")
+        # The rank's count, then two words of what is decided.
+        memory = HostMemory(group, 24, min(timeout_s, MEET_S), "the barrier of a measurement")
+        self._words = [memoryview(part).cast("q") for part in memory.maps]
+        memory.close()  # the words keep the maps
         self.wait()
-        if self._rank == 0:
-            Path(name[0]).unlink()
 
     def wait(self) -> None:
         """Wait until every rank is here."""
         self._count += 1
         words, count = self._words, self._count
         began = time.monotonic()
-        words[self._rank] = count
+        words[self._rank][0] = count
         for rank in range(self._world):
             turns = 0
-            while words[rank] < count:
+            while words[rank][0] < count:
                 turns += 1
                 if turns > 100:
                     os.sched_yield()
@@ -128,15 +119,14 @@ class Barrier:
     def decide(self, value: int) -> int:
         """What rank 0 says, on every rank."""
         # Two words take turns: rank 0 is at most one decision ahead of whoever still reads.
-        word = self._world + self._count % 2
+        word = 1 + self._count % 2
         if self._rank == 0:
-            self._words[word] = value
+            self._words[0][word] = value
         self.wait()
-        return self._words[word]
+        return self._words[0][word]
 
     def close(self) -> None:
-        self._words.release()
-        self._map.close()
+        self._words.clear()
 
 
 @dataclass
@@ -202,18 +192,15 @@ class DeviceClock:
         self._start = gpu.Event(enable_timing=True)
         self._stop = gpu.Event(enable_timing=True)
         self._word = torch.zeros(1, device="cuda")
-        self._hertz = self._measure_hertz()
-        dist.all_reduce(self._word, group=group)
-
-    def _measure_hertz(self) -> float:
-        """Cycles that a sleeping GPU counts in a second."""
         cycles = 20_000_000
         for _ in range(2):
             self._start.record()
             gpu._sleep(cycles)
             self._stop.record()
             gpu.synchronize()
-        return cycles / (self._start.elapsed_time(self._stop) * 1e-3)
+        # Cycles that a sleeping GPU counts in a second.
+        self._hertz = cycles / (self._start.elapsed_time(self._stop) * 1e-3)
+        dist.all_reduce(self._word, group=group)
 
     def time(self, item: Item) -> tuple[float, float]:
         """Seconds of the item's calls, and of the host in them."""
@@ -261,17 +248,6 @@ def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor
     return graph.replay, result
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def rounds(
     items: list[Item],
     clock: HostClock | DeviceClock,
@@ -287,7 +263,9 @@ def rounds(
     Every rank calls it with the same items; rank 0's clock decides.
     """
     shuffle = random.Random(seed)
-    with no_collection():
+    gc.collect()
+    gc.disable()  # out of what is timed
+    try:
         for item in items:
             with item.runner.context():
                 _warm(item, clock, barrier)
@@ -295,18 +273,17 @@ def rounds(
         for item in items:
             item.sleep_s = rest  # a card that has rested for longer is cooler, and faster
         began = time.monotonic()
-        done = 0
-        while done < most:
+        done, late = 0, False
+        while done < most and not late:
             tick(f"round {done + 1}")
-            order = shuffle.sample(items, len(items))
-            for item in order:
+            for item in shuffle.sample(items, len(items)):
                 with item.runner.context():
                     item.times_s.append(clock.time(item)[0] / item.calls)
             done += 1
             spent = time.monotonic() - began
-            late = done >= least and spent + spent / done > seconds
-            if barrier.decide(late):
-                break
+            late = bool(barrier.decide(done >= least and spent + spent / done > seconds))
+    finally:
+        gc.enable()
     return done
 
 

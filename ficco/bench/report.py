@@ -11,7 +11,7 @@ import pandas as pd
 from ficco.bench import stats
 from ficco.bench.candidates import moved_bytes
 from ficco.bench.cases import Case
-from ficco.bench.roles import RATIOS, by_operator, left_out, lines, measured, modes, shape_text
+from ficco.bench.stats import RATIOS, by_operator, left_out, lines, measured, modes, shape_text
 from ficco.bench.tables import cells, markdown, show
 from ficco.bench.verify import ERROR_ROWS
 from ficco.problem import OPERATORS
@@ -161,27 +161,24 @@ def _moved_bytes(row: pd.Series) -> int:
 def _accuracy(rows: pd.DataFrame) -> str:
     """Errors of sums on random data: ficco's compared with those of serial."""
     there = measured(rows)
-    there = there[there["error"].notna()].drop_duplicates(["case", "candidate"], keep="last")
-    by_case = there.set_index("case")
-    name, ours = by_case["candidate"], by_case[by_case["kind"] == "ficco"]
-    serial = by_case[name == stats.SERIALS[0]]
-    cases = [case for case in serial.index if case in ours.index]
-    if not cases:
+    there = there.dropna(subset="error").drop_duplicates(["case", "candidate"], keep="last")
+    errors = there.pivot(index="case", columns="candidate", values="error")
+    ours = errors[there["candidate"][there["kind"] == "ficco"].unique()].dropna(how="all")
+    serial = there[there["candidate"] == stats.SERIALS[0]].set_index("case", drop=False)
+    serial = serial[serial.index.isin(ours.index)]
+    if serial.empty:
         return ""
-    most = ours.sort_values("error", ascending=False, kind="stable")
-    most = most[~most.index.duplicated()].loc[cases]
-    serial = serial.loc[cases]
-    ratios = most["error"] / serial["error"]
-    errors = {
+    ours = ours.loc[serial.index]
+    ratios = ours.max(axis=1) / serial["error"]
+    columns = {
         "serial": serial["error"],
-        "PyTorch": by_case["error"][name == stats.PYTORCH[0]].reindex(cases),
-        "ficco, least": ours["error"].groupby(level=0).min().loc[cases],
-        "ficco, largest": most["error"],
+        "PyTorch": errors.reindex(columns=stats.PYTORCH[:1]).loc[serial.index, stats.PYTORCH[0]],
+        "ficco, least": ours.min(axis=1),
+        "ficco, largest": ours.max(axis=1),
     }
-    table = pd.DataFrame({head: cells(values, ".3e") for head, values in errors.items()})
-    shapes = shape_text(pd.concat({"shape": serial.reset_index().set_index(serial.index)}, axis=1))
-    table.insert(0, "", shapes)
-    table = table.assign(of="`" + most["candidate"] + "`", ratio=cells(ratios, ".3f"))
+    table = pd.DataFrame({head: cells(values, ".3e") for head, values in columns.items()})
+    table.insert(0, "", shape_text(pd.concat({"shape": serial}, axis=1)))
+    table = table.assign(of="`" + ours.idxmax(axis=1) + "`", ratio=cells(ratios, ".3f"))
     larger = int((ratios > 1).sum())
     return (
         "Random operands, as they are timed. Root mean square of the difference from products and "

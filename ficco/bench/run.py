@@ -13,22 +13,22 @@ from typing import Any
 
 import pandas as pd
 import torch.distributed as dist
+from rich.console import Console
 
 from ficco.accelerator import gpu
-from ficco.bench.about import RunSettings
 from ficco.bench.calls import taken
 from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
-from ficco.bench.frames import BENCH, append
+from ficco.bench.frames import BENCH, RunSettings
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
-from ficco.bench.progress import bar
 from ficco.bench.report import show_shape
 from ficco.bench.series import Stopwatch, slowest
 from ficco.bench.stats import summarise
+from ficco.bench.tables import bar
 from ficco.bench.traces import trace_all
-from ficco.bench.verify import Accuracy, Checked, Verifier
+from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.launch import local_device
 from ficco.timeline import dumps
 from ficco.workspace import SLOTS, workspace_of
@@ -70,8 +70,6 @@ class Bench:
     """The ranks of a job, which bench together."""
 
     def __init__(self, settings: BenchSettings) -> None:
-        from rich.console import Console
-
         self.settings = settings
         self.deadline = time.monotonic() + settings.seconds
         self.preparing = 0.0  # seconds that the longest preparation of a shape has taken
@@ -84,21 +82,18 @@ class Bench:
         self.console = Console(stderr=True, quiet=self.rank != 0)
 
     def run(self) -> pd.DataFrame | None:
-        settings = self.settings
-        if self.rank == 0:
-            graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in settings.modes else {}
-            settings.write_description(self.world, **graphs)
-        frames = [BENCH.frame(())]
-        for number, case in enumerate(settings.cases):
-            left = self.deadline - time.monotonic()
-            rows = BENCH.frame(self._case(case, number, left, len(settings.cases) - number))
-            if self.rank == 0:
-                frames.append(rows)
-                append(settings.csv, rows)
-                if not settings.quiet:
-                    show_shape(rows)
+        graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in self.settings.modes else {}
+        rows = self.settings.record(BENCH, self._cases(), self.rank, self.world, **graphs)
         self.watch.close()
-        return pd.concat(frames, ignore_index=True) if self.rank == 0 else None
+        return rows
+
+    def _cases(self) -> Iterator[list[BenchRow]]:
+        cases = self.settings.cases
+        for number, case in enumerate(cases):
+            rows = self._case(case, number, self.deadline - time.monotonic(), len(cases) - number)
+            yield rows
+            if self.rank == 0 and not self.settings.quiet:
+                show_shape(BENCH.frame(rows))
 
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         """Measure one of so many shapes in its share of the seconds that are left."""
@@ -120,11 +115,21 @@ class Bench:
         with self._progress(title, len(candidates)) as tick:
             checked = self._verify(candidates, operands, tick)
             operands.random(self.settings.seed)
-            if problem.kind.sums:
-                self._errors(checked, operands)
+            if problem.kind.sums:  # what is left of exactness on random operands
+                error = accuracy(operands, self.group)
+                for one in checked:
+                    if one.runner is not None and one.runner.proof is None and not one.is_part:
+                        with one.runner.context():
+                            mine = error(one.runner.run())
+                        one.error = max(self.watch.gather(mine))
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
-            items = list(self._items(checked))
+            items = [
+                Item(mode, one.candidate, one.runner, one.replay if mode == "graph" else None)
+                for mode in self.settings.modes
+                for one in checked
+                if one.runner is not None and (mode != "graph" or one.replay is not None)
+            ]
             done = rounds(
                 items,
                 self.watch.clock,
@@ -164,15 +169,6 @@ class Bench:
             self._capture(checked, operands, tick)
         return checked
 
-    def _errors(self, checked: list[Checked], operands: Operands) -> None:
-        """What is left of exactness on random operands."""
-        accuracy = Accuracy(operands, self.group)
-        for one in checked:
-            if one.runner is not None and one.runner.proof is None and not one.is_part:
-                with one.runner.context():
-                    mine = accuracy.error(one.runner.run())
-                one.error = max(self.watch.gather(mine))
-
     def _capture(self, checked: list[Checked], operands: Operands, tick: Tick) -> None:
         there = [one for one in checked if one.runner is not None]
         # A graph owns the memory of its calls, which take turns on slots.
@@ -187,24 +183,16 @@ class Bench:
             else:
                 self.verifier.graph(one, operands, pool)
 
-    def _items(self, checked: list[Checked]) -> Iterator[Item]:
-        for mode in self.settings.modes:
-            for one in checked:
-                if one.runner is None or (mode == "graph" and one.replay is None):
-                    continue
-                replay = one.replay if mode == "graph" else None
-                yield Item(mode, one.candidate, one.runner, replay)
-
     def _rows(
         self, case: Case, checked: list[Checked], items: list[Item], done: int
     ) -> list[BenchRow]:
-        mine = {(i.mode, i.candidate.name): (i.times_s, i.host_s) for i in items}
-        everyone = self.watch.gather(mine)
-        times: dict[str, dict[str, list[float]]] = {mode: {} for mode in self.settings.modes}
+        everyone = self.watch.gather([(item.times_s, item.host_s) for item in items])
+        times: dict[str, dict[str, Any]] = {mode: {} for mode in self.settings.modes}
         host: dict[tuple[str, str], float] = {}
-        for mode, name in mine:
-            times[mode][name] = slowest([timed[mode, name][0] for timed in everyone])
-            host[mode, name] = max(timed[mode, name][1] for timed in everyone) * 1e6
+        for item, *of_ranks in zip(items, *everyone, strict=True):
+            of_times, of_hosts = zip(*of_ranks, strict=True)
+            times[item.mode][item.candidate.name] = slowest(of_times)
+            host[item.mode, item.candidate.name] = max(of_hosts) * 1e6
         by_name = {one.candidate.name: one for one in checked}
         rows = []
         for mode, series in times.items():

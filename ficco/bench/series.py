@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.candidates import BenchCandidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ficco.schedules.groups import cut
 
 Call = Callable[[], Any]
 
-#: Seconds, one per round.
-Times = Sequence[float]
+#: Seconds of the slowest rank, one per round.
+Times = np.ndarray
 
 #: The calls in the background run for so many times as long as the call that is timed: neither
 #: slows the other down by more.
@@ -50,24 +49,9 @@ SWITCH_S = 50e-6
 PEERS_S = 45.0
 
 
-def slowest(by_rank: Sequence[Times]) -> list[float]:
+def slowest(by_rank: Sequence[Sequence[float]]) -> Times:
     """The slowest rank's time of every round, from the times of every rank."""
-    return [max(times) for times in zip(*by_rank, strict=True)]
-
-
-@dataclass(frozen=True)
-class Series:
-    """What was timed under one name.
-
-    Attributes:
-        times: seconds of the slowest rank, one per round.
-    """
-
-    times: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return median(self.times)
+    return np.max(by_rank, axis=0)
 
 
 class Stopwatch:
@@ -99,15 +83,19 @@ class Stopwatch:
         mode: str = "",
         seed: int = 0,
         tick: Callable[[str], None] = lambda what: None,
-    ) -> dict[str, Series]:
-        """Time all calls for about so many seconds; the same on every rank."""
+    ) -> dict[str, Times]:
+        """Time all calls for about so many seconds; by name, the same on every rank."""
         items = {
-            name: Item(mode or self.mode, BenchCandidate(name, "call"), _runner(call))
+            name: Item(
+                mode or self.mode,
+                BenchCandidate(name, "call"),
+                call if isinstance(call, Runner) else Runner(call),
+            )
             for name, call in calls.items()
         }
         rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)
         everyone = self.gather({name: item.times_s for name, item in items.items()})
-        return {name: Series(tuple(slowest([one[name] for one in everyone]))) for name in items}
+        return {name: slowest([one[name] for one in everyone]) for name in items}
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank."""
@@ -164,13 +152,27 @@ class Stopwatch:
         self.barrier.close()
 
 
-def _runner(call: Call | Runner) -> Runner:
-    return call if isinstance(call, Runner) else Runner(call)
-
-
 def calls_to_cover(front: Times, back: Times) -> int:
     """How many calls in the background outlast one that is timed, from their exclusive times."""
-    return min(max(math.ceil(COVER * median(front) / median(back)), 1), MOST_IN_BACKGROUND)
+    return min(max(math.ceil(COVER * np.median(front) / np.median(back)), 1), MOST_IN_BACKGROUND)
+
+
+def timed_during(
+    time: Callable[..., dict[str, Times]],
+    calls: Mapping[str, Call],
+    pairs: Iterable[tuple[str, str]],
+    device: torch.device,
+) -> dict[str, Times]:
+    """Times of calls and, under ``"one during other"``, of the first of each pair of them during
+    the second. ``time`` times calls in a ``share`` of the seconds there are."""
+    exclusive = time(calls, share=0.2, most=7)
+    together = {
+        f"{front} during {back}": contended(
+            calls[front], calls[back], calls_to_cover(exclusive[front], exclusive[back]), device
+        )
+        for front, back in pairs
+    }
+    return time({**calls, **together}, share=0.8)
 
 
 def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:
@@ -200,26 +202,20 @@ def _on_stream(front: Call, back: Call, count: int) -> Runner:
 
 
 def _on_thread(front: Call, back: Call, count: int) -> Runner:
-    worker: list[threading.Thread] = []
-    failed: list[BaseException] = []
+    pool = ThreadPoolExecutor(1, "ficco background")
+    running: list[Future[None]] = []
 
     def work() -> None:
-        try:
-            for _ in range(count):
-                back()
-        except BaseException as error:  # raised by the thread that joins
-            failed.append(error)
+        for _ in range(count):
+            back()
 
     def join() -> None:
-        while worker:
-            worker.pop().join()
-        if failed:
-            raise failed.pop()
+        while running:
+            running.pop().result()  # raises what went wrong there
 
     def run() -> Any:
         join()
-        worker.append(threading.Thread(target=work, name="ficco background"))
-        worker[0].start()
+        running.append(pool.submit(work))
         return front()
 
     @contextmanager
@@ -269,14 +265,9 @@ class MeasuredCalls:
     def matrix(self, name: str, rows: int, cols: int) -> torch.Tensor:
         return self._matrix(name, rows, cols, self.dtype)
 
-    def row_columns(self) -> int:
-        """Columns of the matrices whose rows are copied: 2 KiB a row."""
-        return 2048 // self.dtype.itemsize
-
     def shard(self, nbytes: int) -> torch.Tensor:
-        """A shard of about so many bytes, in whole rows."""
-        columns = self.row_columns()
-        return self.matrix("shard", max(nbytes // 2048, 1), columns)
+        """A shard of about so many bytes, in whole rows of 2 KiB."""
+        return self.matrix("shard", max(nbytes // 2048, 1), 2048 // self.dtype.itemsize)
 
     def copies(self, schedule: str, nbytes: int) -> Call:
         """The copies of a schedule with a shard of so many bytes, without products."""
@@ -288,10 +279,8 @@ class MeasuredCalls:
     def collective(self, nbytes: int, parts: int = 1) -> Call:
         """The vendor's all-gather of shards of so many bytes, at once or in parts."""
         shard = self.shard(nbytes)
-        rows = shard.shape[0]
-        parts = min(parts, rows)
-        cuts = [(i * rows // parts, (i + 1) * rows // parts) for i in range(parts)]
-        gathered = self.matrix("gathered", rows * self.world, shard.shape[1])
+        cuts = cut(len(shard), parts)
+        gathered = self.matrix("gathered", len(shard) * self.world, shard.shape[1])
         group, world = self.group, self.world
 
         def run() -> None:
@@ -315,7 +304,7 @@ class MeasuredCalls:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
             b3 = b.unsqueeze(0).expand(batch, k, n)
             return lambda: torch.bmm(a3, b3, out=out3)
-        cuts = _cuts(m, parts)
+        cuts = cut(m, parts)
 
         def run() -> None:
             for first, last in cuts:
@@ -328,7 +317,7 @@ class MeasuredCalls:
         a, b = self.matrix("a", m, k), self.matrix("b", k, n)
         sums = self._matrix("sums", m, n, torch.float32)
         out = self.matrix("out", m, n)
-        cuts = _cuts(k, parts)
+        cuts = cut(k, parts)
         single = parts > 1  # the first of several parts needs no sum
 
         def run() -> None:
@@ -348,9 +337,3 @@ def add(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: bool = Fals
         torch.mm(a, b, out_dtype=sums.dtype, out=sums)
     else:
         torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
-
-
-def _cuts(size: int, parts: int) -> Sequence[tuple[int, int]]:
-    """Bounds of parts of about the same size, none of them empty."""
-    parts = max(min(parts, size), 1)
-    return [(i * size // parts, (i + 1) * size // parts) for i in range(parts)]

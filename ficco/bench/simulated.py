@@ -1,15 +1,21 @@
-"""Shapes on a machine, simulated: what ``ficco simulate`` prints and writes."""
+"""Shapes on a machine, simulated, and decisions for people: examples, Table I, and pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pandas as pd
 
 from ficco.bench.cases import Case
+from ficco.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
 from ficco.bench.frames import SIMULATED
+from ficco.bench.tables import show
+from ficco.heuristics import Decision, candidates, decide
 from ficco.heuristics.candidates import suited
+from ficco.heuristics.decide import described
 from ficco.heuristics.losses import bounds as parts_alone
+from ficco.heuristics.losses import ideal
 from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, refusal
@@ -64,3 +70,71 @@ def simulate_case(
         }
         for name, taken in seconds.items()
     )
+
+
+def show_table_i(machine: Machine, cases: Sequence[Case]) -> None:
+    """Print the paper's Table I on a machine, simulated: speed-ups over the better serial
+    composition."""
+    body = []
+    for case in cases:
+        if case.skip:
+            continue
+        schedules = candidates(case.problem(machine.ranks), machine)
+        rows = simulate_case(case, machine, machine.ranks, "queued", schedules)
+        by_name = rows.set_index("candidate")
+        others = by_name.drop([*BOUNDS, "shard-overlap"], errors="ignore")
+        serial_ms = (by_name["ms"] * by_name["speedup"]).iloc[0]
+        speedups = (by_name["speedup"][name] for name in ("shard-overlap", "ideal"))
+        overlap, ideal_speedup = (f"{speedup:.2f}" for speedup in speedups)
+        best = others["speedup"].idxmax()
+        fastest = f"{others['speedup'].max():.2f}"
+        body.append((case.name, f"{serial_ms:.3g} ms", overlap, fastest, ideal_speedup, best))
+    heads = ["", "serial", "Async TP", "FiCCO", "ideal", "fastest schedule"]
+    title = f"Table I of the paper, simulated on {machine.name}: times as fast as serial"
+    show(title, pd.DataFrame(body, columns=heads), left=(0, 5), width=100)
+
+
+#: A product of each kind: copies take longer, products take longer, the host takes longest.
+EXAMPLES = ((32768, 2048, 8192), (8192, 7168, 8192), (1024, 512, 4096))
+
+
+def examples(machine: Machine) -> Iterator[str]:
+    """Decisions on a machine, in words."""
+    for m, n, k in EXAMPLES:
+        rows = (m // machine.ranks,) * machine.ranks
+        problem = Problem("all_gather_matmul", rows, n, k, "bfloat16")
+        decision = decide(problem, machine=machine)
+        yield f"{problem}\n  {decision.schedule}\n  {decision.source}: {decision.reason}"
+
+
+def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: Path) -> Path:
+    """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
+    if not decision.candidates or decision.problem is None or decision.machine is None:
+        raise ValueError(f"--draw: required predictions to draw, got none: {decision}")
+    shown = decision.candidates[::-1]
+    series = {
+        "predicted, queued": [one.queued for one in shown],
+        "predicted, idle": [one.idle for one in shown],
+        "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
+        "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
+    }
+    there = {name: values for name, values in series.items() if any(values)}
+    colours = dict(zip(series, (BLUE, LIGHT, ORANGE, SAND), strict=True))
+    height = 0.8 / len(there)
+    machine = described(decision.machine, decision.problem.world)
+    assert machine is not None  # or nothing could have been predicted
+    bound = ideal(decision.problem, machine, predict) * 1e3
+    title = f"{decision.problem} on {decision.machine.name}"
+    with picture(path, 8.0, 0.32 * len(shown) + 1.4, title) as figure:
+        axes = figure.subplots()
+        for i, (name, values) in enumerate(there.items()):
+            places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
+            widths = [(value or 0.0) * 1e3 for value in values]
+            axes.barh(places, widths, height=height, color=colours[name], label=name)
+        axes.axvline(bound, color=BLACK, linewidth=1, linestyle="--", label="ideal")
+        chosen = str(decision.schedule)
+        names = [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown]
+        axes.set_yticks(range(len(shown)), names)
+        axes.set_xlabel("ms")
+        axes.legend(loc="upper right")
+    return path

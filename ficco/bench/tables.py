@@ -1,12 +1,17 @@
-"""Frames of text as tables: for Markdown, and for a terminal."""
+"""Frames of text as tables, for Markdown and for a terminal, and a bar over what takes long."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 
 def cells(values: pd.Series, form: str = ".2f") -> pd.Series:
@@ -37,10 +42,6 @@ def show(
         bold: rows to stress.
         sections: rows after which a line is drawn.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(title=escape(title), title_justify="left")
     for number, heading in enumerate(rows.columns):
         justify, overflow = ("left", "fold") if number in left else ("right", "ellipsis")
@@ -50,3 +51,27 @@ def show(
         table.add_row(*map(escape, row), style=style, end_section=number in sections)
     console = Console(width=None if sys.stdout.isatty() else width)
     console.print(table, highlight=False)
+
+
+@contextmanager
+def bar(
+    console: Console, title: str, total: float, done: float = 0.0
+) -> Iterator[Callable[[float, str], None]]:
+    """Show how much of ``total`` is done, of which ``done`` was before.
+
+    Yields:
+        a function that takes how much is done, and what is being done in words.
+    """
+    if not console.is_terminal:
+        console.print(f"{title} ...", markup=False, highlight=False, soft_wrap=True)
+    columns = (
+        TextColumn("{task.fields[title]}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task("", total=total, completed=done, title=title)
+        yield lambda now, what: shown.update(task, completed=now, description=what)

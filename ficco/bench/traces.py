@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.bench.inputs import Operands
@@ -19,9 +20,6 @@ from ficco.ops.call import run_traced
 from ficco.plan import Plan
 from ficco.simulate import simulate
 from ficco.timeline import Timeline, assemble, work
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Rate of what took no time that could be measured.
 UNSEEN = 1e18
@@ -42,7 +40,9 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             operator = operands.problem.operator
             a, b = operands.a_LK, operands.b_KN
             run_traced(operator, a, b, group, schedule)  # first use is slow
-            _let_host_ahead(a.device, group)
+            if a.device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
+                gpu._sleep(SLEEP_CYCLES)
+                dist.all_reduce(torch.zeros(1, device=a.device), group=group)
             _, plan, spans = run_traced(operator, a, b, group, schedule)
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, (plan, spans), group=group)
@@ -51,13 +51,6 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             machine = machine_of(plans, real)
             timelines += [simulate(plans, machine, title=f"{schedule}: planned"), real]
     return timelines
-
-
-def _let_host_ahead(device: torch.device, group: ProcessGroup) -> None:
-    """Let the GPUs wait, and then begin together, while their hosts enqueue a call."""
-    if device.type == "cuda":
-        gpu._sleep(SLEEP_CYCLES)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:

@@ -6,24 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, build, expected, unavailable
 from ficco.bench.candidates import BenchCandidate
-from ficco.bench.exact import exact_calls, wrong_elements
-from ficco.bench.inputs import Operands
+from ficco.bench.inputs import Operands, exact_calls, wrong_elements
 from ficco.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
 from ficco.bench.series import Stopwatch
 from ficco.errors import FiccoError
 from ficco.problem import Problem
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Calls with fresh inputs that must be right before a candidate is timed; as many replays.
 CHECKS = 2
@@ -33,6 +30,10 @@ ERROR_ROWS = 64
 
 #: Elements of B that are converted to float64 at once.
 FLOAT64_ELEMENTS = 1 << 26
+
+
+#: After one of ficco's own errors peers may be stuck: there is no way on.
+FATAL = (FiccoError,)
 
 
 @dataclass
@@ -103,9 +104,9 @@ class Verifier:
             runner = build(candidate, operands, self.watch.group)
             with runner.context():
                 right, peak = self._prove(runner, operands, runner.proof or runner.run)
-            return runner, right, peak + self._symmetric_bytes(candidate, operands)
+            return runner, right, peak + self._symmetric_bytes(candidate, operands.problem)
 
-        value, why = self._together(action)
+        value, why = self.watch.together(action, fatal=FATAL)
         if value is None:
             refused = why.startswith(("NotImplementedError", "ValueError"))
             return Checked(candidate, status="skipped" if refused else "failed", note=why)
@@ -135,7 +136,7 @@ class Verifier:
                 return replay, True
             return replay, self._prove(runner, operands, again)[0]
 
-        value, why = self._together(action)
+        value, why = self.watch.together(action, fatal=FATAL)
         if value is None:
             checked.graph_note = why
         elif wrong := self._wrong(value[1]):
@@ -165,51 +166,39 @@ class Verifier:
         ranks = [rank for rank, equal in enumerate(self.watch.gather(right)) if not equal]
         return f"wrong result on ranks {ranks}" if ranks else ""
 
-    def _symmetric_bytes(self, candidate: BenchCandidate, operands: Operands) -> int:
+    def _symmetric_bytes(self, candidate: BenchCandidate, problem: Problem) -> int:
         if candidate.ours:
             return ficco.memory(self.watch.group)
         if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):
-            return fused_bytes(operands.problem)
+            # PyTorch's fused operator asks for a shard, or two blocks of the product.
+            width = 2 * problem.n if problem.kind.scatters else problem.k
+            return max(problem.rows) * width * problem.itemsize
         return 0
 
-    def _together(self, action: Callable[[], Any]) -> tuple[Any, str]:
-        # After one of ficco's own errors peers may be stuck: there is no way on.
-        return self.watch.together(action, fatal=(FiccoError,))
 
-
-def fused_bytes(problem: Problem) -> int:
-    """Symmetric memory that PyTorch's fused operator asks for: a shard, or two blocks of the
-    product."""
-    rows = max(problem.rows)
-    if problem.kind.scatters:
-        return 2 * rows * problem.n * problem.itemsize
-    return rows * problem.k * problem.itemsize
-
-
-class Accuracy:
-    """What the operands of an operator that sums should give, in some rows of each rank.
+def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], float]:
+    """What gives the error of a result of an operator that sums: the root mean square of its
+    differences over that of what the operands should give, in some rows of each rank. Collective.
 
     All ranks have the same B, so that the sum of their products is the product of their sum; that
-    is added up and multiplied in float64. Collective.
+    is added up and multiplied in float64.
     """
+    problem, rank = operands.problem, operands.rank
+    picked = [
+        torch.linspace(0, rows - 1, min(rows, ERROR_ROWS), device=operands.device).long()
+        for rows in problem.rows
+    ]
+    everyone = zip(picked, problem.offsets, strict=False)
+    sums = operands.a_LK[torch.cat([rows + first for rows, first in everyone])].double()
+    dist.all_reduce(sums, group=group)
+    mine = sums.split([len(rows) for rows in picked])[rank]
+    width = max(1, FLOAT64_ELEMENTS // max(problem.k, 1))
+    parts = [mine @ some.double() for some in operands.b_KN.split(width, dim=1)]
+    wanted = torch.cat(parts, dim=1)
+    rows = picked[rank] + (problem.offsets[rank] if problem.kind.returns else 0)
 
-    def __init__(self, operands: Operands, group: ProcessGroup) -> None:
-        problem, rank = operands.problem, operands.rank
-        picked = [
-            torch.linspace(0, rows - 1, min(rows, ERROR_ROWS), device=operands.device).long()
-            for rows in problem.rows
-        ]
-        everyone = zip(picked, problem.offsets, strict=False)
-        sums = operands.a_LK[torch.cat([rows + first for rows, first in everyone])].double()
-        dist.all_reduce(sums, group=group)
-        mine = sums.split([len(rows) for rows in picked])[rank]
-        width = max(1, FLOAT64_ELEMENTS // max(problem.k, 1))
-        parts = [mine @ some.double() for some in operands.b_KN.split(width, dim=1)]
-        self._wanted = torch.cat(parts, dim=1)
-        self._rows = picked[rank] + (problem.offsets[rank] if problem.kind.returns else 0)
+    def error(result: torch.Tensor) -> float:
+        off = (result[rows].double() - wanted).norm()
+        return float(off / wanted.norm()) if wanted.numel() else 0.0
 
-    def error(self, result: torch.Tensor) -> float:
-        """Root mean square of a result's errors over that of what it should be."""
-        wanted = self._wanted
-        away = (result[self._rows].double() - wanted).norm()
-        return float(away / wanted.norm()) if wanted.numel() else 0.0
+    return error

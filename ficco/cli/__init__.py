@@ -1,8 +1,8 @@
 """The command line: ``python -m ficco --help`` lists the commands.
 
 Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong; 130,
-interrupted; 141, whoever reads the output left early. Modules are imported by the command that
-needs them.
+interrupted; 141, whoever reads the output left early. What the extra ``bench`` has is imported by
+the commands that need it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ import select
 import sys
 from collections.abc import Sequence
 
+from ficco.bench import extra
 from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, simulate, tune
+from ficco.errors import ConfigError, FiccoError, InvalidArgument
+from ficco.launch import RankFailed
+from ficco.version import version
 
 PROGRAM = "ficco"
 
@@ -53,9 +57,6 @@ def run(arguments: Sequence[str]) -> int:
         parsed = _parser().parse_args(arguments)
     except SystemExit as end:  # argparse has printed what is wrong, or the help
         return int(end.code or 0)
-    from ficco.bench import extra
-    from ficco.errors import ConfigError, FiccoError, InvalidArgument
-    from ficco.launch import RankFailed
 
     try:
         if parsed.command in WITH_EXTRA:
@@ -89,16 +90,6 @@ def _reader_left() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-class _Version(argparse.Action):
-    """Looks the version up when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from ficco.version import version
-
-        print(f"{PROGRAM} {version()}")
-        parser.exit()
-
-
 def _fail(error: object, code: int) -> int:
     print(f"{PROGRAM}: error: {error}", file=sys.stderr)
     return code
@@ -108,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Hide communication behind the matrix product that depends on it."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument(
+        "--version", action="version", version=f"{PROGRAM} {version()}", help="print the version"
+    )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     for command in COMMANDS:
         command.add(commands)

@@ -8,21 +8,22 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ficco import doctor, launch
 from ficco.bench import cases
-from ficco.bench.candidates import OPTIONAL
+from ficco.bench.candidates import OPTIONAL, BenchCandidate, choose, refused
+from ficco.bench.cases import Case
+from ficco.bench.measure import modes_of
+from ficco.cli.site import add_ranks
 from ficco.problem import OPERATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pandas as pd
 
-    from ficco.bench.candidates import BenchCandidate
-    from ficco.bench.cases import Case
 
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
 START_S = 180.0
@@ -81,8 +82,7 @@ def add(commands: Any) -> None:
         "all that the ranks have)",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
-    how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    add_ranks(how)
     how.add_argument(
         "--rounds", type=int, default=25, help="at most so many rounds per shape (default: 25)"
     )
@@ -111,23 +111,14 @@ def _bench(arguments: argparse.Namespace) -> int:
         if arguments.report:
             print(f"wrote {_report(arguments.report)}")
         return 0
-    from ficco.launch import check_ranks, check_seconds, default_device, launch
 
-    device = arguments.device or default_device()
-    ranks = check_ranks(arguments.ranks, device)
-    check_seconds(arguments.seconds)
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
-    if arguments.set and arguments.shapes:
-        raise ValueError("--set and --shapes: required one of them, got both")
-    measure, settings, finish = (_layers if arguments.layers else _products)(
-        arguments, device, ranks
-    )
-    rows = launch(
+    settings_of = _layers if arguments.layers else _products
+    measure, settings, finish = settings_of(arguments, *place(arguments))
+    rows = launch.launch(
         measure,
         arguments.ranks,
         settings,
-        device=device,
+        device=settings.device,
         timeout_s=arguments.seconds + START_S,
     )
     if rows is None:  # under torchrun, a rank other than 0
@@ -142,12 +133,41 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 1 if len(bad) else 0
 
 
+def place(arguments: argparse.Namespace) -> tuple[str, int]:
+    """The device and the number of ranks of a measurement.
+
+    Raises:
+        ValueError: they are not here, or options do not fit together.
+    """
+
+    device = arguments.device or launch.default_device()
+    ranks = launch.check_ranks(arguments.ranks, device)
+    if arguments.seconds is not None:
+        launch.check_seconds(arguments.seconds)
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
+    if arguments.set and arguments.shapes:
+        raise ValueError("--set and --shapes: required one of them, got both")
+    return device, ranks
+
+
+def run_settings(
+    arguments: argparse.Namespace, what: str, device: str, ranks: int
+) -> dict[str, Any]:
+    """What every measurement of something is told: :class:`ficco.bench.frames.RunSettings`."""
+    return {
+        "device": device,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "csv": fresh(arguments.out, arguments.name or named(what, device, ranks)),
+        "command": shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+    }
+
+
 def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
     """The bench of products: the function of the ranks, what it takes, and what follows from
     the rows."""
-    from ficco.bench.candidates import choose
     from ficco.bench.frames import records
-    from ficco.bench.measure import modes_of
     from ficco.bench.report import show_best
     from ficco.bench.run import BenchSettings, bench
 
@@ -159,14 +179,10 @@ def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[A
         cases=tuple(shapes),
         candidates=candidates,
         modes=modes_of(device, arguments.mode),
-        device=device,
-        rounds=arguments.rounds,
-        seconds=arguments.seconds,
-        csv=fresh(arguments.out, arguments.name or named(what, device, ranks)),
-        command=command_line(),
         timelines=arguments.timelines,
         quiet=arguments.json,
         seed=arguments.seed,
+        **run_settings(arguments, what, device, ranks),
     )
 
     def finish(rows: pd.DataFrame) -> list[Path]:
@@ -181,21 +197,16 @@ def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[A
 
 def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
     """The bench of layers, as :func:`_products`."""
-    from ficco.bench import layers, ways
-    from ficco.bench.about import read_description
-    from ficco.bench.measure import modes_of
+    from ficco.bench import layers
+    from ficco.bench.frames import read_description
 
     for name in ("set", "shapes", "only", "operator", "schedules", "timelines", "json"):
         if getattr(arguments, name):
             raise ValueError(f"--layers: required without --{name}, which is for products")
     settings = layers.LayerSettings(
-        layers=ways.SHAPES[device],
+        layers=layers.SHAPES[device],
         modes=tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph"),
-        device=device,
-        rounds=arguments.rounds,
-        seconds=arguments.seconds,
-        csv=fresh(arguments.out, arguments.name or named("layers", device, ranks)),
-        command=command_line(),
+        **run_settings(arguments, "layers", device, ranks),
     )
 
     def finish(rows: pd.DataFrame) -> list[Path]:
@@ -213,37 +224,32 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
     Raises:
         ValueError: there is no shape of a name that was asked for.
     """
-    shapes, what = _of_sets(arguments, device)
-    if arguments.only:
-        there = [case.name for case in shapes]
-        for name in arguments.only:
-            if name not in there:
-                raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
-        shapes = [case for case in shapes if case.name in arguments.only]
-    return shapes, what
-
-
-def _of_sets(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
-    wanted = arguments.operator
+    operators = arguments.operator
     if arguments.shapes:
-        shapes = list(cases.read(arguments.shapes))
-        what = [arguments.shapes.stem]
+        what, shapes = [arguments.shapes.stem], cases.read(arguments.shapes)
     elif arguments.set:
-        shapes = [case for name in arguments.set for case in cases.SETS[name]()]
-        what = list(arguments.set)
-    else:
-        wanted = wanted or [cases.OPERATOR]
+        what, shapes = (
+            arguments.set,
+            [case for name in arguments.set for case in cases.SETS[name]()],
+        )
+    else:  # each operator has its own
+        wanted = operators or [cases.OPERATOR]
         pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
         what = list(dict.fromkeys(name for _, name in pairs))
-        return [case.on(one) for one, name in pairs for case in cases.SETS[name]()], "-".join(what)
-    if wanted:
-        shapes = [case.on(operator) for operator in wanted for case in shapes]
-    return shapes, "-".join(what)
+        shapes = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
+        operators = None
+    if operators:
+        shapes = [case.on(operator) for operator in operators for case in shapes]
+    there = [case.name for case in shapes]
+    for name in arguments.only or ():
+        if name not in there:
+            raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
+    kept = [case for case in shapes if not arguments.only or case.name in arguments.only]
+    return kept, "-".join(what)
 
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
-    from ficco.bench.candidates import refused
 
     by_operator = {case.operator: case.problem(2) for case in shapes}
     for candidate in candidates:
@@ -254,17 +260,11 @@ def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> N
 
 def named(what: str, device: str, ranks: int) -> str:
     """The name of the files of a run: what, the machine and the day."""
-    from ficco import doctor
 
     kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
     machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
     machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
     return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
-
-
-def command_line() -> str:
-    """The command of this process, for the description of its figures."""
-    return shlex.join(["python", "-m", "ficco", *sys.argv[1:]])
 
 
 def writable(folder: Path) -> Path:
@@ -285,11 +285,10 @@ def writable(folder: Path) -> Path:
 
 def fresh(folder: Path, name: str) -> Path:
     """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
-    from ficco.launch import own_rank
 
     path = writable(folder) / f"{name}.csv"
     number = 1
-    while path.exists() and own_rank() == 0:
+    while path.exists() and launch.own_rank() == 0:
         number += 1
         path = path.with_name(f"{name}-{number}.csv")
     return path
@@ -297,17 +296,13 @@ def fresh(folder: Path, name: str) -> Path:
 
 def _pictures(csv: Path) -> list[Path]:
     from ficco.bench import plots
-    from ficco.bench.about import read_description
     from ficco.bench.frames import BENCH
 
-    about = read_description(csv)
-    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
-    return plots.draw(BENCH.read(csv), csv.with_suffix(""), title)
+    return plots.draw_next_to(csv, BENCH.read(csv))
 
 
 def _report(csv: Path) -> Path:
-    from ficco.bench.about import read_description
-    from ficco.bench.frames import BENCH
+    from ficco.bench.frames import BENCH, read_description
     from ficco.bench.report import report
 
     pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ficco.cli.bench import START_S, command_line, fresh, named
+from ficco import launch
+from ficco.bench import cases
+from ficco.cli.bench import START_S, place, run_settings
+from ficco.cli.site import add_ranks
 from ficco.cli.tune import at_least_two
 
 #: Bytes of the shards whose communication is measured without products, and seconds for everything.
@@ -28,8 +31,7 @@ def add(commands: Any) -> None:
         help="shapes (default: measured; on CPUs cpu)",
     )
     parser.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
-    parser.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    add_ranks(parser)
     parser.add_argument(
         "--seconds", type=float, help="time for everything (default: 120; on CPUs 6)"
     )
@@ -53,34 +55,20 @@ def add(commands: Any) -> None:
 
 
 def _characterize(arguments: argparse.Namespace) -> int:
-    from ficco.bench import cases
     from ficco.bench.characterize import LossSettings, characterize
     from ficco.bench.frames import LOSSES
-    from ficco.launch import check_ranks, check_seconds, default_device, launch
 
     if arguments.plot:
         _draw(LOSSES.read(arguments.plot), arguments.plot)
         return 0
-    device = arguments.device or default_device()
-    ranks = at_least_two(check_ranks(arguments.ranks, device))
-    seconds = SECONDS[device] if arguments.seconds is None else check_seconds(arguments.seconds)
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
-    if arguments.set and arguments.shapes:
-        raise ValueError("--set and --shapes: required one of them, got both")
-    chosen = arguments.set or ("measured" if device == "cuda" else "cpu")
-    shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[chosen]()
-    name = arguments.name or named("losses", device, ranks)
-    settings = LossSettings(
-        cases=tuple(shapes),
-        sizes=SIZES[device],
-        device=device,
-        seconds=seconds,
-        csv=fresh(arguments.out, name),
-        command=command_line(),
-        rounds=arguments.rounds,
-    )
-    rows = launch(
+    device, ranks = place(arguments)
+    at_least_two(ranks)
+    seconds = SECONDS[device] if arguments.seconds is None else arguments.seconds
+    name = arguments.set or ("measured" if device == "cuda" else "cpu")
+    shapes = cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]()
+    told = run_settings(arguments, "losses", device, ranks) | {"seconds": seconds}
+    settings = LossSettings(cases=tuple(shapes), sizes=SIZES[device], **told)
+    rows = launch.launch(
         characterize, arguments.ranks, settings, device=device, timeout_s=START_S + 3 * seconds
     )
     if rows is None:  # under torchrun, a rank other than 0
@@ -94,10 +82,7 @@ def _characterize(arguments: argparse.Namespace) -> int:
 
 
 def _draw(rows: Any, csv: Path) -> None:
-    from ficco.bench.about import read_description
-    from ficco.bench.characterize_plots import draw
+    from ficco.bench.plots import draw_next_to
 
-    about = read_description(csv)
-    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
-    for path in draw(rows, csv.with_suffix(""), title):
+    for path in draw_next_to(csv, rows):
         print(f"wrote {path}", file=sys.stderr)

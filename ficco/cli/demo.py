@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ficco import launch
 from ficco.cli.bench import writable
+from ficco.cli.site import add_ranks
 
 #: Seconds after which a demo has hung; it takes about fifteen.
 DEMO_S = 300.0
@@ -16,12 +18,7 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     text = "run every schedule and operator here, compare them with the plain product, draw them"
     parser = commands.add_parser("demo", help=text, description=text)
-    parser.add_argument("--ranks", type=int, help="ranks to start (default: 4, or a GPU each)")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="cuda is any vendor's GPU (default: cuda where torch sees one)",
-    )
+    add_ranks(parser, "(default: 4, or a GPU each)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -31,9 +28,8 @@ def add(commands: Any) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from ficco.bench.demo import DemoSettings, demo
-    from ficco.launch import default_device, launch
+    from ficco.bench.demo import demo
 
-    device = arguments.device or default_device()
-    settings = DemoSettings(device, arguments.out and writable(arguments.out))
-    return launch(demo, arguments.ranks, settings, device=device, timeout_s=DEMO_S)
+    device = arguments.device or launch.default_device()
+    out = arguments.out and writable(arguments.out)
+    return launch.launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ficco import doctor, launch
+
 #: Seconds after which the ranks of ``doctor`` have hung.
 DOCTOR_S = 120.0
 
@@ -40,19 +42,19 @@ def add(commands: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from ficco import doctor
-    from ficco.launch import check_ranks, default_device, launch
 
     if arguments.selftest:
         return _selftest(arguments)
     if arguments.out is not None:
         raise ValueError("--out: required with --selftest, which writes a report; got it alone")
-    device, ranks = arguments.device or default_device(), arguments.ranks
+    device, ranks = arguments.device or launch.default_device(), arguments.ranks
     if ranks is not None:
-        check_ranks(ranks, device)  # before the report, which takes seconds
+        launch.check_ranks(ranks, device)  # before the report, which takes seconds
     found = doctor.report(ranks, device)
     if ranks is not None:
-        name, seen = launch(doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S)
+        name, seen = launch.launch(
+            doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
+        )
         found["engines"][name] = seen
         found["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
     if arguments.json:
@@ -66,12 +68,11 @@ def _selftest(arguments: argparse.Namespace) -> int:
     from datetime import date
 
     from ficco import selftest
-    from ficco.launch import default_device
 
     path = Path(arguments.out or f"ficco-selftest-{date.today()}.md")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ValueError(f"--out: required a file that can be written, got {path}")
-    run = selftest.selftest(arguments.device or default_device(), arguments.ranks)
+    run = selftest.selftest(arguments.device or launch.default_device(), arguments.ranks)
     path.write_text(selftest.report(run, selftest.about()))
     if arguments.json:
         print(selftest.as_json(run, path))

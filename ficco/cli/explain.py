@@ -10,8 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ficco import launch
+from ficco.amounts import seconds_text
+from ficco.bench import extra
+from ficco.bench.candidates import parse
+from ficco.bench.cases import Case
+from ficco.bench.measure import modes_of
 from ficco.cli.bench import START_S
-from ficco.cli.site import add_operator, missing, picture, problem, site
+from ficco.cli.site import add_operator, add_sizes, missing, picture, problem, site
+from ficco.heuristics import decide
+from ficco.heuristics.where import too_large
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
@@ -22,11 +30,7 @@ def add(commands: Any) -> None:
     text = "say which schedule a call would take, why, and what is predicted of the others"
     parser = commands.add_parser("explain", help=text, description=text)
     add_operator(parser)
-    parser.add_argument("--m", type=int, help="rows that a rank multiplies")
-    parser.add_argument("--n", type=int, help="columns of one rank's B")
-    parser.add_argument("--k", type=int, help="columns of A")
-    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
-    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    add_sizes(parser)
     parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", action="store_true", help="the call is captured in a graph")
@@ -44,7 +48,6 @@ def add(commands: Any) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     _refuse(arguments)
-    from ficco.heuristics import decide
 
     asked = site(arguments.machine, arguments.world, captured=arguments.captured)
     decision = decide(
@@ -60,7 +63,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     else:
         _print(decision, measured)
     if arguments.draw:
-        from ficco.bench.decisions import draw
+        from ficco.bench.simulated import draw
 
         print(f"wrote {draw(decision, measured, arguments.draw)}", file=sys.stderr)
     return 1 if bad else 0
@@ -72,7 +75,6 @@ def _refuse(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: which one, and what it needs.
     """
-    from ficco.launch import check_seconds
 
     if arguments.rows and arguments.measure:
         raise ValueError("--measure: required without --rows; it times equal rows only")
@@ -81,7 +83,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
             f"--seconds: required with --measure, got {arguments.seconds:g} without it"
         )
     if arguments.seconds is not None:
-        check_seconds(arguments.seconds)
+        launch.check_seconds(arguments.seconds)
     if sizes := missing(arguments):
         raise ValueError(
             f"{sizes}: required, got none; for example `ficco explain --m 8192 --n 3584 --k 4096 "
@@ -99,15 +101,10 @@ def _measure(
     Raises:
         ValueError: this problem cannot be measured here.
     """
-    from ficco.bench import extra
-    from ficco.bench.candidates import parse
-    from ficco.bench.cases import Case
-    from ficco.bench.measure import modes_of
     from ficco.bench.run import BenchSettings, bench
-    from ficco.launch import default_device, launch
 
     extra.require()
-    asked, device = decision.problem, default_device()
+    asked, device = decision.problem, launch.default_device()
     case = Case("explained", asked.m, asked.n, asked.k, asked.dtype, operator=asked.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
@@ -122,7 +119,7 @@ def _measure(
             quiet=True,
         )
         limit = settings.seconds + START_S
-        rows = launch(bench, asked.world, settings, device=device, timeout_s=limit)
+        rows = launch.launch(bench, asked.world, settings, device=device, timeout_s=limit)
     measured: dict[str, dict[str, float]] = {}
     left_out: dict[str, bool] = {}  # once, not in every mode
     for row in () if rows is None else rows.itertuples():
@@ -165,9 +162,6 @@ def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, A
 
 def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     import shutil
-
-    from ficco.amounts import seconds_text
-    from ficco.heuristics.capacity import too_large
 
     print(decision.problem)
     print(f"{decision.schedule}\n  {decision.source}: {decision.reason}")

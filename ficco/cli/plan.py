@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ficco.cli.simulate import write
-from ficco.cli.site import MACHINE, add_operator, picture, problem, site
+from ficco.cli.site import MACHINE, add_operator, add_sizes, picture, problem, site
+from ficco.heuristics import decide
+from ficco.heuristics.where import too_large
+from ficco.plan import check, render
+from ficco.schedules import plans
+from ficco.simulate import simulate
 
 
 def add(commands: Any) -> None:
@@ -17,12 +22,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("plan", help=text, description=text)
     parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
     add_operator(parser)
-    parser.add_argument("--m", type=int, required=True, help="rows that a rank multiplies")
-    parser.add_argument("--n", type=int, required=True, help="columns of one rank's B")
-    parser.add_argument("--k", type=int, required=True, help="columns of A")
-    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
+    add_sizes(parser, required=True)
     parser.add_argument("--rank", type=int, default=0, help="the rank to print (default: 0)")
-    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
     parser.add_argument(
         "--workspace-bytes",
         type=int,
@@ -39,10 +40,6 @@ def add(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from ficco.heuristics import decide
-    from ficco.heuristics.capacity import too_large
-    from ficco.plan import check, render
-    from ficco.schedules import plans
 
     asked = site(arguments.machine, arguments.world, default=MACHINE)
     asked_of = problem(arguments, asked.world)
@@ -67,8 +64,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         if why := too_large(asked_of, one.rank, one.extra_bytes, asked.machine):
             print(why)
     if drawn is not None:
-        from ficco.simulate import simulate
-
         mode = "idle" if asked.mode == "idle" else "queued"
         note = f"{asked_of}\nsimulated on {drawn.name}, {mode}"
         write([simulate(made, drawn, mode)], arguments, note)
@@ -97,12 +92,9 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
         "words": plan.words,
         "buffers": [
             {
-                "name": buffer.name,
-                "holds": buffer.holds,
-                "dtype": buffer.dtype,
+                **{key: getattr(buffer, key) for key in ("name", "holds", "dtype")},
                 "shape": plan.shape(buffer.name),
-                "memory": buffer.memory,
-                "layout": buffer.layout,
+                **{key: getattr(buffer, key) for key in ("memory", "layout")},
             }
             for buffer in plan.buffers
         ],

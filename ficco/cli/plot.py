@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ficco.bench.draw import draw, trace
 from ficco.cli.site import picture
-
-if TYPE_CHECKING:
-    from ficco.timeline import Timeline
+from ficco.errors import ConfigError
+from ficco.timeline import Timeline, loads
 
 
 def add(commands: Any) -> None:
@@ -36,7 +36,6 @@ def add(commands: Any) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from ficco.bench.draw import draw, trace
 
     picture(arguments.out, "--out")
     chosen = [one for path in arguments.files for one in _read(path, arguments.only)]
@@ -51,8 +50,6 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path, only: str | None) -> list[Timeline]:
-    from ficco.errors import ConfigError
-    from ficco.timeline import loads
 
     try:
         text = path.read_text()
@@ -72,7 +69,6 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
 
 def _arrange(timelines: list[Timeline]) -> tuple[list[Timeline], int]:
     """Row by row, and the number of columns: what shows the same schedule stands side by side."""
-    from ficco.timeline import Timeline
 
     rows: dict[str, list[Timeline]] = {}
     for one in timelines:

@@ -9,14 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ficco.amounts import seconds_text
+from ficco.bench import cases
+from ficco.bench.cases import Case
+from ficco.bench.draw import draw, trace
 from ficco.cli.site import GATHERS, MACHINE, missing, picture, site
+from ficco.machine import Machine
+from ficco.problem import OPERATORS
+from ficco.schedules import NAMED, Schedule, plans
+from ficco.simulate import MODES, simulate
+from ficco.timeline import Timeline, dumps
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from ficco.bench.cases import Case
-    from ficco.machine import Machine
-    from ficco.timeline import Timeline
 
 
 def add(commands: Any) -> None:
@@ -66,7 +71,6 @@ def add(commands: Any) -> None:
 
 def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: str) -> None:
     """Write what ``--draw`` and ``--trace`` ask for."""
-    from ficco.bench.draw import draw, trace
 
     if arguments.draw:
         ranks = [0] if len(timelines) > 1 else None  # all ranks of one call
@@ -80,9 +84,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     from ficco.bench import simulated
     from ficco.bench.frames import append, records
-    from ficco.problem import OPERATORS
-    from ficco.schedules import NAMED, Schedule
-    from ficco.simulate import MODES
 
     if arguments.mode not in (None, *MODES):
         raise ValueError(f"--mode: required one of {', '.join(MODES)}, got {arguments.mode!r}")
@@ -126,7 +127,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
-    from ficco.bench import cases
 
     sizes = [arguments.m, arguments.n, arguments.k]
     one = any(size is not None for size in sizes)
@@ -151,9 +151,6 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 
 def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode: str) -> None:
     from ficco.bench import simulated
-    from ficco.schedules import Schedule, plans
-    from ficco.simulate import simulate
-    from ficco.timeline import dumps
 
     problem = case.problem(machine.ranks)
     schedules = [Schedule.parse(name) for name in arguments.schedules]
@@ -171,7 +168,6 @@ def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode
 def _print(rows: pd.DataFrame) -> None:
     import pandas as pd
 
-    from ficco.amounts import seconds_text
     from ficco.bench.simulated import BOUNDS
     from ficco.bench.tables import cells, show
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ficco.heuristics import Where
-    from ficco.machine import Fingerprint
-    from ficco.problem import Problem
+from ficco import launch
+from ficco.dma.engine import fingerprint
+from ficco.heuristics import Where, problem_of_sizes, where
+from ficco.machine import Fingerprint
+from ficco.problem import OPERATORS, Problem
 
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
+
+#: The sizes of a product.
+SIZES = {"m": "rows that a rank multiplies", "n": "columns of one rank's B", "k": "columns of A"}
 
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
@@ -21,21 +25,35 @@ def site(
     machine: str | None, world: int | None, *, captured: bool = False, default: str | None = None
 ) -> Where:
     """The machine of ``--machine``, of the environment, or the default or this host's."""
-    from ficco.dma.engine import fingerprint
-    from ficco.heuristics import where
-    from ficco.launch import check_ranks, default_device
 
     def here() -> Fingerprint:
-        device = default_device()
-        return fingerprint(device, check_ranks(None, device))
+        device = launch.default_device()
+        return fingerprint(device, launch.check_ranks(None, device))
 
     asked = here() if default is None else default
     return where(machine, world, asked, captured=captured)
 
 
+def add_ranks(parser: Any, started: str = "(default: a GPU each, or 4)") -> None:
+    """Add the options that say how many ranks are started, and on what."""
+    parser.add_argument("--ranks", type=int, help=f"ranks to start {started}")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="cuda is any vendor's GPU (default: cuda where torch sees one)",
+    )
+
+
+def add_sizes(parser: Any, required: bool = False) -> None:
+    """Add the options that say what the sizes of a product are."""
+    for name, what in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, required=required, help=what)
+    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
+    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+
+
 def add_operator(parser: Any) -> None:
     """Add the options that say which operator is asked about, and how its rows are spread."""
-    from ficco.problem import OPERATORS
 
     parser.add_argument(
         "--operator",
@@ -61,7 +79,6 @@ def problem(arguments: Any, world: int) -> Problem:
     Raises:
         ValueError: an option is wrong, or they do not fit together.
     """
-    from ficco.heuristics import problem_of_sizes
 
     operator, rows = arguments.operator, None
     if arguments.rows:

@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ficco.cli.site import GATHERS
+from ficco import launch
+from ficco.bench import cases
+from ficco.cli.site import GATHERS, add_ranks
+from ficco.dma.engine import fingerprint
+from ficco.machine import load, user_dir
+from ficco.problem import OPERATORS
+from ficco.tune.effort import STEPS
+from ficco.tune.files import default_name, opened
 
 #: Seconds that starting the ranks and their libraries may take on top, and how much longer than
 #: estimated the steps may take before a run has hung.
@@ -24,8 +31,6 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    from ficco.problem import OPERATORS
-    from ficco.tune.effort import STEPS
 
     text = "measure this machine, and which schedules are fastest on it, for schedule='auto'"
     parser = commands.add_parser("tune", help=text, description=text)
@@ -66,8 +71,7 @@ def add(commands: Any) -> None:
         help=f"with --check: share by which a point may be off (default: {TOLERANCE})",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--ranks", type=int, help="ranks to start (default: a GPU each, or 4)")
-    how.add_argument("--device", choices=("cpu", "cuda"), help="cuda is any vendor's GPU")
+    add_ranks(how)
     how.add_argument(
         "--fresh", action="store_true", help="begin anew instead of continuing an interrupted run"
     )
@@ -78,15 +82,11 @@ def add(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from ficco.dma.engine import fingerprint
-    from ficco.launch import check_ranks, default_device, launch, own_rank
-    from ficco.machine import user_dir
-    from ficco.tune.files import default_name, opened
     from ficco.tune.run import TuneSettings, tune
 
     _refuse(arguments)
-    device = arguments.device or default_device()
-    ranks = at_least_two(check_ranks(arguments.ranks, device))
+    device = arguments.device or launch.default_device()
+    ranks = at_least_two(launch.check_ranks(arguments.ranks, device))
     here = fingerprint(device, ranks)
     path = arguments.out or user_dir() / f"{default_name(here)}.yaml"
     if arguments.check:
@@ -107,8 +107,8 @@ def _tune(arguments: argparse.Namespace) -> int:
         raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
     seconds = sum(settings.seconds(name) for name in settings.steps)
     timeout_s = START_S + PATIENCE * seconds
-    outcome = launch(tune, arguments.ranks, settings, device=device, timeout_s=timeout_s)
-    if own_rank():
+    outcome = launch.launch(tune, arguments.ranks, settings, device=device, timeout_s=timeout_s)
+    if launch.own_rank():
         return 1 if outcome.error or outcome.failures else 0
     if outcome.error:
         print(f"ficco: error: {outcome.error}", file=sys.stderr)
@@ -158,8 +158,6 @@ def at_least_two(ranks: int) -> int:
 
 
 def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
-    from ficco.bench import cases
-    from ficco.problem import OPERATORS
     from ficco.tune.calls import from_cases, from_log
 
     problems = []
@@ -180,9 +178,6 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
 
 
 def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:
-    from ficco.dma.engine import fingerprint
-    from ficco.launch import launch, own_rank
-    from ficco.machine import load
     from ficco.tune.check import check, report
 
     tolerance = arguments.tolerance or TOLERANCE
@@ -198,8 +193,10 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
             f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
             f"{machine.ranks} of {machine.accelerator}; give another file with --out"
         )
-    points = launch(check, arguments.ranks, machine, device, device=device, timeout_s=START_S * 2)
-    if not own_rank():
+    points = launch.launch(
+        check, arguments.ranks, machine, device, device=device, timeout_s=START_S * 2
+    )
+    if not launch.own_rank():
         print(report(points, tolerance, _again(arguments)))
     return 0 if all(point.holds(tolerance) for point in points) else 1
 

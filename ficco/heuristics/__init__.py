@@ -3,7 +3,7 @@
 from ficco.heuristics.candidates import candidates
 from ficco.heuristics.decide import Decision, decide
 from ficco.heuristics.losses import Losses, losses
-from ficco.heuristics.rule import Observation, fit_thresholds, literal, rule
+from ficco.heuristics.rule import Observation, fit_thresholds, rule
 from ficco.heuristics.saved import Saved
 from ficco.heuristics.search import search
 from ficco.heuristics.table import Candidate
@@ -19,7 +19,6 @@ __all__ = [
     "candidates",
     "decide",
     "fit_thresholds",
-    "literal",
     "losses",
     "problem_of_sizes",
     "rule",

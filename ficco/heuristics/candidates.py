@@ -16,132 +16,79 @@ ALL_MOVERS = ("dma", "kernel")
 #: The serial compositions: what every other schedule has to beat.
 SERIALS = ("serial:collective", "serial")
 
+
+def _names(text: str) -> tuple[str, ...]:
+    """The names of a text, in their order."""
+    return tuple(text.split())
+
+
 #: Besides the serial ones, on a switch: a copy at a time, peer after peer, few and large products.
 #: Two compute lanes first, then the simplest: of equal predictions they lost least on 4 H200
 #: (29 shapes of docs/results/measured-, all-to-all- and small-h200-4.csv, queued: 0.7 % in the mean
 #: and 3 % at worst; with one lane first 1.4 and 7 %).
-SWITCH = (
-    "growing:compute=2",
-    "shard-overlap:compute=2",
-    "shard-overlap",
-    "growing",
-    "shrinking",
-    "shrinking:tail=2,compute=2",
-    "growing:tail=2,compute=2",
-    "growing:tail=4",
-    "shard-overlap:tail=4",
-    "shard-overlap:tail=4,compute=2",
-    "hetero-unfused-1d:pieces=2,order=peer,compute=2",
-    "hetero-fused-1d:pieces=2",
-    "hetero-fused-1d:pieces=4",
-    "hetero-fused-1d",
-    "uniform-fused-1d:pieces=4",
-    "uniform-fused-1d",
-    "uniform-fused-2d",
-)
+SWITCH = _names("""
+    growing:compute=2 shard-overlap:compute=2 shard-overlap growing shrinking
+    shrinking:tail=2,compute=2 growing:tail=2,compute=2 growing:tail=4 shard-overlap:tail=4
+    shard-overlap:tail=4,compute=2 hetero-unfused-1d:pieces=2,order=peer,compute=2
+    hetero-fused-1d:pieces=2 hetero-fused-1d:pieces=4 hetero-fused-1d uniform-fused-1d:pieces=4
+    uniform-fused-1d uniform-fused-2d
+""")
 
 #: On a mesh every schedule but Async TP's own copies over all links at once (:func:`suited`).
-MESH = (
-    "shard-overlap",
-    "hetero-fused-1d:pieces=2",
-    "hetero-fused-1d:pieces=2,tail=4",
-    "hetero-fused-1d:pieces=4",
-    "hetero-fused-1d:pieces=4,compute=2",
-    "hetero-fused-1d",
-    "hetero-fused-1d:tail=2,compute=2",
-    "hetero-unfused-1d:pieces=2",
-    "hetero-unfused-1d:pieces=2,compute=2",
-    "hetero-unfused-1d",
-    "uniform-fused-1d:pieces=2",
-    "uniform-fused-1d:pieces=4",
-    "uniform-fused-1d",
-    "uniform-fused-1d:compute=2",
-    "uniform-fused-2d:pieces=4",
-    "uniform-fused-2d",
-)
+MESH = _names("""
+    shard-overlap hetero-fused-1d:pieces=2 hetero-fused-1d:pieces=2,tail=4 hetero-fused-1d:pieces=4
+    hetero-fused-1d:pieces=4,compute=2 hetero-fused-1d hetero-fused-1d:tail=2,compute=2
+    hetero-unfused-1d:pieces=2 hetero-unfused-1d:pieces=2,compute=2 hetero-unfused-1d
+    uniform-fused-1d:pieces=2 uniform-fused-1d:pieces=4 uniform-fused-1d uniform-fused-1d:compute=2
+    uniform-fused-2d:pieces=4 uniform-fused-2d
+""")
 
 #: Where A is transposed, on a switch or a mesh: few pieces of rows, which add up to one result, or
 #: pieces of columns, which make rows of it, each written once if multiplied with the own ones.
 #: Chosen by simulation only, see docs/choosing.md.
-TRANSPOSED = (
-    "growing",
-    "shrinking",
-    "shard-overlap",
-    "growing:tail=2",
-    "uniform-fused-2d",
-    "uniform-fused-2d:pieces=2,compute=2",
-    "uniform-fused-2d:pieces=4,compute=2",
-    "uniform-fused-2d:pieces=3+1",
-    "hetero-fused-2d",
-    "hetero-fused-2d:pieces=2,tail=2",
-    "hetero-fused-2d:pieces=4",
-    "hetero-unfused-2d:pieces=2,tail=2",
-    "hetero-unfused-2d:pieces=3+1",
-    "uniform-unfused-2d:pieces=2,tail=2",
-)
+TRANSPOSED = _names("""
+    growing shrinking shard-overlap growing:tail=2 uniform-fused-2d
+    uniform-fused-2d:pieces=2,compute=2 uniform-fused-2d:pieces=4,compute=2
+    uniform-fused-2d:pieces=3+1 hetero-fused-2d hetero-fused-2d:pieces=2,tail=2
+    hetero-fused-2d:pieces=4 hetero-unfused-2d:pieces=2,tail=2 hetero-unfused-2d:pieces=3+1
+    uniform-unfused-2d:pieces=2,tail=2
+""")
 
 #: On a switch, where the product travels: the block that stays is multiplied last. Of two lanes
 #: with products of the same size and nothing to wait for, either may come first on a GPU, and the
 #: copies of the first wait for both: a second lane helps with many pieces only (2 H200: up to 32 %
 #: slower with two products, docs/results/scatter-h200-2.csv).
-SENDING_SWITCH = (
-    "growing",
-    "shrinking",
-    "shard-overlap",
-    "shrinking:tail=2,compute=2",
-    "shard-overlap:tail=4,compute=2",
-    "shard-overlap:pieces=2,tail=4",
-    "shard-overlap:pieces=3",
-    "hetero-fused-1d:pieces=2",
-    "uniform-fused-1d:pieces=4",
-    "uniform-fused-2d:pieces=4",
-)
+SENDING_SWITCH = _names("""
+    growing shrinking shard-overlap shrinking:tail=2,compute=2 shard-overlap:tail=4,compute=2
+    shard-overlap:pieces=2,tail=4 shard-overlap:pieces=3 hetero-fused-1d:pieces=2
+    uniform-fused-1d:pieces=4 uniform-fused-2d:pieces=4
+""")
 
 #: For operators that sum, before those: a block that goes from rank to rank, or the own product
 #: added to the sum of all others. Not the simplest first: of equal predictions, the ring of many
 #: pieces was the fastest (6 of 8 shapes on 2 H200, docs/results/reduce-scatter-h200-2.csv).
-SUMMING_SWITCH = (
-    "ring:pieces=4,tail=4,compute=2",
-    "ring",
-    "ring:pieces=4,tail=4",
-    "shard-overlap:pieces=2,tail=2,beta",
-    "hetero-unfused-2d:pieces=2,tail=2,beta",
-)
+SUMMING_SWITCH = _names("""
+    ring:pieces=4,tail=4,compute=2 ring ring:pieces=4,tail=4 shard-overlap:pieces=2,tail=2,beta
+    hetero-unfused-2d:pieces=2,tail=2,beta
+""")
 
 #: Where sums return to all ranks: nothing overlaps the return of the parts that are summed last, so
 #: that they are cut once more.
-RETURNING_SWITCH = (
-    "ring:pieces=4,tail=4,compute=2",
-    "ring:pieces=4,tail=4",
-    "ring",
-    "growing",
-    "shrinking",
-    "shard-overlap",
-    "shrinking:tail=2",
-    "shrinking:tail=2,compute=2",
-    "shard-overlap:tail=4,compute=2",
-    "shrinking:pieces=2,tail=2,beta",
-    "uniform-fused-1d:pieces=4",
-)
+RETURNING_SWITCH = _names("""
+    ring:pieces=4,tail=4,compute=2 ring:pieces=4,tail=4 ring growing shrinking shard-overlap
+    shrinking:tail=2 shrinking:tail=2,compute=2 shard-overlap:tail=4,compute=2
+    shrinking:pieces=2,tail=2,beta uniform-fused-1d:pieces=4
+""")
 
 #: On a mesh, where the product travels. A ring would use one link of each rank.
-SENDING_MESH = (
-    "shard-overlap",
-    "hetero-fused-1d:pieces=2",
-    "hetero-fused-1d:pieces=4",
-    "hetero-fused-1d:pieces=3+1,compute=2",
-    "hetero-fused-1d:pieces=3+1,tail=2,compute=2",
-    "hetero-fused-1d",
-    "hetero-fused-2d:pieces=4,compute=2",
-    "hetero-fused-2d:pieces=4,tail=4,compute=2",
-    "hetero-unfused-1d:pieces=2,compute=2",
-    "uniform-fused-1d:pieces=2",
-    "uniform-fused-1d:pieces=4",
-    "uniform-fused-2d:pieces=2,compute=2",
-    "uniform-fused-2d:pieces=3+1,compute=2",
-    "uniform-fused-2d",
-    "uniform-fused-2d:compute=2",
-)
+SENDING_MESH = _names("""
+    shard-overlap hetero-fused-1d:pieces=2 hetero-fused-1d:pieces=4
+    hetero-fused-1d:pieces=3+1,compute=2 hetero-fused-1d:pieces=3+1,tail=2,compute=2 hetero-fused-1d
+    hetero-fused-2d:pieces=4,compute=2 hetero-fused-2d:pieces=4,tail=4,compute=2
+    hetero-unfused-1d:pieces=2,compute=2 uniform-fused-1d:pieces=2 uniform-fused-1d:pieces=4
+    uniform-fused-2d:pieces=2,compute=2 uniform-fused-2d:pieces=3+1,compute=2 uniform-fused-2d
+    uniform-fused-2d:compute=2
+""")
 
 #: Further ones for operators that sum.
 SUMMING_MESH = (
@@ -150,12 +97,9 @@ SUMMING_MESH = (
 )
 
 #: Where a copy kernel moves the bytes: few and small copies.
-BY_KERNEL = (
-    "serial:kernel",
-    "shard-overlap:kernel",
-    "growing:kernel",
-    "hetero-fused-1d:pieces=2,kernel",
-)
+BY_KERNEL = _names("""
+    serial:kernel shard-overlap:kernel growing:kernel hetero-fused-1d:pieces=2,kernel
+""")
 
 #: For operators that sum, where a kernel reads the products of peers: one exchange, after them.
 READING = ("one-shot", "one-shot:pieces=2")

@@ -272,7 +272,9 @@ def _compared(query: _Query) -> tuple[Prediction, ...]:
     named = [
         one for one in candidates(problem, machine, movers) if predictable(one, problem, machine)
     ]
-    most = _most_simulated(problem)
+    sizes = [size for row in problem.blocks for size in row] or problem.rows
+    alike = max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL
+    most = FEWEST if alike else max(SIMULATION_BUDGET // problem.world**2, FEWEST)
     if not problem.equal and (search or len(named) > most):
         named = shortlist(_compared(query._replace(problem=problem.evened)), modes, most)
         search = False
@@ -280,14 +282,6 @@ def _compared(query: _Query) -> tuple[Prediction, ...]:
     if search:
         compared += search_further(problem, compared, machine, mode, predict)
     return compared
-
-
-def _most_simulated(problem: Problem) -> int:
-    """How many schedules are predicted for a problem whose rows are not equal."""
-    sizes = [size for row in problem.blocks for size in row] or problem.rows
-    if max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL:
-        return FEWEST
-    return max(SIMULATION_BUDGET // problem.world**2, FEWEST)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from math import inf
 
 from ficco.heuristics.candidates import on_mesh, suited
 from ficco.heuristics.model import Predict
-from ficco.machine import Copies, Machine
+from ficco.machine import Contention, Copies, Machine
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
@@ -39,7 +39,9 @@ def losses(problem: Problem, schedule: Schedule, machine: Machine, predict: Pred
     """The signature of a schedule; ``predict`` gives the seconds of a call."""
     first = plan(problem, schedule, 0)
     contended = predict(problem, schedule, machine, "queued")
-    free = predict(problem, schedule, uncontended(machine), "queued")
+    assert machine.contention is not None
+    none = Contention(1.0, 1.0, 1.0, 1.0, machine.contention.provenance)
+    free = predict(problem, schedule, replace(machine, contention=none), "queued")
     return Losses(gemm_loss(first, machine), copy_loss(first, machine), contended / free)
 
 
@@ -101,19 +103,6 @@ def _copies(mover: str, machine: Machine) -> Copies:
 def copy_seconds(nbytes: float, copies: Copies) -> float:
     """Seconds for which a copy occupies its queue."""
     return copies.gap + nbytes / copies.rate(nbytes) if nbytes else 0.0
-
-
-def uncontended(machine: Machine) -> Machine:
-    """The machine if copies and products did not slow each other down."""
-    assert machine.contention is not None
-    free = replace(
-        machine.contention,
-        gemm_under_copies=1.0,
-        copies_under_gemm=1.0,
-        gemm_under_collective=1.0,
-        collective_under_gemm=1.0,
-    )
-    return replace(machine, contention=free)
 
 
 def ideal(problem: Problem, machine: Machine, predict: Predict) -> float:

@@ -4,8 +4,7 @@ The paper multiplies operations per byte (OTB) by memory traffic (MT), which lea
 operations, and compares it with a threshold of the machine: "its peak compute FLOPs". It leaves
 open whose operations are counted and what a rate has to do with a number. Here they are those of
 *one rank's* product, ``2 * m * n * k`` with the rank's own n (:attr:`Problem.flops`), and the
-thresholds are numbers of operations: fitted to measurements (:func:`fit_thresholds`), or the
-GPU's peak per second, as the paper says literally (:func:`literal`).
+thresholds are numbers of operations, fitted to measurements (:func:`fit_thresholds`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import sqrt
 
-from ficco.machine import Machine, Provenance, Thresholds
+from ficco.machine import Provenance, Thresholds
 from ficco.problem import Problem
 
 #: What the rule takes: for m <= k, then from few operations to many.
@@ -64,21 +63,6 @@ def _rule(
     if flops > high:
         return ROWS[2], f"{count} above the upper threshold {high:.2g}"
     return ROWS[1], f"{count} between the thresholds {low:.2g} and {high:.2g}"
-
-
-def literal(machine: Machine) -> Thresholds:
-    """As the paper says literally: the threshold is the GPU's peak operations per second.
-
-    Raises:
-        ValueError: the peak is not known.
-    """
-    if machine.gemm is None:
-        raise ValueError(
-            f"machine {machine.name}: required its block gemm for the peak rate, got none"
-        )
-    peak = machine.gemm.peak
-    note = "the number of peak operations per second, as FiCCO, section V-C, says"
-    return Thresholds(peak, RATIO * peak, Provenance("paper", note=note))
 
 
 @dataclass(frozen=True)

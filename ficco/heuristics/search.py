@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import gcd
 
 from ficco.heuristics.candidates import predictable, serves, suited
-from ficco.heuristics.model import MODES, Predict, Prediction, by_loss, worst_ratio
+from ficco.heuristics.model import MODES, Predict, Prediction, by_loss, predictions, worst_ratio
 from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule, refusal
@@ -62,25 +62,20 @@ def search(
     known = len(seen)
     score = worst_ratio(predicted, modes)  # below 1 is a gain
 
-    def look(schedule: Schedule) -> Prediction:
-        if schedule not in seen:
-            seconds = {m: predict(problem, schedule, machine, m) for m in modes}
-            seen[schedule] = Prediction(schedule, seconds)
-        return seen[schedule]
-
     starts = [one for one in by_loss(predicted, modes) if not one.serial][:STARTS]
     for number, start in enumerate(starts):
-        here = start
+        here: Prediction | None = start
         allowed = known + budget * (number + 1) // len(starts)
-        walking = True
-        while walking and len(seen) < allowed:
-            walking = False
-            for schedule in _neighbours(here.schedule, problem, machine):
+        while here is not None and len(seen) < allowed:
+            least, walked = score(here), here.schedule
+            here = None
+            for schedule in _neighbours(walked, problem, machine):
                 if len(seen) >= allowed:
                     break
-                there = look(schedule)
-                if score(there) < score(here):
-                    here, walking = there, True
+                if schedule not in seen:
+                    (seen[schedule],) = predictions(problem, [schedule], machine, modes, predict)
+                if score(seen[schedule]) < least:
+                    here = seen[schedule]
                     break
     return tuple(seen.values())[known:]
 

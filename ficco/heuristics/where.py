@@ -1,4 +1,5 @@
-"""The machine, number of ranks and kind of call that something is decided or simulated for."""
+"""The machine, number of ranks and kind of call that something is decided or simulated for, and
+whether a call fits there."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ficco.amounts import bytes_text
 from ficco.errors import InvalidArgument
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
@@ -132,7 +134,12 @@ def where(
     if world is not None and world < 1:
         raise InvalidArgument("world", f"required world >= 1, got {world}")
     if not isinstance(machine, Machine):
-        machine = _find(machine, world, here)
+        name = None if machine is None else os.fspath(machine)
+        if isinstance(here, str):
+            machine = find(name, None) or find(here, None)
+        else:
+            asked = here if world is None else Fingerprint(here.accelerator, world)
+            machine = find(name, asked) or nearest(asked)
     accelerator = here if isinstance(here, str) else here.accelerator
     if world is None:
         if machine is None:
@@ -148,11 +155,19 @@ def where(
     return Where(machine, world, mode)
 
 
-def _find(
-    machine: str | os.PathLike[str] | None, world: int | None, here: Fingerprint | str
-) -> Machine | None:
-    name = None if machine is None else os.fspath(machine)
-    if isinstance(here, str):
-        return find(name, None) or find(here, None)
-    asked = here if world is None else Fingerprint(here.accelerator, world)
-    return find(name, asked) or nearest(asked)
+def held_bytes(problem: Problem, rank: int, extra_bytes: int) -> int:
+    """Bytes of a rank's operands and product, and of what its schedule adds to them in one slot."""
+    left, out = problem.left_rows(rank), problem.out_rows(rank)
+    elements = left * problem.k + (problem.b_rows(rank) + out) * problem.n
+    return elements * problem.itemsize + extra_bytes
+
+
+def too_large(problem: Problem, rank: int, extra_bytes: int, machine: Machine | None) -> str:
+    """Why a call does not fit; empty if it does, or if the machine's memory is unknown."""
+    held = held_bytes(problem, rank, extra_bytes)
+    if machine is None or machine.memory is None or held <= machine.memory.capacity:
+        return ""
+    return (
+        f"does not fit: rank {rank} would hold {bytes_text(held)} with operands and product, "
+        f"{machine.name} has {bytes_text(machine.memory.capacity)}"
+    )

@@ -4,7 +4,7 @@
 """
 
 from ficco.machine.files import digest, dumps, load, loads, save
-from ficco.machine.find import Fingerprint, configs, find, known, nearest, shipped, user_dir
+from ficco.machine.find import Fingerprint, configs, find, known, nearest, user_dir
 from ficco.machine.model import (
     COLLECTIVES,
     Collective,
@@ -48,7 +48,6 @@ __all__ = [
     "loads",
     "nearest",
     "save",
-    "shipped",
     "tuned_key",
     "user_dir",
 ]

@@ -35,12 +35,8 @@ def write(path: Path, text: str, *, durable: bool = True) -> None:
         raise
     if durable:
         with suppress(OSError):  # the name, too, where folders can be synced
-            _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)

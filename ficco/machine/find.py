@@ -84,11 +84,6 @@ def _machines() -> Iterator[Machine]:
             warn_once(f"passed over: {error}")
 
 
-def shipped() -> tuple[str, ...]:
-    """Names of the machines that ship with ficco."""
-    return tuple(path.stem for path in _files(configs()))
-
-
 def home() -> Path:
     """The user's home; a path that does not exist where it is unknown, as in a container whose user
     has no name."""

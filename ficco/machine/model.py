@@ -345,7 +345,7 @@ class Gemm:
         # Times are looked up by the machine they are of: its hash must not cost more than they do.
         return hash((self.peak, self.efficiency, self.start, self.bandwidth, self.write))
 
-    def seconds(
+    def times(
         self,
         m: int,
         n: int,
@@ -355,27 +355,18 @@ class Gemm:
         itemsize: int = 2,
         wide: bool = False,
         adds: bool = False,
-    ) -> float:
-        """Seconds of a product, or of a strided batch of such, on an otherwise idle rank.
+    ) -> tuple[float, float]:
+        """Seconds of a product, or of a strided batch of such, on an otherwise idle rank, and what
+        it costs one that others keep busy: they fill its start and last wave.
 
         The batch shares its right operand. ``wide``: the result is float32 and is added to.
         ``adds``: it is added to, and of the operands' dtype.
         """
-        return _times(self, m, n, k, batch, itemsize, wide, adds)[0]
+        return _times(self, m, n, k, batch, itemsize, wide, adds)
 
-    def dense(
-        self,
-        m: int,
-        n: int,
-        k: int,
-        *,
-        batch: int = 1,
-        itemsize: int = 2,
-        wide: bool = False,
-        adds: bool = False,
-    ) -> float:
-        """What a product costs a rank that others keep busy: they fill its start and last wave."""
-        return _times(self, m, n, k, batch, itemsize, wide, adds)[1]
+    def seconds(self, m: int, n: int, k: int, **how: Any) -> float:
+        """The first of :meth:`times`."""
+        return self.times(m, n, k, **how)[0]
 
     def heated(self, seconds: float) -> float:
         """Seconds that all products of a call take, of so many seconds one by one.

@@ -25,7 +25,12 @@ def parse(text: str) -> Any:
         Refused: what is wrong, and where.
     """
     try:
-        _refuse_depths(text)
+        depth = 0  # PyYAML ends the process where it is far too deep
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise ValueError(f"nested more than {_DEEPEST} deep")
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a subclass of SafeLoader)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
@@ -39,16 +44,6 @@ def dump(data: Any) -> str:
     """The text of data."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
-
-
-def _refuse_depths(text: str) -> None:
-    """Nothing in a machine is nested deeply; PyYAML ends the process where it is far too deep."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            raise ValueError(f"nested more than {_DEEPEST} deep")
 
 
 if TYPE_CHECKING:

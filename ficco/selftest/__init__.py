@@ -7,8 +7,7 @@ left run on new ranks.
 """
 
 from ficco.selftest.rank import SelftestSettings
-from ficco.selftest.report import about, as_json, report, show
-from ficco.selftest.run import CheckResult, Selftest, selftest
+from ficco.selftest.run import CheckResult, Selftest, about, as_json, report, selftest, show
 
 __all__ = [
     "CheckResult",

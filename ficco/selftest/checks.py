@@ -2,35 +2,142 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.bench.calls import call
+from ficco.bench.calls import variable as environment
 from ficco.bench.candidates import of_problem, parse
+from ficco.bench.cases import OPERATOR as GATHER
+from ficco.bench.cases import Case
+from ficco.bench.inputs import Operands, exact_calls
 from ficco.dma import probe
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
-from ficco.problem import OPERATORS
+from ficco.heuristics import problem_of_sizes
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule
-from ficco.selftest.exact import (
-    compared,
-    exact,
-    in_turn,
-    operands_of,
-    proven,
-    uneven_operands,
-)
 from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.selftest.speed import all_at_once, gb_per_s
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+# Calls with integers whose results are known exactly, and what was wrong with them.
+
+#: Wrong calls that are named; the others are counted.
+NAMED_CALLS = 4
+
+#: Rows per rank, k and n.
+Shape = tuple[int, int, int]
+
+
+def operands_of(at: Rank, where: Shape | Problem, operator: str = GATHER) -> Operands:
+    """Operands of a problem, or with so many rows per rank, or per pair of ranks."""
+    if not isinstance(where, Problem):
+        rows, k, n = where
+        case = Case("", rows * at.world, n, k, at.settings.dtype, operator=operator)
+        where = case.problem(at.world)
+    operands = Operands(where, at.rank, at.device)
+    operands.exact_b()
+    return operands
+
+
+def uneven_operands(at: Rank, operator: str) -> Operands:
+    """Operands of which some ranks, or pairs of ranks, have no rows."""
+    rows, k, n = odd(at.settings.small)
+    ranks = range(at.world)
+    table = [[rows * ((i + 2 * j) % 3) for j in ranks] for i in ranks]
+    sizes = (n, k, at.settings.dtype)
+    if OPERATORS[operator].blocks:
+        return operands_of(at, Problem.of_blocks(operator, table, *sizes))
+    if OPERATORS[operator].returns:  # the operator itself decides who sums what
+        return operands_of(at, problem_of_sizes(operator, sum(table[0]) + 1, *sizes, at.world))
+    return operands_of(at, Problem(operator, tuple(table[0]), *sizes))
+
+
+def odd(shape: Shape) -> Shape:
+    """Sizes that nothing divides."""
+    rows, k, n = shape
+    return rows - 7, k - 3, n - 1
+
+
+def exact(
+    at: Rank, group: ProcessGroup, schedules: Iterable[str], where: Operands | Shape, count: int
+) -> list[str]:
+    """Calls of schedules with changing integers, and what was wrong with them; on operands, or on
+    those of an all-gather of so many rows per rank."""
+    operands = where if isinstance(where, Operands) else operands_of(at, where)
+    make = partial(call, operands.problem, operands.a_LK, operands.b_KN, group)
+    return compared(at, group, {name: partial(make, name) for name in schedules}, operands, count)
+
+
+def compared(
+    at: Rank,
+    group: ProcessGroup,
+    calls: Mapping[str, Callable[[], torch.Tensor]],
+    operands: Operands,
+    count: int,
+) -> list[str]:
+    """Calls that read these operands, enqueued without a wait, and what was wrong with them."""
+    compare = partial(wrong_rows, operands=operands)
+    made = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
+    at.iteration += len(made)
+    ficco.synchronize(group)
+    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(made, 1)]
+    lines = [
+        f"{name}, call {number} of {len(made)}: {sum(many)} wrong elements"
+        + f", in the rows of ranks {[i for i, n in enumerate(many) if n]}" * (len(many) > 1)
+        for name, number, many in wrong
+        if any(many)
+    ]
+    if len(lines) > NAMED_CALLS:
+        lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(made)} calls"]
+    return lines
+
+
+def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """Wrong elements in the rows that each rank gave or has summed, on the device; one number where
+    every row is of all ranks, or of this one."""
+    problem, rank = operands.problem, operands.rank
+    wrong = (result != operands.reference()).sum(1)
+    kind = problem.kind
+    if kind.inner or (kind.sums and not kind.returns):
+        return wrong.sum()[None]
+    of = [
+        problem.rows[peer] if kind.sums else problem.block(peer, rank)
+        for peer in range(problem.world)
+    ]
+    return torch.stack([part.sum() for part in wrong.split(of)])
+
+
+def proven(
+    at: Rank,
+    group: ProcessGroup,
+    schedules: Sequence[str],
+    *cases: tuple[Operands | Shape, int],
+) -> int:
+    """So many calls of each schedule in each case, all right on all ranks; their number."""
+    at.conclude(
+        line for where, count in cases for line in exact(at, group, schedules, where, count)
+    )
+    return len(schedules) * sum(count for _, count in cases)
+
+
+def in_turn(at: Rank, group: ProcessGroup, schedules: Sequence[str], what: str) -> Passed:
+    """Small and large calls of some schedules."""
+    small, large, repeat = at.settings.small, at.settings.large, at.settings.repeat
+    calls = proven(at, group, schedules, (small, repeat), (odd(small), repeat), (large, 1))
+    return Passed(f"{calls} calls exact{what}")
+
+
+# The checks.
 
 #: Seconds beyond the timeout within which a peer that stays away is noticed: the look of the
 #: watchdog, and freeing the streams.
@@ -59,10 +166,9 @@ def device(at: Rank, group: ProcessGroup) -> Passed:
 
 
 #: Schedules that copy whole rows, and columns, in both directions.
-MOVED = (
-    *("shard-overlap", "shard-overlap:pull"),
-    *("hetero-fused-2d:pieces=3", "hetero-fused-2d:pieces=3,pull"),
-)
+MOVED = """
+    shard-overlap shard-overlap:pull hetero-fused-2d:pieces=3 hetero-fused-2d:pieces=3,pull
+""".split()
 
 
 def memory(at: Rank, group: ProcessGroup) -> Passed:
@@ -112,10 +218,10 @@ def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
 
 
 #: Schedules whose products come right after a signal, by pushed and by pulled pieces.
-ORDERED = (
-    *("growing", "shard-overlap:pull", "hetero-fused-1d:pieces=4", "hetero-unfused-1d:pull"),
-    *("uniform-fused-1d:pieces=2,copy=2", "hetero-fused-2d:pieces=2"),
-)
+ORDERED = """
+    growing shard-overlap:pull hetero-fused-1d:pieces=4 hetero-unfused-1d:pull
+    uniform-fused-1d:pieces=2,copy=2 hetero-fused-2d:pieces=2
+""".split()
 
 
 def ordering(at: Rank, group: ProcessGroup) -> Passed:
@@ -156,15 +262,12 @@ def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
 
 #: Schedules of each operator in its check: every named one, and knobs of each kind.
 VARIED = (
-    *(
-        *NAMED,
-        "serial:collective",
-        "shard-overlap:pull",
-        "growing:tail=2",
-        "shrinking:pieces=2,pull",
-    ),
-    *("hetero-fused-1d:pieces=3,copy=2,compute=2", "hetero-fused-2d:pieces=3,pull"),
-    *("shard-overlap:beta", "hetero-fused-1d:pieces=3,beta", "ring:pieces=3"),
+    [*NAMED]
+    + """
+    serial:collective shard-overlap:pull growing:tail=2 shrinking:pieces=2,pull
+    hetero-fused-1d:pieces=3,copy=2,compute=2 hetero-fused-2d:pieces=3,pull
+    shard-overlap:beta hetero-fused-1d:pieces=3,beta ring:pieces=3
+""".split()
 )
 
 
@@ -276,23 +379,17 @@ def way(
     schedule = all_at_once(at) + ",pull" * pull
     if columns:
         schedule = schedule.replace("-1d", "-2d")
-    before = os.environ.get(variable)
-    os.environ[variable] = value
+    count = max(2, at.settings.iterations // 8)
+    # A pulled copy whose end is told late delays only the products of its own call.
+    n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
-        count = max(2, at.settings.iterations // 8)
-        calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
-        # A pulled copy whose end is told late delays only the products of its own call.
-        n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
-        rate = gb_per_s(at, group, schedule, at.world - 1, n)
+        with environment(variable, value):
+            calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
+            rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
     except RuntimeError as error:  # of the engine, or of PyTorch's memory
         raise NotOffered(f"{type(error).__name__}: {error}") from error
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.dma import probe
 from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals
 from ficco.hip_kernels.launch import REDUCTIONS
 from ficco.selftest.rank import Passed, Rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 HALVES = (torch.bfloat16, torch.float16)
 #: Parts of matrices: rows, columns, the matrix's columns and the first of the part.

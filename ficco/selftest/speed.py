@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.bench.series import MeasuredCalls, Stopwatch
@@ -17,9 +18,6 @@ from ficco.heuristics.where import where
 from ficco.selftest.rank import NotOffered, Passed, Rank
 from ficco.tune.communication import slowdowns
 from ficco.tune.effort import GPU
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: How many times as long products and copies may take during each other as without, if the copies
 #: look as if they left the compute units free. With DMA engines the FiCCO paper saw 1.11 and 1.12
@@ -31,16 +29,6 @@ SLOWER = 1.3
 SLOW = 0.7
 #: Seconds in which products and copies are timed during each other.
 OVERLAP_S = 5.0
-
-
-@contextmanager
-def stopwatch(at: Rank, group: ProcessGroup) -> Iterator[Stopwatch]:
-    """What times on the ranks of a group, which waits for a peer as long as half of a check."""
-    watch = Stopwatch(group, at.device, at.settings.limit_s / 2)
-    try:
-        yield watch
-    finally:
-        watch.close()
 
 
 def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n: int = 0) -> float:
@@ -61,9 +49,9 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
                 ficco.synchronize(group)
 
         rounds = at.settings.rounds
-        with stopwatch(at, group) as watch:
+        with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
             series = watch.time({schedule: call}, seconds=0.0, least=rounds, most=rounds)
-        seconds = min(series[schedule].times)
+        seconds = min(series[schedule])
     return peers * rows * k * 2 / max(at.gather(seconds)) / 1e9
 
 
@@ -76,7 +64,7 @@ def overlap(at: Rank, group: ProcessGroup) -> Passed:
     parts = MeasuredCalls(group, at.device, torch.bfloat16)
     products = {"product": parts.matmul(*GPU.products[0][:3])}
     copies = {"copies": parts.copies(all_at_once(at), at.settings.pair_bytes)}
-    with stopwatch(at, group) as watch:
+    with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
 
         def time(calls: dict[str, Callable[[], Any]], share: float, most: int = 40) -> Any:
             return watch.time(calls, seconds=OVERLAP_S * share, most=most)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup
 
 from ficco.bench.cases import OPERATOR as GATHER
 from ficco.dma import probe, ways
@@ -14,9 +15,6 @@ from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, refusal
 from ficco.selftest import checks, kernels, speed
 from ficco.selftest.rank import Passed, Rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -546,11 +546,7 @@ class Simulation:
             if key not in self._seconds:
                 how: dict[str, Any] = {"batch": product.batch, "itemsize": itemsize}
                 how |= {"wide": wide, "adds": adds}
-                self._seconds[key] = (
-                    (self.gemm.seconds(*sizes, **how), self.gemm.dense(*sizes, **how))
-                    if m and n and k
-                    else (0.0, 0.0)
-                )
+                self._seconds[key] = self.gemm.times(*sizes, **how) if m and n and k else (0.0, 0.0)
             seconds = self._seconds[key]
             between = self.gemm.launch if whole else 0.0
             whole += seconds[0] + between
@@ -568,8 +564,7 @@ class Simulation:
         mine = sum(product.out.rows for product in step.products)
         if not (mine and n and k):
             return 0.0
-        whole = self.tiled.seconds(rows, n, k, itemsize=itemsize)
-        dense = self.tiled.dense(rows, n, k, itemsize=itemsize)
+        whole, dense = self.tiled.times(rows, n, k, itemsize=itemsize)
         share = alone = dense * mine / rows
         waited = step.part > 1 and self.now > lane.free
         if waited:  # the processors begin with these rows, all at once

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ficco.bench.candidates import parse
 from ficco.bench.cases import MEMORY_SHARE, Case
 from ficco.bench.inputs import Operands
+from ficco.bench.series import Times
 from ficco.bench.verify import Verifier
 from ficco.errors import ConfigError
 from ficco.heuristics.candidates import SERIALS, candidates
@@ -25,18 +27,11 @@ from ficco.tune.site import Site
 from ficco.workspace import workspace_of
 
 #: Schedules with different numbers of products, copies and signals.
-ENQUEUED = (
-    "serial",
-    "shard-overlap",
-    "shard-overlap:pull",
-    "growing",
-    "hetero-unfused-1d:pieces=4",
-    "hetero-unfused-1d:pieces=8",
-    "hetero-unfused-1d:pieces=8,pull",
-    "hetero-fused-1d:pieces=4",
-    "hetero-fused-1d:pieces=8",
-    "uniform-fused-1d:pieces=4",
-)
+ENQUEUED = """
+    serial shard-overlap shard-overlap:pull growing hetero-unfused-1d:pieces=4
+    hetero-unfused-1d:pieces=8 hetero-unfused-1d:pieces=8,pull hetero-fused-1d:pieces=4
+    hetero-fused-1d:pieces=8 uniform-fused-1d:pieces=4
+""".split()
 #: Products in a row whose host time is taken at once.
 PRODUCTS = 8
 #: Calls before host time is taken: an engine may record the first few.
@@ -97,9 +92,14 @@ def _later(site: Site, calls: dict[str, Any]) -> dict[str, float]:
     """
     idle = site.time("host", calls, mode="idle", share=HOST_SHARE, most=HOST_ROUNDS)
     if not site.watch.on_gpu:
-        return {name: one.seconds for name, one in idle.items()}
+        return _medians(idle)
     queued = site.time("host", calls, mode="queued", share=1 - HOST_SHARE, most=HOST_ROUNDS)
-    return {name: max(idle[name].seconds - queued[name].seconds, 0.0) for name in calls}
+    behind = _medians(queued)
+    return {name: max(late - behind[name], 0.0) for name, late in _medians(idle).items()}
+
+
+def _medians(series: Mapping[str, Times]) -> dict[str, float]:
+    return {name: median(times) for name, times in series.items()}
 
 
 def thresholds(site: Site) -> Thresholds:
@@ -112,22 +112,15 @@ def thresholds(site: Site) -> Thresholds:
         operands.random(0)
         calls = site.gathers(operands.a_LK, operands.b_KN, ROWS)
         series = site.time("thresholds", calls, share=1 / len(site.effort.rule))
-        observed.append(Observation(problem, {name: one.seconds for name, one in series.items()}))
+        observed.append(Observation(problem, _medians(series)))
         site.watch.release()
     fitted = fit_thresholds(observed)
     return replace(fitted, provenance=site.provenance("fitted", fitted.provenance.note))
 
 
-@dataclass(frozen=True)
-class Best:
-    """The entry of a problem, and what was not measured, with the reason."""
-
-    entry: Tuned
-    left_out: dict[str, str]
-
-
-def best(site: Site, problem: Problem) -> Best:
-    """Measure all candidates of a problem; the same on all ranks.
+def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
+    """Measure all candidates of a problem: its entry, and what was not measured, with the reason.
+    The same on all ranks.
 
     Raises:
         ValueError: the problem does not fit, or no serial schedule could be timed.
@@ -156,9 +149,9 @@ def best(site: Site, problem: Problem) -> Best:
     times = {}
     for mode in modes:
         series = watch.time(calls, seconds=seconds, mode=mode, least=least, tick=site.tick)
-        times[mode] = {name: one.seconds for name, one in series.items()}
+        times[mode] = _medians(series)
     left_out = {one.candidate.name: one.note for one in checked if one.runner is None}
-    return Best(entry(problem, times, site), left_out)
+    return entry(problem, times, site), left_out
 
 
 def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site) -> Tuned:

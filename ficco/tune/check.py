@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
 import torch.distributed as dist
 
@@ -128,7 +129,7 @@ def _calls(site: Site) -> Iterator[Point]:
     series = site.time("thresholds", site.gathers(a, b, names), share=0.5)
     for name in names:
         stored = predict(problem, Schedule.parse(name), site.machine, mode)
-        yield Point("call", f"{name}, {m} x {n} x {k}", stored, series[name].seconds)
+        yield Point("call", f"{name}, {m} x {n} x {k}", stored, median(series[name]))
 
 
 def report(points: list[Point], tolerance: float, again: str = "ficco tune") -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.bench.calls import reduce_scatter
-from ficco.bench.series import MeasuredCalls, Series, calls_to_cover, contended
+from ficco.bench.series import MeasuredCalls, Times, timed_during
 from ficco.machine import Collective, Contention, Copies, Topology
 from ficco.plan import together
 from ficco.problem import Problem
@@ -105,7 +105,7 @@ def copy_times(
     }
     times = site.time(step, calls, share=share)
     return [
-        fits.CopyTime(*launches(size, count, site.world, mover), times[name].seconds)
+        fits.CopyTime(*launches(size, count, site.world, mover), median(times[name]))
         for name, (size, count) in rows.items()
     ]
 
@@ -134,8 +134,8 @@ def in_front(site: Site, copies: Copies) -> float:
     series = site.time("kernel_copies", calls, share=IN_FRONT_SHARE)
 
     def added(size: int) -> float:
-        times = (series[f"{size} {what}"].times for what in ("in front", 1, 2))
-        return median(whole - (two - one) for whole, one, two in zip(*times, strict=True))
+        whole, one, two = (series[f"{size} {what}"] for what in ("in front", 1, 2))
+        return median(whole - (two - one))
 
     return fits.in_front({(world - 1) * size: added(size) for size in sizes}, copies.rate)
 
@@ -148,12 +148,12 @@ def topology(site: Site) -> Topology:
     if peers > 1:
         calls["all"] = parts.copies(AT_ONCE.format(peers=peers), size)
     series = site.time("topology", calls)
-    one_by_one = peers * size / series["one"].seconds
+    one_by_one = peers * size / median(series["one"])
     known, before = site.machine.copies, site.machine.topology
     bandwidth = max(one_by_one, *(rate for _, rate in known.curve) if known else ())
     kind, sharing = "switch", 1.0
     if peers > 1:
-        at_once = peers * size / series["all"].seconds
+        at_once = peers * size / median(series["all"])
         kind, sharing = fits.topology(one_by_one, at_once)
         note = (
             f"a rank receives {one_by_one / 1e9:.4g} GB/s from its peers one after the other, "
@@ -173,7 +173,7 @@ def collective(site: Site, name: str) -> Collective:
     parts, sizes = site.parts(), site.effort.exchanges
     make(parts, max(sizes))  # grows the memory that all are cut from
     series = site.time(name, {str(size): make(parts, size) for size in sizes})
-    curve = tuple((float(size), series[str(size)].seconds) for size in sizes)
+    curve = tuple((float(size), median(series[str(size)])) for size in sizes)
     return Collective(curve, site.provenance("measured", f"{name.replace('_', '-')}, {unit}"))
 
 
@@ -234,7 +234,7 @@ def contention(site: Site) -> Contention:
 
 
 def slowdowns(
-    time: Callable[..., dict[str, Series]],
+    time: Callable[..., dict[str, Times]],
     products: Mapping[str, Call],
     moves: Mapping[str, Call],
     device: torch.device,
@@ -244,27 +244,16 @@ def slowdowns(
 
     ``time`` times calls in a ``share`` of the seconds there are.
     """
-    calls = {**moves, **products}
-    exclusive = time(calls, share=0.2, most=7)
     pairs = [pair for move in moves for one in products for pair in ((one, move), (move, one))]
-    together = {
-        f"{front} under {back}": contended(
-            calls[front],
-            calls[back],
-            calls_to_cover(exclusive[front].times, exclusive[back].times),
-            device,
-        )
-        for front, back in pairs
-    }
-    series = time({**calls, **together}, share=0.8)
+    series = timed_during(time, {**moves, **products}, pairs, device)
     return {
-        (front, back): fits.slowdown(series[front].times, series[f"{front} under {back}"].times)
+        (front, back): fits.slowdown(series[front], series[f"{front} during {back}"])
         for front, back in pairs
     }
 
 
 def _halved(
-    time: Callable[..., dict[str, Series]], products: Mapping[str, Call], moves: Mapping[str, Call]
+    time: Callable[..., dict[str, Times]], products: Mapping[str, Call], moves: Mapping[str, Call]
 ) -> dict[tuple[str, str], float]:
     """The same where cores are all busy: each of two calls at the same time has half of them, and
     both take a little more than one after the other."""
@@ -277,9 +266,8 @@ def _halved(
     slowed = {}
     for product in products:
         for move in moves:
-            pairs = zip(series[product].times, series[move].times, strict=True)
-            one_by_one = [a + b for a, b in pairs]
-            more = 2 * fits.slowdown(one_by_one, series[f"{product} and {move}"].times)
+            one_by_one = series[product] + series[move]
+            more = 2 * fits.slowdown(one_by_one, series[f"{product} and {move}"])
             slowed[product, move] = slowed[move, product] = more
     return slowed
 

@@ -184,11 +184,10 @@ def topology(one_by_one: float, at_once: float) -> tuple[str, float]:
     return ("mesh", 1.0) if gain >= MESH_GAIN else ("switch", min(gain, 1.0))
 
 
-def slowdown(without: Sequence[float], during: Sequence[float]) -> float:
+def slowdown(without: Any, during: Any) -> float:
     """Median of the ratios of times during something else to those without it, round by round; at
     least 1."""
-    ratios = [slow / fast for fast, slow in zip(without, during, strict=True)]
-    return max(float(median(ratios)), 1.0)
+    return max(float(np.median(np.divide(during, without))), 1.0)
 
 
 @dataclass(frozen=True)
@@ -264,14 +263,13 @@ def heat(times: Sequence[RowTime]) -> Heat:
     return Heat(burst, sustained, left)
 
 
-def steadied(times: Mapping[str, Sequence[float]], references: Sequence[str]) -> dict[str, float]:
+def steadied(times: Mapping[str, Any], references: Sequence[str]) -> dict[str, float]:
     """Medians over rounds of times, each divided by how much slower the device was in its round:
     the median of the references' times in the round over that median's median over all rounds."""
-    by_round = [median(column) for column in zip(*(times[r] for r in references), strict=True)]
-    usual = median(by_round)
-    pace = [value / usual for value in by_round]
+    by_round = np.median([times[name] for name in references], axis=0)
+    pace = by_round / np.median(by_round)
     return {
-        name: float(median(t / p for t, p in zip(series, pace, strict=True)))
+        name: float(np.median(series / pace))
         for name, series in times.items()
         if name not in references
     }

@@ -57,7 +57,7 @@ def samples(site: Site, shapes: Sequence[Shape], heat: fits.Heat = fits.COLD) ->
     calls = {str(i): row_of(parts, shape, shape.in_a_row) for i, shape in enumerate(order)}
     references = [f"reference {i}" for i in range(3)]
     calls |= {name: row_of(parts, reference, 1) for name in references}
-    times = {n: s.times for n, s in site.time("gemm", calls, share=1.0 - HEAT_SHARE).items()}
+    times = site.time("gemm", calls, share=1.0 - HEAT_SHARE)
     seconds = fits.steadied(times, references)
     return [
         Sample(
@@ -97,7 +97,7 @@ def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[
     for shape in shapes:
         for count in rows:
             row = row_of(parts, shape, count)
-            times = site.time("gemm", {"row": row}, share=share, most=MANY)["row"].times
+            times = site.time("gemm", {"row": row}, share=share, most=MANY)["row"]
             steady = median(times[len(times) // 2 :])
             measured.append(fits.RowTime(f"{shape.m} x {shape.n} x {shape.k}", count, steady))
     return measured
@@ -137,7 +137,7 @@ def memory(site: Site) -> Memory:
         src = torch.zeros(size, dtype=torch.uint8, device=site.watch.device)
         calls[str(size)] = partial(torch.empty_like(src).copy_, src)
     times = site.time("memory", calls)
-    pairs = [(2.0 * size, times[str(size)].seconds) for size in site.effort.moves]
+    pairs = [(2.0 * size, median(times[str(size)])) for size in site.effort.moves]
     bandwidth, latency = fits.memory(pairs)
     source = site.provenance("measured", "copies within a rank, bytes read and written")
     return Memory(capacity(site), bandwidth, source, latency)

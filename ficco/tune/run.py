@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
 
 import ficco
 from ficco import doctor
-from ficco.bench.about import commit
-from ficco.bench.progress import bar
+from ficco.bench.frames import commit
 from ficco.bench.series import Stopwatch
+from ficco.bench.tables import bar
 from ficco.dma.engine import fingerprint
 from ficco.errors import ConfigError
 from ficco.launch import local_device
@@ -216,10 +217,10 @@ class _TuningRun:
             loads(dumps(single), str(self.settings.path))  # else the step has failed
             return replace(site.machine, **block)
         problem = next(p for p in self.settings.problems if calls.name_of(p) == name)
-        best = calls.best(site, problem)
-        for left_out, why in best.left_out.items():
-            self.reporter.say(f"  {left_out} was not measured: {why}")
-        return calls.with_entry(site.machine, rounded(best.entry))
+        entry, left_out = calls.best(site, problem)
+        for name, why in left_out.items():
+            self.reporter.say(f"  {name} was not measured: {why}")
+        return calls.with_entry(site.machine, rounded(entry))
 
     def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
         """Free what the step held. After a failure, ranks begin with a new barrier."""
@@ -252,8 +253,6 @@ class _Reporter:
     """
 
     def __init__(self, rank: int, seconds: dict[str, float]) -> None:
-        from rich.console import Console
-
         self._seconds, self._names = seconds, list(seconds)
         self._console = Console(stderr=True, quiet=rank != 0)
         self._out = Console(quiet=rank != 0)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 import ficco
 from ficco.bench.calls import Runner
-from ficco.bench.series import MeasuredCalls, Series, Stopwatch
+from ficco.bench.series import MeasuredCalls, Stopwatch, Times
 from ficco.machine import Machine, Provenance
 from ficco.tune.effort import Effort
 
@@ -73,7 +74,7 @@ class Site:
         if self.world < 2:
             raise ValueError("ranks: required two or more to measure what passes between them")
 
-    def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, Series]:
+    def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, Times]:
         """Time calls in the seconds of a step, or in a ``share`` of them; the rest of ``how`` as
         :meth:`Stopwatch.time` takes it.
 
@@ -89,17 +90,10 @@ class Site:
         spent: dict[str, list[float]] = {name: [] for name in calls}
         counted = {name: _counted(call, spent[name]) for name, call in calls.items()}
         series = self.watch.time(counted, **how)
-        rounds = len(next(iter(series.values())).times) if series else 0  # the first calls warm up
+        rounds = max(map(len, series.values()), default=0)  # the first calls warm up
         everyone = self.watch.gather({name: times[-rounds:] for name, times in spent.items()})
         return {
-            name: replace(
-                one,
-                times=tuple(
-                    sum(by_rank) / cores()
-                    for by_rank in zip(*(times[name] for times in everyone), strict=True)
-                ),
-            )
-            for name, one in series.items()
+            name: np.sum([times[name] for times in everyone], axis=0) / cores() for name in series
         }
 
 
