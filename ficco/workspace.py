@@ -9,24 +9,22 @@ import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
-from ficco.dma.engine import Slot, Symmetric
+from ficco.dma.engine import Program, Slot, Symmetric
 from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Calls that may be in flight on a group at once. With two, a call does not wait until the peers
 #: have finished the one before.
@@ -62,24 +60,58 @@ class Known:
         return f"machine {self.machine.name} ({self.digest:010x})"
 
 
-class Cached(Protocol):
-    """What is kept of a kind of call.
+@dataclass
+class CachedCall:
+    """What is kept for a kind of call: its Plan, and a Program per slot.
 
     Attributes:
+        columns: if not 0, the whole call would need more memory than ``workspace_bytes``, and runs
+            as several calls, each on so many columns of b.
+        rows: as the caller gave them, frozen, since an iterator can be read only once.
         latest: number of the latest call of the kind.
     """
 
-    latest: int
+    plan: Plan
+    digest: int
+    single: bool
+    source: tuple[Symmetric, int] | None
+    columns: int = 0
+    rows: Any = None
+    programs: dict[int, Program] = field(default_factory=dict)
+    latest: int = 0
+
+    @cached_property
+    def out(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return self.plan.shape("out")
+
+    @cached_property
+    def allocated(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
+        """Name, shape and dtype of what a call allocates apart from the result."""
+        return [
+            (buffer.name, self.plan.shape(buffer.name), getattr(torch, buffer.dtype))
+            for buffer in self.plan.buffers
+            if buffer.memory in ("result", "local") and buffer.name != "out"
+        ]
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the program of a slot that is about to be freed."""
+        program = self.programs.pop(id(slot), None)
+        if program is not None:
+            program.clear()
 
     @property
     def captured(self) -> bool:
         """Whether a graph holds a call of the kind, and may be replayed."""
-
-    def forget(self, slot: Slot) -> None:
-        """Drop the program of a slot that is about to be freed."""
+        return any(program.slot and program.slot.captured for program in self.programs.values())
 
     def drop(self) -> None:
         """Let go of all programs."""
+        for program in self.programs.values():
+            if program.slot is not None:
+                program.slot.programs.pop(program.number, None)
+            program.clear()
+        self.programs.clear()
 
 
 class Workspace:
@@ -100,7 +132,7 @@ class Workspace:
         self.board = Board(group, options.timeout_s, operator)
         self.engine = make_engine(self.name, group, device, options.signals, options.timeout_s)
         self.calls = 0
-        self.programs: dict[Hashable, Cached] = {}
+        self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
         self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
@@ -174,7 +206,7 @@ class Workspace:
             self._known[wanted] = Known.of(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
 
-    def keep(self, key: Hashable, cached: Cached) -> None:
+    def keep(self, key: Hashable, cached: CachedCall) -> None:
         """Remember a kind of call.
 
         Once there are ``KINDS``, half of those that no graph holds are forgotten, the least
@@ -334,7 +366,7 @@ def _carry_out(steps: Iterable[Callable[[], object]]) -> None:
         raise errors[0]
 
 
-_Key = tuple["ProcessGroup", torch.device, "str | None"]
+_Key = tuple[ProcessGroup, torch.device, str | None]
 _workspaces: dict[_Key, Workspace] = {}
 _failed: dict[_Key, FiccoError] = {}
 _begun: set[_Key] = set()  # those that are being made

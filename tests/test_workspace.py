@@ -22,11 +22,10 @@ import ficco
 from ficco import workspace as workspaces
 from ficco.dma.engine import Program, Slot
 from ficco.errors import FiccoError
-from ficco.ops.call import CachedCall
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
-from ficco.workspace import GRACE_S, Workspace
+from ficco.workspace import GRACE_S, CachedCall, Workspace
 
 
 class Engine:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.dma.driver import URGENT, Driver, Means, StreamEngine
@@ -30,9 +31,6 @@ except ImportError as error:
     ) from error
 
 from ficco.hip_kernels.cuda_binding import check
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _KIND = driver.CUstreamBatchMemOpType
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)

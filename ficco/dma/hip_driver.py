@@ -16,9 +16,10 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.dma import hip_api as hip
 from ficco.dma.driver import WORD, Driver, Means, StreamEngine
@@ -29,9 +30,6 @@ from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import BackendError
 from ficco.hip_kernels import Kernels, Target, can_compile
 from ficco.hip_kernels.launch import Packed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: What each of the ways of signals needs.
 _NEEDS = {

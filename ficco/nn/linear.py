@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -23,7 +24,6 @@ from ficco.ops.operands import process_group
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
 
@@ -254,16 +254,10 @@ class _ParallelLinear(nn.Linear):
                 destination[prefix + name] = self.whole(name)
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Load, and take this rank's parts of tensors that are the unsharded layer's."""
+        *_, error_msgs = rest
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name in _PARAMETERS:
             param = self._parameters.get(name)
@@ -280,15 +274,7 @@ class _ParallelLinear(nn.Linear):
                     f"{prefix}{name}: required shape {list(self._full_shape(name))}, the unsharded "
                     f"layer's, or {list(param.shape)}, this rank's part, got {list(value.shape)}."
                 )
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def whole(self, name: str) -> torch.Tensor:
         """The unsharded layer's weight or bias, gathered. All ranks of the group call it."""

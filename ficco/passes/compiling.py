@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
 from ficco.passes.report import Report
 from ficco.passes.rewrite import named, replace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: The setting of Inductor's that holds the pass. The pass runs on each forward and backward graph,
 #: before all passes of Inductor's own that look for collectives.
