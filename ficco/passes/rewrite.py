@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from ficco.passes.graph import (
     origin,
     same,
     source_of,
+    span,
     tensor_of,
     value,
 )
@@ -34,6 +36,7 @@ from ficco.passes.match import (
     CollectiveCall,
     Epilogue,
     Leave,
+    Pattern,
     Prologue,
     call_of,
     epilogue,
@@ -42,8 +45,6 @@ from ficco.passes.match import (
 )
 from ficco.passes.report import Entry, Report
 from ficco.schedules import Schedule
-
-Pattern = Prologue | Epilogue
 
 
 def replace(
@@ -122,7 +123,7 @@ def _is_ready(node: Node) -> bool:
 def _visit(node: Node, group: str | None, schedule: str) -> Entry:
     """Replace one collective, or report why it stays."""
     refused: list[Leave] = []
-    facts = _facts(node)
+    entry = _entry(node)
     try:
         call = call_of(node, group)
         for match, served in ((prologue, PROLOGUES), (epilogue, EPILOGUES)):
@@ -130,20 +131,15 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
                 continue
             try:
                 pattern = match(call)
-                products = _products(pattern)
-                where = origin(products[0].node, node)
-                shapes = _shapes(pattern)
-                done = _apply(pattern, schedule)
-                return Entry(
-                    **facts
-                    | {
-                        "product": ", ".join(one.node.name for one in products),
-                        "where": where,
-                        "shapes": shapes,
-                        "replaced": True,
-                        "operator": pattern.operator,
-                        "reason": done,
-                    }
+                where, shapes = origin(pattern.products[0].node, node), _shapes(pattern)
+                return dataclasses.replace(
+                    entry,
+                    product=", ".join(chosen.node.name for chosen in pattern.products),
+                    where=where,
+                    shapes=shapes,
+                    replaced=True,
+                    operator=pattern.operator,
+                    reason=_apply(pattern, schedule),
                 )
             except Leave as error:
                 refused.append(error)
@@ -153,33 +149,25 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
         refused.append(Leave(f"not understood: {type(error).__name__}: {error}"))
     near = [one for one in refused if one.product] or refused
     about = near[0].product
-    return Entry(
-        **facts
-        | {
-            "product": about.name if about else "",
-            "where": origin(about, node),
-            "reason": "; ".join(dict.fromkeys(map(str, near))),
-        }
+    reason = "; ".join(dict.fromkeys(map(str, near)))
+    return dataclasses.replace(
+        entry, product=about.name if about else "", where=origin(about, node), reason=reason
     )
 
 
-def _facts(node: Node) -> dict[str, Any]:
+def _entry(node: Node) -> Entry:
+    """What is known of a collective by itself."""
     name = collective(node) or ""
     given = arguments(node)
     tensor, result = value(given.get("input")), value(node)
-    shapes = f"{_text(tensor)} -> {_text(result)}" if tensor is not None else ""
-    return {
-        "collective": COLLECTIVES.get(name, name),
-        "node": node.name,
-        "product": "",
-        "where": origin(node),
-        "group": str(given.get("group_name", "")),
-        "world": world_of(node),
-        "shapes": shapes if result is not None else "",
-        "replaced": False,
-        "operator": "",
-        "reason": "",
-    }
+    known = tensor is not None and result is not None
+    return Entry(
+        COLLECTIVES.get(name, name),
+        node.name,
+        group=str(given.get("group_name", "")),
+        world=world_of(node),
+        shapes=f"{_text(tensor)} -> {_text(result)}" if known else "",
+    )
 
 
 def _text(tensor: torch.Tensor | None) -> str:
@@ -190,12 +178,8 @@ def _shapes(pattern: Pattern) -> str:
     if isinstance(pattern, Epilogue):
         parts = [f"{_text(value(p.a))} @ {_text(value(p.b))}" for p in pattern.products]
         return f"{' + '.join(parts)} {_dtype(pattern.products[0].a)}"
-    a, matmul = pattern.call.tensor, pattern.product
+    a, (matmul,) = pattern.call.tensor, pattern.products
     return f"{_text(value(a))} @ {_text(value(matmul.b))} {_dtype(matmul.a)}"
-
-
-def _products(pattern: Pattern) -> tuple[MatrixProduct, ...]:
-    return pattern.products if isinstance(pattern, Epilogue) else (pattern.product,)
 
 
 def _dtype(node: Node) -> str:
@@ -306,12 +290,13 @@ def _faked(node: Node) -> Any:
 
 def _apply(pattern: Pattern, schedule: str) -> str:
     """Change the graph; returns what was done, in words. On an error the graph is unchanged."""
-    write = Writer(_products(pattern)[0].node)
+    write = Writer(pattern.products[0].node)
     try:
-        if isinstance(pattern, Prologue):
-            finish = _apply_prologue(pattern, schedule, write)
-        else:
+        if isinstance(pattern, Epilogue):
             finish = _apply_epilogue(pattern, schedule, write)
+        else:
+            assert isinstance(pattern, Prologue)
+            finish = _apply_prologue(pattern, schedule, write)
     except BaseException:
         write.undo()
         raise
@@ -319,7 +304,7 @@ def _apply(pattern: Pattern, schedule: str) -> str:
 
 
 def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable[[], str]:
-    call, chosen, place = pattern.call, pattern.product, pattern.place
+    call, (chosen,), place = pattern.call, pattern.products, pattern.place
     notes = []
     shard = call.tensor
     if pattern.converts is not None:
@@ -350,11 +335,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
         _resize(sizes)
         for node in pattern.hoisted:
             write.made[0].prepend(node)
-        after = set()
-        node = place
-        while node.op != "root":
-            after.add(node)
-            node = node.next
+        after = set(span(place))
         for node in pattern.chain:
             if node not in after:
                 place.prepend(node)
