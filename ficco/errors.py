@@ -14,7 +14,7 @@ what is required, what was given and what to do; an ``InvalidArgument`` also has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -168,3 +168,15 @@ class ConfigError(FiccoError):
         self.key = key
         self.expected = expected
         super().__init__(f"{source}: {key}: {expected}")
+
+
+def carry_out(steps: Iterable[Callable[[], object]]) -> None:
+    """Run all steps even if some fail, then raise the first error."""
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -8,7 +8,7 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Program, Slot, Symmetric
-from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
@@ -339,7 +339,7 @@ class Workspace:
         steps += [partial(self._free, slot) for slot in self.slots]
         steps += [partial(self.engine.free, memory) for memory in self._empty.values()]
         try:
-            _carry_out([*steps, self.engine.close, self.board.close])
+            carry_out([*steps, self.engine.close, self.board.close])
         finally:
             self.programs.clear()
             self._slots = [None] * SLOTS
@@ -352,18 +352,6 @@ class Workspace:
 def _why(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _carry_out(steps: Iterable[Callable[[], object]]) -> None:
-    """Run all steps even if some fail, then raise the first error."""
-    errors: list[BaseException] = []
-    for step in steps:
-        try:
-            step()
-        except BaseException as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 _Key = tuple[ProcessGroup, torch.device, str | None]
@@ -413,7 +401,7 @@ def close(group: ProcessGroup | None = None) -> None:
     for key in [key for key in _failed if group is None or key[0] is group]:
         del _failed[key]
     wanted = [key for key in _workspaces if group is None or key[0] is group]
-    _carry_out(partial(_leave, key) for key in wanted)
+    carry_out(partial(_leave, key) for key in wanted)
 
 
 def _leave(key: _Key) -> None:
@@ -427,13 +415,13 @@ def _leave(key: _Key) -> None:
             workspace.fail(error)  # running calls may be stuck
             raise
 
-    _carry_out([finish, workspace.close, partial(_workspaces.pop, key, None)])
+    carry_out([finish, workspace.close, partial(_workspaces.pop, key, None)])
 
 
 def _close_at_exit() -> None:
     workspaces = list(_workspaces.values())
     # Once closing has stopped the watchdog, a stuck call would keep the process from ending.
-    _carry_out(step for workspace in workspaces for step in (workspace.settle, workspace.close))
+    carry_out(step for workspace in workspaces for step in (workspace.settle, workspace.close))
     _workspaces.clear()
 
 

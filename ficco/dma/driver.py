@@ -7,6 +7,7 @@ GPUs of every vendor "cuda".
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,17 @@ WORD = 4
 #: Priorities of streams: before products, with them, and apart from both. Streams of a priority may
 #: share hardware queues, in which one that waits holds up what comes after it.
 URGENT, PLAIN, RESCUE = -1, 0, 1
+
+
+def drained(idle: Callable[[], bool], seconds: float) -> bool:
+    """Ask again and again whether something is idle; False if it takes too long."""
+    end, pause = time.monotonic() + seconds, 1e-5
+    while not idle():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
 
 
 class Event(Protocol):

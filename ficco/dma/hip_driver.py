@@ -16,6 +16,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, MemOp
 from ficco.dma.memories import Meeting
 from ficco.dma.ways import WAYS, asked, variable
-from ficco.errors import BackendError
+from ficco.errors import carry_out
 from ficco.hip_kernels import Kernels, Target, can_compile
 from ficco.hip_kernels.launch import Packed
 
@@ -94,6 +95,7 @@ class HipDriver(Driver):
     name = "hip"
     word_bytes = hip.SIGNAL_BYTES
     waits_to_close = True
+    allocate = staticmethod(hip.malloc)
     batch = staticmethod(Batch)
     capture_id = staticmethod(hip.capture_id)
     close_shared = staticmethod(hip.close_shared)
@@ -223,7 +225,7 @@ class HipDriver(Driver):
 
     def _shares_signals(self, engine: StreamEngine, meeting: Meeting) -> bool:
         """Whether this rank can wait on signal memory and reach that of the next one."""
-        word = hip.malloc_signal() if self._stream_waits() else 0
+        word = hip.malloc(hip.SIGNAL_BYTES, "signal") if self._stream_waits() else 0
         try:
             handles = meeting.gather((word and hip.try_share(word)) or bytes(hip.HANDLE_BYTES))
             peer = handles[(engine.rank + 1) % engine.world]
@@ -237,7 +239,7 @@ class HipDriver(Driver):
     def _waits_on_uncached(self, engine: StreamEngine, meeting: Meeting) -> bool:
         if not self._stream_waits():
             return False
-        side, word = engine.side.handle, hip.malloc_uncached(hip.SIGNAL_BYTES)
+        side, word = engine.side.handle, hip.malloc(hip.SIGNAL_BYTES, "uncached")
         try:
             hip.fill(word, hip.SIGNAL_BYTES, side)
             return hip.try_wait(side, word, 0)
@@ -321,11 +323,6 @@ class HipDriver(Driver):
         self._locals.append(hip.malloc(nbytes))
         return self._locals[-1], self.tensor(self._locals[-1], nbytes)[0]
 
-    def allocate(self, nbytes: int, kind: str) -> int:
-        if kind == "signal":
-            return hip.malloc_signal()
-        return hip.malloc_uncached(nbytes) if kind == "uncached" else hip.malloc(nbytes)
-
     # ficco's kernels.
 
     @property
@@ -340,21 +337,11 @@ class HipDriver(Driver):
     # The end.
 
     def close(self) -> None:
-        steps: list[tuple[Callable[..., Any], Any]] = [
-            *((hip.free, address) for address in self._locals),
-            *((hip.free_host, address) for address in self._hosts),
-            *((HipBinding.close, binding) for binding in [self._binding] if binding),
-            *((hip.Event.destroy, event) for event in self._events),
-        ]
-        errors = []
-        for step, argument in steps:
-            try:
-                step(argument)
-            except BackendError as error:  # the rest is given back, too
-                errors.append(error)
-        super().close()
-        if errors:
-            raise errors[0]
+        steps = [partial(hip.free, address) for address in self._locals]
+        steps += [partial(hip.free_host, address) for address in self._hosts]
+        steps += [partial(binding.close) for binding in [self._binding] if binding]
+        steps += [partial(event.destroy) for event in self._events]
+        carry_out([*steps, super().close])
 
 
 def target_of(device: torch.device) -> Target:

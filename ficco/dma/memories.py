@@ -105,8 +105,8 @@ class TorchMapped(Mapped):
         self.addresses = list(self._handle.buffer_ptrs)
 
     def part(self, rank: int) -> torch.Tensor:
-        found: torch.Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
-        return found
+        part: torch.Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
+        return part
 
     def free(self) -> None:
         del self.tensor, self._handle
@@ -189,7 +189,7 @@ class Shared:
                 self.free()
             raise
 
-    def address(self, rank: int, index: int) -> int:
+    def mapped(self, rank: int, index: int) -> int:
         """Where an allocation of a rank is mapped here; a peer's is mapped when first asked for."""
         if rank == self._rank:
             return self.mine[index]
@@ -221,21 +221,20 @@ class Shared:
             self._host.close()
 
 
-class SharedMapped(Mapped):
+class SharedMapped(Shared, Mapped):
     """One allocation per rank, shared by its handle."""
 
     def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
-        self.serial, self.nbytes, self._driver = serial, nbytes, engine.driver
-        self._shared = Shared(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
-        self.addresses = [self._shared.mine[0]] * engine.world
-        self.tensor, keeper = self._driver.tensor(self._shared.mine[0], nbytes)
+        self.serial, self.nbytes = serial, nbytes
+        super().__init__(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
+        self.addresses = self.mine * engine.world
+        self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
         #: Alive for as long as any tensor looks into the memory.
         self._keeper: weakref.ref[Any] = weakref.ref(keeper)
-        self.free = self._shared.free
 
     def map(self) -> None:
         """Map the peers' parts."""
-        self.addresses = [self._shared.address(rank, 0) for rank in range(len(self.addresses))]
+        self.addresses = [self.mapped(rank, 0) for rank in range(len(self.addresses))]
 
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)
@@ -243,11 +242,11 @@ class SharedMapped(Mapped):
     def let_go(self) -> None:
         """Drop what this rank holds of it; tensors of the caller's keep it."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        self._shared.let_go()
+        super().let_go()
 
     def freeable(self) -> bool:
         """Whether nobody uses it any more, here or at a peer."""
-        return self._keeper() is None and self._shared.freeable()
+        return self._keeper() is None and super().freeable()
 
 
 class SharedMemory:
@@ -264,7 +263,7 @@ class SharedMemory:
         return made
 
     def free(self, memory: SharedMapped) -> None:
-        self._graveyard.bury(memory)
+        self._graveyard.dead.append(memory)
 
     def close(self) -> None:
         pass  # the graveyard does it
@@ -288,9 +287,6 @@ class Graveyard:
     def __init__(self) -> None:
         self.living: list[Any] = []
         self.dead: list[Any] = []
-
-    def bury(self, one: Any) -> None:
-        self.dead.append(one)
 
     def sweep(self) -> None:
         """Free what is no longer used, here or by peers."""
@@ -354,7 +350,7 @@ class SlotWords:
         return [(self._addresses[rank], self.count)]
 
 
-class OwnWords:
+class OwnWords(Shared):
     """As :class:`SlotWords`, in allocations of their own: one of the kind ``"signal"`` for each,
     since such memory comes by a word, or one for all."""
 
@@ -369,14 +365,12 @@ class OwnWords:
         each = count, engine.driver.word_bytes
         one = 1, max(count, 1) * WORD_STRIDE
         purpose = f"{engine.name} signals {serial}"
-        self._shared = Shared(engine, kind, *(each if self._single else one), purpose)
-        self.let_go, self.freeable = self._shared.let_go, self._shared.freeable
-        self.free = self._shared.free
+        super().__init__(engine, kind, *(each if self._single else one), purpose)
 
     def address(self, rank: int, word: int) -> int:
         if self._single:
-            return self._shared.address(rank, word)
-        return self._shared.address(rank, 0) + word * WORD_STRIDE
+            return self.mapped(rank, word)
+        return self.mapped(rank, 0) + word * WORD_STRIDE
 
     def constant(self, value: int) -> int:
         return self._constants + value * WORD

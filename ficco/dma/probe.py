@@ -132,11 +132,6 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
 
     found = Seen([], [])
     index = _device(device, rank)
-    allocate = {
-        "plain": lambda: hip.malloc(_BYTES),
-        "uncached": lambda: hip.malloc_uncached(_BYTES),
-        "signal": hip.malloc_signal,
-    }[kind]
     owned: list[int] = []  # memory of this rank
     theirs: dict[int, int] = {}  # memory of peers, by rank
     host = stream = 0
@@ -157,7 +152,7 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
         nonlocal host, stream
         stream, host = hip.make_stream(URGENT), hip.malloc_host(_BYTES)
         owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
-        owned.append(allocate())
+        owned.append(hip.malloc(_BYTES, kind))
         for address in owned:
             hip.fill(address, _BYTES, stream)
             hip.write_32(stream, address, _mark(rank))
