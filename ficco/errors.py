@@ -120,14 +120,9 @@ class SignalTimeout(FiccoError):
         wanted: int | None = None,
         found: int | None = None,
     ) -> None:
-        self.operator = operator
-        self.rank = rank
-        self.peer = peer
-        self.step = step
-        self.schedule = schedule
-        self.seconds = seconds
-        self.wanted = wanted
-        self.found = found
+        self.operator, self.schedule = operator, schedule
+        self.rank, self.peer, self.step = rank, peer, step
+        self.seconds, self.wanted, self.found = seconds, wanted, found
         who = "a peer" if peer is None else f"rank {peer}"
         word = "" if wanted is None else f"; signal word: wanted {wanted}, found {found}"
         super().__init__(
@@ -148,9 +143,7 @@ class BackendError(FiccoError):
     """
 
     def __init__(self, call: str, code: str, text: str) -> None:
-        self.call = call
-        self.code = code
-        self.text = text
+        self.call, self.code, self.text = call, code, text
         super().__init__(f"{call} failed with {code}: {text}")
 
 
@@ -164,9 +157,7 @@ class ConfigError(FiccoError):
     """
 
     def __init__(self, source: str, key: str, expected: str) -> None:
-        self.source = source
-        self.key = key
-        self.expected = expected
+        self.source, self.key, self.expected = source, key, expected
         super().__init__(f"{source}: {key}: {expected}")
 
 

@@ -43,21 +43,16 @@ class Known:
     """What a rank knows about its kind of host. The ranks compare its text."""
 
     machine: Machine | None
-    digest: int = 0
-    saved: Saved | None = None
 
-    @classmethod
-    def of(cls, machine: Machine | None) -> Known:
-        """A machine, and the decisions that were saved for it."""
-        if machine is None:
-            return cls(None)
-        number = digest(machine)
-        return cls(machine, number, Saved(number))
+    @cached_property
+    def saved(self) -> Saved | None:
+        """The decisions that were saved for the machine."""
+        return None if self.machine is None else Saved(digest(self.machine))
 
     def __str__(self) -> str:
         if self.machine is None:
             return "no machine description"
-        return f"machine {self.machine.name} ({self.digest:010x})"
+        return f"machine {self.machine.name} ({digest(self.machine):010x})"
 
 
 @dataclass
@@ -203,7 +198,7 @@ class Workspace:
         """
         if wanted not in self._known:
             fingerprint = self.engine.fingerprint()
-            self._known[wanted] = Known.of(find(wanted, fingerprint) or nearest(fingerprint))
+            self._known[wanted] = Known(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
 
     def keep(self, key: Hashable, cached: CachedCall) -> None:

@@ -44,6 +44,8 @@ _KIND = hip.hipMemcpyKind
 #: Bytes of one signal: hipMallocSignalMemory comes by exactly so many.
 SIGNAL_BYTES = 8
 HANDLE_BYTES = 64
+#: Seconds that a trial may take.
+TRIAL_S = 5.0
 _ALL_BITS = 0xFFFFFFFF
 
 #: What to do about errors that a machine's set-up causes.
@@ -99,7 +101,7 @@ class _Calls:
 calls = _Calls()
 
 
-def _tried(call: Callable[..., Any], *args: Any) -> Any:
+def tried(call: Callable[..., Any], *args: Any) -> Any:
     """What a call returns, True if that is nothing; False where the runtime refuses it."""
     try:
         returned = call(*args)
@@ -254,16 +256,6 @@ def share(address: int) -> bytes:
     return ctypes.string_at(handle.as_c_void_p().value, HANDLE_BYTES)
 
 
-def try_share(address: int) -> bytes | None:
-    """A handle, or None where such memory cannot be shared."""
-    return _tried(share, address) or None
-
-
-def try_open(handle: bytes) -> bool:
-    """Whether what another process shares can be mapped."""
-    return bool(_tried(lambda: close_shared(open_shared(handle))))
-
-
 def open_shared(handle: bytes) -> int:
     """Map what another process shares."""
     made = hip.hipIpcMemHandle_st()
@@ -293,7 +285,7 @@ def idle(stream: Any) -> bool:
     return not _pending("hipStreamQuery", hip.hipStreamQuery(stream)[0])
 
 
-def drain(stream: Any, seconds: float) -> bool:
+def drain(stream: Any, seconds: float = TRIAL_S) -> bool:
     """Wait until a stream is idle; False if it takes too long."""
     return drained(lambda: idle(stream), seconds)
 
@@ -387,7 +379,7 @@ def wait_equal(stream: Any, address: int, value: int) -> None:
 
 def writes_reach(stream: Any, address: int) -> bool:
     """Whether a stream may write to an address; leaves a 0 there if so."""
-    return _tried(write_32, stream, address, 0) and drain(stream, 5.0)
+    return tried(write_32, stream, address, 0) and drain(stream)
 
 
 def try_capture(stream: Any, address: int) -> bool:
@@ -401,12 +393,7 @@ def try_capture(stream: Any, address: int) -> bool:
         finally:
             calls.hipGraphDestroy(calls.hipStreamEndCapture(stream))
 
-    return bool(_tried(capture))
-
-
-def try_wait(stream: Any, address: int, value: int) -> bool:
-    """Whether a stream may wait on a word; it has the value already."""
-    return _tried(wait_equal, stream, address, value) and drain(stream, 5.0)
+    return bool(tried(capture))
 
 
 def fill(address: int, nbytes: int, stream: Any) -> None:
@@ -430,11 +417,6 @@ def copy_2d(
     """Copy rows at a distance."""
     kind = _KIND.hipMemcpyDeviceToDevice
     calls.hipMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, height, kind, stream)
-
-
-def copies_2d(scratch: int, stream: Any) -> bool:
-    """Whether the runtime copies rectangles; tries one within 16 bytes."""
-    return _tried(copy_2d, scratch + 8, 4, scratch, 4, 2, 2, stream) and drain(stream, 5.0)
 
 
 #: Copies of whole runs of bytes between devices, by the names of :mod:`ficco.dma.ways`.

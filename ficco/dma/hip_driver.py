@@ -40,8 +40,6 @@ _NEEDS = {
     "GPU_STREAMOPS_CP_WAIT=1 is set",
     "kernel": "a compiler for ficco's kernels, ROCm's clang or hiprtc",
 }
-#: Seconds that a trial may take.
-TRIAL_S = 5.0
 
 
 class HipBinding:
@@ -125,9 +123,9 @@ class HipDriver(Driver):
         """What kernels are compiled for."""
         return target_of(self.device)
 
-    #: What is taken unless ``FICCO_HIP`` says otherwise.
     @property
     def usual_events(self) -> str:
+        """How ends of copies are told unless ``FICCO_HIP`` says otherwise."""
         return "plain" if torch.version.hip else "write"
 
     # What this machine allows, found out together.
@@ -138,7 +136,8 @@ class HipDriver(Driver):
         constants, _ = self.local(64)
         hip.fill(constants, 64, side)
         hip.write_32(side, constants + WORD, 1)
-        rectangles = hip.copies_2d(constants + 32, side)
+        ends = constants + 40, 4, constants + 32, 4, 2, 2
+        rectangles = hip.tried(hip.copy_2d, *ends, side) and hip.drain(side)
         engine.settle(side)
         captures = self._captures_writes(engine, constants + 56)
         meeting = Meeting(engine, "hip engine")
@@ -227,9 +226,12 @@ class HipDriver(Driver):
         """Whether this rank can wait on signal memory and reach that of the next one."""
         word = hip.malloc(hip.SIGNAL_BYTES, "signal") if self._stream_waits() else 0
         try:
-            handles = meeting.gather((word and hip.try_share(word)) or bytes(hip.HANDLE_BYTES))
+            shared = word and hip.tried(hip.share, word)
+            handles = meeting.gather(shared or bytes(hip.HANDLE_BYTES))
             peer = handles[(engine.rank + 1) % engine.world]
-            can = bool(word) and any(peer) and (engine.world == 1 or hip.try_open(peer))
+            can = bool(word) and any(peer)
+            if can and engine.world > 1:
+                can = hip.tried(lambda: hip.close_shared(hip.open_shared(peer)))
             meeting.gather(b"")  # nobody has it mapped any more
         finally:
             if word:
@@ -242,7 +244,7 @@ class HipDriver(Driver):
         side, word = engine.side.handle, hip.malloc(hip.SIGNAL_BYTES, "uncached")
         try:
             hip.fill(word, hip.SIGNAL_BYTES, side)
-            return hip.try_wait(side, word, 0)
+            return hip.tried(hip.wait_equal, side, word, 0) and hip.drain(side)
         finally:
             engine.settle(side)
             hip.free(word)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +59,9 @@ _PATIENCE_S = 5.0
 
 def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
     """An attribute of this rank's device."""
-    if engine == "cuda":
-        from ficco.dma import cuda_driver
-
-        return int(cuda_driver.attribute(name, torch.cuda.current_device()))
-    from ficco.dma import hip_api
-
-    return hip_api.attribute(name, _device(device, rank))
+    index = torch.cuda.current_device() if engine == "cuda" else _device(device, rank)
+    value: int = _binding(engine).attribute(name, index)
+    return value
 
 
 def attributes(device: torch.device) -> dict[str, int]:
@@ -72,14 +69,16 @@ def attributes(device: torch.device) -> dict[str, int]:
     if device.type == "cpu":
         return {}
     index = torch.cuda.current_device() if device.index is None else device.index
-    if torch.version.hip:
-        from ficco.dma import hip_api
+    vendor = "hip" if torch.version.hip else "cuda"
+    binding = _binding(vendor)
+    if vendor == "hip":
+        binding.start()
+    return {name: binding.attribute(name, index) for name in REPORTED[vendor]}
 
-        hip_api.start()
-        return {name: hip_api.attribute(name, index) for name in REPORTED["hip"]}
-    from ficco.dma import cuda_driver
 
-    return {name: cuda_driver.attribute(name, index) for name in REPORTED["cuda"]}
+def _binding(engine: str) -> Any:
+    """A vendor's module that reads attributes: only those of this machine can be imported."""
+    return import_module(f"ficco.dma.{'cuda_driver' if engine == 'cuda' else 'hip_api'}")
 
 
 def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
