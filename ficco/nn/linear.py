@@ -143,7 +143,7 @@ class _ParallelLinear(nn.Linear):
         self.in_features, self.out_features = whole.in_features, whole.out_features
         self.settle(ranks_of(group), sequence_dim, schedule)
         for name, full in whole.named_parameters():
-            part = self._part(name, full.detach(), self.ranks.mesh, self._placements(name))
+            part = self._part(name, full.detach())
             if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
                 part = part.clone()  # so as not to keep the whole alive, nor share its memory
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
@@ -190,7 +190,8 @@ class _ParallelLinear(nn.Linear):
         )
         with torch.no_grad():
             for name, full in whole.named_parameters():
-                self._of_layer(name).copy_(self._like(name, full.detach()))
+                param = self._of_layer(name)
+                param.copy_(self._part(name, full.detach(), param))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight and bias as plain tensors; gradients flow to the parameters."""
@@ -201,30 +202,21 @@ class _ParallelLinear(nn.Linear):
         """The dimension in which a parameter is cut; None if every rank has all of it."""
         return self.cut if name == "weight" or self.cut == 0 else None
 
-    def _placements(self, name: str) -> list[Placement]:
-        cut = self._cut(name)
-        return [Replicate() if cut is None else Shard(cut)]
-
     def _part(
-        self,
-        name: str,
-        full: torch.Tensor,
-        mesh: DeviceMesh | None,
-        placements: Sequence[Placement],
+        self, name: str, full: torch.Tensor, like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's part of an unsharded parameter; needs no communication."""
-        if mesh is not None:
-            _check_order(mesh)
-            return distribute_tensor(full, mesh, placements, src_data_rank=None)
-        cut, group = self._cut(name), self.group
-        return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()
-
-    def _like(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an unsharded tensor, cut as the parameter is now (by FSDP, too)."""
-        param = self._parameters[name]
-        if isinstance(param, DTensor):
-            return self._part(name, full, param.device_mesh, param.placements)
-        return self._part(name, full, None, ())
+        """This rank's part of an unsharded parameter, cut as ``like`` is now (by FSDP, too); needs
+        no communication."""
+        cut, group, mesh = self._cut(name), self.group, self.ranks.mesh
+        placements: Sequence[Placement] = [Replicate() if cut is None else Shard(cut)]
+        if like is not None:
+            mesh = None
+        if isinstance(like, DTensor):
+            mesh, placements = like.device_mesh, like.placements
+        if mesh is None:
+            return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()
+        _check_order(mesh)
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
     def _of_layer(self, name: str) -> Any:
         """The weight or bias, None for no bias.
@@ -265,8 +257,8 @@ class _ParallelLinear(nn.Linear):
             if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
             if value.shape == self._full_shape(name):
-                part = self._like(name, value.detach())
-                if assigns and _is_view_of_more(_plain(part)):
+                part = self._part(name, value.detach(), param)
+                if assigns and _plain(part).untyped_storage().nbytes() > _plain(part).nbytes:
                     part = part.clone()  # so as not to keep the whole alive
                 state_dict[prefix + name] = part
             elif value.shape != param.shape:
@@ -479,11 +471,6 @@ def _called(layer: nn.Module, args: Any, out: Any) -> None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_view_of_more(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is larger than the tensor."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:

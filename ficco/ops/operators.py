@@ -249,9 +249,7 @@ def matmul_all_to_all(
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
-        rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
-            rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and the result
-            has as many as column ``rank`` of the table sums to.
+        rows: as for :func:`ficco.all_to_all_matmul`.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.
@@ -389,9 +387,7 @@ def all_to_all_transposed_matmul(
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"growing"``, or a Schedule.
-        rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
-            rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and ``b`` has as
-            many as column ``rank`` of the table sums to.
+        rows: as for :func:`ficco.all_to_all_matmul`; the rows of its result are those of ``b``.
 
     Raises:
         As :func:`ficco.all_to_all_matmul`; ``ValueError`` also if ``b`` does not have as many rows
