@@ -252,11 +252,6 @@ class Problem:
         return ITEMSIZE[self.dtype]
 
     @property
-    def needs_fp32_sum(self) -> bool:
-        """Whether partial sums need a wider dtype than that of the product."""
-        return self.itemsize < 4
-
-    @property
     def flops(self) -> int:
         """Floating-point operations of one rank's product."""
         return 2 * self.m * self.n * self.k

@@ -132,9 +132,10 @@ class Workspace:
         self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
         self._known: dict[str | None, Known] = {}
-        self._slots: list[Slot | None] = [None] * SLOTS
-        self._captured: dict[int, list[Slot | None]] = {}
-        self._watched: dict[int, Slot | None] = {}  # for collectives, by capture
+        # By capture, 0 for eager calls: a graph owns its slots, since a replay may run while eager
+        # calls do.
+        self._slots: dict[int, list[Slot | None]] = {}
+        self._watched: dict[int, Slot | None] = {}  # for collectives
         self._pinned: list[Slot] = []
         self._empty: dict[int, Symmetric] = {}  # by address; freed with the workspace
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
@@ -227,10 +228,7 @@ class Workspace:
             return self._watched[capture]
         if not plan.words:
             return None
-        slots = self._slots
-        if capture:
-            # A graph owns its slots: a replay may run while eager calls do.
-            slots = self._captured.setdefault(capture, [None] * SLOTS)
+        slots = self._slots.get(capture) or self._slots.setdefault(capture, [None] * SLOTS)
         index = 0 if single else self.calls % SLOTS
         slot = slots[index]
         if slot is None or not slot.fits(plan):
@@ -262,7 +260,7 @@ class Workspace:
     @property
     def slots(self) -> list[Slot]:
         """All slots of this workspace."""
-        pools = [self._slots, *self._captured.values(), list(self._watched.values())]
+        pools = [*self._slots.values(), list(self._watched.values())]
         return [slot for pool in pools for slot in pool if slot is not None] + self._pinned
 
     @property
@@ -336,12 +334,8 @@ class Workspace:
         try:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:
-            self.programs.clear()
-            self._slots = [None] * SLOTS
-            self._captured.clear()
-            self._watched.clear()
-            self._pinned.clear()
-            self._empty.clear()
+            for kept in (self.programs, self._slots, self._watched, self._pinned, self._empty):
+                kept.clear()
 
 
 def _why(error: BaseException) -> str:

@@ -326,12 +326,7 @@ class CudaDriver(Driver):
         return None
 
     def add_product(
-        self,
-        addend: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        stream: Any,
+        self, addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, stream: Any
     ) -> bool:
         adder = self._adder
         if adder is None or not adder.serves(addend, a, b, out):

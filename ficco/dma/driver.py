@@ -350,12 +350,7 @@ class Driver(ABC):
     # Optional.
 
     def add_product(
-        self,
-        addend: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        stream: Any,
+        self, addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, stream: Any
     ) -> bool:
         """``out = addend + a @ b``, which reads the addend where it lies; False if that cannot be
         done. PyTorch copies it first."""
@@ -369,16 +364,6 @@ class Driver(ABC):
     def record(self, stream: Any, enqueue: Callable[[], None]) -> Recording:
         """Record what is enqueued from a stream on, in place of carrying it out."""
         raise self._lacks("recordings")
-
-    def recorder(self) -> tuple[Stream, Any]:
-        """A stream to record on, and a pool for the memory of what is recorded."""
-        return self.stream_for("recorded compute0"), torch.cuda.MemPool()
-
-    @contextlib.contextmanager
-    def recording(self, stream: Stream, pool: Any) -> Iterator[None]:
-        """Within this block PyTorch enqueues on a recorder's stream, with memory of its pool."""
-        with torch.cuda.stream(stream.torch), torch.cuda.use_mem_pool(pool):
-            yield
 
 
 class _Bytes:

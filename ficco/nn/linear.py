@@ -364,15 +364,8 @@ class RowParallelLinear(_ParallelLinear):
         are not equal."""
         weight, bias = self.local()
         _check_features(x, weight.shape[1], "this rank's columns")
-        return scattered_linear(
-            x,
-            weight,
-            bias,
-            group=self.group,
-            schedule=self.schedule,
-            sequence_dim=self.sequence_dim,
-            rows=rows,
-        )
+        where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
+        return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
 
 
 def gather_once(
@@ -412,16 +405,19 @@ def gather_once(
                 f"{first} and {layer}; call them one by one"
             )
     _check_features(x, first.in_features, "all columns of this rank's part of the sequence")
+    return gathered(x, layers, first.sequence_dim, rows)
+
+
+def gathered(
+    x: torch.Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    sequence_dim: int,
+    rows: Sequence[int] | None,
+) -> tuple[torch.Tensor, ...]:
+    """The layers' outputs for a plain tensor that suits them all."""
     weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-    return gathered_linears(
-        x,
-        weights,
-        biases,
-        group=first.group,
-        schedule=first.schedule,
-        sequence_dim=first.sequence_dim,
-        rows=rows,
-    )
+    where: dict[str, Any] = {"group": layers[0].group, "schedule": layers[0].schedule}
+    return gathered_linears(x, weights, biases, **where, sequence_dim=sequence_dim, rows=rows)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -18,8 +18,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import style as torch_style
 from torch.nn.utils.parametrize import is_parametrized
 
-from ficco.nn.functional import copied_linear, gathered_linears, reduced_linear, scattered_linear
-from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, check_schedule, ranks_of
+from ficco.nn.functional import copied_linear, reduced_linear, scattered_linear
+from ficco.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_schedule,
+    gathered,
+    ranks_of,
+)
 from ficco.schedules import Schedule
 
 #: The attribute of an input in which :class:`PrepareModuleInput` notes the layers that share it.
@@ -284,16 +290,8 @@ def _shares(child: nn.Module) -> TypeGuard[_ColwiseLinear]:
 def _gathered(
     x: torch.Tensor, dim: int, layers: Sequence[_ColwiseLinear]
 ) -> tuple[torch.Tensor, ...]:
-    weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-    return gathered_linears(
-        _local(x),
-        weights,
-        biases,
-        group=layers[0].group,
-        schedule=layers[0].schedule,
-        sequence_dim=dim,
-        rows=_uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None,
-    )
+    rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
+    return gathered(_local(x), layers, dim, rows)
 
 
 def _convert(

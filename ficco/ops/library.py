@@ -214,9 +214,7 @@ def _operator(operator: str) -> Registered:
             partial(_fake_forward, operator, gathered),
         )
         torch.library.register_autograd(
-            f"ficco::{name}",
-            partial(_autograd, operator),
-            setup_context=_setup_context,
+            f"ficco::{name}", partial(_autograd, operator), setup_context=_setup_context
         )
         forwards.append(op)
     back = _register(

@@ -57,17 +57,8 @@ _SAME_ORDER = {
     aten.alias.default,
     aten.detach.default,
 }
-_CONVERSIONS = {
-    aten._to_copy.default,
-    aten.to.dtype,
-    torch.ops.prims.convert_element_type.default,
-}
-_SPLITS = {
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-}
+_CONVERSIONS = {aten._to_copy.default, aten.to.dtype, torch.ops.prims.convert_element_type.default}
+_SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default}
 
 
 def same(one: Size, other: Size) -> bool:

@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ficco.plan.check.columns import (
-    Accesses,
-    Bools,
-    Ints,
-    Regions,
-    bools,
-    ints,
-    repeated,
-    unzipped,
-)
+from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps

@@ -38,11 +38,7 @@ class _Visits(NamedTuple):
 def memory_claims(footprint: Footprint, order: Order) -> list[Claim]:
     """Check the rules for every rectangle that no access divides, and return what they claim."""
     visits = _visits(footprint, order)
-    return [
-        _read(footprint, visits),
-        _written(footprint, visits),
-        _overwritten(footprint, visits),
-    ]
+    return [_read(footprint, visits), _written(footprint, visits), _overwritten(footprint, visits)]
 
 
 def _summed(footprint: Footprint, each: Ints) -> Ints:
