@@ -38,14 +38,7 @@ class FiccoError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not by calling the class with self.args: subclasses take other arguments.
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(kind: type[FiccoError], args: tuple[Any, ...], state: dict[str, Any]) -> FiccoError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class RankMismatch(FiccoError):

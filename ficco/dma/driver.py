@@ -55,11 +55,7 @@ class Event(Protocol):
 
 
 class Batch(Protocol):
-    """Waits and writes with fixed values, carried out in order.
-
-    Attributes:
-        ops: what they are.
-    """
+    """Waits and writes with fixed values, carried out in order."""
 
     ops: tuple[MemOp, ...]
 
@@ -115,16 +111,9 @@ class Means:
 
 
 class Driver(ABC):
-    """A vendor's runtime on the device of one rank.
+    """A vendor's runtime on the device of one rank, where the operands lie."""
 
-    Attributes:
-        name: of the engine.
-        device: where the operands lie.
-        index: number of the device.
-        streams: those that were made here.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  #: of the engine
     #: Bytes of an allocation of the kind of memory for a single word.
     word_bytes: ClassVar[int] = 8
     #: Priority of the stream that frees stuck ones.
@@ -141,7 +130,7 @@ class Driver(ABC):
 
     def __init__(self, device: torch.device, index: int) -> None:
         self.device, self.index = device, index
-        self.streams: list[Stream] = []
+        self.streams: list[Stream] = []  # those that were made here
 
     def _lacks(self, what: str) -> NotImplementedError:
         """The error of a part that a driver may leave out."""

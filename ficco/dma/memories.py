@@ -37,36 +37,21 @@ def align(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
 
 
-class Meeting:
-    """Where the ranks of a group tell each other little things. Collective throughout."""
+class Meeting(HostMemory):
+    """Where the ranks of a group tell each other little things. Making it is collective."""
 
-    ROOM = 512
-
-    def __init__(self, engine: StreamEngine, purpose: str) -> None:
-        self._timeout_s, self._rank, self._used = engine.timeout_s, engine.rank, 0
-        self._host = _host_memory(engine, self.ROOM, purpose)
+    def __init__(self, engine: StreamEngine, purpose: str, room: int = 512) -> None:
+        self._timeout_s, self._used = engine.timeout_s, 0
+        what = engine.group, room, engine.timeout_s, purpose, engine.operator
+        super().__init__(*what, interrupt=lambda: engine.interrupt())
 
     def gather(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, by rank; equally long on all."""
+        """``data`` of every rank, by rank; equally long on all. Collective."""
         first, self._used = self._used, self._used + len(data)
-        assert self._used <= self.ROOM
-        self._host.maps[self._rank][first : self._used] = data
-        self._host.barrier(self._timeout_s)
-        return [bytes(part[first : self._used]) for part in self._host.maps]
-
-    def close(self) -> None:
-        self._host.close()
-
-
-def _host_memory(engine: StreamEngine, nbytes: int, purpose: str) -> HostMemory:
-    return HostMemory(
-        engine.group,
-        nbytes,
-        engine.timeout_s,
-        purpose,
-        engine.operator,
-        interrupt=lambda: engine.interrupt(),
-    )
+        assert self._used <= self.nbytes
+        self.maps[self.rank][first : self._used] = data
+        self.barrier(self._timeout_s)
+        return [bytes(part[first : self._used]) for part in self.maps]
 
 
 class Mapped(Symmetric):
@@ -168,7 +153,7 @@ class Shared:
         self.mine: list[int] = []
         self._driver, self._rank = engine.driver, engine.rank
         self._open: dict[tuple[int, int], int] = {}
-        self._host: HostMemory | None = None
+        self._meeting: Meeting | None = None
         side = engine.side.handle
         try:
             for _ in range(count):
@@ -176,14 +161,12 @@ class Shared:
             for address in self.mine:
                 self._driver.fill(address, nbytes, side)
             engine.settle(side)
-            handles = [self._driver.share(address) for address in self.mine]
-            self._each = len(handles[0]) if handles else 0
-            self._flag = count * self._each  # where a rank says that it has let go
-            self._host = _host_memory(engine, self._flag + 1, purpose)
-            self._host.maps[self._rank][: self._flag] = b"".join(handles)
-            self._host.barrier(engine.timeout_s)
+            handles = b"".join(self._driver.share(address) for address in self.mine)
+            self._each, self._flag = len(handles) // max(count, 1), len(handles)
+            self._meeting = Meeting(engine, purpose, self._flag + 1)  # the flag: it has let go
+            self._handles = self._meeting.gather(handles)
         except BaseException:
-            self._host = None
+            self._meeting = None
             with contextlib.suppress(BackendError):  # the first error tells more
                 engine.settle(side)
                 self.free()
@@ -194,9 +177,7 @@ class Shared:
         if rank == self._rank:
             return self.mine[index]
         if (rank, index) not in self._open:
-            assert self._host is not None
-            start = index * self._each
-            handle = bytes(self._host.maps[rank][start : start + self._each])
+            handle = self._handles[rank][index * self._each :][: self._each]
             self._open[rank, index] = self._driver.open_shared(handle)
         return self._open[rank, index]
 
@@ -205,20 +186,20 @@ class Shared:
         for key, address in list(self._open.items()):
             self._driver.close_shared(address)
             del self._open[key]
-        if self._host is not None:
-            self._host.maps[self._rank][self._flag] = 1
+        if self._meeting is not None:
+            self._meeting.maps[self._rank][self._flag] = 1
 
     def freeable(self) -> bool:
         """Whether all ranks have let go."""
-        return self._host is None or all(part[self._flag] for part in self._host.maps)
+        return self._meeting is None or all(part[self._flag] for part in self._meeting.maps)
 
     def free(self) -> None:
         """Give the memory back; nobody may map it any more."""
         while self.mine:
             self._driver.free(self.mine[-1])
             self.mine.pop()
-        if self._host is not None:
-            self._host.close()
+        if self._meeting is not None:
+            self._meeting.close()
 
 
 class SharedMapped(Shared, Mapped):

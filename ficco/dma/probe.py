@@ -6,7 +6,7 @@ Nothing here needs an engine: where none can be made, this still tells what is m
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -33,12 +33,12 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
 #: Attributes of a device that a report holds.
 REPORTED = {
     "cuda": (
-        *("CAN_USE_64_BIT_STREAM_MEM_OPS", "CAN_FLUSH_REMOTE_WRITES", "ASYNC_ENGINE_COUNT"),
+        *ATTRIBUTES["cuda"],
         *("UNIFIED_ADDRESSING", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "COMPUTE_MODE"),
     ),
     "hip": (
-        *("CanUseStreamWaitValue", "AsyncEngineCount", "UnifiedAddressing", "MultiprocessorCount"),
-        *("FineGrainSupport", "WallClockRate", "ComputeMode"),
+        *ATTRIBUTES["hip"],
+        *("AsyncEngineCount", "UnifiedAddressing", "FineGrainSupport", "ComputeMode"),
     ),
 }
 #: Kinds of memory that processes share by handles, and what is used where they cannot.
@@ -135,19 +135,18 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
     theirs: dict[int, int] = {}  # memory of peers, by rank
     host = stream = 0
 
-    def step(action: Callable[[], Any]) -> bool:
-        """Whether all ranks are through with something, and none was refused."""
-        try:
-            action()
-        except BackendError as error:
-            found.refused.append(str(error))
-        return not any(gather(bool(found.refused)))
-
     def settle() -> None:
         if not hip.drain(stream, _PATIENCE_S):
             raise BackendError("hipStreamQuery", "hipErrorNotReady", "a stream does not end")
 
-    def prepare() -> None:
+    def read(address: int) -> list[int]:
+        hip.copy(owned[0], address, _BYTES, stream)
+        hip.copy_to_host(host, owned[0], _BYTES, stream)
+        settle()
+        return list((ctypes.c_uint32 * 2).from_address(host))
+
+    def steps() -> Iterator[None]:
+        """Between two of them all ranks are through with the first, and none was refused."""
         nonlocal host, stream
         stream, host = hip.make_stream(URGENT), hip.malloc_host(_BYTES)
         owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
@@ -156,44 +155,40 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
             hip.fill(address, _BYTES, stream)
             hip.write_32(stream, address, _mark(rank))
         settle()
-
-    def map_peers() -> None:
+        yield
+        handle = hip.share(owned[1])
+        yield
+        met = gather((hip.bus_id(index), handle))
+        numbers = {hip.bus_id(number): number for number in range(hip.start())}
         for peer, (place, handle) in enumerate(met):
             other = numbers.get(place, index)
             if other != index and not hip.reach(index, other):
                 raise BackendError("hipDeviceCanAccessPeer", "0", f"no access to rank {peer}'s")
             if peer != rank:
                 theirs[peer] = hip.open_shared(handle)
-
-    def read(address: int) -> list[int]:
-        hip.copy(owned[0], address, _BYTES, stream)
-        hip.copy_to_host(host, owned[0], _BYTES, stream)
-        settle()
-        return list((ctypes.c_uint32 * 2).from_address(host))
-
-    def read_peers() -> None:
+        yield
         for peer, address in theirs.items():
             if (seen := read(address)[0]) != _mark(peer):
                 found.wrong.append(f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}")
-
-    def write_next() -> None:
+        yield
         hip.write_32(stream, owned[0], _mark(rank))
         hip.copy(theirs[(rank + 1) % len(met)] + 4, owned[0], 4, stream)
         settle()
-
-    def read_own() -> None:
+        yield
         before = (rank - 1) % len(met)
         if (seen := read(owned[1])[1]) != _mark(before):
             found.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
 
-    handles: list[bytes] = []
     try:
-        if not (step(prepare) and step(lambda: handles.append(hip.share(owned[1])))):
-            return found
-        numbers = {hip.bus_id(number): number for number in range(hip.start())}
-        met = gather((hip.bus_id(index), handles[0]))
-        if step(map_peers) and step(read_peers) and step(write_next):
-            step(read_own)
+        taken = steps()
+        over = False
+        while not over:
+            try:
+                over = next(taken, True) is True
+            except BackendError as error:
+                found.refused.append(str(error))
+            if any(gather(bool(found.refused))):
+                break
         return found
     finally:
         for address in theirs.values():

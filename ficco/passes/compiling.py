@@ -37,7 +37,8 @@ class Backend:
             )
         return self._aot(module, inputs)
 
-    def _replace(self, graph: GraphModule | Graph) -> None:
+    def replace(self, graph: GraphModule | Graph) -> None:
+        """Run the pass on a graph."""
         self.report.add(replace(graph, group=self.group, schedule=self.schedule))
 
     def _inductor(
@@ -52,7 +53,7 @@ class Backend:
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
-        patches[HOOK] = _pass_class()(self._replace, patches.get(HOOK, getattr(config, HOOK)))
+        patches[HOOK] = _pass_class()(self.replace, patches.get(HOOK, getattr(config, HOOK)))
         return compile_fx(module, inputs, config_patches=patches)
 
     def _aot(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -63,7 +64,7 @@ class Backend:
         from torch._dynamo.backends.common import aot_autograd
 
         def compile(graph: GraphModule, examples: Sequence[Any]) -> Any:
-            self._replace(graph)
+            self.replace(graph)
             if callable(self.inner):
                 return make_boxed_func(self.inner(graph, examples))
             return make_boxed_func(graph.forward)
@@ -126,13 +127,8 @@ def inductor_pass(
         ValueError: the group or the schedule is not valid.
     """
     _hook()
-    name = named(group, schedule)
-    report = Report()
-
-    def run(graph: Graph) -> None:
-        report.add(replace(graph, group=name, schedule=schedule))
-
-    hook: Callable[[Graph], None] = _pass_class()(run, report=report)
+    passes = Backend("inductor", named(group, schedule), schedule)
+    hook: Callable[[Graph], None] = _pass_class()(passes.replace, report=passes.report)
     return hook
 
 

@@ -16,17 +16,8 @@ from ficco.specification import Contraction, Exchange
 
 
 class BufferColumns:
-    """The buffers as columns, by their number.
-
-    Attributes:
-        names: of the buffers.
-        holds: number of the matrix that each holds.
-        operand, local, placed, leaves: see :class:`ficco.specification.Buffer`.
-        reachable: peers can access it.
-        packed: its layout is that of columns.
-        itemsize, dtype: of an element, the latter as a number.
-        begins: by buffer and rank, the number of the first row.
-    """
+    """The properties of :class:`ficco.specification.Buffer` as columns, by the buffers' number;
+    matrices and dtypes are numbers. ``begins``: by buffer and rank, the number of the first row."""
 
     def __init__(self, steps: Steps) -> None:
         buffers, world = steps.buffers, steps.world
