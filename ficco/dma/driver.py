@@ -68,6 +68,28 @@ class Recording(Protocol):
     def replay(self, stream: Any) -> None: ...
 
 
+class Handles(Protocol):
+    """Memory of the device that processes share by handles."""
+
+    def malloc(self, nbytes: int, kind: str) -> int:
+        """Memory that can be shared: ``"plain"``, or a kind for words."""
+
+    def free(self, address: int) -> Any:
+        """Give back what was allocated."""
+
+    def fill(self, address: int, nbytes: int, stream: Any) -> None:
+        """Zero memory."""
+
+    def share(self, address: int) -> bytes:
+        """A handle by which another process opens an allocation, equally long for all."""
+
+    def open_shared(self, handle: bytes) -> int:
+        """Map what another process shares."""
+
+    def close_shared(self, address: int) -> Any:
+        """Unmap it."""
+
+
 @dataclass(frozen=True)
 class Stream:
     """A stream that no other library uses, as the vendor and as PyTorch take it."""
@@ -283,30 +305,11 @@ class Driver(ABC):
 
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """Memory of the device and the same as bytes. Kept until closing."""
-        raise self._lacks("memory that is shared by handles")
+        raise self._lacks("memory of its own")
 
-    def allocate(self, nbytes: int, kind: str) -> int:
-        """Memory of the device that can be shared: ``"plain"``, or a kind for words."""
-        raise self._lacks("memory that is shared by handles")
-
-    def free(self, address: int) -> None:
-        """Give back what was allocated."""
-        raise self._lacks("memory that is shared by handles")
-
-    def fill(self, address: int, nbytes: int, stream: Any) -> None:
-        """Zero memory."""
-        raise self._lacks("memory that is shared by handles")
-
-    def share(self, address: int) -> bytes:
-        """A handle by which another process opens an allocation, equally long for all."""
-        raise self._lacks("memory that is shared by handles")
-
-    def open_shared(self, handle: bytes) -> int:
-        """Map what another process shares."""
-        raise self._lacks("memory that is shared by handles")
-
-    def close_shared(self, address: int) -> None:
-        """Unmap it."""
+    @property
+    def handles(self) -> Handles:
+        """Memory that processes share by handles, if the vendor has such."""
         raise self._lacks("memory that is shared by handles")
 
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:

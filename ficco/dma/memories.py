@@ -151,20 +151,20 @@ class Shared:
     ) -> None:
         """``count`` allocations of ``nbytes`` each, zeroed."""
         self.mine: list[int] = []
-        self._driver, self._rank = engine.driver, engine.rank
+        self._handles, self._rank = engine.driver.handles, engine.rank
         self._open: dict[tuple[int, int], int] = {}
         self._meeting: Meeting | None = None
         side = engine.side.handle
         try:
             for _ in range(count):
-                self.mine.append(self._driver.allocate(nbytes, kind))
+                self.mine.append(self._handles.malloc(nbytes, kind))
             for address in self.mine:
-                self._driver.fill(address, nbytes, side)
+                self._handles.fill(address, nbytes, side)
             engine.settle(side)
-            handles = b"".join(self._driver.share(address) for address in self.mine)
-            self._each, self._flag = len(handles) // max(count, 1), len(handles)
+            shared = b"".join(self._handles.share(address) for address in self.mine)
+            self._each, self._flag = len(shared) // max(count, 1), len(shared)
             self._meeting = Meeting(engine, purpose, self._flag + 1)  # the flag: it has let go
-            self._handles = self._meeting.gather(handles)
+            self._shared = self._meeting.gather(shared)
         except BaseException:
             self._meeting = None
             with contextlib.suppress(BackendError):  # the first error tells more
@@ -177,14 +177,14 @@ class Shared:
         if rank == self._rank:
             return self.mine[index]
         if (rank, index) not in self._open:
-            handle = self._handles[rank][index * self._each :][: self._each]
-            self._open[rank, index] = self._driver.open_shared(handle)
+            handle = self._shared[rank][index * self._each :][: self._each]
+            self._open[rank, index] = self._handles.open_shared(handle)
         return self._open[rank, index]
 
     def let_go(self) -> None:
         """Unmap what is the peers', and tell them."""
         for key, address in list(self._open.items()):
-            self._driver.close_shared(address)
+            self._handles.close_shared(address)
             del self._open[key]
         if self._meeting is not None:
             self._meeting.maps[self._rank][self._flag] = 1
@@ -196,7 +196,7 @@ class Shared:
     def free(self) -> None:
         """Give the memory back; nobody may map it any more."""
         while self.mine:
-            self._driver.free(self.mine[-1])
+            self._handles.free(self.mine[-1])
             self.mine.pop()
         if self._meeting is not None:
             self._meeting.close()
@@ -206,7 +206,7 @@ class SharedMapped(Shared, Mapped):
     """One allocation per rank, shared by its handle."""
 
     def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
-        self.serial, self.nbytes = serial, nbytes
+        self.serial, self.nbytes, self._driver = serial, nbytes, engine.driver
         super().__init__(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
         self.addresses = self.mine * engine.world
         self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
