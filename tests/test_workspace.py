@@ -65,8 +65,7 @@ def workspace_on(engine: Engine, *slots: Slot | None) -> Workspace:
         programs={},
         error=None,
         watchdog=SimpleNamespace(timeout_s=0.2),
-        _slots=list(slots),
-        _captured={},
+        _slots={0: list(slots)},
         _watched={},
         _pinned=[],
     )

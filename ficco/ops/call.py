@@ -30,7 +30,7 @@ from ficco.problem import OPERATORS, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
-from ficco.workspace import CachedCall, Known, Workspace, workspace_of
+from ficco.workspace import CachedCall, Workspace, workspace_of
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Rows = Sequence[int] | Sequence[Sequence[int]] | None
@@ -126,19 +126,16 @@ def _operands(
     cached: CachedCall, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
 ) -> Call:
     """A call with its results and local buffers allocated."""
-    tensors = {"a": a, "b": b, "out": a.new_empty(cached.out) if out is None else out}
+    out = a.new_empty(cached.out) if out is None else out
+    tensors = {"a": a, "b": b, "out": out}
     if not cached.columns:  # else its parts allocate the rest
         for name, shape, dtype in cached.allocated:
-            if dtype != a.dtype and _by_columns(tensors["out"]):
+            if dtype != a.dtype and out.stride(0) == 1 and not out.is_contiguous():
                 # In the memory order of the result, so that rounding transposes nothing.
                 tensors[name] = a.new_empty(shape[::-1], dtype=dtype).t()
             else:
                 tensors[name] = a.new_empty(shape, dtype=dtype)
     return Call(tensors)
-
-
-def _by_columns(out: torch.Tensor) -> bool:
-    return out.stride(0) == 1 and not out.is_contiguous()
 
 
 def _begin(
@@ -228,27 +225,14 @@ def _cached_call(
     made = fit.plan
     if fit.columns:
         return CachedCall(made, 0, fit.single, None, fit.columns)
-    digest = workspace.board.describe(
-        _text(problem, made, options, known, source if chosen.pull else None)
-    )
-    return CachedCall(made, digest, fit.single, None if "publish" in made.buffer else source)
-
-
-def _text(
-    problem: Problem,
-    plan: Plan,
-    options: Options,
-    known: Known,
-    source: tuple[Symmetric, int] | None,
-) -> str:
-    """What ranks must agree on, in words."""
-    parts = [str(problem), f"schedule {plan.schedule}", str(known)]
+    agreed = [str(problem), f"schedule {made.schedule}", str(known)]
     if options.workspace_bytes is not None:
-        parts.append(f"workspace_bytes={options.workspace_bytes}")
-    if source is not None:
+        agreed.append(f"workspace_bytes={options.workspace_bytes}")
+    if source is not None and chosen.pull:
         left, (memory, start) = left_of(problem.operator), source
-        parts.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
-    return ", ".join(parts)
+        agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
+    digest = workspace.board.describe(", ".join(agreed))
+    return CachedCall(made, digest, fit.single, None if "publish" in made.buffer else source)
 
 
 def _workspace(

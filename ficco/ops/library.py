@@ -106,18 +106,15 @@ def call(
     """A call through the ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
         rows = frozen(rows)
-    flat = None if rows is None else _flat(rows)
+    flat = None
+    if rows is not None:  # an all-to-all's table row by row
+        flat = [n for row in rows for n in (row if isinstance(row, (list, tuple)) else [row])]
     ops = OPS[operator]
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
     if ops.gathered and (return_gathered or saves):
         out, gathered = ops.gathered(a, b, group, schedule, flat, options)
         return out, gathered if return_gathered else None
     return ops.product(a, b, group, schedule, flat, options), None
-
-
-def _flat(rows: Any) -> list[int]:
-    """Rows, or a table of rows, as one list."""
-    return [number for row in rows for number in (row if isinstance(row, (list, tuple)) else [row])]
 
 
 def _called(operator: str, given: _Forward | _Backward) -> OperatorCall:

@@ -100,17 +100,13 @@ def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
         if collective(node):
             report.entries.append(_visit(node, group, schedule))
     if report:
-        _drop_waits(graph)
+        # Results of operators need no wait: calls run on the current stream.
+        for node in list(graph.nodes):
+            if is_wait(node) and _is_ready(source_of(node.args[0])):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
         graph.lint()
     return report
-
-
-def _drop_waits(graph: Graph) -> None:
-    """Remove waits for results of operators, which need none: calls run on the current stream."""
-    for node in list(graph.nodes):
-        if is_wait(node) and _is_ready(source_of(node.args[0])):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
 
 
 def _is_ready(node: Node) -> bool:
@@ -201,9 +197,8 @@ class Writer:
         with self.graph.inserting_before(at):
             node = self.graph.call_function(target, args, kwargs)
         self.made.append(node)
-        for key in ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"):
-            if key in self.like.meta:
-                node.meta[key] = self.like.meta[key]
+        kept = {"stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"}
+        node.meta |= {key: kind for key, kind in self.like.meta.items() if key in kept}
         node.meta["val"] = _faked(node)
         return node
 
