@@ -65,41 +65,10 @@ class Order:
 
     def holds(self, first: Ints, second: Ints) -> Bools:
         """Whether steps end before others start, or are the same, in every interleaving."""
-        self._history()
-        holds: Bools = self._heard_of(second, self.lane[first]) >= first
-        for tell in (self._by_two, self._by_clocks):
-            left = np.flatnonzero(~holds)
-            if len(left):
-                holds[left] = tell(first[left], second[left])
-        return holds
-
-    def _history(self) -> None:
-        """What lanes have waited for: by pair of lanes and step, the latest step so far."""
-        pair = (self.lane[self.target] * self.lanes + self.lane[self.source]) * len(self.lane)
-        order = np.argsort(pair + self.target)
-        self.waits_of_pairs = np.append(-1, (pair + self.target)[order])
-        self.heard_by_pairs = np.maximum.accumulate(np.append(-1, (pair + self.source)[order]))
-
-    def _heard_of(self, step: Ints, lane: Ints) -> Ints:
-        """The latest step of a lane that a step, or an earlier one on its own lane, waits for.
-
-        On its own lane that is the step itself; it is -1 if there is none.
-        """
-        own = self.lane[step]
-        pair = (own * self.lanes + lane) * len(self.lane)
-        at = np.searchsorted(self.waits_of_pairs, pair + step, side="right") - 1
-        heard: Ints = np.where(own == lane, step, self.heard_by_pairs[at] - pair)
-        return np.where(step < 0, -1, np.maximum(heard, -1))
-
-    def _by_two(self, first: Ints, second: Ints) -> Bools:
-        """Whether a step has waited for another indirectly, through a lane of either one's rank."""
-        holds = np.zeros(len(first), np.bool_)
-        of_rank = self.lanes_of_rank
-        for rank in (self.rank[first], self.rank[second]):
-            for turn in range(int(np.diff(of_rank).max())):
-                between = np.minimum(of_rank[rank] + turn, of_rank[rank + 1] - 1)
-                heard = self._heard_of(second, between)
-                holds |= self._heard_of(heard, self.lane[first]) >= first
+        holds: Bools = (self.lane[first] == self.lane[second]) & (first <= second)
+        left = np.flatnonzero(~holds)
+        if len(left):
+            holds[left] = self._by_clocks(first[left], second[left])
         return holds
 
     def _by_clocks(self, first: Ints, second: Ints) -> Bools:
