@@ -111,14 +111,5 @@ def bools(values: Iterable[object]) -> Bools:
 
 
 def unzipped(rows: Sequence[Any], kind: type[Any]) -> Any:
-    """The fields of rows of a kind as columns, under the same names.
-
-    It reads few rows at a time, so that they are still in a cache when their other fields are read.
-    """
-    columns: list[list[Any]] = [[] for _ in kind._fields]
-    for start in range(0, len(rows), 4096):
-        for column, part in zip(
-            columns, zip(*rows[start : start + 4096], strict=True), strict=True
-        ):
-            column += part
-    return kind(*columns)
+    """The fields of rows of a kind as columns, under the same names."""
+    return kind(*zip(*rows, strict=True)) if rows else kind(*[()] * len(kind._fields))
