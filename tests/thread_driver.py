@@ -192,9 +192,7 @@ class ThreadDriver(HostTensors, Driver):
         self._hosts.append((ctypes.c_char * nbytes)())
         return ctypes.addressof(self._hosts[-1])
 
-    @property
-    def handles(self) -> ThreadDriver:
-        return self
+    handles = property(lambda self: self)
 
     def malloc(self, nbytes: int, kind: str) -> int:
         file = os.memfd_create("threads")

@@ -146,7 +146,6 @@ class Driver(ABC):
     fuses: ClassVar[bool] = False
     #: Calls are recorded, and replayed for operands at the same addresses: :meth:`record`.
     records: ClassVar[bool] = False
-
     #: What is given back must not be in use: closing waits for streams.
     waits_to_close: ClassVar[bool] = False
 
@@ -221,8 +220,8 @@ class Driver(ABC):
     def stream_for(self, name: str) -> Stream:
         """A stream for a lane, or for ``side`` or ``rescue``."""
         lane = name.split()[-1]
-        priority = self.rescue if lane == "rescue" else URGENT
-        priority = PLAIN if lane.startswith("compute") else priority
+        plain = PLAIN if lane.startswith("compute") else URGENT
+        priority = self.rescue if lane == "rescue" else plain
         if spare := _spare.get((self.index, priority)):
             made = spare.pop()
         else:
@@ -362,12 +361,8 @@ class _Bytes:
     """Memory of a GPU, as PyTorch takes it from other libraries."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 2,
-        }
+        where = {"data": (address, False), "shape": (nbytes,)}
+        self.__cuda_array_interface__ = {**where, "typestr": "|u1", "version": 2}
 
 
 #: Streams of closed engines, by device and priority: PyTorch keeps a workspace of its BLAS for
@@ -389,18 +384,14 @@ class Streams(dict[str, Stream]):
 
 
 class Lanes(dict[str, Any]):
-    """Handles of the streams of a call's lanes; ``compute0`` is the caller's own stream.
-
-    Attributes:
-        fork: at which the lanes begin.
-        joins: at which they end, by lane.
-    """
+    """Handles of the streams of a call's lanes, which begin at ``fork`` and end at ``joins``;
+    ``compute0`` is the caller's own stream."""
 
     def __init__(self, driver: Driver, caller: Any, streams: Streams) -> None:
         super().__init__(compute0=caller)
         self._driver, self.streams = driver, streams
         self.fork = driver.event()
-        self.joins: dict[str, Event] = {}
+        self.joins: dict[str, Event] = {}  # by lane
 
     def __missing__(self, lane: str) -> Any:
         with self._driver.aside():
@@ -410,17 +401,11 @@ class Lanes(dict[str, Any]):
 
 
 class StreamEngine(Engine):
-    """An engine whose lanes are streams of a device: what its driver and its memory use of it.
-
-    Attributes:
-        driver: the vendor's.
-        side: a stream for what must not wait for calls.
-        watched: pinned memory of words that watched calls write.
-    """
+    """An engine whose lanes are streams of a device: what its driver and its memory use of it."""
 
     driver: Driver
-    side: Stream
-    watched: int
+    side: Stream  #: for what must not wait for calls
+    watched: int  #: pinned memory of words that watched calls write
 
     @abstractmethod
     def settle(self, stream: Any) -> None:

@@ -55,13 +55,9 @@ class Meeting(HostMemory):
 
 
 class Mapped(Symmetric):
-    """Symmetric memory that has an address here on every rank.
+    """Symmetric memory that has an address here on every rank."""
 
-    Attributes:
-        addresses: of all ranks' parts, mapped here.
-    """
-
-    addresses: list[int]
+    addresses: list[int]  #: of all ranks' parts, mapped here
 
     @abstractmethod
     def part(self, rank: int) -> torch.Tensor:
@@ -213,10 +209,6 @@ class SharedMapped(Shared, Mapped):
         #: Alive for as long as any tensor looks into the memory.
         self._keeper: weakref.ref[Any] = weakref.ref(keeper)
 
-    def map(self) -> None:
-        """Map the peers' parts."""
-        self.addresses = [self.mapped(rank, 0) for rank in range(len(self.addresses))]
-
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)
 
@@ -240,7 +232,7 @@ class SharedMemory:
         nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
         made = SharedMapped(self._engine, nbytes, serial)
         self._graveyard.living.append(made)
-        made.map()
+        made.addresses = [made.mapped(rank, 0) for rank in range(self._engine.world)]
         return made
 
     def free(self, memory: SharedMapped) -> None:
@@ -258,16 +250,11 @@ MEMORIES: dict[str, type[SharedMemory] | type[TorchMemory]] = {
 
 
 class Graveyard:
-    """What is freed once no peer maps it any more, and no tensor looks into it.
-
-    Attributes:
-        living: all that is not freed.
-        dead: those that this rank wants to free.
-    """
+    """What is freed once no peer maps it any more, and no tensor looks into it."""
 
     def __init__(self) -> None:
-        self.living: list[Any] = []
-        self.dead: list[Any] = []
+        self.living: list[Any] = []  # all that is not freed
+        self.dead: list[Any] = []  # of these, what this rank wants to free
 
     def sweep(self) -> None:
         """Free what is no longer used, here or by peers."""
