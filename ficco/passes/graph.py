@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
-from torch.utils._sympy.functions import FloorDiv
 
-from ficco.passes.layout import Order, Size, permuted, regrouped
+from ficco.passes.layout import Order, Size, permuted, regrouped, same
 
 aten = torch.ops.aten
 
@@ -59,29 +57,6 @@ _SAME_ORDER = {
 }
 _CONVERSIONS = {aten._to_copy.default, aten.to.dtype, torch.ops.prims.convert_element_type.default}
 _SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default}
-
-
-def same(one: Size, other: Size) -> bool:
-    """Whether two sizes are equal for all values of the graph's dynamic sizes; adds no guard."""
-    return bool(statically_known_true(one == other)) or _same_divided(one, other)
-
-
-def _same_divided(one: Size, other: Size) -> bool:
-    """As :func:`same`, for sizes that contain divisions known to have no remainder."""
-    symbolic = next((size for size in (one, other) if isinstance(size, torch.SymInt)), None)
-    if symbolic is None:
-        return False
-    shapes = symbolic.node.shape_env
-    rest = (one - other).node.expr
-    for divided in rest.atoms(FloorDiv):
-        whole, by = divided.args
-        more, part = whole.as_coeff_Add()  # (x + by - 1) // by rounds up
-        if not (by.is_Integer and 0 <= more < by and part.free_symbols):
-            continue
-        size = shapes.create_symintnode(part, hint=None)
-        if statically_known_true(size % int(by) == 0):
-            rest = rest.subs(divided, part / by)
-    return bool(rest.expand() == 0)
 
 
 def value(node: Any) -> FakeTensor | None:
@@ -218,9 +193,9 @@ class Relayout:
         """The order after the relayout."""
         shape = tensor_of(self.source).shape
         if self.perm is not None:
-            return permuted(order, shape, self.perm, same)
+            return permuted(order, shape, self.perm)
         if self.pieces is not None:
-            return regrouped(order, shape, *self.pieces, same)
+            return regrouped(order, shape, *self.pieces)
         return order
 
     def backward(self, order: Order) -> Order:
@@ -228,10 +203,10 @@ class Relayout:
         shape = tensor_of(self.result).shape
         if self.perm is not None:
             inverse = [self.perm.index(i) for i in range(len(self.perm))]
-            return permuted(order, shape, inverse, same)
+            return permuted(order, shape, inverse)
         if self.pieces is not None:
             cut, join, number = self.pieces
-            return regrouped(order, shape, join, cut, number, same)
+            return regrouped(order, shape, join, cut, number)
         return order
 
 

@@ -26,7 +26,6 @@ from ficco.passes.graph import (
     product,
     relayout_to,
     relayouts_from,
-    same,
     source_of,
     span,
     storage,
@@ -35,7 +34,7 @@ from ficco.passes.graph import (
     write_between,
     written,
 )
-from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_of, total
+from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_of, same, total
 from ficco.problem import ITEMSIZE
 
 #: The operators for a collective before a product, and after one.
@@ -228,7 +227,7 @@ def _gathered(call: CollectiveCall) -> Order:
         shape[0] = _block(call)
     if not same(result.shape[0], call.world * shape[0]):
         raise Leave("the rows are not the same number on every rank")
-    return original((call.world, *shape), same)
+    return original((call.world, *shape))
 
 
 def _block(call: CollectiveCall) -> Size:
@@ -269,7 +268,7 @@ def _candidate(call: CollectiveCall, leaf: Leaf) -> tuple[MatrixProduct, Order, 
         raise Leave("what was gathered is the right operand of the product")
     if leaf.order is None:
         raise Leave("the rows cannot be followed through a view")
-    rows = rows_of(leaf.order, tensor_of(leaf.tensor).shape, same)
+    rows = rows_of(leaf.order, tensor_of(leaf.tensor).shape)
     if rows is None:
         raise Leave("the product sums over the rows that were gathered, or over columns that were")
     if not _all_ranks(call, rows):
@@ -397,7 +396,7 @@ def _summands(
     over = [user for user in node.users if _overwrites(user, node)]
     _check_only_user(node, consumers | set(over), about)
     try:
-        rows = rows_of(order, tensor_of(node).shape, same)
+        rows = rows_of(order, tensor_of(node).shape)
     except Unclear as error:
         raise Leave(f"the rows cannot be followed: {error}", about) from None
     scatters = call.name != "all_reduce"
@@ -446,14 +445,14 @@ def _scattered(call: CollectiveCall) -> Order:
     """The labels of a collective's operand."""
     shape = list(tensor_of(call.tensor).shape)
     if call.name == "all_reduce":
-        return original(shape, same)
+        return original(shape)
     if call.name == "reduce_scatter_tensor":
         rows = tensor_of(call.node).shape[0]
         if not same(call.world * rows, shape[0]):
             raise Leave("the rows do not divide evenly")
     else:
         rows = _block(call)
-    return original((call.world, rows, *shape[1:]), same)
+    return original((call.world, rows, *shape[1:]))
 
 
 def _check_only_user(node: Node, consumers: set[Node], about: Node | None) -> None:

@@ -23,13 +23,12 @@ from ficco.passes.graph import (
     is_size,
     is_wait,
     origin,
-    same,
     source_of,
     span,
     tensor_of,
     value,
 )
-from ficco.passes.layout import Order, canonical, of_ranks, total
+from ficco.passes.layout import Order, canonical, of_ranks, same, total
 from ficco.passes.match import (
     EPILOGUES,
     PROLOGUES,
