@@ -122,23 +122,15 @@ class Watchdog:
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
         program = slot.programs.get(running)  # None: forgotten since it was called
-        if program is None:
-            return SignalTimeout(
-                operator=engine.operator,
-                rank=engine.rank,
-                peer=None,
-                step="unknown",
-                schedule="unknown",
-                seconds=seconds,
-            )
-        missing = engine.missing(slot, program)
+        plan = program and program.plan
+        missing = engine.missing(slot, program) if program else None
         signal = missing.signal if missing else None
         return SignalTimeout(
-            operator=program.plan.problem.operator,
+            operator=plan.problem.operator if plan else engine.operator,
             rank=engine.rank,
             peer=signal.poster if signal else None,
-            step=step_name(program.plan.steps[missing.step]) if missing else "unknown",
-            schedule=program.plan.schedule,
+            step=step_name(plan.steps[missing.step]) if plan and missing else "unknown",
+            schedule=plan.schedule if plan else "unknown",
             seconds=seconds,
             wanted=missing.wanted if missing else None,
             found=missing.found if missing else None,
