@@ -66,14 +66,14 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import SHARED_SPARE, TiledStep
+from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
 from ficco.dma.watch import MAX_WATCHED, Flights, Places, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule
-from ficco.tiled.worklist import MAX_GATES
+from ficco.tiled.worklist import MAX_GATES, Work
 from ficco.warn import warn_once
 
 if TYPE_CHECKING:
@@ -491,6 +491,16 @@ class GpuEngine(StreamEngine):
             )
         program.state.setdefault("before", []).append(made.prepare)
         return made
+
+    def tiled_product(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], None]:
+        products, work = self.driver.tiled(), Work((a.shape[0],), b.shape[1], a.shape[1])
+        late, b_rows = self.watched + 2 * MAX_WATCHED * WORD, b.stride(1) == 1
+        with self.driver.aside():
+            tiles = products.best(work)
+            made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
+        return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         places, batch = self._buffers(program), product.batch

@@ -213,7 +213,7 @@ def _cached_call(
         machine=known.machine,
         mode=mode,
         search=options.search,
-        movers=engine.capabilities().movers,
+        offers=engine.capabilities().offers,
         saved=known.saved,
     )
     chosen = decision.schedule
