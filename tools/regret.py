@@ -105,7 +105,7 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     ]
     newer = by_kernel and timed.keys() >= set(by_kernel)
     by_model = ALL_MOVERS if newer else MOVERS
-    auto = decide(problem, machine=machine, mode=asked.mode, movers=by_model).schedule
+    auto = decide(problem, machine=machine, mode=asked.mode, offers=by_model).schedule
     names = (*candidates(problem, asked.simulated, movers), auto)
     times = _by_plan(problem, timed, names)
     if auto not in times:
