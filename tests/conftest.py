@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs GPUs for {need} ranks, found {count}"))
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(scope="session", autouse=True)
+def server() -> None:
     """Start the server of ranks, where a test could have ficco.launch start it with less."""
     if "ficco.launch" in sys.modules:
         ranks.start_server()
