@@ -25,6 +25,9 @@ QUICK := $(addprefix tests/test_,house.py docs.py plan.py schedules.py simulate.
 quick: lint ## Before a commit: lint, then the tests that catch most, in a minute
 	$(PY) -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(QUICK)
 
+# Workers and the processes of tests share what one of them has compiled.
+quick test: export PYTHONDONTWRITEBYTECODE :=
+
 # Three tests at a time on two cores: many wait for what they have asked for.
 test: lint ## Lint, then run the tests that need no GPU
 	$(PY) -m pytest -m "not gpu and not multigpu" -n 3 --dist worksteal

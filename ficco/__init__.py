@@ -10,13 +10,15 @@ from ficco.errors import (
     SignalTimeout,
 )
 from ficco.heuristics import Decision
-from ficco.ops.all_gather_matmul import all_gather_matmul
-from ficco.ops.all_gather_transposed_matmul import all_gather_transposed_matmul
-from ficco.ops.all_to_all_matmul import all_to_all_matmul
-from ficco.ops.all_to_all_transposed_matmul import all_to_all_transposed_matmul
-from ficco.ops.matmul_all_reduce import matmul_all_reduce
-from ficco.ops.matmul_all_to_all import matmul_all_to_all
-from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from ficco.ops.operators import (
+    all_gather_matmul,
+    all_gather_transposed_matmul,
+    all_to_all_matmul,
+    all_to_all_transposed_matmul,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
 from ficco.options import Options, options, set_options
 from ficco.problem import Problem
 from ficco.schedules import Schedule

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from numbers import Integral
 from os import PathLike
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
@@ -20,10 +21,6 @@ from ficco.problem import MOST
 from ficco.schedules import Schedule
 from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def empty(

@@ -14,7 +14,7 @@ what is required, what was given and what to do; an ``InvalidArgument`` also has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -38,14 +38,7 @@ class FiccoError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not by calling the class with self.args: subclasses take other arguments.
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(kind: type[FiccoError], args: tuple[Any, ...], state: dict[str, Any]) -> FiccoError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class RankMismatch(FiccoError):
@@ -120,14 +113,9 @@ class SignalTimeout(FiccoError):
         wanted: int | None = None,
         found: int | None = None,
     ) -> None:
-        self.operator = operator
-        self.rank = rank
-        self.peer = peer
-        self.step = step
-        self.schedule = schedule
-        self.seconds = seconds
-        self.wanted = wanted
-        self.found = found
+        self.operator, self.schedule = operator, schedule
+        self.rank, self.peer, self.step = rank, peer, step
+        self.seconds, self.wanted, self.found = seconds, wanted, found
         who = "a peer" if peer is None else f"rank {peer}"
         word = "" if wanted is None else f"; signal word: wanted {wanted}, found {found}"
         super().__init__(
@@ -148,9 +136,7 @@ class BackendError(FiccoError):
     """
 
     def __init__(self, call: str, code: str, text: str) -> None:
-        self.call = call
-        self.code = code
-        self.text = text
+        self.call, self.code, self.text = call, code, text
         super().__init__(f"{call} failed with {code}: {text}")
 
 
@@ -164,7 +150,17 @@ class ConfigError(FiccoError):
     """
 
     def __init__(self, source: str, key: str, expected: str) -> None:
-        self.source = source
-        self.key = key
-        self.expected = expected
+        self.source, self.key, self.expected = source, key, expected
         super().__init__(f"{source}: {key}: {expected}")
+
+
+def carry_out(steps: Iterable[Callable[[], object]]) -> None:
+    """Run all steps even if some fail, then raise the first error."""
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

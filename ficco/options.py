@@ -65,34 +65,32 @@ class Options:
     all_reduce_gradients: str = "sum"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
-        if not number or not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: required a number above 0, got {self.timeout_s!r}")
+        timeout_s, cap = self.timeout_s, self.workspace_bytes
+        number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        whole = isinstance(cap, int) and not isinstance(cap, bool)
+        self._require(number and timeout_s > 0, "a number above 0", "timeout_s")
         # Options that are equal must have equal texts: 5 and 5.0 would not.
-        object.__setattr__(self, "timeout_s", float(self.timeout_s))
+        object.__setattr__(self, "timeout_s", float(timeout_s))
         for name, values in (
             ("on_timeout", ("abort", "raise")),
             ("signals", ("auto", "write", "copy")),
             ("engine", (None, *ENGINES)),
             ("all_reduce_gradients", ("sum", "equal")),
         ):
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"{name}: required one of {', '.join(map(str, values))}, "
-                    f"got {getattr(self, name)!r}"
-                )
-        cap = self.workspace_bytes
-        if cap is not None and (not isinstance(cap, int) or isinstance(cap, bool) or cap < 0):
-            raise ValueError(
-                f"workspace_bytes: required a number of bytes, at least 0, or None, got {cap!r}"
-            )
+            words = f"one of {', '.join(map(str, values))}"
+            self._require(getattr(self, name) in values, words, name)
+        bounded = cap is None or (whole and cap >= 0)
+        self._require(bounded, "a number of bytes, at least 0, or None", "workspace_bytes")
         for name, wanted in (("machine", "a name, a path"), ("log_problems", "a path")):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                raise ValueError(f"{name}: required {wanted} or None, got {value!r}")
+            text = value is None or (isinstance(value, str) and bool(value))
+            self._require(text, f"{wanted} or None", name)
         for name in ("replay", "search", "save_gathered"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: required True or False, got {getattr(self, name)!r}")
+            self._require(isinstance(getattr(self, name), bool), "True or False", name)
+
+    def _require(self, holds: bool, wanted: str, name: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}: required {wanted}, got {getattr(self, name)!r}")
 
 
 _process = Options()

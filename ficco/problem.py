@@ -98,7 +98,8 @@ class Problem:
             if not 0 <= size <= MOST:
                 bounds = "at least 0" if size < 0 else f"at most {MOST}"
                 raise InvalidArgument(name, f"required a size of {bounds}, got {size}")
-        if self.kind.blocks and self.rows != self._multiplied(self.blocks):
+        square = all(len(row) == self.world for row in (self.blocks, *self.blocks))
+        if self.kind.blocks and not (square and self.rows == _summed(self.kind, self.blocks)):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
 
     @classmethod
@@ -111,14 +112,8 @@ class Problem:
         'all_to_all_matmul(m=6 (rows=[[1, 2], [3, 4]]), n=8, k=8, float32)'
         """
         table = tuple(tuple(row) for row in blocks)
-        scatters = OPERATORS[operator].scatters
-        rows = tuple(map(sum, table if scatters else zip(*table, strict=True)))
+        rows = _summed(OPERATORS[operator], table)
         return cls(operator, rows, n, k, dtype, blocks=table)
-
-    def _multiplied(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-        if len(blocks) != self.world or {len(row) for row in blocks} != {self.world}:
-            return ()
-        return tuple(map(sum, blocks if self.kind.scatters else zip(*blocks, strict=True)))
 
     @cached_property
     def kind(self) -> Operator:
@@ -257,11 +252,6 @@ class Problem:
         return ITEMSIZE[self.dtype]
 
     @property
-    def needs_fp32_sum(self) -> bool:
-        """Whether partial sums need a wider dtype than that of the product."""
-        return self.itemsize < 4
-
-    @property
     def flops(self) -> int:
         """Floating-point operations of one rank's product."""
         return 2 * self.m * self.n * self.k
@@ -274,6 +264,11 @@ class Problem:
             f", {name}" for name in ("return_gathered", "symmetric") if getattr(self, name)
         )
         return f"{self.operator}(m={self.m} ({rows}), n={self.n}, k={self.k}, {self.dtype}{flags})"
+
+
+def _summed(kind: Operator, blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The rows that each rank of an all-to-all multiplies."""
+    return tuple(map(sum, blocks if kind.scatters else zip(*blocks, strict=True)))
 
 
 def digest(text: str) -> int:

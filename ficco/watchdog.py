@@ -8,6 +8,7 @@ host memory. The thread makes no call that could break a capture.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from ficco.board import Board
 from ficco.dma.engine import Engine, Slot, step_name
-from ficco.errors import FiccoError, SignalTimeout
+from ficco.errors import BackendError, FiccoError, SignalTimeout
 
 #: Seconds between two looks.
 PERIOD_S = 0.05
@@ -121,23 +122,15 @@ class Watchdog:
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
         program = slot.programs.get(running)  # None: forgotten since it was called
-        if program is None:
-            return SignalTimeout(
-                operator=engine.operator,
-                rank=engine.rank,
-                peer=None,
-                step="unknown",
-                schedule="unknown",
-                seconds=seconds,
-            )
-        missing = engine.missing(slot, program)
+        plan = program and program.plan
+        missing = engine.missing(slot, program) if program else None
         signal = missing.signal if missing else None
         return SignalTimeout(
-            operator=program.plan.problem.operator,
+            operator=plan.problem.operator if plan else engine.operator,
             rank=engine.rank,
             peer=signal.poster if signal else None,
-            step=step_name(program.plan.steps[missing.step]) if missing else "unknown",
-            schedule=program.plan.schedule,
+            step=step_name(plan.steps[missing.step]) if plan and missing else "unknown",
+            schedule=plan.schedule if plan else "unknown",
             seconds=seconds,
             wanted=missing.wanted if missing else None,
             found=missing.found if missing else None,
@@ -147,8 +140,9 @@ class Watchdog:
         workspace = self._workspace
         if workspace.error is not None:  # an exception has already reported it to the caller
             end = time.monotonic() + SETTLE_S
-            while not workspace.engine.idle(workspace.slots) and time.monotonic() < end:
-                time.sleep(PERIOD_S)
+            with contextlib.suppress(BackendError):  # a device that is lost runs nothing
+                while not workspace.engine.idle(workspace.slots) and time.monotonic() < end:
+                    time.sleep(PERIOD_S)
             return
         workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

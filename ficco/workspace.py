@@ -8,25 +8,23 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
-from ficco.dma.engine import Slot, Symmetric
-from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.dma.engine import Program, Slot, Symmetric
+from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Calls that may be in flight on a group at once. With two, a call does not wait until the peers
 #: have finished the one before.
@@ -45,41 +43,70 @@ class Known:
     """What a rank knows about its kind of host. The ranks compare its text."""
 
     machine: Machine | None
-    digest: int = 0
-    saved: Saved | None = None
 
-    @classmethod
-    def of(cls, machine: Machine | None) -> Known:
-        """A machine, and the decisions that were saved for it."""
-        if machine is None:
-            return cls(None)
-        number = digest(machine)
-        return cls(machine, number, Saved(number))
+    @cached_property
+    def saved(self) -> Saved | None:
+        """The decisions that were saved for the machine."""
+        return None if self.machine is None else Saved(digest(self.machine))
 
     def __str__(self) -> str:
         if self.machine is None:
             return "no machine description"
-        return f"machine {self.machine.name} ({self.digest:010x})"
+        return f"machine {self.machine.name} ({digest(self.machine):010x})"
 
 
-class Cached(Protocol):
-    """What is kept of a kind of call.
+@dataclass
+class CachedCall:
+    """What is kept for a kind of call: its Plan, and a Program per slot.
 
     Attributes:
+        columns: if not 0, the whole call would need more memory than ``workspace_bytes``, and runs
+            as several calls, each on so many columns of b.
+        rows: as the caller gave them, frozen, since an iterator can be read only once.
         latest: number of the latest call of the kind.
     """
 
-    latest: int
+    plan: Plan
+    digest: int
+    single: bool
+    source: tuple[Symmetric, int] | None
+    columns: int = 0
+    rows: Any = None
+    programs: dict[int, Program] = field(default_factory=dict)
+    latest: int = 0
+
+    @cached_property
+    def out(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return self.plan.shape("out")
+
+    @cached_property
+    def allocated(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
+        """Name, shape and dtype of what a call allocates apart from the result."""
+        return [
+            (buffer.name, self.plan.shape(buffer.name), getattr(torch, buffer.dtype))
+            for buffer in self.plan.buffers
+            if buffer.memory in ("result", "local") and buffer.name != "out"
+        ]
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the program of a slot that is about to be freed."""
+        program = self.programs.pop(id(slot), None)
+        if program is not None:
+            program.clear()
 
     @property
     def captured(self) -> bool:
         """Whether a graph holds a call of the kind, and may be replayed."""
-
-    def forget(self, slot: Slot) -> None:
-        """Drop the program of a slot that is about to be freed."""
+        return any(program.slot and program.slot.captured for program in self.programs.values())
 
     def drop(self) -> None:
         """Let go of all programs."""
+        for program in self.programs.values():
+            if program.slot is not None:
+                program.slot.programs.pop(program.number, None)
+            program.clear()
+        self.programs.clear()
 
 
 class Workspace:
@@ -100,14 +127,15 @@ class Workspace:
         self.board = Board(group, options.timeout_s, operator)
         self.engine = make_engine(self.name, group, device, options.signals, options.timeout_s)
         self.calls = 0
-        self.programs: dict[Hashable, Cached] = {}
+        self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
         self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
         self._known: dict[str | None, Known] = {}
-        self._slots: list[Slot | None] = [None] * SLOTS
-        self._captured: dict[int, list[Slot | None]] = {}
-        self._watched: dict[int, Slot | None] = {}  # for collectives, by capture
+        # By capture, 0 for eager calls: a graph owns its slots, since a replay may run while eager
+        # calls do.
+        self._slots: dict[int, list[Slot | None]] = {}
+        self._watched: dict[int, Slot | None] = {}  # for collectives
         self._pinned: list[Slot] = []
         self._empty: dict[int, Symmetric] = {}  # by address; freed with the workspace
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
@@ -171,10 +199,10 @@ class Workspace:
         """
         if wanted not in self._known:
             fingerprint = self.engine.fingerprint()
-            self._known[wanted] = Known.of(find(wanted, fingerprint) or nearest(fingerprint))
+            self._known[wanted] = Known(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
 
-    def keep(self, key: Hashable, cached: Cached) -> None:
+    def keep(self, key: Hashable, cached: CachedCall) -> None:
         """Remember a kind of call.
 
         Once there are ``KINDS``, half of those that no graph holds are forgotten, the least
@@ -200,10 +228,7 @@ class Workspace:
             return self._watched[capture]
         if not plan.words:
             return None
-        slots = self._slots
-        if capture:
-            # A graph owns its slots: a replay may run while eager calls do.
-            slots = self._captured.setdefault(capture, [None] * SLOTS)
+        slots = self._slots.get(capture) or self._slots.setdefault(capture, [None] * SLOTS)
         index = 0 if single else self.calls % SLOTS
         slot = slots[index]
         if slot is None or not slot.fits(plan):
@@ -235,7 +260,7 @@ class Workspace:
     @property
     def slots(self) -> list[Slot]:
         """All slots of this workspace."""
-        pools = [self._slots, *self._captured.values(), list(self._watched.values())]
+        pools = [*self._slots.values(), list(self._watched.values())]
         return [slot for pool in pools for slot in pool if slot is not None] + self._pinned
 
     @property
@@ -307,14 +332,10 @@ class Workspace:
         steps += [partial(self._free, slot) for slot in self.slots]
         steps += [partial(self.engine.free, memory) for memory in self._empty.values()]
         try:
-            _carry_out([*steps, self.engine.close, self.board.close])
+            carry_out([*steps, self.engine.close, self.board.close])
         finally:
-            self.programs.clear()
-            self._slots = [None] * SLOTS
-            self._captured.clear()
-            self._watched.clear()
-            self._pinned.clear()
-            self._empty.clear()
+            for kept in (self.programs, self._slots, self._watched, self._pinned, self._empty):
+                kept.clear()
 
 
 def _why(error: BaseException) -> str:
@@ -322,19 +343,7 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _carry_out(steps: Iterable[Callable[[], object]]) -> None:
-    """Run all steps even if some fail, then raise the first error."""
-    errors: list[BaseException] = []
-    for step in steps:
-        try:
-            step()
-        except BaseException as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-_Key = tuple["ProcessGroup", torch.device, "str | None"]
+_Key = tuple[ProcessGroup, torch.device, str | None]
 _workspaces: dict[_Key, Workspace] = {}
 _failed: dict[_Key, FiccoError] = {}
 _begun: set[_Key] = set()  # those that are being made
@@ -381,7 +390,7 @@ def close(group: ProcessGroup | None = None) -> None:
     for key in [key for key in _failed if group is None or key[0] is group]:
         del _failed[key]
     wanted = [key for key in _workspaces if group is None or key[0] is group]
-    _carry_out(partial(_leave, key) for key in wanted)
+    carry_out(partial(_leave, key) for key in wanted)
 
 
 def _leave(key: _Key) -> None:
@@ -395,13 +404,13 @@ def _leave(key: _Key) -> None:
             workspace.fail(error)  # running calls may be stuck
             raise
 
-    _carry_out([finish, workspace.close, partial(_workspaces.pop, key, None)])
+    carry_out([finish, workspace.close, partial(_workspaces.pop, key, None)])
 
 
 def _close_at_exit() -> None:
     workspaces = list(_workspaces.values())
     # Once closing has stopped the watchdog, a stuck call would keep the process from ending.
-    _carry_out(step for workspace in workspaces for step in (workspace.settle, workspace.close))
+    carry_out(step for workspace in workspaces for step in (workspace.settle, workspace.close))
     _workspaces.clear()
 
 

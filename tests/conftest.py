@@ -22,6 +22,14 @@ os.environ.pop("FICCO_MACHINE", None)
 #: Ranks share few cores, where OpenMP's threads would spin for each other: also those that threads
 #: of a double start, which torch.set_num_threads does not reach.
 os.environ["OMP_NUM_THREADS"] = "1"
+#: Where there are several all the same, those that wait sleep.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+# A worker of xdist runs many modules. Whichever needs ranks first, ficco.launch among them, would
+# otherwise say what the server imports.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    ranks.start_server()
 
 #: No example has to end within a time: a busy machine may take a core away at any moment.
 settings.register_profile("untimed", deadline=None)
@@ -29,7 +37,9 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine has too few GPUs for."""
+    """Skip what this machine has too few GPUs for; order the rest."""
+    # The longest tests, of which some wait. Workers that met them last would wait with them.
+    items.sort(key=lambda item: item.path.stem != "test_hip")
     needs = [
         (item, next((n for name, n in NEEDS.items() if item.get_closest_marker(name)), 0))
         for item in items

@@ -23,7 +23,8 @@ import ranks
 from ranks import Rank
 
 import ficco
-from ficco.hip_kernels.build import _cuda_homes
+from ficco.errors import BackendError
+from ficco.hip_kernels import Target, build
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "hip_double" / "double.cpp"
@@ -90,7 +91,7 @@ def double_beside() -> Path:
 def _cuda_headers() -> Path:
     """The folder of ``cuda.h``."""
     nvcc = shutil.which("nvcc")
-    homes = [*_cuda_homes(), *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
+    homes = [*build._cuda_homes(), *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
     found = [home / "include" for home in homes if (home / "include" / "cuda.h").exists()]
     if not found:
         missing("cuda.h")
@@ -105,6 +106,13 @@ def wheel(series: str) -> Path:
     return folder
 
 
+@cache
+def _kernels() -> None:
+    """Compile them once, into the cache: otherwise all ranks do so at the same time."""
+    with contextlib.suppress(BackendError):
+        build.compiled(Target("hip", "gfx942"))
+
+
 def run(
     world: int,
     fn: Callable[..., Any],
@@ -114,6 +122,7 @@ def run(
     **kwargs: Any,
 ) -> list[Any]:
     """As :func:`ranks.run`, on ranks of their own with the double and its settings."""
+    _kernels()
     env = {f"HIP_DOUBLE_{name}": str(value) for name, value in (settings or {}).items()}
     env |= kwargs.pop("env", {})
     if LIBRARY not in env:
@@ -125,6 +134,8 @@ def run(
 
 def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
     sys.path.insert(0, os.environ[WHEEL])
+    if preloaded := sys.modules.get("tests.preloaded"):
+        sys.modules.update(preloaded.BINDINGS.get(os.environ[WHEEL], {}))
     host_gpu.serve_cpu_tensors()
     ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
     with ficco.options(engine="hip", on_timeout="raise", timeout_s=20):

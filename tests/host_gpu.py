@@ -233,7 +233,7 @@ def _hip_on_host() -> type:
     from ficco.dma import hip_api as hip
     from ficco.dma.hip_driver import HipDriver
 
-    launch = hip._checked("hipLaunchHostFunc")
+    launch = hip.calls.hipLaunchHostFunc
 
     class HipOnHost(HostTensors, HipDriver):
         usual_events = "plain"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -31,6 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -172,6 +172,7 @@ def run(
         pool = _Pool(*key, env)
     else:
         pool = _pools.get(key) or _pools.setdefault(key, _Pool(*key, env))
+    _used.add(world)
     try:
         results = pool.run(fn, args, lost, timeout)
     except BaseException:
@@ -199,9 +200,16 @@ def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
         close()
 
 
-def kept() -> list[int]:
-    """Worlds whose workers stay for the next test."""
-    return [world for world, *_ in _pools]
+def start_server() -> None:
+    """Start the process that ranks are forks of, those of :func:`ficco.launch.launch` too."""
+    forkserver.ensure_running()
+
+
+def used() -> list[int]:
+    """Worlds whose workers have run something since this was last asked, and are still there."""
+    worlds = [world for world, *_ in _pools if world in _used]
+    _used.clear()
+    return worlds
 
 
 def close() -> None:
@@ -329,6 +337,7 @@ class _Pool:
 
 
 _pools: dict[tuple[int, str, str], _Pool] = {}
+_used: set[int] = set()
 #: See :func:`around`.
 _around: tuple[Callable[..., Any], Mapping[str, str]] | None = None
 atexit.register(close)
@@ -338,8 +347,6 @@ atexit.register(close)
 
 
 def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str, str]) -> None:
-    # A collection would otherwise look, 0.1 s long, at all that the server has imported.
-    gc.freeze()
     os.environ.update(env)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -23,7 +23,7 @@ from test_model import BY, MACHINE, PROBLEM, problem
 import ficco
 from ficco import cli, warn
 from ficco.heuristics import Saved, decide, problem_of_sizes, saved, where
-from ficco.heuristics.candidates import SERIALS, candidates, is_serial
+from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
 from ficco.machine import (
     Collective,
@@ -170,7 +170,7 @@ def test_nothing_is_taken_that_is_predicted_to_lose_to_serial(name: str, operato
 )
 def test_a_tuned_entry_that_is_no_more_is_passed_over(name: str, why: str) -> None:
     machine = replace(MACHINE, tuned=(replace(TUNED, queued=name),))
-    here: dict[str, Any] = {"machine": machine, "movers": ("dma",)}
+    here: dict[str, Any] = {"machine": machine, "offers": ("dma",)}
     with pytest.warns(UserWarning, match=f"(?s)toy.*{why}.*ficco tune"):
         decision = decide(PROBLEM, mode="queued", **here)
     assert decision.source == "model"
@@ -269,18 +269,14 @@ for m, n, k in ((32768, 2048, 8192), (8192, 3584, 4096), (2048, 1024, 4096)):
 
 
 @pytest.mark.slow
-def test_every_process_decides_alike() -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _ASK],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "77")
-    ]
-    (text,) = {process.communicate()[0] for process in processes}
-    assert text.count("(model: ") == 12
+def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """This one, and one that hashes in another way."""
+    env = {**os.environ, "PYTHONHASHSEED": "77"}
+    command = [sys.executable, "-c", _ASK]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    exec(_ASK, {})
+    assert done.stdout == capsys.readouterr().out
+    assert done.stdout.count("(model: ") == 12
 
 
 # Explain.
@@ -586,7 +582,8 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
-MOVERS = ("dma", "kernel")
+OFFERS = ("dma", "kernel")
+GATHER = "all_gather_matmul"
 
 
 def by_kernel(machine: Machine, source: str = "measured") -> Machine:
@@ -599,9 +596,9 @@ def by_kernel(machine: Machine, source: str = "measured") -> Machine:
 
 def test_beside_products_the_model_leaves_copy_kernels_to_tuned_entries() -> None:
     fast = by_kernel(MACHINE)
-    found = decide(PROBLEM, machine=fast, movers=MOVERS)
+    found = decide(PROBLEM, machine=fast, offers=OFFERS)
     assert found.source == "model" and found.schedule.mover != "kernel"
-    beside = [one for one in candidates(PROBLEM, fast, MOVERS) if one.mover == "kernel"]
+    beside = [one for one in candidates(PROBLEM, fast, OFFERS) if one.mover == "kernel"]
     sooner = min(predict(PROBLEM, one, fast, "idle") for one in beside if not is_serial(one))
     assert sooner < predict(PROBLEM, found.schedule, fast, "idle")
 
@@ -611,13 +608,13 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
     found = decide(small, machine=fast)
     assert (str(found.schedule), found.source) == ("serial:kernel", "model")
     assert "serial:kernel" in [one.schedule for one in found.candidates]
-    for machine, movers in (
+    for machine, offers in (
         (fast, ("dma",)),  # no compiler
-        (by_kernel(MACHINE, "assumed"), MOVERS),
-        (replace(fast, kernel_copies=None), MOVERS),
-        (replace(fast, accelerator="cpu"), MOVERS),
+        (by_kernel(MACHINE, "assumed"), OFFERS),
+        (replace(fast, kernel_copies=None), OFFERS),
+        (replace(fast, accelerator="cpu"), OFFERS),
     ):
-        without = decide(small, machine=machine, movers=movers)
+        without = decide(small, machine=machine, offers=offers)
         assert without.source == "model" and without.schedule.mover != "kernel"
         assert "serial:kernel" not in [one.schedule for one in without.candidates]
     # What travels behind a product has no kernel to wait for, but for the one that sums for two.
@@ -633,8 +630,50 @@ def test_a_decision_that_was_saved_with_a_compiler_is_not_taken_without(tmp_path
     small, fast = problem(512, 1024, 512), by_kernel(MACHINE)
     saved = Saved(digest(fast), tmp_path)
     assert decide(small, machine=fast, saved=saved).schedule.mover == "kernel"
-    assert decide(small, machine=fast, saved=saved, movers=("dma",)).schedule.mover != "kernel"
+    assert decide(small, machine=fast, saved=saved, offers=("dma",)).schedule.mover != "kernel"
     assert decide(small, machine=fast, saved=saved).schedule.mover == "kernel"
+
+
+def tiles(machine: Machine, source: str = "measured") -> Machine:
+    """The machine with a product whose tiles wait, as fast as the library's."""
+    assert machine.gemm is not None
+    return replace(machine, tiled=replace(machine.gemm, provenance=Provenance(source)))
+
+
+def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
+    known = find("h200-4", None)
+    short, fast = problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 4), tiles(known)
+    found = decide(short, machine=fast)
+    assert found.source == "model" and found.schedule.grouping == "tiled", found
+    assert "one product whose tiles wait" in found.reason and "of the library (" in found.reason
+    library = decide(short, machine=known)
+    assert f"({library.schedule})" in found.reason
+    for machine, asked, offers in (
+        (known, short, ALL_OFFERS),
+        (tiles(known, "assumed"), short, ALL_OFFERS),
+        (fast, short, OFFERS),
+        (fast, problem_of_sizes(GATHER, 8192, 3580, 4096, "bfloat16", 4), ALL_OFFERS),
+        (fast, problem_of_sizes(GATHER, 8192, 3584, 4096, "float32", 4), ALL_OFFERS),
+    ):
+        other = decide(asked, machine=machine, offers=offers)
+        assert other.source == "model" and other.schedule.grouping != "tiled"
+    assert fast.tiled is not None
+    slow = replace(fast, tiled=replace(fast.tiled, efficiency=fast.tiled.efficiency * 0.7))
+    assert decide(short, machine=slow).schedule == library.schedule
+
+
+def test_a_search_keeps_to_what_tiles_can() -> None:
+    asked = problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 4)
+    found = decide(asked, machine=tiles(find("h200-4", None)), search=True)
+    assert found.schedule.grouping == "tiled"
+
+
+def test_a_tuned_entry_of_tiles_is_passed_over_where_there_are_none() -> None:
+    entry = replace(TUNED, queued="tiled:pieces=2", idle="tiled:pieces=2")
+    machine = replace(MACHINE, tuned=(entry,))
+    assert str(decide(PROBLEM, machine=machine).schedule) == "tiled:pieces=2"
+    with pytest.warns(UserWarning, match="no product whose tiles wait is here"):
+        assert decide(PROBLEM, machine=machine, offers=("dma",)).source != "tuned"
 
 
 # Saved decisions.

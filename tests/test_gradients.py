@@ -704,20 +704,20 @@ def _broken_dual(at: Rank) -> tuple[str, int]:
     a, b = operands(case, make(case, at.world), at)
     y = product(case, a, b)
     waits: list[Any] = []
-    real_dual, real_result = gradients._dual, gradients._Regather.result
+    real_dual, real_regather = gradients._dual, gradients._regather
 
     def dual(*args: Any) -> Any:
         raise RuntimeError("on purpose")
 
-    def result(again: Any) -> torch.Tensor:
-        waits.append(again)
-        return real_result(again)
+    def regather(*args: Any) -> Any:
+        wait = real_regather(*args)
+        return lambda: waits.append(wait()) or waits[-1]
 
-    gradients._dual, gradients._Regather.result = dual, result  # type: ignore[method-assign]
+    gradients._dual, gradients._regather = dual, regather
     try:
         failure = caught(lambda: y.sum().backward())
     finally:
-        gradients._dual, gradients._Regather.result = real_dual, real_result  # type: ignore[method-assign]
+        gradients._dual, gradients._regather = real_dual, real_regather
     return failure.text, len(waits)
 
 

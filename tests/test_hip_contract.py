@@ -137,8 +137,9 @@ def device() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def spotless(device: str) -> Iterator[None]:
     """Behind every test nothing was violated and nothing leaks."""
+    ranks.used()
     yield
-    for world in ranks.kept():
+    for world in ranks.used():
         ranks.run(world, _spotless)
 
 

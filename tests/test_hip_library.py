@@ -335,7 +335,7 @@ def start():
         print(type(error).__name__, error)
 start()
 for version, binds in {made_up}:
-    api._runtime_version = lambda: version
+    api.calls.hipRuntimeGetVersion = lambda: version
     api.HIP_VERSION_TUPLE = binds or api.HIP_VERSION_TUPLE
     start()
 """

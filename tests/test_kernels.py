@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
+from programs import Program
 
 from ficco import warn
 from ficco.errors import BackendError
@@ -1190,14 +1191,16 @@ def test_no_compiler(vendor: str, remedy: str, monkeypatch: pytest.MonkeyPatch) 
         build.compiled(Target(vendor, "any"))
 
 
-def test_import_looks_for_nothing() -> None:
+def test_import_looks_for_nothing(tmp_path: Path) -> None:
     """Neither a device nor a compiler nor a vendor's binding."""
     program = (
         "import subprocess, sys, torch\n"  # PyTorch imports the binding of its vendor, if any
         "before = set(sys.modules)\n"
+        "assert 'ficco.hip_kernels' not in before\n"
         "subprocess.run = subprocess.Popen = None\n"
         "import ficco.hip_kernels\n"
         "new = {name.split('.')[0] for name in sys.modules.keys() - before}\n"
         "assert not {'cuda', 'hip'} & new and not torch.cuda.is_initialized(), new\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    ended = Program(tmp_path, "imports", program, (), {}).end(time.monotonic() + 60)
+    assert ended.code == 0, ended.err

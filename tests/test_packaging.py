@@ -9,12 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Ended, Program
 
 import ficco
 
@@ -223,7 +225,7 @@ def test_importing_has_no_side_effect() -> None:
         if any(module == name or module.startswith(name + ".") for name in HEAVY)
     ]
     assert heavy == []
-    assert "ficco.ops.all_gather_matmul" in modules.split()
+    assert "ficco.ops.operators" in modules.split()
 
 
 def test_this_interpreter_is_supported() -> None:
@@ -242,15 +244,23 @@ for name in ("pandas", "matplotlib", "rich"):
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "2"]
 
 
-@pytest.fixture
-def without_extra(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs an interpreter, and those that it starts, without the packages of the extra."""
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EXTRA)
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+#: The command itself, in a process that has imported torch and no package of the extra.
+COMMAND = f"""
+import runpy, sys
+assert not {{"pandas", "matplotlib", "rich"}} & sys.modules.keys()
+{WITHOUT_EXTRA}
+runpy.run_module("ficco", run_name="__main__", alter_sys=True)
+"""
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+
+@pytest.fixture
+def without_extra(tmp_path: Path) -> Callable[..., Ended]:
+    """Runs a command, and the interpreters that it starts, without the packages of the extra."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EXTRA)
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    def run(*words: str) -> Ended:
+        return Program(tmp_path, "command", COMMAND, words, env).end(time.monotonic() + 200)
 
     return run
 
@@ -266,19 +276,18 @@ def without_extra(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[s
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_needs_no_extra_works_without_it(
-    words: list[str], said: str, without_extra: Callable[..., subprocess.CompletedProcess[str]]
+    words: list[str], said: str, without_extra: Callable[..., Ended]
 ) -> None:
-    done = without_extra("-m", "ficco", *words)
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    done = without_extra(*words)
+    assert done.code == 0, done.err
+    assert said in done.out
 
 
-def test_the_selftest_needs_no_extra(
-    without_extra: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
+def test_the_selftest_needs_no_extra() -> None:
+    """Nor does anything that it imports: this interpreter is a new one."""
     names = [f"ficco.selftest.{path.stem}" for path in (ROOT / "ficco/selftest").glob("[!_]*.py")]
-    done = without_extra("-c", f"import {', '.join(names)}")
-    assert names and done.returncode == 0, done.stderr
+    assert names
+    python("-c", f"{WITHOUT_EXTRA}\nimport {', '.join(names)}", cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -297,11 +306,11 @@ def test_the_selftest_needs_no_extra(
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
 def test_what_needs_the_extra_says_how_to_install_it(
-    words: list[str], without_extra: Callable[..., subprocess.CompletedProcess[str]]
+    words: list[str], without_extra: Callable[..., Ended]
 ) -> None:
-    done = without_extra("-m", "ficco", *words)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (line,) = done.stderr.splitlines()
+    done = without_extra(*words)
+    assert (done.code, done.out) == (2, ""), done.err
+    (line,) = done.err.splitlines()
     assert 'pip install "ficco[bench]"' in line
 
 

@@ -829,17 +829,13 @@ def test_report_prints_a_table(groups: dict[int, Any]) -> None:
 # The order of rows.
 
 
-def _plain(one: int, other: int) -> bool:
-    return one == other
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_labels_follow_the_rows(data: st.DataObject) -> None:
     """Any mix of views, permutations and pieces does to labels what it does to a tensor."""
     sizes = data.draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=2, max_size=4))
     now = torch.arange(prod(sizes)).view(sizes)
-    order = original(sizes, _plain)
+    order = original(sizes)
     for _ in range(data.draw(st.integers(0, 5))):
         kind = data.draw(st.sampled_from(["merge", "split", "permute", "pieces"]))
         shape = list(now.shape)
@@ -851,14 +847,14 @@ def test_labels_follow_the_rows(data: st.DataObject) -> None:
         elif kind == "permute":
             perm = data.draw(st.permutations(range(len(shape))))
             try:
-                order = permuted(order, shape, perm, _plain)
+                order = permuted(order, shape, perm)
             except Unclear:
                 return  # 3 x 2 was merged and split into 2 x 3
             now = now.permute(*perm)
         elif kind == "pieces" and shape[dim] % 2 == 0:
             target = data.draw(st.integers(0, len(shape) - 1))
             try:
-                order = regrouped(order, shape, dim, target, 2, _plain)
+                order = regrouped(order, shape, dim, target, 2)
             except Unclear:
                 return  # labels never cut at an odd place
             now = torch.cat(now.chunk(2, dim), target)
@@ -870,9 +866,9 @@ def test_labels_follow_the_rows(data: st.DataObject) -> None:
 
 
 def test_rows_are_known_where_columns_are_whole() -> None:
-    order = original((2, 3, 4, 8), _plain)
-    assert rows_of(order, (24, 8), _plain) == order[:3]
-    assert rows_of(order, (6, 32), _plain) == order[:2]
-    assert rows_of(permuted(order, (24, 8), (1, 0), _plain), (8, 24), _plain) is None
+    order = original((2, 3, 4, 8))
+    assert rows_of(order, (24, 8)) == order[:3]
+    assert rows_of(order, (6, 32)) == order[:2]
+    assert rows_of(permuted(order, (24, 8), (1, 0)), (8, 24)) is None
     with pytest.raises(Unclear):
-        rows_of(order, (5, 38), _plain)
+        rows_of(order, (5, 38))

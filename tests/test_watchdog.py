@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ficco.dma.engine import Missing, Program, Slot
-from ficco.errors import FiccoError, RankMismatch, SignalTimeout
+from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
 from ficco.watchdog import PERIOD_S, Watchdog
@@ -120,6 +120,23 @@ def test_idle_slots_and_calls_that_end_are_left_alone(
 ) -> None:
     workspace = watch(running, ending)
     assert until(workspace, 3 * TIMEOUT_S) >= 3 * TIMEOUT_S
+
+
+def test_a_device_that_answers_with_errors_does_not_end_the_process(
+    watch: Callable[..., Workspace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has its error already."""
+    ended: list[str] = []
+    monkeypatch.setattr(Watchdog, "_exit", lambda dog, why: ended.append(why))
+    workspace = watch(running=7)
+
+    def lost(slots: list[Slot]) -> bool:
+        raise BackendError("hipEventQuery", "hipErrorLaunchFailure", "unspecified launch failure")
+
+    workspace.engine.idle = lost  # type: ignore[method-assign]
+    workspace.error = BackendError("hipMemcpyAsync", "hipErrorLaunchFailure", "the same")
+    time.sleep(6 * PERIOD_S)
+    assert not ended and workspace.engine.times > 0
 
 
 def test_calls_behind_a_stuck_one_are_released_too(watch: Callable[..., Workspace]) -> None:

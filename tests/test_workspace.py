@@ -22,11 +22,10 @@ import ficco
 from ficco import workspace as workspaces
 from ficco.dma.engine import Program, Slot
 from ficco.errors import FiccoError
-from ficco.ops.call import CachedCall
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
-from ficco.workspace import GRACE_S, Workspace
+from ficco.workspace import GRACE_S, CachedCall, Workspace
 
 
 class Engine:
@@ -66,8 +65,7 @@ def workspace_on(engine: Engine, *slots: Slot | None) -> Workspace:
         programs={},
         error=None,
         watchdog=SimpleNamespace(timeout_s=0.2),
-        _slots=list(slots),
-        _captured={},
+        _slots={0: list(slots)},
         _watched={},
         _pinned=[],
     )

@@ -192,7 +192,9 @@ class ThreadDriver(HostTensors, Driver):
         self._hosts.append((ctypes.c_char * nbytes)())
         return ctypes.addressof(self._hosts[-1])
 
-    def allocate(self, nbytes: int, kind: str) -> int:
+    handles = property(lambda self: self)
+
+    def malloc(self, nbytes: int, kind: str) -> int:
         file = os.memfd_create("threads")
         os.ftruncate(file, nbytes)
         address = self._map(file, nbytes)

@@ -110,8 +110,8 @@ def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str
     mode = mode or ("idle" if device.type == "cpu" else "eager")
     workspace, asked = workspace_of(group, device), current()
     machine = workspace.known(asked.machine).machine
-    movers = workspace.engine.capabilities().movers
-    return decide(problem, machine=machine, mode=mode, search=asked.search, movers=movers)
+    offers = workspace.engine.capabilities().offers
+    return decide(problem, machine=machine, mode=mode, search=asked.search, offers=offers)
 
 
 def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:

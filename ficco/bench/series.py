@@ -293,8 +293,7 @@ class MeasuredCalls:
         """
         if wide:
             return self.accumulated(m, n, k, 1)
-        a, b = self.matrix("a", batch * m, k), self.matrix("b", k, n)
-        out = self.matrix("out", batch * m, n)
+        a, b, out = self.operands(batch * m, n, k)
         if batch > 1:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
             b3 = b.unsqueeze(0).expand(batch, k, n)
@@ -306,6 +305,10 @@ class MeasuredCalls:
                 torch.mm(a[first:last], b, out=out[first:last])
 
         return run
+
+    def operands(self, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of a product, and its result."""
+        return self.matrix("a", m, k), self.matrix("b", k, n), self.matrix("out", m, n)
 
     def accumulated(self, m: int, n: int, k: int, parts: int, rounding: bool = False) -> Call:
         """A product cut by columns of A into parts that add up in float32, then rounded."""

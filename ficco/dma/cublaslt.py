@@ -125,27 +125,13 @@ class CublasLt:
         planned = self._planned(m, n, k, pitches, transposed, a.dtype, aligned, exact)
         if planned is None:
             return False
-        of_b, of_a, of_c, of_out = planned.layouts
         one = byref(self._one)
-        self._call(
-            "cublasLtMatmul",
-            self._handle,
-            planned.description,
-            one,
-            c_void_p(addresses[0]),
-            of_b,
-            c_void_p(addresses[1]),
-            of_a,
-            one,
-            c_void_p(addresses[2]),
-            of_c,
-            c_void_p(addresses[3]),
-            of_out,
-            byref(planned.algorithm.algorithm),
-            c_void_p(workspace.data_ptr()),
-            c_size_t(workspace.numel()),
-            c_void_p(int(stream)),
-        )
+        at_b, at_a, at_c, at_out = map(c_void_p, addresses)
+        of_b, of_a, of_c, of_out = planned.layouts
+        operands = one, at_b, of_b, at_a, of_a, one, at_c, of_c, at_out, of_out
+        room = c_void_p(workspace.data_ptr()), c_size_t(workspace.numel())
+        how = byref(planned.algorithm.algorithm), *room, c_void_p(int(stream))
+        self._call("cublasLtMatmul", self._handle, planned.description, *operands, *how)
         return True
 
     def _plan(
@@ -164,7 +150,7 @@ class CublasLt:
         The library counts by columns: it is asked for out^T = c^T + b^T @ a^T. ``exact``: parts of
         k are added in float32 alone.
         """
-        kind = _TYPES[dtype]
+        kind = c_int(_TYPES[dtype])
         of_a, of_b, of_c, of_out = pitches
         shapes = ((k, n) if transposed else (n, k), (k, m), (n, m), (n, m))
         algorithm, count = _Heuristic(), c_int()
@@ -174,16 +160,12 @@ class CublasLt:
                     held, "cublasLtMatmulDesc", c_int(_COMPUTE_FLOAT32), c_int(_FLOAT32)
                 )
                 self._set("cublasLtMatmulDesc", description, _TRANSPOSE_A, c_int(int(transposed)))
+                pitches = of_b, of_a, of_c, of_out
                 layouts = tuple(
                     self._made(
-                        held,
-                        "cublasLtMatrixLayout",
-                        c_int(kind),
-                        c_uint64(rows),
-                        c_uint64(cols),
-                        c_int64(pitch),
+                        held, "cublasLtMatrixLayout", kind, *map(c_uint64, sizes), c_int64(pitch)
                     )
-                    for (rows, cols), pitch in zip(shapes, (of_b, of_a, of_c, of_out), strict=True)
+                    for sizes, pitch in zip(shapes, pitches, strict=True)
                 )
                 with ExitStack() as during:
                     preference = self._made(during, "cublasLtMatmulPreference")

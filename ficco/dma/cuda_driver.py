@@ -11,9 +11,10 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.dma.driver import URGENT, Driver, Means, StreamEngine
@@ -32,9 +33,6 @@ except ImportError as error:
 
 from ficco.hip_kernels.cuda_binding import check
 from ficco.tiled.kernel import TiledProducts
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _KIND = driver.CUstreamBatchMemOpType
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
@@ -90,13 +88,11 @@ class Batch:
         """Enqueue the batch."""
         if self._single is not None:
             call, address, value, flags = self._single
-            result = call(stream, address, value, flags)
-            if result[0]:
+            if (result := call(stream, address, value, flags))[0]:
                 check(call.__name__, result)
             return
         for part in self._parts:
-            result = driver.cuStreamBatchMemOp(stream, len(part), part, 0)
-            if result[0]:
+            if (result := driver.cuStreamBatchMemOp(stream, len(part), part, 0))[0]:
                 check("cuStreamBatchMemOp", result)
 
 
@@ -108,14 +104,12 @@ class Event:
         self._event = check("cuEventCreate", driver.cuEventCreate(flags))
 
     def record(self, stream: Any) -> None:
-        result = driver.cuEventRecord(self._event, stream)
-        if result[0]:
+        if (result := driver.cuEventRecord(self._event, stream))[0]:
             check("cuEventRecord", result)
 
     def hold(self, stream: Any) -> None:
         """Let a stream wait for the event; at once if it was never recorded."""
-        result = driver.cuStreamWaitEvent(stream, self._event, 0)
-        if result[0]:
+        if (result := driver.cuStreamWaitEvent(stream, self._event, 0))[0]:
             check("cuStreamWaitEvent", result)
 
     def over(self) -> bool:
@@ -150,8 +144,7 @@ class GraphRecording:
 
     def replay(self, stream: Any) -> None:
         """Enqueue everything on a stream."""
-        result = driver.cuGraphLaunch(self._graph, stream)
-        if result[0]:
+        if (result := driver.cuGraphLaunch(self._graph, stream))[0]:
             check("cuGraphLaunch", result)
 
     def __del__(self) -> None:
@@ -247,8 +240,7 @@ class CudaDriver(Driver):
         return True
 
     def capture_id(self, stream: Any) -> int:
-        result = driver.cuStreamGetCaptureInfo(stream)
-        if result[0]:
+        if (result := driver.cuStreamGetCaptureInfo(stream))[0]:
             check("cuStreamGetCaptureInfo", result)
         active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         return int(result[2]) if result[1] == active else 0
@@ -286,8 +278,7 @@ class CudaDriver(Driver):
         to, call = driver.CUdeviceptr(dst), driver.cuMemcpyDtoDAsync
 
         def copy(src: int, stream: Any) -> None:
-            result = call(to, src, nbytes, stream)
-            if result[0]:
+            if (result := call(to, src, nbytes, stream))[0]:
                 check("cuMemcpyDtoDAsync", result)
 
         return copy
@@ -302,8 +293,7 @@ class CudaDriver(Driver):
 
         def copy(src: int, pitch: int, stream: Any) -> None:
             part.dstDevice, part.srcDevice, part.srcPitch = to, src, pitch
-            result = call(part, stream)
-            if result[0]:
+            if (result := call(part, stream))[0]:
                 check("cuMemcpy2DAsync", result)
 
         return copy
@@ -360,12 +350,7 @@ class CudaDriver(Driver):
         return None
 
     def add_product(
-        self,
-        addend: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        stream: Any,
+        self, addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, stream: Any
     ) -> bool:
         adder = self._adder
         if adder is None or not adder.serves(addend, a, b, out):

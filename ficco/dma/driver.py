@@ -7,6 +7,7 @@ GPUs of every vendor "cuda".
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,17 @@ WORD = 4
 URGENT, PLAIN, RESCUE = -1, 0, 1
 
 
+def drained(idle: Callable[[], bool], seconds: float) -> bool:
+    """Ask again and again whether something is idle; False if it takes too long."""
+    end, pause = time.monotonic() + seconds, 1e-5
+    while not idle():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
+
+
 class Event(Protocol):
     """A vendor's event, by handles of streams."""
 
@@ -46,11 +58,7 @@ class Event(Protocol):
 
 
 class Batch(Protocol):
-    """Waits and writes with fixed values, carried out in order.
-
-    Attributes:
-        ops: what they are.
-    """
+    """Waits and writes with fixed values, carried out in order."""
 
     ops: tuple[MemOp, ...]
 
@@ -61,6 +69,28 @@ class Recording(Protocol):
     """What streams were given, to be given again."""
 
     def replay(self, stream: Any) -> None: ...
+
+
+class Handles(Protocol):
+    """Memory of the device that processes share by handles."""
+
+    def malloc(self, nbytes: int, kind: str) -> int:
+        """Memory that can be shared: ``"plain"``, or a kind for words."""
+
+    def free(self, address: int) -> Any:
+        """Give back what was allocated."""
+
+    def fill(self, address: int, nbytes: int, stream: Any) -> None:
+        """Zero memory."""
+
+    def share(self, address: int) -> bytes:
+        """A handle by which another process opens an allocation, equally long for all."""
+
+    def open_shared(self, handle: bytes) -> int:
+        """Map what another process shares."""
+
+    def close_shared(self, address: int) -> Any:
+        """Unmap it."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +136,9 @@ class Means:
 
 
 class Driver(ABC):
-    """A vendor's runtime on the device of one rank.
+    """A vendor's runtime on the device of one rank, where the operands lie."""
 
-    Attributes:
-        name: of the engine.
-        device: where the operands lie.
-        index: number of the device.
-        streams: those that were made here.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  #: of the engine
     #: Bytes of an allocation of the kind of memory for a single word.
     word_bytes: ClassVar[int] = 8
     #: Priority of the stream that frees stuck ones.
@@ -126,13 +149,12 @@ class Driver(ABC):
     fuses: ClassVar[bool] = False
     #: Calls are recorded, and replayed for operands at the same addresses: :meth:`record`.
     records: ClassVar[bool] = False
-
     #: What is given back must not be in use: closing waits for streams.
     waits_to_close: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, index: int) -> None:
         self.device, self.index = device, index
-        self.streams: list[Stream] = []
+        self.streams: list[Stream] = []  # those that were made here
 
     def _lacks(self, what: str) -> NotImplementedError:
         """The error of a part that a driver may leave out."""
@@ -201,8 +223,8 @@ class Driver(ABC):
     def stream_for(self, name: str) -> Stream:
         """A stream for a lane, or for ``side`` or ``rescue``."""
         lane = name.split()[-1]
-        priority = self.rescue if lane == "rescue" else URGENT
-        priority = PLAIN if lane.startswith("compute") else priority
+        plain = PLAIN if lane.startswith("compute") else URGENT
+        priority = self.rescue if lane == "rescue" else plain
         if spare := _spare.get((self.index, priority)):
             made = spare.pop()
         else:
@@ -285,30 +307,11 @@ class Driver(ABC):
 
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """Memory of the device and the same as bytes. Kept until closing."""
-        raise self._lacks("memory that is shared by handles")
+        raise self._lacks("memory of its own")
 
-    def allocate(self, nbytes: int, kind: str) -> int:
-        """Memory of the device that can be shared: ``"plain"``, or a kind for words."""
-        raise self._lacks("memory that is shared by handles")
-
-    def free(self, address: int) -> None:
-        """Give back what was allocated."""
-        raise self._lacks("memory that is shared by handles")
-
-    def fill(self, address: int, nbytes: int, stream: Any) -> None:
-        """Zero memory."""
-        raise self._lacks("memory that is shared by handles")
-
-    def share(self, address: int) -> bytes:
-        """A handle by which another process opens an allocation, equally long for all."""
-        raise self._lacks("memory that is shared by handles")
-
-    def open_shared(self, handle: bytes) -> int:
-        """Map what another process shares."""
-        raise self._lacks("memory that is shared by handles")
-
-    def close_shared(self, address: int) -> None:
-        """Unmap it."""
+    @property
+    def handles(self) -> Handles:
+        """Memory that processes share by handles, if the vendor has such."""
         raise self._lacks("memory that is shared by handles")
 
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
@@ -350,12 +353,7 @@ class Driver(ABC):
         raise self._lacks("product whose tiles wait")
 
     def add_product(
-        self,
-        addend: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        stream: Any,
+        self, addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, stream: Any
     ) -> bool:
         """``out = addend + a @ b``, which reads the addend where it lies; False if that cannot be
         done. PyTorch copies it first."""
@@ -370,27 +368,13 @@ class Driver(ABC):
         """Record what is enqueued from a stream on, in place of carrying it out."""
         raise self._lacks("recordings")
 
-    def recorder(self) -> tuple[Stream, Any]:
-        """A stream to record on, and a pool for the memory of what is recorded."""
-        return self.stream_for("recorded compute0"), torch.cuda.MemPool()
-
-    @contextlib.contextmanager
-    def recording(self, stream: Stream, pool: Any) -> Iterator[None]:
-        """Within this block PyTorch enqueues on a recorder's stream, with memory of its pool."""
-        with torch.cuda.stream(stream.torch), torch.cuda.use_mem_pool(pool):
-            yield
-
 
 class _Bytes:
     """Memory of a GPU, as PyTorch takes it from other libraries."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 2,
-        }
+        where = {"data": (address, False), "shape": (nbytes,)}
+        self.__cuda_array_interface__ = {**where, "typestr": "|u1", "version": 2}
 
 
 #: Streams of closed engines, by device and priority: PyTorch keeps a workspace of its BLAS for
@@ -412,18 +396,14 @@ class Streams(dict[str, Stream]):
 
 
 class Lanes(dict[str, Any]):
-    """Handles of the streams of a call's lanes; ``compute0`` is the caller's own stream.
-
-    Attributes:
-        fork: at which the lanes begin.
-        joins: at which they end, by lane.
-    """
+    """Handles of the streams of a call's lanes, which begin at ``fork`` and end at ``joins``;
+    ``compute0`` is the caller's own stream."""
 
     def __init__(self, driver: Driver, caller: Any, streams: Streams) -> None:
         super().__init__(compute0=caller)
         self._driver, self.streams = driver, streams
         self.fork = driver.event()
-        self.joins: dict[str, Event] = {}
+        self.joins: dict[str, Event] = {}  # by lane
 
     def __missing__(self, lane: str) -> Any:
         with self._driver.aside():
@@ -433,17 +413,11 @@ class Lanes(dict[str, Any]):
 
 
 class StreamEngine(Engine):
-    """An engine whose lanes are streams of a device: what its driver and its memory use of it.
-
-    Attributes:
-        driver: the vendor's.
-        side: a stream for what must not wait for calls.
-        watched: pinned memory of words that watched calls write.
-    """
+    """An engine whose lanes are streams of a device: what its driver and its memory use of it."""
 
     driver: Driver
-    side: Stream
-    watched: int
+    side: Stream  #: for what must not wait for calls
+    watched: int  #: pinned memory of words that watched calls write
 
     @abstractmethod
     def settle(self, stream: Any) -> None:

@@ -59,6 +59,11 @@ class Capabilities:
     scaled: bool = False
     functions: tuple[str, ...] = ()
 
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """What a decision depends on: the movers, and ``"tiled"``."""
+        return (*self.movers, "tiled") if self.tiles else self.movers
+
 
 class Symmetric(ABC):
     """Memory of the same size on every rank of a group, that every rank can reach.
@@ -338,6 +343,12 @@ class Engine(ABC):
 
     def tiled(self, program: Program, step: int) -> Op:
         """Enqueue the products of a step whose signals gate or announce rows, as one launch."""
+        raise NotImplementedError(f"the {self.name} engine has no product whose tiles wait")
+
+    def tiled_product(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], None]:
+        """One such launch, on the current stream, which waits for nothing: to be timed."""
         raise NotImplementedError(f"the {self.name} engine has no product whose tiles wait")
 
     @abstractmethod

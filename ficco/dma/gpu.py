@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma.buffers import Buffers
-from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, StreamEngine, Streams
+from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, StreamEngine, Streams, drained
 from ficco.dma.engine import (
     Call,
     Capabilities,
@@ -66,14 +66,14 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import SHARED_SPARE, TiledStep
+from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
 from ficco.dma.watch import MAX_WATCHED, Flights, Places, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule
-from ficco.tiled.worklist import MAX_GATES
+from ficco.tiled.worklist import MAX_GATES, Work
 from ficco.warn import warn_once
 
 if TYPE_CHECKING:
@@ -175,18 +175,8 @@ class GpuEngine(StreamEngine):
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
 
-    def _drained(self, stream: Any, seconds: float) -> bool:
-        """Wait until a stream is idle; False if it takes too long."""
-        end, pause = time.monotonic() + seconds, 1e-5
-        while not self.driver.idle(stream):
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-        return True
-
     def settle(self, stream: Any) -> None:
-        if not self._drained(stream, self.timeout_s):
+        if not drained(partial(self.driver.idle, stream), self.timeout_s):
             raise BackendError("stream query", "not ready", "a stream does not end")
 
     # Memory.
@@ -214,7 +204,7 @@ class GpuEngine(StreamEngine):
         if isinstance(state.watch, Watch):
             self._places.give_back(state.watch.index)
         if isinstance(state.words, OwnWords):
-            self.graveyard.bury(state.words)
+            self.graveyard.dead.append(state.words)
         super().discard(slot)
 
     def slot_bytes(self, words: int, nbytes: int) -> int:
@@ -502,6 +492,16 @@ class GpuEngine(StreamEngine):
         program.state.setdefault("before", []).append(made.prepare)
         return made
 
+    def tiled_product(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], None]:
+        products, work = self.driver.tiled(), Work((a.shape[0],), b.shape[1], a.shape[1])
+        late, b_rows = self.watched + 2 * MAX_WATCHED * WORD, b.stride(1) == 1
+        with self.driver.aside():
+            tiles = products.best(work)
+            made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
+        return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
+
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         places, batch = self._buffers(program), product.batch
         right = places.view(product.b)
@@ -739,7 +739,7 @@ class GpuEngine(StreamEngine):
             for address, count in words.runs(self.rank):
                 self.driver.copy_to_host(at, address, count * WORD, self._rescue.handle)
                 at += count * WORD
-            if not self._drained(self._rescue.handle, READ_S):
+            if not drained(partial(self.driver.idle, self._rescue.handle), READ_S):
                 self._read_into = 0, 0  # still in use
                 return []
         return list((ctypes.c_uint32 * words.count).from_address(target))

@@ -12,11 +12,11 @@ Two series of the binding are served, of ROCm 7.2 and of ROCm 10. What differs i
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
+from ficco.dma.driver import drained
 from ficco.errors import BackendError
 
 try:
@@ -30,8 +30,8 @@ except ImportError as error:
 OLDEST = 7, 2
 
 _EQUAL = int(hip.hipStreamWaitValueEq)
-_SIGNAL_MEMORY = int(hip.hipMallocSignalMemory)
-_UNCACHED = 3  # hipDeviceMallocUncached, which the binding does not name
+# 3 is hipDeviceMallocUncached, which the binding does not name.
+_FLAGS = {"signal": int(hip.hipMallocSignalMemory), "uncached": 3}
 _LAZY_PEER_ACCESS = int(hip.hipIpcMemLazyEnablePeerAccess)
 _NO_TIMING = int(hip.hipEventDisableTiming)
 _NON_BLOCKING = int(hip.hipStreamNonBlocking)
@@ -44,6 +44,8 @@ _KIND = hip.hipMemcpyKind
 #: Bytes of one signal: hipMallocSignalMemory comes by exactly so many.
 SIGNAL_BYTES = 8
 HANDLE_BYTES = 64
+#: Seconds that a trial may take.
+TRIAL_S = 5.0
 _ALL_BITS = 0xFFFFFFFF
 
 #: What to do about errors that a machine's set-up causes.
@@ -76,43 +78,37 @@ def _unavailable(call: str, error: RuntimeError) -> BackendError:
     )
 
 
-def _checked(call: str) -> Callable[..., Any]:
-    """A function of the binding that returns its value, or raises BackendError."""
-    function = getattr(hip, call)
+class _Calls:
+    """The binding's functions, each made on first use; they return their value, or raise
+    BackendError."""
 
-    def checked(*args: Any) -> Any:
-        try:
-            result = function(*args)
-        except RuntimeError as error:
-            raise _unavailable(call, error) from error
-        if result[0]:
-            raise _failed(call, result[0])
-        return result[1] if len(result) == 2 else None
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        function = getattr(hip, call)
 
-    checked.__name__ = call
-    return checked
+        def checked(*args: Any) -> Any:
+            try:
+                result = function(*args)
+            except RuntimeError as error:
+                raise _unavailable(call, error) from error
+            if result[0]:
+                raise _failed(call, result[0])
+            return result[1] if len(result) == 2 else None
+
+        vars(self)[call] = checked
+        return checked
 
 
-_T = TypeVar("_T")
+calls = _Calls()
 
 
-def _tried(attempt: Callable[[], _T]) -> _T | None:
-    """What an attempt returns, None where the runtime refuses it."""
+def tried(call: Callable[..., Any], *args: Any) -> Any:
+    """What a call returns, True if that is nothing; False where the runtime refuses it."""
     try:
-        return attempt()
-    except BackendError:
-        forgive()
-        return None
-
-
-def _allowed(call: Callable[..., None], *args: Any) -> bool:
-    """Whether the runtime makes a call."""
-    try:
-        call(*args)
+        returned = call(*args)
     except BackendError:
         forgive()
         return False
-    return True
+    return True if returned is None else returned
 
 
 def forgive() -> None:
@@ -130,40 +126,15 @@ def _pending(call: str, error: Any) -> bool:
     return True
 
 
-_get_device_count = _checked("hipGetDeviceCount")
-_runtime_version = _checked("hipRuntimeGetVersion")
-_set_device = _checked("hipSetDevice")
-_can_access_peer = _checked("hipDeviceCanAccessPeer")
-_malloc = _checked("hipMalloc")
-_malloc_with_flags = _checked("hipExtMallocWithFlags")
-_host_malloc = _checked("hipHostMalloc")
-_get_handle = _checked("hipIpcGetMemHandle")
-_open_handle = _checked("hipIpcOpenMemHandle")
-_make_stream = _checked("hipStreamCreateWithPriority")
-_make_event = _checked("hipEventCreateWithFlags")
-_record = _checked("hipEventRecord")
-_wait_event = _checked("hipStreamWaitEvent")
-_destroy_event = _checked("hipEventDestroy")
-_elapsed = _checked("hipEventElapsedTime")
-_memset = _checked("hipMemsetAsync")
-_begin_capture = _checked("hipStreamBeginCapture")
-_end_capture = _checked("hipStreamEndCapture")
-_destroy_graph = _checked("hipGraphDestroy")
-_write_32 = _checked("hipStreamWriteValue32")
-_wait_32 = _checked("hipStreamWaitValue32")
-_copy_dtod = _checked("hipMemcpyDtoDAsync")
-_copy_peer = _checked("hipMemcpyPeerAsync")
-_copy_kind = _checked("hipMemcpyAsync")
-_copy_2d = _checked("hipMemcpy2DAsync")
-
-load_module = _checked("hipModuleLoadData")
-kernel = _checked("hipModuleGetFunction")
-launch = _checked("hipModuleLaunchKernel")
-unload_module = _checked("hipModuleUnload")
-free = _checked("hipFree")
-free_host = _checked("hipHostFree")
-close_shared = _checked("hipIpcCloseMemHandle")
-destroy_stream = _checked("hipStreamDestroy")
+load_module = calls.hipModuleLoadData
+kernel = calls.hipModuleGetFunction
+launch = calls.hipModuleLaunchKernel
+unload_module = calls.hipModuleUnload
+free = calls.hipFree
+free_host = calls.hipHostFree
+close_shared = calls.hipIpcCloseMemHandle
+destroy_stream = calls.hipStreamDestroy
+use = calls.hipSetDevice  # a device of this thread's; never remembered: PyTorch changes it, too
 
 
 # The library and its devices.
@@ -177,11 +148,11 @@ def start() -> int:
     """
     _check_version(*_version())
     _only_library()
-    return int(_get_device_count())
+    return int(calls.hipGetDeviceCount())
 
 
 def _version() -> tuple[int, int]:
-    version = _runtime_version()
+    version = calls.hipRuntimeGetVersion()
     return version // 10_000_000, version // 100_000 % 100
 
 
@@ -232,11 +203,6 @@ def runtime_version() -> str:
     return _dotted(_version())
 
 
-def use(device: int) -> None:
-    """Make a device this thread's. Never remembered: PyTorch changes it, too."""
-    _set_device(device)
-
-
 def attribute(name: str, device: int) -> int:
     """A device attribute, 0 where the runtime does not know it."""
     wanted = getattr(hip.hipDeviceAttribute_t, f"hipDeviceAttribute{name}", None)
@@ -257,7 +223,7 @@ def bus_id(device: int) -> bytes:
 
 def reach(device: int, peer: int) -> bool:
     """Let this thread's device access the memory of another; False if it cannot."""
-    if not _can_access_peer(device, peer):
+    if not calls.hipDeviceCanAccessPeer(device, peer):
         return False
     error = hip.hipDeviceEnablePeerAccess(peer, 0)[0]
     if error:
@@ -270,48 +236,31 @@ def reach(device: int, peer: int) -> bool:
 # Memory. Addresses are plain numbers.
 
 
-def malloc(nbytes: int) -> int:
-    """Memory of this thread's device."""
-    return int(_malloc(nbytes))
-
-
-def malloc_signal() -> int:
-    """One signal, on which a stream can wait."""
-    return int(_malloc_with_flags(SIGNAL_BYTES, _SIGNAL_MEMORY))
-
-
-def malloc_uncached(nbytes: int) -> int:
-    """Memory of this thread's device that no device caches, so that peers see each other's
-    writes while a kernel runs."""
-    return int(_malloc_with_flags(nbytes, _UNCACHED))
+def malloc(nbytes: int, kind: str = "plain") -> int:
+    """Memory of this thread's device. A word on which a stream can wait is ``"signal"`` memory, of
+    ``SIGNAL_BYTES``; no device caches ``"uncached"`` memory, so that peers see each other's writes
+    while a kernel runs."""
+    if kind == "plain":
+        return int(calls.hipMalloc(nbytes))
+    return int(calls.hipExtMallocWithFlags(nbytes, _FLAGS[kind]))
 
 
 def malloc_host(nbytes: int) -> int:
     """Pinned host memory that the device writes through to."""
-    return int(_host_malloc(nbytes, _COHERENT))
+    return int(calls.hipHostMalloc(nbytes, _COHERENT))
 
 
 def share(address: int) -> bytes:
     """A handle by which another process opens an allocation."""
-    handle = _get_handle(address)
+    handle = calls.hipIpcGetMemHandle(address)
     return ctypes.string_at(handle.as_c_void_p().value, HANDLE_BYTES)
-
-
-def try_share(address: int) -> bytes | None:
-    """A handle, or None where such memory cannot be shared."""
-    return _tried(lambda: share(address))
-
-
-def try_open(handle: bytes) -> bool:
-    """Whether what another process shares can be mapped."""
-    return _tried(lambda: close_shared(open_shared(handle)) is None) or False
 
 
 def open_shared(handle: bytes) -> int:
     """Map what another process shares."""
     made = hip.hipIpcMemHandle_st()
     ctypes.memmove(made.as_c_void_p().value, handle, HANDLE_BYTES)
-    return int(_open_handle(made, _LAZY_PEER_ACCESS))
+    return int(calls.hipIpcOpenMemHandle(made, _LAZY_PEER_ACCESS))
 
 
 # Streams and events.
@@ -328,7 +277,7 @@ def stream(raw: int) -> Any:
 
 def make_stream(priority: int) -> Any:
     """A stream of this thread's device that does not wait for the null stream."""
-    return _make_stream(_NON_BLOCKING, priority)
+    return calls.hipStreamCreateWithPriority(_NON_BLOCKING, priority)
 
 
 def idle(stream: Any) -> bool:
@@ -336,43 +285,36 @@ def idle(stream: Any) -> bool:
     return not _pending("hipStreamQuery", hip.hipStreamQuery(stream)[0])
 
 
-def drain(stream: Any, seconds: float) -> bool:
+def drain(stream: Any, seconds: float = TRIAL_S) -> bool:
     """Wait until a stream is idle; False if it takes too long."""
-    end = time.monotonic() + seconds
-    pause = 1e-5
-    while not idle(stream):
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
-    return True
+    return drained(lambda: idle(stream), seconds)
 
 
 class Event:
     """An event, for ordering streams or for telling the time."""
 
     def __init__(self, timing: bool = False) -> None:
-        self._event = _make_event(0 if timing else _NO_TIMING)
+        self._event = calls.hipEventCreateWithFlags(0 if timing else _NO_TIMING)
 
     def record(self, stream: Any) -> None:
-        _record(self._event, stream)
+        calls.hipEventRecord(self._event, stream)
 
     def hold(self, stream: Any) -> None:
         """Let a stream wait for the event; at once if it was never recorded."""
-        _wait_event(stream, self._event, 0)
+        calls.hipStreamWaitEvent(stream, self._event, 0)
 
     def over(self) -> bool:
         """Whether everything before the latest record is complete."""
         return not _pending("hipEventQuery", hip.hipEventQuery(self._event)[0])
 
     def seconds_to(self, later: Event) -> float:
-        return float(_elapsed(self._event, later._event)) / 1e3
+        return float(calls.hipEventElapsedTime(self._event, later._event)) / 1e3
 
     def destroy(self) -> None:
         """Give it back; nothing may use it any more."""
         event, self._event = self._event, None
         if event is not None:
-            _destroy_event(event)
+            calls.hipEventDestroy(event)
 
     def __del__(self) -> None:
         if getattr(self, "_event", None) is not None:
@@ -427,71 +369,63 @@ def capture_id(stream: Any) -> int:
 
 
 def write_32(stream: Any, address: int, value: int) -> None:
-    _write_32(stream, address, value, 0)
+    calls.hipStreamWriteValue32(stream, address, value, 0)
 
 
 def wait_equal(stream: Any, address: int, value: int) -> None:
     """Hold a stream until a 32-bit word equals a value."""
-    _wait_32(stream, address, value, _EQUAL, _ALL_BITS)
+    calls.hipStreamWaitValue32(stream, address, value, _EQUAL, _ALL_BITS)
 
 
 def writes_reach(stream: Any, address: int) -> bool:
     """Whether a stream may write to an address; leaves a 0 there if so."""
-    return _allowed(write_32, stream, address, 0) and drain(stream, 5.0)
+    return tried(write_32, stream, address, 0) and drain(stream)
 
 
 def try_capture(stream: Any, address: int) -> bool:
     """Capture a stream write of a 1 and drop the graph; whether the runtime allows that. Where it
     carries writes out at once in place of capturing them, the 1 will be there."""
 
-    def capture() -> bool:
-        _begin_capture(stream, _THREAD_LOCAL)
+    def capture() -> None:
+        calls.hipStreamBeginCapture(stream, _THREAD_LOCAL)
         try:
             write_32(stream, address, 1)
         finally:
-            _destroy_graph(_end_capture(stream))
-        return True
+            calls.hipGraphDestroy(calls.hipStreamEndCapture(stream))
 
-    return _tried(capture) is True
-
-
-def try_wait(stream: Any, address: int, value: int) -> bool:
-    """Whether a stream may wait on a word; it has the value already."""
-    return _allowed(wait_equal, stream, address, value) and drain(stream, 5.0)
+    return bool(tried(capture))
 
 
 def fill(address: int, nbytes: int, stream: Any) -> None:
     """Zero memory."""
-    _memset(address, 0, nbytes, stream)
+    calls.hipMemsetAsync(address, 0, nbytes, stream)
 
 
 def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
     """Copy bytes between or within devices."""
-    _copy_dtod(dst, src, nbytes, stream)
+    calls.hipMemcpyDtoDAsync(dst, src, nbytes, stream)
 
 
 def copy_to_host(dst: int, src: int, nbytes: int, stream: Any) -> None:
     """Copy bytes of a device to pinned host memory."""
-    _copy_kind(dst, src, nbytes, _KIND.hipMemcpyDeviceToHost, stream)
+    calls.hipMemcpyAsync(dst, src, nbytes, _KIND.hipMemcpyDeviceToHost, stream)
 
 
 def copy_2d(
     dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: Any
 ) -> None:
     """Copy rows at a distance."""
-    _copy_2d(dst, dst_pitch, src, src_pitch, width, height, _KIND.hipMemcpyDeviceToDevice, stream)
-
-
-def copies_2d(scratch: int, stream: Any) -> bool:
-    """Whether the runtime copies rectangles; tries one within 16 bytes."""
-    return _allowed(copy_2d, scratch + 8, 4, scratch, 4, 2, 2, stream) and drain(stream, 5.0)
+    kind = _KIND.hipMemcpyDeviceToDevice
+    calls.hipMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, height, kind, stream)
 
 
 #: Copies of whole runs of bytes between devices, by the names of :mod:`ficco.dma.ways`.
 COPIES: dict[str, Callable[..., None]] = {
-    "dtod": lambda dst, src, nbytes, stream, to, at: _copy_dtod(dst, src, nbytes, stream),
-    "peer": lambda dst, src, nbytes, stream, to, at: _copy_peer(dst, to, src, at, nbytes, stream),
-    "nocu": lambda dst, src, nbytes, stream, to, at: _copy_kind(
+    "dtod": lambda dst, src, nbytes, stream, to, at: copy(dst, src, nbytes, stream),
+    "peer": lambda dst, src, nbytes, stream, to, at: calls.hipMemcpyPeerAsync(
+        dst, to, src, at, nbytes, stream
+    ),
+    "nocu": lambda dst, src, nbytes, stream, to, at: calls.hipMemcpyAsync(
         dst, src, nbytes, _KIND.hipMemcpyDeviceToDeviceNoCU, stream
     ),
 }

@@ -16,9 +16,11 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.dma import hip_api as hip
 from ficco.dma.driver import WORD, Driver, Means, StreamEngine
@@ -26,12 +28,9 @@ from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, MemOp
 from ficco.dma.memories import Meeting
 from ficco.dma.ways import WAYS, asked, variable
-from ficco.errors import BackendError
+from ficco.errors import carry_out
 from ficco.hip_kernels import Kernels, Target, can_compile
 from ficco.hip_kernels.launch import Packed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: What each of the ways of signals needs.
 _NEEDS = {
@@ -41,8 +40,6 @@ _NEEDS = {
     "GPU_STREAMOPS_CP_WAIT=1 is set",
     "kernel": "a compiler for ficco's kernels, ROCm's clang or hiprtc",
 }
-#: Seconds that a trial may take.
-TRIAL_S = 5.0
 
 
 class HipBinding:
@@ -96,16 +93,12 @@ class HipDriver(Driver):
     name = "hip"
     word_bytes = hip.SIGNAL_BYTES
     waits_to_close = True
+    handles = hip
     batch = staticmethod(Batch)
     capture_id = staticmethod(hip.capture_id)
-    close_shared = staticmethod(hip.close_shared)
     copy_to_host = staticmethod(hip.copy_to_host)
-    fill = staticmethod(hip.fill)
     forgive = staticmethod(hip.forgive)
-    free = staticmethod(hip.free)
     idle = staticmethod(hip.idle)
-    open_shared = staticmethod(hip.open_shared)
-    share = staticmethod(hip.share)
     stream = staticmethod(hip.stream)
     uncaptured = staticmethod(hip.uncaptured)
     writes_reach = staticmethod(hip.writes_reach)
@@ -125,9 +118,9 @@ class HipDriver(Driver):
         """What kernels are compiled for."""
         return target_of(self.device)
 
-    #: What is taken unless ``FICCO_HIP`` says otherwise.
     @property
     def usual_events(self) -> str:
+        """How ends of copies are told unless ``FICCO_HIP`` says otherwise."""
         return "plain" if torch.version.hip else "write"
 
     # What this machine allows, found out together.
@@ -138,7 +131,8 @@ class HipDriver(Driver):
         constants, _ = self.local(64)
         hip.fill(constants, 64, side)
         hip.write_32(side, constants + WORD, 1)
-        rectangles = hip.copies_2d(constants + 32, side)
+        ends = constants + 40, 4, constants + 32, 4, 2, 2
+        rectangles = hip.tried(hip.copy_2d, *ends, side) and hip.drain(side)
         engine.settle(side)
         captures = self._captures_writes(engine, constants + 56)
         meeting = Meeting(engine, "hip engine")
@@ -225,11 +219,14 @@ class HipDriver(Driver):
 
     def _shares_signals(self, engine: StreamEngine, meeting: Meeting) -> bool:
         """Whether this rank can wait on signal memory and reach that of the next one."""
-        word = hip.malloc_signal() if self._stream_waits() else 0
+        word = hip.malloc(hip.SIGNAL_BYTES, "signal") if self._stream_waits() else 0
         try:
-            handles = meeting.gather((word and hip.try_share(word)) or bytes(hip.HANDLE_BYTES))
+            shared = word and hip.tried(hip.share, word)
+            handles = meeting.gather(shared or bytes(hip.HANDLE_BYTES))
             peer = handles[(engine.rank + 1) % engine.world]
-            can = bool(word) and any(peer) and (engine.world == 1 or hip.try_open(peer))
+            can = bool(word) and any(peer)
+            if can and engine.world > 1:
+                can = hip.tried(lambda: hip.close_shared(hip.open_shared(peer)))
             meeting.gather(b"")  # nobody has it mapped any more
         finally:
             if word:
@@ -239,10 +236,10 @@ class HipDriver(Driver):
     def _waits_on_uncached(self, engine: StreamEngine, meeting: Meeting) -> bool:
         if not self._stream_waits():
             return False
-        side, word = engine.side.handle, hip.malloc_uncached(hip.SIGNAL_BYTES)
+        side, word = engine.side.handle, hip.malloc(hip.SIGNAL_BYTES, "uncached")
         try:
             hip.fill(word, hip.SIGNAL_BYTES, side)
-            return hip.try_wait(side, word, 0)
+            return hip.tried(hip.wait_equal, side, word, 0) and hip.drain(side)
         finally:
             engine.settle(side)
             hip.free(word)
@@ -323,11 +320,6 @@ class HipDriver(Driver):
         self._locals.append(hip.malloc(nbytes))
         return self._locals[-1], self.tensor(self._locals[-1], nbytes)[0]
 
-    def allocate(self, nbytes: int, kind: str) -> int:
-        if kind == "signal":
-            return hip.malloc_signal()
-        return hip.malloc_uncached(nbytes) if kind == "uncached" else hip.malloc(nbytes)
-
     # ficco's kernels.
 
     @property
@@ -342,21 +334,11 @@ class HipDriver(Driver):
     # The end.
 
     def close(self) -> None:
-        steps: list[tuple[Callable[..., Any], Any]] = [
-            *((hip.free, address) for address in self._locals),
-            *((hip.free_host, address) for address in self._hosts),
-            *((HipBinding.close, binding) for binding in [self._binding] if binding),
-            *((hip.Event.destroy, event) for event in self._events),
-        ]
-        errors = []
-        for step, argument in steps:
-            try:
-                step(argument)
-            except BackendError as error:  # the rest is given back, too
-                errors.append(error)
-        super().close()
-        if errors:
-            raise errors[0]
+        steps = [partial(hip.free, address) for address in self._locals]
+        steps += [partial(hip.free_host, address) for address in self._hosts]
+        steps += [partial(binding.close) for binding in [self._binding] if binding]
+        steps += [partial(event.destroy) for event in self._events]
+        carry_out([*steps, super().close])
 
 
 def target_of(device: torch.device) -> Target:

@@ -19,12 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import ProcessGroup, Store
 
 from ficco.errors import BackendError, RankMismatch, SignalTimeout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
 
 #: Bytes from one semaphore to the next: a cache line. A sem_t takes 32 bytes on 64-bit Linux.
 SEMAPHORE_STRIDE = 64

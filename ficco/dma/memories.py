@@ -37,46 +37,27 @@ def align(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
 
 
-class Meeting:
-    """Where the ranks of a group tell each other little things. Collective throughout."""
+class Meeting(HostMemory):
+    """Where the ranks of a group tell each other little things. Making it is collective."""
 
-    ROOM = 512
-
-    def __init__(self, engine: StreamEngine, purpose: str) -> None:
-        self._timeout_s, self._rank, self._used = engine.timeout_s, engine.rank, 0
-        self._host = _host_memory(engine, self.ROOM, purpose)
+    def __init__(self, engine: StreamEngine, purpose: str, room: int = 512) -> None:
+        self._timeout_s, self._used = engine.timeout_s, 0
+        what = engine.group, room, engine.timeout_s, purpose, engine.operator
+        super().__init__(*what, interrupt=lambda: engine.interrupt())
 
     def gather(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, by rank; equally long on all."""
+        """``data`` of every rank, by rank; equally long on all. Collective."""
         first, self._used = self._used, self._used + len(data)
-        assert self._used <= self.ROOM
-        self._host.maps[self._rank][first : self._used] = data
-        self._host.barrier(self._timeout_s)
-        return [bytes(part[first : self._used]) for part in self._host.maps]
-
-    def close(self) -> None:
-        self._host.close()
-
-
-def _host_memory(engine: StreamEngine, nbytes: int, purpose: str) -> HostMemory:
-    return HostMemory(
-        engine.group,
-        nbytes,
-        engine.timeout_s,
-        purpose,
-        engine.operator,
-        interrupt=lambda: engine.interrupt(),
-    )
+        assert self._used <= self.nbytes
+        self.maps[self.rank][first : self._used] = data
+        self.barrier(self._timeout_s)
+        return [bytes(part[first : self._used]) for part in self.maps]
 
 
 class Mapped(Symmetric):
-    """Symmetric memory that has an address here on every rank.
+    """Symmetric memory that has an address here on every rank."""
 
-    Attributes:
-        addresses: of all ranks' parts, mapped here.
-    """
-
-    addresses: list[int]
+    addresses: list[int]  #: of all ranks' parts, mapped here
 
     @abstractmethod
     def part(self, rank: int) -> torch.Tensor:
@@ -105,8 +86,8 @@ class TorchMapped(Mapped):
         self.addresses = list(self._handle.buffer_ptrs)
 
     def part(self, rank: int) -> torch.Tensor:
-        found: torch.Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
-        return found
+        part: torch.Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
+        return part
 
     def free(self) -> None:
         del self.tensor, self._handle
@@ -166,76 +147,67 @@ class Shared:
     ) -> None:
         """``count`` allocations of ``nbytes`` each, zeroed."""
         self.mine: list[int] = []
-        self._driver, self._rank = engine.driver, engine.rank
+        self._handles, self._rank = engine.driver.handles, engine.rank
         self._open: dict[tuple[int, int], int] = {}
-        self._host: HostMemory | None = None
+        self._meeting: Meeting | None = None
         side = engine.side.handle
         try:
             for _ in range(count):
-                self.mine.append(self._driver.allocate(nbytes, kind))
+                self.mine.append(self._handles.malloc(nbytes, kind))
             for address in self.mine:
-                self._driver.fill(address, nbytes, side)
+                self._handles.fill(address, nbytes, side)
             engine.settle(side)
-            handles = [self._driver.share(address) for address in self.mine]
-            self._each = len(handles[0]) if handles else 0
-            self._flag = count * self._each  # where a rank says that it has let go
-            self._host = _host_memory(engine, self._flag + 1, purpose)
-            self._host.maps[self._rank][: self._flag] = b"".join(handles)
-            self._host.barrier(engine.timeout_s)
+            shared = b"".join(self._handles.share(address) for address in self.mine)
+            self._each, self._flag = len(shared) // max(count, 1), len(shared)
+            self._meeting = Meeting(engine, purpose, self._flag + 1)  # the flag: it has let go
+            self._shared = self._meeting.gather(shared)
         except BaseException:
-            self._host = None
+            self._meeting = None
             with contextlib.suppress(BackendError):  # the first error tells more
                 engine.settle(side)
                 self.free()
             raise
 
-    def address(self, rank: int, index: int) -> int:
+    def mapped(self, rank: int, index: int) -> int:
         """Where an allocation of a rank is mapped here; a peer's is mapped when first asked for."""
         if rank == self._rank:
             return self.mine[index]
         if (rank, index) not in self._open:
-            assert self._host is not None
-            start = index * self._each
-            handle = bytes(self._host.maps[rank][start : start + self._each])
-            self._open[rank, index] = self._driver.open_shared(handle)
+            handle = self._shared[rank][index * self._each :][: self._each]
+            self._open[rank, index] = self._handles.open_shared(handle)
         return self._open[rank, index]
 
     def let_go(self) -> None:
         """Unmap what is the peers', and tell them."""
         for key, address in list(self._open.items()):
-            self._driver.close_shared(address)
+            self._handles.close_shared(address)
             del self._open[key]
-        if self._host is not None:
-            self._host.maps[self._rank][self._flag] = 1
+        if self._meeting is not None:
+            self._meeting.maps[self._rank][self._flag] = 1
 
     def freeable(self) -> bool:
         """Whether all ranks have let go."""
-        return self._host is None or all(part[self._flag] for part in self._host.maps)
+        return self._meeting is None or all(part[self._flag] for part in self._meeting.maps)
 
     def free(self) -> None:
         """Give the memory back; nobody may map it any more."""
         while self.mine:
-            self._driver.free(self.mine[-1])
+            self._handles.free(self.mine[-1])
             self.mine.pop()
-        if self._host is not None:
-            self._host.close()
+        if self._meeting is not None:
+            self._meeting.close()
 
 
-class SharedMapped(Mapped):
+class SharedMapped(Shared, Mapped):
     """One allocation per rank, shared by its handle."""
 
     def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes, self._driver = serial, nbytes, engine.driver
-        self._shared = Shared(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
-        self.addresses = [self._shared.mine[0]] * engine.world
-        self.tensor, keeper = self._driver.tensor(self._shared.mine[0], nbytes)
+        super().__init__(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
+        self.addresses = self.mine * engine.world
+        self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
         #: Alive for as long as any tensor looks into the memory.
         self._keeper: weakref.ref[Any] = weakref.ref(keeper)
-        self.free = self._shared.free
-
-    def map(self) -> None:
-        """Map the peers' parts."""
-        self.addresses = [self._shared.address(rank, 0) for rank in range(len(self.addresses))]
 
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)
@@ -243,11 +215,11 @@ class SharedMapped(Mapped):
     def let_go(self) -> None:
         """Drop what this rank holds of it; tensors of the caller's keep it."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        self._shared.let_go()
+        super().let_go()
 
     def freeable(self) -> bool:
         """Whether nobody uses it any more, here or at a peer."""
-        return self._keeper() is None and self._shared.freeable()
+        return self._keeper() is None and super().freeable()
 
 
 class SharedMemory:
@@ -260,11 +232,11 @@ class SharedMemory:
         nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
         made = SharedMapped(self._engine, nbytes, serial)
         self._graveyard.living.append(made)
-        made.map()
+        made.addresses = [made.mapped(rank, 0) for rank in range(self._engine.world)]
         return made
 
     def free(self, memory: SharedMapped) -> None:
-        self._graveyard.bury(memory)
+        self._graveyard.dead.append(memory)
 
     def close(self) -> None:
         pass  # the graveyard does it
@@ -278,19 +250,11 @@ MEMORIES: dict[str, type[SharedMemory] | type[TorchMemory]] = {
 
 
 class Graveyard:
-    """What is freed once no peer maps it any more, and no tensor looks into it.
-
-    Attributes:
-        living: all that is not freed.
-        dead: those that this rank wants to free.
-    """
+    """What is freed once no peer maps it any more, and no tensor looks into it."""
 
     def __init__(self) -> None:
-        self.living: list[Any] = []
-        self.dead: list[Any] = []
-
-    def bury(self, one: Any) -> None:
-        self.dead.append(one)
+        self.living: list[Any] = []  # all that is not freed
+        self.dead: list[Any] = []  # of these, what this rank wants to free
 
     def sweep(self) -> None:
         """Free what is no longer used, here or by peers."""
@@ -354,7 +318,7 @@ class SlotWords:
         return [(self._addresses[rank], self.count)]
 
 
-class OwnWords:
+class OwnWords(Shared):
     """As :class:`SlotWords`, in allocations of their own: one of the kind ``"signal"`` for each,
     since such memory comes by a word, or one for all."""
 
@@ -369,14 +333,12 @@ class OwnWords:
         each = count, engine.driver.word_bytes
         one = 1, max(count, 1) * WORD_STRIDE
         purpose = f"{engine.name} signals {serial}"
-        self._shared = Shared(engine, kind, *(each if self._single else one), purpose)
-        self.let_go, self.freeable = self._shared.let_go, self._shared.freeable
-        self.free = self._shared.free
+        super().__init__(engine, kind, *(each if self._single else one), purpose)
 
     def address(self, rank: int, word: int) -> int:
         if self._single:
-            return self._shared.address(rank, word)
-        return self._shared.address(rank, 0) + word * WORD_STRIDE
+            return self.mapped(rank, word)
+        return self.mapped(rank, 0) + word * WORD_STRIDE
 
     def constant(self, value: int) -> int:
         return self._constants + value * WORD

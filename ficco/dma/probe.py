@@ -6,7 +6,8 @@ Nothing here needs an engine: where none can be made, this still tells what is m
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,12 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
 #: Attributes of a device that a report holds.
 REPORTED = {
     "cuda": (
-        *("CAN_USE_64_BIT_STREAM_MEM_OPS", "CAN_FLUSH_REMOTE_WRITES", "ASYNC_ENGINE_COUNT"),
+        *ATTRIBUTES["cuda"],
         *("UNIFIED_ADDRESSING", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "COMPUTE_MODE"),
     ),
     "hip": (
-        *("CanUseStreamWaitValue", "AsyncEngineCount", "UnifiedAddressing", "MultiprocessorCount"),
-        *("FineGrainSupport", "WallClockRate", "ComputeMode"),
+        *ATTRIBUTES["hip"],
+        *("AsyncEngineCount", "UnifiedAddressing", "FineGrainSupport", "ComputeMode"),
     ),
 }
 #: Kinds of memory that processes share by handles, and what is used where they cannot.
@@ -58,13 +59,9 @@ _PATIENCE_S = 5.0
 
 def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
     """An attribute of this rank's device."""
-    if engine == "cuda":
-        from ficco.dma import cuda_driver
-
-        return int(cuda_driver.attribute(name, torch.cuda.current_device()))
-    from ficco.dma import hip_api
-
-    return hip_api.attribute(name, _device(device, rank))
+    index = torch.cuda.current_device() if engine == "cuda" else _device(device, rank)
+    value: int = _binding(engine).attribute(name, index)
+    return value
 
 
 def attributes(device: torch.device) -> dict[str, int]:
@@ -72,14 +69,16 @@ def attributes(device: torch.device) -> dict[str, int]:
     if device.type == "cpu":
         return {}
     index = torch.cuda.current_device() if device.index is None else device.index
-    if torch.version.hip:
-        from ficco.dma import hip_api
+    vendor = "hip" if torch.version.hip else "cuda"
+    binding = _binding(vendor)
+    if vendor == "hip":
+        binding.start()
+    return {name: binding.attribute(name, index) for name in REPORTED[vendor]}
 
-        hip_api.start()
-        return {name: hip_api.attribute(name, index) for name in REPORTED["hip"]}
-    from ficco.dma import cuda_driver
 
-    return {name: cuda_driver.attribute(name, index) for name in REPORTED["cuda"]}
+def _binding(engine: str) -> Any:
+    """A vendor's module that reads attributes: only those of this machine can be imported."""
+    return import_module(f"ficco.dma.{'cuda_driver' if engine == 'cuda' else 'hip_api'}")
 
 
 def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
@@ -132,44 +131,13 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
 
     found = Seen([], [])
     index = _device(device, rank)
-    allocate = {
-        "plain": lambda: hip.malloc(_BYTES),
-        "uncached": lambda: hip.malloc_uncached(_BYTES),
-        "signal": hip.malloc_signal,
-    }[kind]
     owned: list[int] = []  # memory of this rank
     theirs: dict[int, int] = {}  # memory of peers, by rank
     host = stream = 0
 
-    def step(action: Callable[[], Any]) -> bool:
-        """Whether all ranks are through with something, and none was refused."""
-        try:
-            action()
-        except BackendError as error:
-            found.refused.append(str(error))
-        return not any(gather(bool(found.refused)))
-
     def settle() -> None:
         if not hip.drain(stream, _PATIENCE_S):
             raise BackendError("hipStreamQuery", "hipErrorNotReady", "a stream does not end")
-
-    def prepare() -> None:
-        nonlocal host, stream
-        stream, host = hip.make_stream(URGENT), hip.malloc_host(_BYTES)
-        owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
-        owned.append(allocate())
-        for address in owned:
-            hip.fill(address, _BYTES, stream)
-            hip.write_32(stream, address, _mark(rank))
-        settle()
-
-    def map_peers() -> None:
-        for peer, (place, handle) in enumerate(met):
-            other = numbers.get(place, index)
-            if other != index and not hip.reach(index, other):
-                raise BackendError("hipDeviceCanAccessPeer", "0", f"no access to rank {peer}'s")
-            if peer != rank:
-                theirs[peer] = hip.open_shared(handle)
 
     def read(address: int) -> list[int]:
         hip.copy(owned[0], address, _BYTES, stream)
@@ -177,29 +145,50 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
         settle()
         return list((ctypes.c_uint32 * 2).from_address(host))
 
-    def read_peers() -> None:
+    def steps() -> Iterator[None]:
+        """Between two of them all ranks are through with the first, and none was refused."""
+        nonlocal host, stream
+        stream, host = hip.make_stream(URGENT), hip.malloc_host(_BYTES)
+        owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
+        owned.append(hip.malloc(_BYTES, kind))
+        for address in owned:
+            hip.fill(address, _BYTES, stream)
+            hip.write_32(stream, address, _mark(rank))
+        settle()
+        yield
+        handle = hip.share(owned[1])
+        yield
+        met = gather((hip.bus_id(index), handle))
+        numbers = {hip.bus_id(number): number for number in range(hip.start())}
+        for peer, (place, handle) in enumerate(met):
+            other = numbers.get(place, index)
+            if other != index and not hip.reach(index, other):
+                raise BackendError("hipDeviceCanAccessPeer", "0", f"no access to rank {peer}'s")
+            if peer != rank:
+                theirs[peer] = hip.open_shared(handle)
+        yield
         for peer, address in theirs.items():
             if (seen := read(address)[0]) != _mark(peer):
                 found.wrong.append(f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}")
-
-    def write_next() -> None:
+        yield
         hip.write_32(stream, owned[0], _mark(rank))
         hip.copy(theirs[(rank + 1) % len(met)] + 4, owned[0], 4, stream)
         settle()
-
-    def read_own() -> None:
+        yield
         before = (rank - 1) % len(met)
         if (seen := read(owned[1])[1]) != _mark(before):
             found.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
 
-    handles: list[bytes] = []
     try:
-        if not (step(prepare) and step(lambda: handles.append(hip.share(owned[1])))):
-            return found
-        numbers = {hip.bus_id(number): number for number in range(hip.start())}
-        met = gather((hip.bus_id(index), handles[0]))
-        if step(map_peers) and step(read_peers) and step(write_next):
-            step(read_own)
+        taken = steps()
+        over = False
+        while not over:
+            try:
+                over = next(taken, True) is True
+            except BackendError as error:
+                found.refused.append(str(error))
+            if any(gather(bool(found.refused))):
+                break
         return found
     finally:
         for address in theirs.values():

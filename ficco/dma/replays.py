@@ -47,7 +47,7 @@ class _Recorder:
     recordings may share these: they are replayed one after the other, on that stream."""
 
     def __init__(self, driver: Driver) -> None:
-        self.stream, self.pool = driver.recorder()
+        self.stream, self.pool = driver.stream_for("recorded compute0"), torch.cuda.MemPool()
         self.lanes = Lanes(driver, self.stream.handle, Streams(driver, "recorded "))
 
 
@@ -111,7 +111,7 @@ class Replays:
             if recorder is None:  # not every allocator of PyTorch has pools
                 recorder = self._recorders[raw] = _Recorder(self._driver)
             call.state = recorder.lanes
-            with self._driver.recording(recorder.stream, recorder.pool):
+            with torch.cuda.stream(recorder.stream.torch), torch.cuda.use_mem_pool(recorder.pool):
                 return self._driver.record(recorder.stream.handle, lambda: enqueue(run, call))
         except (RuntimeError, BackendError) as error:
             warnings.warn(

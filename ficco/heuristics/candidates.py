@@ -9,9 +9,10 @@ from ficco.machine import Machine
 from ficco.problem import Problem
 from ficco.schedules import Schedule, same_plans
 
-#: Who moves the bytes of copies: on every engine, and where a kernel is compiled for the GPU.
-MOVERS = ("dma",)
-ALL_MOVERS = ("dma", "kernel")
+#: What engines offer: copies by DMA; copies by a kernel and products whose tiles wait, where these
+#: can be compiled for the GPU.
+OFFERS = ("dma",)
+ALL_OFFERS = ("dma", "kernel", "tiled")
 
 #: The serial compositions: what every other schedule has to beat.
 SERIALS = ("serial:collective", "serial")
@@ -104,6 +105,9 @@ BY_KERNEL = _names("""
 #: For operators that sum, where a kernel reads the products of peers: one exchange, after them.
 READING = ("one-shot", "one-shot:pieces=2")
 
+#: One product whose tiles wait. Of equal predictions a schedule of library products wins.
+TILED = _names("tiled tiled:pieces=2 tiled:pieces=4 tiled:pieces=8 tiled:pieces=2,tail=4")
+
 #: Provenance of figures that were measured.
 MEASURED_SOURCES = ("measured", "fitted")
 
@@ -112,17 +116,18 @@ FEW_RANKS = 2
 
 
 def candidates(
-    problem: Problem, machine: Machine | None = None, movers: tuple[str, ...] = MOVERS
+    problem: Problem, machine: Machine | None = None, offers: tuple[str, ...] = OFFERS
 ) -> tuple[Schedule, ...]:
     """The schedules to compare, the serial ones first; of equal predictions the first wins.
 
     Args:
         problem: its operator says in which direction pieces travel.
         machine: its topology selects the schedules; without one, those of a switch.
-        movers: who moves bytes. Copy kernels are compared where they were measured.
+        offers: what the engine offers. Copy kernels, and products whose tiles wait, are compared
+            where they were measured.
     """
     distinct: dict[Schedule, Schedule] = {}
-    for schedule in _candidates(problem, machine, movers):
+    for schedule in _candidates(problem, machine, offers):
         # W pieces by number and by default are the same plan.
         distinct.setdefault(replace(schedule, pieces=schedule.pieces or problem.world), schedule)
     if problem.world > FEW_RANKS:
@@ -131,17 +136,20 @@ def candidates(
 
 
 def _candidates(
-    problem: Problem, machine: Machine | None, movers: tuple[str, ...]
+    problem: Problem, machine: Machine | None, offers: tuple[str, ...]
 ) -> Iterator[Schedule]:
     for name in (*SERIALS, *_overlapped(problem, on_mesh(machine))):
         schedule = Schedule.parse(name)
         if not serves(schedule, machine):
             continue
         yield schedule if name == "shard-overlap" else suited(schedule, problem, machine)
-    if "kernel" in movers and machine is not None and machine.kernel_copies is not None:
+    if "kernel" in offers and machine is not None and machine.kernel_copies is not None:
         for name in BY_KERNEL:
             yield suited(Schedule.parse(name), problem, machine)
         yield from map(Schedule.parse, READING if problem.kind.sums else ())
+    tiles = "tiled" in offers and machine is not None and machine.tiled is not None
+    for name in TILED if tiles and not problem.kind.inner else ():
+        yield suited(Schedule.parse(name), problem, machine)
 
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
@@ -167,8 +175,13 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     six of problems that were not used before 3 % less to 16 % more (unseen-h200-4.csv there). Nor
     does a kernel that sums after all products: 24 calls on 2 H200 took 5 % less to 19 % more
     (decode-all-reduce-h200-2.csv and decode-reduce-scatter-h200-2.csv); with more ranks it was not
-    measured, and reads more in an all-reduce than others send. On a CPU both movers are the same.
+    measured, and reads more in an all-reduce than others send. On a CPU both offers are the same.
     """
+    if schedule.grouping == "tiled":
+        tiled, sizes = machine.tiled, (problem.n, problem.k)
+        measured = tiled is not None and tiled.provenance.source in MEASURED_SOURCES
+        # What the kernel takes, but for its dtypes: those of two bytes.
+        return measured and problem.itemsize == 2 and not any(size % 8 for size in sizes)
     if schedule.mover != "kernel":
         return True
     copies = machine.kernel_copies

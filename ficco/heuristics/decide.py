@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from ficco.amounts import seconds_text
-from ficco.heuristics.candidates import ALL_MOVERS, candidates, predictable, suited
+from ficco.heuristics.candidates import ALL_OFFERS, candidates, predictable, suited
 from ficco.heuristics.losses import ideal, losses
 from ficco.heuristics.model import (
     MODES,
@@ -68,7 +68,7 @@ class _Query(NamedTuple):
     machine: Machine
     mode: str
     search: bool
-    movers: tuple[str, ...]
+    offers: tuple[str, ...]
     predict: Predict
 
 
@@ -80,7 +80,7 @@ class Decision:
         schedule: the choice.
         source: ``"caller"``, ``"tuned"``, ``"model"``, ``"rule"`` or ``"fallback"``.
         reason: in words.
-        problem, machine, mode, search, movers: what it was decided for; machine None if it is
+        problem, machine, mode, search, offers: what it was decided for; machine None if it is
             unknown.
     """
 
@@ -91,7 +91,7 @@ class Decision:
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
     search: bool = field(default=False, repr=False, compare=False)
-    movers: tuple[str, ...] = field(default=ALL_MOVERS, repr=False, compare=False)
+    offers: tuple[str, ...] = field(default=ALL_OFFERS, repr=False, compare=False)
     _predict: Predict = field(default=simulated, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ class Decision:
         machine = described(machine, problem.world)
         if machine is None or lacking(machine, mode):
             return None
-        return _Query(problem, machine, mode, self.search, self.movers, self._predict)
+        return _Query(problem, machine, mode, self.search, self.offers, self._predict)
 
     def table(self, measured: Measured | None = None, width: int | None = None) -> str:
         """The candidates as text, the chosen one marked with a star.
@@ -167,7 +167,7 @@ def decide(
     machine: Machine | None = None,
     mode: str = "eager",
     search: bool = False,
-    movers: tuple[str, ...] = ALL_MOVERS,
+    offers: tuple[str, ...] = ALL_OFFERS,
     saved: Saved | None = None,
     predict: Predict = simulated,
 ) -> Decision:
@@ -180,7 +180,7 @@ def decide(
         mode: ``"eager"``, on a GPU whose host may or may not run ahead; ``"queued"``, captured in
             a graph; ``"idle"``, carried out by the caller itself (the CPU engine).
         search: look beyond the named schedules.
-        movers: who moves bytes here, as far as the machine's figures say how fast.
+        offers: what the engine offers, as far as the machine's figures say how fast.
         saved: decisions of earlier processes on this machine.
         predict: seconds of a problem under a schedule on a machine in a mode.
 
@@ -195,7 +195,7 @@ def decide(
     def decision(schedule: str | Schedule, source: str, reason: str) -> Decision:
         if isinstance(schedule, str):
             schedule = Schedule.parse(schedule)
-        return Decision(schedule, source, reason, problem, machine, mode, search, movers, predict)
+        return Decision(schedule, source, reason, problem, machine, mode, search, offers, predict)
 
     if wanted != "auto":
         given = decision(wanted, "caller", "given")
@@ -208,7 +208,7 @@ def decide(
         return decision(FALLBACK[mode], "rule", "there is nothing to multiply")
     if machine is None:
         return decision(FALLBACK[mode], "fallback", f"nobody described this machine; {REMEDY}")
-    if tuned := _tuned(problem, machine, mode, movers):
+    if tuned := _tuned(problem, machine, mode, offers):
         return decision(tuned[0], "tuned", tuned[1])
     known = described(machine, problem.world)
     if known is None:
@@ -216,10 +216,10 @@ def decide(
         return decision(FALLBACK[mode], "fallback", f"{why}; {REMEDY}")
     missing = lacking(known, mode)
     if not missing:
-        key = f"{problem} {mode} search={search:d} by {' and '.join(movers)}"
+        key = f"{problem} {mode} search={search:d} by {' and '.join(offers)}"
         choice = saved.get(key) if saved else None
         if choice is None:
-            choice = _modelled(_Query(problem, known, mode, search, movers, predict))
+            choice = _modelled(_Query(problem, known, mode, search, offers, predict))
             if saved:
                 saved.put(key, *choice)
         return decision(choice[0], "model", choice[1])
@@ -233,7 +233,7 @@ def decide(
 
 
 def _tuned(
-    problem: Problem, machine: Machine, mode: str, movers: tuple[str, ...]
+    problem: Problem, machine: Machine, mode: str, offers: tuple[str, ...]
 ) -> tuple[Schedule, str] | None:
     """The schedule that was measured best for a problem, and the reason, if it can still run.
 
@@ -248,8 +248,10 @@ def _tuned(
         seconds, serial = entry.seconds[which], entry.serial[which]
         try:
             schedule = Schedule.parse(name)
-            if schedule.mover not in (*movers, "collective"):
+            if schedule.mover not in (*offers, "collective"):
                 raise ValueError(f"nothing here moves bytes by {schedule.mover!r}")
+            if schedule.grouping == "tiled" and "tiled" not in offers:
+                raise ValueError("no product whose tiles wait is here")
             if why := refusal(problem, schedule):
                 raise ValueError(why)
         except ValueError as error:
@@ -267,10 +269,10 @@ def _tuned(
 def _compared(query: _Query) -> tuple[Prediction, ...]:
     """What is predicted of the schedules that the model compares: named ones, and what a search
     finds beyond them; where rows are not equal, those that would be the best if they were."""
-    problem, machine, mode, search, movers, predict = query
+    problem, machine, mode, search, offers, predict = query
     modes = MODES[mode]
     named = [
-        one for one in candidates(problem, machine, movers) if predictable(one, problem, machine)
+        one for one in candidates(problem, machine, offers) if predictable(one, problem, machine)
     ]
     sizes = [size for row in problem.blocks for size in row] or problem.rows
     alike = max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL

@@ -145,6 +145,14 @@ def choose(predicted: Sequence[Prediction], machine: Machine, mode: str) -> Choi
         return Choice(serial, serial, f"{winner.schedule} is predicted to {outcome}")
     ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
     reason = f"predicted to take {_times(winner, modes)} {on}, {ratios} times as fast as serial"
+    if winner.schedule.grouping == "tiled":
+        library = min((one for one in others if one.schedule.grouping != "tiled"), key=loss)
+        gained = (library.seconds[mode] / winner.seconds[mode] for mode in modes)
+        over = " and ".join(f"{ratio:.2f}" for ratio in gained)
+        reason = (
+            f"one product whose tiles wait, {reason} and {over} times as fast as products of the "
+            f"library ({library.schedule})"
+        )
     return Choice(winner, serial, reason)
 
 

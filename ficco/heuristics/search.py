@@ -90,8 +90,8 @@ def _neighbours(schedule: Schedule, problem: Problem, machine: Machine) -> Itera
 
 
 def _changes(schedule: Schedule, problem: Problem, machine: Machine) -> Iterator[Schedule]:
-    kind = problem.kind
-    for lanes in (1, 2):
+    kind, tiled = problem.kind, schedule.grouping == "tiled"
+    for lanes in () if tiled else (1, 2):
         yield replace(schedule, compute=lanes)
     for tail in sorted(TAILS, key=lambda other: abs(other - schedule.tail)):
         yield replace(schedule, tail=tail)
@@ -100,6 +100,8 @@ def _changes(schedule: Schedule, problem: Problem, machine: Machine) -> Iterator
             yield replace(schedule, pieces=sizes)
     for pieces in UNEVEN:
         yield replace(schedule, pieces=pieces)
+    if tiled:  # the rest is about several products
+        return
     if not schedule.uniform and schedule.dims == 1:
         for grouping in ("unfused", "growing", "shrinking", "fused"):
             yield replace(schedule, grouping=grouping)

@@ -9,13 +9,15 @@ activations that is a small copy, for a result it is a view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.ops.all_gather_matmul import all_gather_matmul
 from ficco.ops.gradients import (
     OperatorCall,
     SavedTensors,
@@ -23,16 +25,11 @@ from ficco.ops.gradients import (
     refuse_batched,
     refusing_second,
 )
-from ficco.ops.matmul_all_reduce import matmul_all_reduce
-from ficco.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ficco.ops.operands import frozen, process_group
 from ficco.ops.operate import cast, refuse_derivatives, refuse_sharded, watched
+from ficco.ops.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ficco.options import carried, current
 from ficco.schedules import Schedule
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def gathered_linears(
@@ -50,8 +47,14 @@ def gathered_linears(
     The sequence is gathered once for all weights [n, k]. ``rows`` are the ranks' sequence lengths,
     if they are not equal.
     """
-    dim = sequence_at(x, sequence_dim)
-    lengths = _lengths(rows, x.shape[dim], group, "this rank's shard of x")
+    dim, rank = sequence_at(x, sequence_dim), group.rank()
+    length = x.shape[dim]
+    lengths = (length,) * group.size() if rows is None else _checked(rows, group.size())
+    if lengths[rank] != length:
+        raise ValueError(
+            f"rows: required rows[{rank}]={length}, the length of this rank's shard of x, got "
+            f"{list(lengths)}"
+        )
     x = x.movedim(dim, 0)
     batch = x.shape[1:-1]
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
@@ -126,7 +129,7 @@ def reduced_linear(
     under ``options(all_reduce_gradients="equal")``.
     """
     refuse_derivatives()
-    y = _Reduced.apply(*_autocast(_rows(x), weight), group, schedule)
+    y = _Linear.apply(*_autocast(_rows(x), weight), group, schedule, False)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -138,7 +141,7 @@ def copied_linear(
     The forward needs no communication. The backward sums the gradient of x over ranks.
     """
     refuse_derivatives()
-    y = _Copied.apply(*_autocast(_rows(x), weight), group)
+    y = _Linear.apply(*_autocast(_rows(x), weight), group, "auto", True)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -179,21 +182,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
-def _lengths(
-    rows: Sequence[int] | None, own: int, group: ProcessGroup, what: str
-) -> tuple[int, ...]:
-    """The ranks' sequence lengths, checked against ``own``, this rank's."""
-    world, rank = group.size(), group.rank()
-    if rows is None:
-        return (own,) * world
-    lengths = _checked(rows, world)
-    if lengths[rank] != own:
-        raise ValueError(
-            f"rows: required rows[{rank}]={own}, the length of {what}, got {list(lengths)}"
-        )
-    return lengths
-
-
 def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
     given = frozen(rows)
     lengths: tuple[int, ...] = given if isinstance(given, tuple) else ()
@@ -230,17 +218,14 @@ class _Joined(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor
     ) -> torch.Tensor:
-        ctx.call, ctx.options = call, current()
+        ctx.call, ctx.options, ctx.shape = call, current(), x.shape
         ctx.sizes = [weight.shape[0] for weight in weights]
-        _, group, schedule, rows = call
-        joined = torch.cat(weights).t()
-        gathered, some = None, any(ctx.needs_input_grad[2:])
+        where: dict[str, Any] = {"group": call.group, "schedule": call.schedule, "rows": call.rows}
+        gathered, some, joined = None, any(ctx.needs_input_grad[2:]), torch.cat(weights).t()
         if ctx.options.save_gathered and some:
-            y, gathered = all_gather_matmul(
-                x, joined, group=group, schedule=schedule, rows=rows, return_gathered=True
-            )
+            y, gathered = all_gather_matmul(x, joined, return_gathered=True, **where)
         else:
-            y = all_gather_matmul(x, joined, group=group, schedule=schedule, rows=rows)
+            y = all_gather_matmul(x, joined, **where)
         needed = weights if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(x if some and gathered is None else None, gathered, *needed)
         return y
@@ -250,11 +235,9 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gathered, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
-        saved = SavedTensors(
-            x, torch.cat(weights).t() if wanted[0] else None, gathered, columns=True
-        )
-        with carried(ctx.options):
-            grad_x, grad_joined = backward(ctx.call, grad.contiguous(), None, saved, wanted)
+        joined = torch.cat(weights).t() if wanted[0] else None
+        saved = SavedTensors(x, joined, gathered, ctx.shape, columns=True)
+        grad_x, grad_joined = backward(ctx.call, ctx.options, grad, None, saved, wanted)
         if grad_joined is None:
             return grad_x, None, *(None for _ in ctx.sizes)
         return grad_x, None, *grad_joined.t().split(ctx.sizes)
@@ -276,14 +259,9 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-def _save(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Save the tensors that the wanted gradients of a linear layer need."""
-    of_x, of_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-
-
-class _Reduced(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n], summed over ranks; the dual of :class:`_Copied`."""
+class _Linear(torch.autograd.Function):
+    """[m, k] x [n, k] -> [m, n]. The product is summed over ranks or, if ``copied``, the gradient
+    of x is, as it is computed."""
 
     @staticmethod
     def forward(
@@ -292,8 +270,15 @@ class _Reduced(torch.autograd.Function):
         weight: torch.Tensor,
         group: ProcessGroup,
         schedule: str | Schedule,
+        copied: bool,
     ) -> torch.Tensor:
-        _save(ctx, x, weight)
+        to_x, to_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
+        ctx.group, ctx.copied = group, copied
+        # Compiled code keeps the options of its compilation, forward and backward.
+        ctx.options = None if torch.compiler.is_compiling() else current()
+        if copied:
+            return x @ weight.t()
         return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
 
     @staticmethod
@@ -301,31 +286,10 @@ class _Reduced(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         to_x, to_weight = ctx.needs_input_grad[:2]
-        return grad @ weight if to_x else None, grad.t() @ x if to_weight else None, None, None
-
-
-class _Copied(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n]; the gradient of x is summed over ranks as it is computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup
-    ) -> torch.Tensor:
-        _save(ctx, x, weight)
-        ctx.group = group
-        # Compiled code keeps the options of its compilation, forward and backward.
-        ctx.options = None if torch.compiler.is_compiling() else current()
-        return x @ weight.t()
-
-    @staticmethod
-    @refusing_second
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        to_x, to_weight = ctx.needs_input_grad[:2]
         of_x = None
-        if to_x and ctx.options is None:
-            of_x = matmul_all_reduce(grad, weight, group=ctx.group)
+        if to_x and not ctx.copied:
+            of_x = grad @ weight
         elif to_x:
-            with carried(ctx.options):
+            with nullcontext() if ctx.options is None else carried(ctx.options):
                 of_x = matmul_all_reduce(grad, weight, group=ctx.group)
-        return of_x, grad.t() @ x if to_weight else None, None
+        return of_x, grad.t() @ x if to_weight else None, None, None, None

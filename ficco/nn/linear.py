@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -23,7 +24,6 @@ from ficco.ops.operands import process_group
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
 
@@ -143,7 +143,7 @@ class _ParallelLinear(nn.Linear):
         self.in_features, self.out_features = whole.in_features, whole.out_features
         self.settle(ranks_of(group), sequence_dim, schedule)
         for name, full in whole.named_parameters():
-            part = self._part(name, full.detach(), self.ranks.mesh, self._placements(name))
+            part = self._part(name, full.detach())
             if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
                 part = part.clone()  # so as not to keep the whole alive, nor share its memory
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
@@ -190,7 +190,8 @@ class _ParallelLinear(nn.Linear):
         )
         with torch.no_grad():
             for name, full in whole.named_parameters():
-                self._of_layer(name).copy_(self._like(name, full.detach()))
+                param = self._of_layer(name)
+                param.copy_(self._part(name, full.detach(), param))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight and bias as plain tensors; gradients flow to the parameters."""
@@ -201,30 +202,21 @@ class _ParallelLinear(nn.Linear):
         """The dimension in which a parameter is cut; None if every rank has all of it."""
         return self.cut if name == "weight" or self.cut == 0 else None
 
-    def _placements(self, name: str) -> list[Placement]:
-        cut = self._cut(name)
-        return [Replicate() if cut is None else Shard(cut)]
-
     def _part(
-        self,
-        name: str,
-        full: torch.Tensor,
-        mesh: DeviceMesh | None,
-        placements: Sequence[Placement],
+        self, name: str, full: torch.Tensor, like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's part of an unsharded parameter; needs no communication."""
-        if mesh is not None:
-            _check_order(mesh)
-            return distribute_tensor(full, mesh, placements, src_data_rank=None)
-        cut, group = self._cut(name), self.group
-        return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()
-
-    def _like(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an unsharded tensor, cut as the parameter is now (by FSDP, too)."""
-        param = self._parameters[name]
-        if isinstance(param, DTensor):
-            return self._part(name, full, param.device_mesh, param.placements)
-        return self._part(name, full, None, ())
+        """This rank's part of an unsharded parameter, cut as ``like`` is now (by FSDP, too); needs
+        no communication."""
+        cut, group, mesh = self._cut(name), self.group, self.ranks.mesh
+        placements: Sequence[Placement] = [Replicate() if cut is None else Shard(cut)]
+        if like is not None:
+            mesh = None
+        if isinstance(like, DTensor):
+            mesh, placements = like.device_mesh, like.placements
+        if mesh is None:
+            return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()
+        _check_order(mesh)
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
     def _of_layer(self, name: str) -> Any:
         """The weight or bias, None for no bias.
@@ -254,16 +246,10 @@ class _ParallelLinear(nn.Linear):
                 destination[prefix + name] = self.whole(name)
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Load, and take this rank's parts of tensors that are the unsharded layer's."""
+        *_, error_msgs = rest
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name in _PARAMETERS:
             param = self._parameters.get(name)
@@ -271,8 +257,8 @@ class _ParallelLinear(nn.Linear):
             if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
             if value.shape == self._full_shape(name):
-                part = self._like(name, value.detach())
-                if assigns and _is_view_of_more(_plain(part)):
+                part = self._part(name, value.detach(), param)
+                if assigns and _plain(part).untyped_storage().nbytes() > _plain(part).nbytes:
                     part = part.clone()  # so as not to keep the whole alive
                 state_dict[prefix + name] = part
             elif value.shape != param.shape:
@@ -280,15 +266,7 @@ class _ParallelLinear(nn.Linear):
                     f"{prefix}{name}: required shape {list(self._full_shape(name))}, the unsharded "
                     f"layer's, or {list(param.shape)}, this rank's part, got {list(value.shape)}."
                 )
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def whole(self, name: str) -> torch.Tensor:
         """The unsharded layer's weight or bias, gathered. All ranks of the group call it."""
@@ -386,15 +364,8 @@ class RowParallelLinear(_ParallelLinear):
         are not equal."""
         weight, bias = self.local()
         _check_features(x, weight.shape[1], "this rank's columns")
-        return scattered_linear(
-            x,
-            weight,
-            bias,
-            group=self.group,
-            schedule=self.schedule,
-            sequence_dim=self.sequence_dim,
-            rows=rows,
-        )
+        where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
+        return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
 
 
 def gather_once(
@@ -434,16 +405,19 @@ def gather_once(
                 f"{first} and {layer}; call them one by one"
             )
     _check_features(x, first.in_features, "all columns of this rank's part of the sequence")
+    return gathered(x, layers, first.sequence_dim, rows)
+
+
+def gathered(
+    x: torch.Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    sequence_dim: int,
+    rows: Sequence[int] | None,
+) -> tuple[torch.Tensor, ...]:
+    """The layers' outputs for a plain tensor that suits them all."""
     weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-    return gathered_linears(
-        x,
-        weights,
-        biases,
-        group=first.group,
-        schedule=first.schedule,
-        sequence_dim=first.sequence_dim,
-        rows=rows,
-    )
+    where: dict[str, Any] = {"group": layers[0].group, "schedule": layers[0].schedule}
+    return gathered_linears(x, weights, biases, **where, sequence_dim=sequence_dim, rows=rows)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -493,11 +467,6 @@ def _called(layer: nn.Module, args: Any, out: Any) -> None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_view_of_more(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is larger than the tensor."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:

@@ -18,119 +18,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import style as torch_style
 from torch.nn.utils.parametrize import is_parametrized
 
-from ficco.nn.functional import copied_linear, gathered_linears, reduced_linear, scattered_linear
-from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, check_schedule, ranks_of
+from ficco.nn.functional import copied_linear, reduced_linear, scattered_linear
+from ficco.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_schedule,
+    gathered,
+    ranks_of,
+)
 from ficco.schedules import Schedule
 
 #: The attribute of an input in which :class:`PrepareModuleInput` notes the layers that share it.
 _SHARED = "_ficco_shared"
-
-
-class _Scheduled:
-    """Adds a schedule to the style of PyTorch's that follows it among the base classes."""
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        schedule: str | Schedule = "auto",
-    ) -> None:
-        super().__init__(  # type: ignore[call-arg]
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        check_schedule(schedule)
-        self.schedule = schedule
-
-
-class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
-    """:class:`torch.distributed.tensor.parallel.ColwiseParallel` with overlapped communication.
-
-    ===================  ================================  ===================================
-    input                forward                           backward
-    ===================  ================================  ===================================
-    ``Shard(sequence)``  :func:`ficco.all_gather_matmul`   :func:`ficco.matmul_reduce_scatter`
-    ``Replicate()``      a local product                   :func:`ficco.matmul_all_reduce`
-    other                redistributed to ``Replicate()``  by DTensor
-    ===================  ================================  ===================================
-
-    The sequence may be any dimension but the last. An ``nn.Linear`` becomes a
-    :class:`ficco.nn.ColumnParallelLinear` in place, with DTensor parameters ``Shard(0)``; an
-    ``nn.Embedding`` is left to PyTorch's style.
-
-    Args:
-        input_layouts, output_layouts, use_local_output: as for PyTorch's.
-        schedule: as for the operator.
-
-    Raises:
-        ValueError: there is no such schedule, or (from ``parallelize_module``) the ranks cannot
-            share the layer equally.
-        NotImplementedError: (from ``parallelize_module``) the module is a subclass of
-            ``nn.Linear``.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Linear):
-            return _convert(module, _ColwiseLinear, self, device_mesh)
-        return super()._apply(module, device_mesh)
-
-
-class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
-    """:class:`torch.distributed.tensor.parallel.RowwiseParallel` with overlapped communication.
-
-    ===================  ====================================  =============================
-    output               forward                               backward
-    ===================  ====================================  =============================
-    ``Shard(sequence)``  :func:`ficco.matmul_reduce_scatter`   :func:`ficco.all_gather_matmul`
-    ``Replicate()``      :func:`ficco.matmul_all_reduce`       a local product
-    ``Partial()``        a local product                       a local product
-    other                ``Replicate()``, then redistributed   by DTensor
-    ===================  ====================================  =============================
-
-    An ``nn.Linear`` becomes a :class:`ficco.nn.RowParallelLinear` in place, its weight ``Shard(1)``
-    and its bias ``Replicate()``. All else is as in :class:`ColwiseParallel`.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Linear):
-            return _convert(module, _RowwiseLinear, self, device_mesh)
-        return super()._apply(module, device_mesh)
-
-
-class PrepareModuleInput(torch_style.PrepareModuleInput):
-    """PyTorch's ``PrepareModuleInput``, but the layers inside gather the sequence.
-
-    If the plan asks for a sequence shard to be gathered, ``Shard(sequence)`` to ``Replicate()``,
-    the module gets the DTensor still sharded. Its shape is the global one, as before, and the
-    :class:`ColwiseParallel` layers that receive it gather it while they multiply. Direct children
-    of the module that receive the very same tensor gather it once for all of them (see
-    :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
-
-    If the input or a weight is changed in place between the calls of two such children, the later
-    ones gather anew. Under ``torch.compile`` and in inference mode such changes go unnoticed: pass
-    a new tensor instead. A child whose weight may be set when it is called gathers for itself: one
-    with a forward pre-hook, such as FSDP2's or pruning's, or with a parametrization.
-    """
-
-    def _prepare_input_arg(
-        self,
-        input: Any,
-        mesh: DeviceMesh,
-        input_layout: Placement | None,
-        desired_layout: Placement | None,
-    ) -> Any:
-        gathers = isinstance(input_layout, Shard) and isinstance(desired_layout, Replicate)
-        if gathers and not self.use_local_output and _sequence(input, input_layout) is not None:
-            desired_layout = None
-        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(_share, with_kwargs=True)
-        return module
 
 
 class _ColwiseLinear(ColumnParallelLinear):
@@ -182,6 +81,116 @@ class _RowwiseLinear(RowParallelLinear):
         if bias is not None and self.group.rank() > 0:
             bias = bias - bias.detach()
         return nn.functional.linear(x, weight, bias)
+
+
+class _Scheduled:
+    """Adds a schedule, and layers of ficco's in place of ``nn.Linear``, to the style of PyTorch's
+    that follows it among the base classes."""
+
+    _kind: type[_ColwiseLinear | _RowwiseLinear]
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str | Schedule = "auto",
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        check_schedule(schedule)
+        self.schedule = schedule
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            return _convert(module, self._kind, self, device_mesh)
+        applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]
+        return applied
+
+
+class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
+    """:class:`torch.distributed.tensor.parallel.ColwiseParallel` with overlapped communication.
+
+    ===================  ================================  ===================================
+    input                forward                           backward
+    ===================  ================================  ===================================
+    ``Shard(sequence)``  :func:`ficco.all_gather_matmul`   :func:`ficco.matmul_reduce_scatter`
+    ``Replicate()``      a local product                   :func:`ficco.matmul_all_reduce`
+    other                redistributed to ``Replicate()``  by DTensor
+    ===================  ================================  ===================================
+
+    The sequence may be any dimension but the last. An ``nn.Linear`` becomes a
+    :class:`ficco.nn.ColumnParallelLinear` in place, with DTensor parameters ``Shard(0)``; an
+    ``nn.Embedding`` is left to PyTorch's style.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as for PyTorch's.
+        schedule: as for the operator.
+
+    Raises:
+        ValueError: there is no such schedule, or (from ``parallelize_module``) the ranks cannot
+            share the layer equally.
+        NotImplementedError: (from ``parallelize_module``) the module is a subclass of
+            ``nn.Linear``.
+    """
+
+    _kind = _ColwiseLinear
+
+
+class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
+    """:class:`torch.distributed.tensor.parallel.RowwiseParallel` with overlapped communication.
+
+    ===================  ====================================  =============================
+    output               forward                               backward
+    ===================  ====================================  =============================
+    ``Shard(sequence)``  :func:`ficco.matmul_reduce_scatter`   :func:`ficco.all_gather_matmul`
+    ``Replicate()``      :func:`ficco.matmul_all_reduce`       a local product
+    ``Partial()``        a local product                       a local product
+    other                ``Replicate()``, then redistributed   by DTensor
+    ===================  ====================================  =============================
+
+    An ``nn.Linear`` becomes a :class:`ficco.nn.RowParallelLinear` in place, its weight ``Shard(1)``
+    and its bias ``Replicate()``. All else is as in :class:`ColwiseParallel`.
+    """
+
+    _kind = _RowwiseLinear
+
+
+class PrepareModuleInput(torch_style.PrepareModuleInput):
+    """PyTorch's ``PrepareModuleInput``, but the layers inside gather the sequence.
+
+    If the plan asks for a sequence shard to be gathered, ``Shard(sequence)`` to ``Replicate()``,
+    the module gets the DTensor still sharded. Its shape is the global one, as before, and the
+    :class:`ColwiseParallel` layers that receive it gather it while they multiply. Direct children
+    of the module that receive the very same tensor gather it once for all of them (see
+    :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
+
+    If the input or a weight is changed in place between the calls of two such children, the later
+    ones gather anew. Under ``torch.compile`` and in inference mode such changes go unnoticed: pass
+    a new tensor instead. A child whose weight may be set when it is called gathers for itself: one
+    with a forward pre-hook, such as FSDP2's or pruning's, or with a parametrization.
+    """
+
+    def _prepare_input_arg(
+        self,
+        input: Any,
+        mesh: DeviceMesh,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
+    ) -> Any:
+        gathers = isinstance(input_layout, Shard) and isinstance(desired_layout, Replicate)
+        if gathers and not self.use_local_output and _sequence(input, input_layout) is not None:
+            desired_layout = None
+        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_pre_hook(_share, with_kwargs=True)
+        return module
 
 
 class _Shared:
@@ -284,22 +293,14 @@ def _shares(child: nn.Module) -> TypeGuard[_ColwiseLinear]:
 def _gathered(
     x: torch.Tensor, dim: int, layers: Sequence[_ColwiseLinear]
 ) -> tuple[torch.Tensor, ...]:
-    weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-    return gathered_linears(
-        _local(x),
-        weights,
-        biases,
-        group=layers[0].group,
-        schedule=layers[0].schedule,
-        sequence_dim=dim,
-        rows=_uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None,
-    )
+    rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
+    return gathered(_local(x), layers, dim, rows)
 
 
 def _convert(
     module: nn.Linear,
     kind: type[_ColwiseLinear | _RowwiseLinear],
-    style: ColwiseParallel | RowwiseParallel,
+    style: Any,
     mesh: DeviceMesh,
 ) -> nn.Module:
     """Turn a layer into a parallel one in place, since its parent is not known here."""

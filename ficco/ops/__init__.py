@@ -1,1 +1,1 @@
-"""The operators, one module each, and the call path that they share."""
+"""The operators, and the call path that they share."""

@@ -6,14 +6,12 @@ Repeating a kind of call takes one dictionary look-up, one entry on the board an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from ficco.dma.engine import Call, Program, Slot, Span, Symmetric
+from ficco.dma.engine import Call, Program, Span, Symmetric
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import first_fit, fitted
@@ -32,74 +30,10 @@ from ficco.problem import OPERATORS, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
-from ficco.workspace import Known, Workspace, workspace_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ficco.workspace import CachedCall, Workspace, workspace_of
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Rows = Sequence[int] | Sequence[Sequence[int]] | None
-
-
-@dataclass
-class CachedCall:
-    """What is kept for a kind of call: its Plan, and a Program per slot.
-
-    Attributes:
-        columns: if not 0, the whole call would need more memory than ``workspace_bytes``, and runs
-            as several calls, each on so many columns of b.
-        rows: as the caller gave them, frozen, since an iterator can be read only once.
-        latest: number of the latest call of the kind.
-    """
-
-    plan: Plan
-    digest: int
-    single: bool
-    source: tuple[Symmetric, int] | None
-    columns: int = 0
-    rows: Rows = None
-    programs: dict[int, Program] = field(default_factory=dict)
-    latest: int = 0
-
-    @cached_property
-    def out(self) -> tuple[int, int]:
-        """Rows and columns of the result."""
-        return self.plan.shape("out")
-
-    @cached_property
-    def allocated(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
-        """Name, shape and dtype of what a call allocates apart from the result."""
-        return [
-            (buffer.name, self.plan.shape(buffer.name), getattr(torch, buffer.dtype))
-            for buffer in self.plan.buffers
-            if buffer.memory in ("result", "local") and buffer.name != "out"
-        ]
-
-    def program(self, workspace: Workspace, slot: Slot | None) -> Program:
-        program = self.programs.get(id(slot))
-        if program is None:
-            program = compile(self.plan, workspace.engine, slot, self.source)
-            self.programs[id(slot)] = program
-        return program
-
-    def forget(self, slot: Slot) -> None:
-        """Drop the program of a slot that is about to be freed."""
-        program = self.programs.pop(id(slot), None)
-        if program is not None:
-            program.clear()
-
-    @property
-    def captured(self) -> bool:
-        """Whether a graph holds a call of the kind, and may be replayed."""
-        return any(program.slot and program.slot.captured for program in self.programs.values())
-
-    def drop(self) -> None:
-        """Let go of all programs."""
-        for program in self.programs.values():
-            if program.slot is not None:
-                program.slot.programs.pop(program.number, None)
-            program.clear()
-        self.programs.clear()
 
 
 def run(
@@ -129,7 +63,10 @@ def run(
                 run(operator, left, right, group, schedule, cached.rows, out=into)
             return call.tensors["out"], None
         slot = workspace.slot(cached.plan, cached.single)
-        program = cached.programs.get(id(slot)) or cached.program(workspace, slot)
+        program = cached.programs.get(id(slot))
+        if program is None:
+            program = compile(cached.plan, workspace.engine, slot, cached.source)
+            cached.programs[id(slot)] = program
         _execute(workspace, program, call)
     except BaseException as error:
         workspace.end(error)
@@ -190,19 +127,16 @@ def _operands(
     cached: CachedCall, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
 ) -> Call:
     """A call with its results and local buffers allocated."""
-    tensors = {"a": a, "b": b, "out": a.new_empty(cached.out) if out is None else out}
+    out = a.new_empty(cached.out) if out is None else out
+    tensors = {"a": a, "b": b, "out": out}
     if not cached.columns:  # else its parts allocate the rest
         for name, shape, dtype in cached.allocated:
-            if dtype != a.dtype and _by_columns(tensors["out"]):
+            if dtype != a.dtype and out.stride(0) == 1 and not out.is_contiguous():
                 # In the memory order of the result, so that rounding transposes nothing.
                 tensors[name] = a.new_empty(shape[::-1], dtype=dtype).t()
             else:
                 tensors[name] = a.new_empty(shape, dtype=dtype)
     return Call(tensors)
-
-
-def _by_columns(out: torch.Tensor) -> bool:
-    return out.stride(0) == 1 and not out.is_contiguous()
 
 
 def _begin(
@@ -236,26 +170,11 @@ def _begin(
     mode = "eager" if engine.asynchronous else "idle"
     if mode == "eager" and schedule == "auto" and engine.capturing():
         mode = "queued"
-    key = (
-        operator,
-        a.shape,
-        a.dtype,
-        b.shape,
-        b.dtype,
-        a.device,
-        b.device,
-        a.layout,
-        b.layout,
-        schedule,
-        mode,
-        rows,
-        return_gathered,
-        options.workspace_bytes,
-        options.machine,
-        options.search,
-        source and (source[0].serial, source[1]),
-    )
-    cached: Any = workspace.programs.get(key)  # a CachedCall: nobody else keeps any
+    of_a, of_b = (a.shape, a.dtype, a.device, a.layout), (b.shape, b.dtype, b.device, b.layout)
+    asked = options.workspace_bytes, options.machine, options.search
+    place = source and (source[0].serial, source[1])
+    key = operator, of_a, of_b, schedule, mode, rows, return_gathered, asked, place
+    cached = workspace.programs.get(key)
     known = cached is not None
     if cached is None:
         group = workspace.group
@@ -294,7 +213,7 @@ def _cached_call(
         machine=known.machine,
         mode=mode,
         search=options.search,
-        movers=engine.capabilities().movers,
+        offers=engine.capabilities().offers,
         saved=known.saved,
     )
     chosen = decision.schedule
@@ -307,27 +226,14 @@ def _cached_call(
     made = fit.plan
     if fit.columns:
         return CachedCall(made, 0, fit.single, None, fit.columns)
-    digest = workspace.board.describe(
-        _text(problem, made, options, known, source if chosen.pull else None)
-    )
-    return CachedCall(made, digest, fit.single, None if "publish" in made.buffer else source)
-
-
-def _text(
-    problem: Problem,
-    plan: Plan,
-    options: Options,
-    known: Known,
-    source: tuple[Symmetric, int] | None,
-) -> str:
-    """What ranks must agree on, in words."""
-    parts = [str(problem), f"schedule {plan.schedule}", str(known)]
+    agreed = [str(problem), f"schedule {made.schedule}", str(known)]
     if options.workspace_bytes is not None:
-        parts.append(f"workspace_bytes={options.workspace_bytes}")
-    if source is not None:
+        agreed.append(f"workspace_bytes={options.workspace_bytes}")
+    if source is not None and chosen.pull:
         left, (memory, start) = left_of(problem.operator), source
-        parts.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
-    return ", ".join(parts)
+        agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
+    digest = workspace.board.describe(", ".join(agreed))
+    return CachedCall(made, digest, fit.single, None if "publish" in made.buffer else source)
 
 
 def _workspace(
@@ -338,7 +244,7 @@ def _workspace(
     for name, tensor in ((left_of(operator), a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    if a.is_cpu and current().engine is None and _backend(group) == "nccl":
+    if a.is_cpu and current().engine is None and str(dist.get_backend(group)) == "nccl":
         raise ValueError(
             f"{left_of(operator)}: required a CUDA tensor for a NCCL group, got one on cpu; move "
             "it to the GPU or use a gloo group"
@@ -346,7 +252,3 @@ def _workspace(
     workspace = workspace_of(group, a.device, operator)
     workspace.raise_error()
     return workspace
-
-
-def _backend(group: ProcessGroup) -> str:
-    return str(dist.get_backend(group))

@@ -54,9 +54,7 @@ def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int 
 def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int) -> Fit:
     """The same for the schedule that was decided on; if that does not keep to the cap, for the best
     of those that do; if none does, for the collective of the group's library."""
-    with contextlib.suppress(_NoRoom):
-        return _fitted(workspace, problem, decision.schedule, cap)
-    for schedule in (*decision.others, *map(Schedule.parse, FINER)):
+    for schedule in (decision.schedule, *decision.others, *map(Schedule.parse, FINER)):
         with contextlib.suppress(_NoRoom):
             return _fitted(workspace, problem, schedule, cap)
     return _fitted(workspace, problem, Schedule.parse("serial:collective"), cap)
@@ -96,7 +94,6 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
 
 def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
     """The plan of a gathering operator, whose staging becomes a ring if needed."""
-
     engine, problem = workspace.engine, whole.problem
     assert isinstance(problem, Problem)
     others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(whole.rank))

@@ -45,19 +45,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
-from ficco.options import carried, current
+from ficco.options import Options, carried, current
 from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Operators that multiply the rows that they gather or exchange: dB needs those rows again.
 GATHERS = frozenset({"all_gather_matmul", "all_to_all_matmul"})
@@ -98,98 +96,118 @@ class SavedTensors(NamedTuple):
     """What a forward saves for its backward.
 
     Attributes:
-        a, b: the operands, ``a`` as a matrix; None if no gradient needs them.
+        a, b: the operands; None if no gradient needs them.
         gathered: the rows that the forward gathered or exchanged, if they were saved.
+        shape: of ``a``, leading dimensions included.
         columns: b is column-major in memory, and so its gradient should be.
     """
 
     a: torch.Tensor | None
     b: torch.Tensor | None
     gathered: torch.Tensor | None
+    shape: Sequence[int]
     columns: bool
 
 
 def backward(
     call: OperatorCall,
+    options: Options,
     grad: torch.Tensor | None,
     grad_gathered: torch.Tensor | None,
     saved: SavedTensors,
-    wanted: tuple[bool, bool],
+    wanted: Sequence[bool],
 ) -> Gradients:
-    """dA as a matrix, and dB; None for one that is not wanted or is zero.
+    """dA and dB, computed under the options of the forward; None for one that is not wanted or is
+    zero.
 
     Args:
         grad: gradient of the product; None for zero.
         grad_gathered: gradient of the gathered A that the caller got; None for zero.
         wanted: whether dA and dB are wanted.
     """
-    if call.operator == "matmul_all_reduce":
-        return _of_all_reduce(call, grad, saved, wanted)
+    grad = None if grad is None else grad.contiguous()
+    if saved.a is not None and saved.a.dim() > 2:
+        saved = saved._replace(a=saved.a.flatten(0, -2))
+    grad_a = grad_b = None
+    with carried(options):
+        if grad is not None:
+            grad_a, grad_b = _of_product(call, grad, saved, *wanted)
+        if grad_gathered is not None and wanted[0]:
+            returned = _returned(call, grad_gathered.contiguous())
+            grad_a = returned if grad_a is None else grad_a.add_(returned)
+    return None if grad_a is None else grad_a.view(saved.shape), grad_b
+
+
+def _of_product(
+    call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
+) -> Gradients:
+    """dA as a matrix, and dB, for the gradient of the product."""
     if OPERATORS[call.operator].inner:
-        return _of_transposed(call, grad, saved, wanted)
+        return _of_transposed(call, grad, saved, to_a, to_b)
     if call.operator in GATHERS:
-        return _of_gathering(call, grad, grad_gathered, saved, wanted)
-    return _of_scattering(call, grad, saved, wanted)
+        return _of_gathering(call, grad, saved, to_a, to_b)
+    if call.operator != "matmul_all_reduce":
+        return _of_scattering(call, grad, saved, to_a, to_b)
+    if current().all_reduce_gradients == "equal":
+        grad_a = _product(grad, _there(saved.b).t()) if to_a else None
+        return grad_a, weight_gradient(_there(saved.a), grad, saved.columns) if to_b else None
+    world, m = call.group.size(), grad.shape[0]
+    call = call._replace(rows=tuple(m // world + (rank < m % world) for rank in range(world)))
+    return _of_scattering(call, _summed_rows(call, grad), saved, to_a, to_b)
 
 
 def _of_gathering(
-    call: OperatorCall,
-    grad: torch.Tensor | None,
-    grad_gathered: torch.Tensor | None,
-    saved: SavedTensors,
-    wanted: tuple[bool, bool],
+    call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
 ) -> Gradients:
-    grad_a = grad_b = None
-    if grad is not None:
-        if not wanted[0] and saved.gathered is None:
-            assert saved.a is not None
-            return None, _weight(call, saved.a, grad, saved.columns)
-        regather = None
-        if wanted[1] and saved.gathered is None:
-            assert saved.a is not None
-            regather = _Regather(call, saved.a, overlapped=wanted[0])
-        try:
-            if wanted[0]:
-                assert saved.b is not None
-                grad_a, _ = _dual(call, grad, saved.b, False)
-        finally:  # the caller's stream waits for the side stream, after an error, too
-            gathered = regather.result() if regather else saved.gathered
-        if wanted[1]:
-            assert gathered is not None
-            grad_b = weight_gradient(gathered, grad, saved.columns)
-    if grad_gathered is not None and wanted[0]:
-        returned = _returned(call, grad_gathered)
-        grad_a = returned if grad_a is None else grad_a.add_(returned)
-    return grad_a, grad_b
+    if not to_a and saved.gathered is None:
+        a = _there(saved.a)
+        return None, _transposed_product(call, a, grad, a.shape[1], saved.columns)
+    gathered, grad_a = saved.gathered, None
+    regather = _regather(call, _there(saved.a)) if to_b and gathered is None else None
+    try:
+        if to_a:
+            grad_a, _ = _dual(call, grad, _there(saved.b), False)
+    finally:  # the caller's stream waits for the side stream, after an error, too
+        gathered = regather() if regather else gathered
+    return grad_a, weight_gradient(_there(gathered), grad, saved.columns) if to_b else None
 
 
 def _of_transposed(
-    call: OperatorCall, grad: torch.Tensor | None, saved: SavedTensors, wanted: tuple[bool, bool]
+    call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
 ) -> Gradients:
-    grad_a = grad_b = None
-    if grad is not None and wanted[0]:
-        assert saved.b is not None
-        grad_a, _ = _dual(call, saved.b, grad, False)
-    if grad is not None and wanted[1]:
-        assert saved.a is not None
-        height = rows_multiplied(call, saved.a.shape[0])
-        grad_b = _transposed_product(call, saved.a, grad, height, saved.columns)
-    return grad_a, grad_b
+    grad_a = _dual(call, _there(saved.b), grad, False)[0] if to_a else None
+    if not to_b:
+        return grad_a, None
+    a = _there(saved.a)
+    height = rows_multiplied(call, a.shape[0])
+    return grad_a, _transposed_product(call, a, grad, height, saved.columns)
 
 
-def _weight(call: OperatorCall, x: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
-    """``gathered(x).t() @ b`` for a gathering operator, while the rows travel; column-major if
-    ``columns``."""
-    return _transposed_product(call, x, b, x.shape[1], columns)
+def _of_scattering(
+    call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
+) -> Gradients:
+    if not to_a:
+        a, back = _there(saved.a), _dual_of(call)
+        return None, _transposed_product(back, grad, a, grad.shape[1], not saved.columns).t()
+    grad_a, gathered = _dual(call, grad, _there(saved.b), to_b)
+    if not to_b:
+        return grad_a, None
+    return grad_a, weight_gradient(_there(saved.a), _there(gathered), saved.columns)
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    """A tensor that was saved, since a gradient that is wanted needs it."""
+    assert tensor is not None
+    return tensor
 
 
 def _transposed_product(
     call: OperatorCall, left: torch.Tensor, right: torch.Tensor, rows: int, columns: bool
 ) -> torch.Tensor:
     """The product by the operator of ``TRANSPOSED``, which has the same exchange; its result has
-    ``rows`` rows."""
+    ``rows`` rows, and is column-major if ``columns``."""
     operator, schedule = TRANSPOSED[call.operator], _schedule(call.schedule)
-    out = _by_columns(right, rows) if columns else None
+    out = right.new_empty((right.shape[1], rows)).t() if columns else None
     return run(operator, left, right, call.group, schedule, call.rows, out=out)[0]
 
 
@@ -204,11 +222,6 @@ def rows_multiplied(call: OperatorCall, m: int) -> int:
     return m if rows is None else sum(row[rank] for row in rows)
 
 
-def _by_columns(like: torch.Tensor, rows: int) -> torch.Tensor:
-    """Memory for a column-major matrix that is as wide as another."""
-    return like.new_empty((like.shape[1], rows)).t()
-
-
 def _returned(call: OperatorCall, grad_gathered: torch.Tensor) -> torch.Tensor:
     """The gradient of the gathered rows, sent back to where the rows came from."""
     if OPERATORS[call.operator].blocks:
@@ -216,50 +229,7 @@ def _returned(call: OperatorCall, grad_gathered: torch.Tensor) -> torch.Tensor:
     # All ranks were given the same rows, so their gradients add up.
     world = call.group.size()
     rows = call.rows or (grad_gathered.shape[0] // world,) * world
-    return _summed_rows(call, grad_gathered, rows)
-
-
-def _of_scattering(
-    call: OperatorCall, grad: torch.Tensor | None, saved: SavedTensors, wanted: tuple[bool, bool]
-) -> Gradients:
-    if grad is None:
-        return None, None
-    if not wanted[0]:
-        assert saved.a is not None
-        return None, _weight(_dual_of(call), grad, saved.a, not saved.columns).t()
-    assert saved.b is not None
-    grad_a, gathered = _dual(call, grad, saved.b, wanted[1])
-    if not wanted[1]:
-        return grad_a, None
-    assert saved.a is not None and gathered is not None
-    return grad_a, weight_gradient(saved.a, gathered, saved.columns)
-
-
-def _of_all_reduce(
-    call: OperatorCall, grad: torch.Tensor | None, saved: SavedTensors, wanted: tuple[bool, bool]
-) -> Gradients:
-    if grad is None:
-        return None, None
-    grad_a = grad_b = None
-    total: torch.Tensor | None = grad
-    if current().all_reduce_gradients == "sum":
-        world, m = call.group.size(), grad.shape[0]
-        rows = tuple(m // world + (rank < m % world) for rank in range(world))
-        mine = _summed_rows(call, grad, rows)
-        call = call._replace(rows=rows)
-        if wanted[0]:
-            assert saved.b is not None
-            grad_a, total = _dual(call, mine, saved.b, wanted[1])
-        else:
-            assert saved.a is not None
-            return None, _weight(_dual_of(call), mine, saved.a, not saved.columns).t()
-    elif wanted[0]:
-        assert saved.b is not None
-        grad_a = _product(grad, saved.b.t())
-    if wanted[1]:
-        assert saved.a is not None and total is not None
-        grad_b = weight_gradient(saved.a, total, saved.columns)
-    return grad_a, grad_b
+    return _summed_rows(call._replace(rows=rows), grad_gathered)
 
 
 def weight_gradient(a: torch.Tensor, grad: torch.Tensor, columns: bool) -> torch.Tensor:
@@ -310,49 +280,42 @@ def _gathered(call: OperatorCall, a: torch.Tensor) -> torch.Tensor:
     """Only the gathered or exchanged A, from a call whose ``b`` has no columns."""
     nothing = a.new_empty((a.shape[1], 0))
     schedule = _schedule(call.schedule)
-    _, gathered = run(call.operator, a, nothing, call.group, schedule, call.rows, True)
-    assert gathered is not None
-    return gathered
+    return _there(run(call.operator, a, nothing, call.group, schedule, call.rows, True)[1])
 
 
-def _summed_rows(call: OperatorCall, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _summed_rows(call: OperatorCall, x: torch.Tensor) -> torch.Tensor:
     """This rank's rows of the sum of all ranks' x, added up in float32 and rounded once."""
-    world, rank = call.group.size(), call.group.rank()
+    world, rank, rows = call.group.size(), call.group.rank(), call.rows
+    assert rows is not None
     table = (tuple(rows),) * world
     blocks = _gathered(call._replace(operator="all_to_all_matmul", rows=table), x)
     wide = torch.float32 if x.itemsize < 4 else x.dtype
     return blocks.view(world, rows[rank], x.shape[1]).sum(0, dtype=wide).to(x.dtype)
 
 
-class _Regather:
-    """A gathered once more; if ``overlapped``, on a GPU, on a side stream of the caller's."""
+def _regather(call: OperatorCall, a: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Gather A once more, on a GPU on a side stream of the caller's; returns what waits for it."""
+    if not a.is_cuda:
+        gathered = _gathered(call, a)
+        return lambda: gathered
+    caller = gpu.current_stream(a.device)
+    side = _side_stream(caller)
+    side.wait_stream(caller)
+    with gpu.stream(side):
+        gathered = _gathered(call, a)
 
-    def __init__(self, call: OperatorCall, a: torch.Tensor, overlapped: bool) -> None:
-        self.caller: gpu.Stream | None = None
-        if not (overlapped and a.is_cuda):
-            self.gathered = _gathered(call, a)
-            return
-        self.caller = gpu.current_stream(a.device)
-        self.side = _side_stream(self.caller)
-        self.side.wait_stream(self.caller)
-        with gpu.stream(self.side):
-            self.gathered = _gathered(call, a)
+    def wait() -> torch.Tensor:
+        caller.wait_stream(side)
+        gathered.record_stream(caller)
+        return gathered
 
-    def result(self) -> torch.Tensor:
-        if self.caller is not None:
-            self.caller.wait_stream(self.side)
-            self.gathered.record_stream(self.caller)
-        return self.gathered
+    return wait
 
 
-_side_streams: dict[gpu.Stream, gpu.Stream] = {}
-
-
+@cache
 def _side_stream(caller: gpu.Stream) -> gpu.Stream:
     """The side stream of a stream, always the same one, so that recorded graphs can be reused."""
-    if caller not in _side_streams:
-        _side_streams[caller] = gpu.Stream(caller.device)
-    return _side_streams[caller]
+    return gpu.Stream(caller.device)
 
 
 # With autograd.
@@ -361,7 +324,7 @@ def _side_stream(caller: gpu.Stream) -> gpu.Stream:
 def save(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None) -> None:
     """Save the tensors of a forward that its backward needs, and no others."""
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    ctx.columns, ctx.shape = by_columns(b), a.shape
+    ctx.shape, ctx.columns = a.shape, by_columns(b)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         a if needs_b and gathered is None else None,
@@ -443,18 +406,6 @@ class Differentiable(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         a, b, gathered = ctx.saved_tensors
-        saved = SavedTensors(matrix(a), b, gathered, ctx.columns)
-        with carried(ctx.options):
-            grad_a, grad_b = backward(
-                ctx.call,
-                None if grad is None else grad.contiguous(),
-                None if grad_gathered is None else grad_gathered.contiguous(),
-                saved,
-                ctx.needs_input_grad[:2],
-            )
-        return None if grad_a is None else grad_a.view(ctx.shape), grad_b, None, None
-
-
-def matrix(a: torch.Tensor | None) -> torch.Tensor | None:
-    """A with its leading dimensions flattened."""
-    return a if a is None or a.dim() == 2 else a.flatten(0, -2)
+        saved = SavedTensors(a, b, gathered, ctx.shape, ctx.columns)
+        needed = ctx.needs_input_grad[:2]
+        return *backward(ctx.call, ctx.options, grad, grad_gathered, saved, needed), None, None

@@ -39,7 +39,6 @@ from ficco.ops.gradients import (
     OperatorCall,
     SavedTensors,
     backward,
-    matrix,
     rows_multiplied,
     save,
 )
@@ -55,6 +54,35 @@ _BACKWARD = (
 )
 
 Rows = Sequence[int] | None
+
+
+class _Forward(NamedTuple):
+    """The arguments of a product, in the order of its schema."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    group: str
+    schedule: str = "auto"
+    rows: Rows = None
+    options: str = ""
+
+
+class _Backward(NamedTuple):
+    """The arguments of a backward, in the order of its schema."""
+
+    grad: torch.Tensor | None
+    grad_gathered: torch.Tensor | None
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    gathered: torch.Tensor | None
+    shape: Sequence[int]
+    columns: bool
+    needs_a: bool
+    needs_b: bool
+    group: str
+    schedule: str = "auto"
+    rows: Rows = None
+    options: str = ""
 
 
 class Registered(NamedTuple):
@@ -78,7 +106,9 @@ def call(
     """A call through the ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
         rows = frozen(rows)
-    flat = None if rows is None else _flat(rows)
+    flat = None
+    if rows is not None:  # an all-to-all's table row by row
+        flat = [n for row in rows for n in (row if isinstance(row, (list, tuple)) else [row])]
     ops = OPS[operator]
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
     if ops.gathered and (return_gathered or saves):
@@ -87,140 +117,75 @@ def call(
     return ops.product(a, b, group, schedule, flat, options), None
 
 
-def _flat(rows: Any) -> list[int]:
-    """Rows, or a table of rows, as one list."""
-    return [number for row in rows for number in (row if isinstance(row, (list, tuple)) else [row])]
+def _called(operator: str, given: _Forward | _Backward) -> OperatorCall:
+    ranks = distributed_c10d._resolve_process_group(given.group)  # type: ignore[arg-type]
+    world, rows = ranks.size(), given.rows
+    table: tuple[Any, ...] | None = None if rows is None else tuple(rows)
+    if table is not None and OPERATORS[operator].blocks and len(table) == world * world:
+        table = tuple(table[i : i + world] for i in range(0, world * world, world))
+    return OperatorCall(operator, ranks, given.schedule, table)  # checked by the call path
 
 
-def _called(operator: str, group: str, schedule: str, rows: Rows) -> OperatorCall:
-    ranks = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    world = ranks.size()
-    if rows is None:
-        return OperatorCall(operator, ranks, schedule, None)
-    if OPERATORS[operator].blocks and len(rows) == world * world:
-        table = tuple(tuple(rows[i : i + world]) for i in range(0, world * world, world))
-        return OperatorCall(operator, ranks, schedule, table)
-    return OperatorCall(operator, ranks, schedule, tuple(rows))  # checked by the call path
-
-
-def _forward(
-    operator: str,
-    return_gathered: bool,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: str,
-    schedule: str = "auto",
-    rows: Rows = None,
-    options: str = "",
-) -> Any:
-    called = _called(operator, group, schedule, rows)
-    with carried(from_text(options)) if options else nullcontext():
-        result = run(operator, a, b, called.group, schedule, called.rows, return_gathered)
+def _forward(operator: str, return_gathered: bool, *args: Any, **kwargs: Any) -> Any:
+    given = _Forward(*args, **kwargs)
+    called = _called(operator, given)
+    with carried(from_text(given.options)) if given.options else nullcontext():
+        result = run(
+            operator, given.a, given.b, called.group, given.schedule, called.rows, return_gathered
+        )
     return result if return_gathered else result[0]
 
 
-def _fake_forward(
-    operator: str,
-    return_gathered: bool,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: str,
-    schedule: str = "auto",
-    rows: Rows = None,
-    options: str = "",
-) -> Any:
+def _fake_forward(operator: str, return_gathered: bool, *args: Any, **kwargs: Any) -> Any:
+    given = _Forward(*args, **kwargs)
+    a, b = given.a, given.b
     check_operands(operator, a, b)  # the call itself checks the rest
-    called = _called(operator, group, schedule, rows)
-    m, (_, n), k = prod(a.shape[:-1]), b.shape, a.shape[-1]
-    multiplied = rows_multiplied(called, m)
+    (*m, k), n = a.shape, b.shape[1]
+    multiplied = rows_multiplied(_called(operator, given), prod(m))
     out = a.new_empty((k if OPERATORS[operator].inner else multiplied, n))
     return (out, a.new_empty((multiplied, k))) if return_gathered else out
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, b, ctx.group, ctx.schedule, ctx.rows, text = inputs
-    ctx.text = text or to_text(current())
-    saves = isinstance(output, tuple) and from_text(ctx.text).save_gathered
+    a, b, *call, text = inputs
+    text = text or to_text(current())
+    ctx.call = *call, text
+    saves = isinstance(output, tuple) and from_text(text).save_gathered
     save(ctx, a, b, output[1] if saves else None)
 
 
 def _autograd(
     operator: str, ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    a, b, gathered = ctx.saved_tensors
     needs_a = ctx.needs_input_grad[0] and not (grad is None and grad_gathered is None)
     needs_b = ctx.needs_input_grad[1] and grad is not None
     grads: list[torch.Tensor] = []
     if needs_a or needs_b:
-        grads = OPS[operator].backward(
-            grad,
-            grad_gathered,
-            a,
-            b,
-            gathered,
-            ctx.shape,
-            ctx.columns,
-            needs_a,
-            needs_b,
-            ctx.group,
-            ctx.schedule,
-            ctx.rows,
-            ctx.text,
-        )
+        which = ctx.shape, ctx.columns, needs_a, needs_b
+        grads = OPS[operator].backward(grad, grad_gathered, *ctx.saved_tensors, *which, *ctx.call)
     rest = iter(grads)
     return next(rest) if needs_a else None, next(rest) if needs_b else None, *[None] * 4
 
 
-def _backward(
-    operator: str,
-    grad: torch.Tensor | None,
-    grad_gathered: torch.Tensor | None,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    gathered: torch.Tensor | None,
-    shape: Sequence[int],
-    columns: bool,
-    needs_a: bool,
-    needs_b: bool,
-    group: str,
-    schedule: str = "auto",
-    rows: Rows = None,
-    options: str = "",
-) -> list[torch.Tensor]:
-    called = _called(operator, group, schedule, rows)
-    saved = SavedTensors(matrix(a), b, gathered, columns)
-    grad = None if grad is None else grad.contiguous()
-    grad_gathered = None if grad_gathered is None else grad_gathered.contiguous()
-    with carried(from_text(options)):
-        grad_a, grad_b = backward(called, grad, grad_gathered, saved, (needs_a, needs_b))
-    grads = (None if grad_a is None else grad_a.view(shape), grad_b)
-    return [gradient for gradient in grads if gradient is not None]
+def _backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    given = _Backward(*args, **kwargs)
+    saved = SavedTensors(given.a, given.b, given.gathered, given.shape, given.columns)
+    grads, needed = (given.grad, given.grad_gathered), (given.needs_a, given.needs_b)
+    options = from_text(given.options)
+    results = backward(_called(operator, given), options, *grads, saved, needed)
+    return [gradient for gradient in results if gradient is not None]
 
 
-def _fake_backward(
-    operator: str,
-    grad: torch.Tensor | None,
-    grad_gathered: torch.Tensor | None,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    gathered: torch.Tensor | None,
-    shape: Sequence[int],
-    columns: bool,
-    needs_a: bool,
-    needs_b: bool,
-    group: str,
-    schedule: str = "auto",
-    rows: Rows = None,
-    options: str = "",
-) -> list[torch.Tensor]:
-    like = grad if grad is not None else grad_gathered
+def _fake_backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    given = _Backward(*args, **kwargs)
+    like = given.grad if given.grad is not None else given.grad_gathered
     assert like is not None
-    grads = [like.new_empty(tuple(shape))] if needs_a else []
-    if needs_b:
-        k, n = shape[-1], like.shape[1]
+    grads = [like.new_empty(tuple(given.shape))] if given.needs_a else []
+    if given.needs_b:
+        (*m, k), n = given.shape, like.shape[1]
         if OPERATORS[operator].inner:
-            k = rows_multiplied(_called(operator, group, schedule, rows), prod(shape[:-1]))
-        grads.append(like.new_empty((n, k)).t() if columns else like.new_empty((k, n)))
+            k = rows_multiplied(_called(operator, given), prod(m))
+        grads.append(like.new_empty((n, k)).t() if given.columns else like.new_empty((k, n)))
     return grads
 
 
@@ -246,9 +211,7 @@ def _operator(operator: str) -> Registered:
             partial(_fake_forward, operator, gathered),
         )
         torch.library.register_autograd(
-            f"ficco::{name}",
-            partial(_autograd, operator),
-            setup_context=_setup_context,
+            f"ficco::{name}", partial(_autograd, operator), setup_context=_setup_context
         )
         forwards.append(op)
     back = _register(
@@ -271,50 +234,33 @@ OPS = {operator: _operator(operator) for operator in DUAL}
 # Operations as ``torch.utils.flop_counter`` counts them: it passes shapes instead of tensors.
 
 
-def _forward_flops(
-    operator: str,
-    gathered: bool,
-    a: Sequence[int],
-    b: Sequence[int],
-    *_: Any,
-    out_shape: Any,
-    **__: Any,
-) -> int:
+def _forward_flops(operator: str, gathered: bool, *args: Any, out_shape: Any, **kwargs: Any) -> int:
     """Operations of one rank's product: two for each multiplication."""
+    given: Any = _Forward(*args, **kwargs)
+    a, b = given.a, given.b
     if OPERATORS[operator].inner:
         rows = b[0]
     elif operator in GATHERS:
         rows = (out_shape[0] if gathered else out_shape)[0]
     else:
         rows = prod(a[:-1])
-    return 2 * rows * a[-1] * b[1]
+    count: int = 2 * rows * a[-1] * b[1]
+    return count
 
 
-def _backward_flops(
-    operator: str,
-    grad: Sequence[int] | None,
-    grad_gathered: Sequence[int] | None,
-    a: Sequence[int] | None,
-    b: Sequence[int] | None,
-    gathered: Sequence[int] | None,
-    shape: Sequence[int],
-    columns: bool,
-    needs_a: bool,
-    needs_b: bool,
-    *_: Any,
-    out_shape: Any,
-    **__: Any,
-) -> int:
+def _backward_flops(operator: str, *args: Any, out_shape: Any, **kwargs: Any) -> int:
     """Operations of one rank's gradients: each takes a product as large as the forward's."""
-    if grad is None:  # only the gradient of the gathered rows goes back, without a product
+    given: Any = _Backward(*args, **kwargs)
+    if given.grad is None:  # only the gradient of the gathered rows goes back, without a product
         return 0
     if OPERATORS[operator].inner:
-        rows = out_shape[-1][0] if needs_b else b[0]  # type: ignore[index]
+        rows = out_shape[-1][0] if given.needs_b else given.b[0]
     elif operator in GATHERS:
-        rows = grad[0]
+        rows = given.grad[0]
     else:
-        rows = prod(shape[:-1])
-    return 2 * rows * shape[-1] * grad[1] * (needs_a + needs_b)
+        rows = prod(given.shape[:-1])
+    count: int = 2 * rows * given.shape[-1] * given.grad[1] * (given.needs_a + given.needs_b)
+    return count
 
 
 for _operator_name, _ops in OPS.items():

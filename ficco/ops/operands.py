@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Symmetric
 from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
 from ficco.workspace import Workspace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:

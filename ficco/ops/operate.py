@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops import library
 from ficco.ops.call import Result, run
@@ -21,10 +23,6 @@ from ficco.ops.gradients import Differentiable, OperatorCall
 from ficco.ops.operands import frozen, process_group
 from ficco.options import current_text
 from ficco.schedules import Schedule
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: Tensors that hold data of their own; others (fake ones, wrappers) define what an operator does.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

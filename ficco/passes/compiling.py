@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
 from ficco.passes.report import Report
 from ficco.passes.rewrite import named, replace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: The setting of Inductor's that holds the pass. The pass runs on each forward and backward graph,
 #: before all passes of Inductor's own that look for collectives.
@@ -39,7 +37,8 @@ class Backend:
             )
         return self._aot(module, inputs)
 
-    def _replace(self, graph: GraphModule | Graph) -> None:
+    def replace(self, graph: GraphModule | Graph) -> None:
+        """Run the pass on a graph."""
         self.report.add(replace(graph, group=self.group, schedule=self.schedule))
 
     def _inductor(
@@ -54,7 +53,7 @@ class Backend:
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
-        patches[HOOK] = _pass_class()(self._replace, patches.get(HOOK, getattr(config, HOOK)))
+        patches[HOOK] = _pass_class()(self.replace, patches.get(HOOK, getattr(config, HOOK)))
         return compile_fx(module, inputs, config_patches=patches)
 
     def _aot(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -65,7 +64,7 @@ class Backend:
         from torch._dynamo.backends.common import aot_autograd
 
         def compile(graph: GraphModule, examples: Sequence[Any]) -> Any:
-            self._replace(graph)
+            self.replace(graph)
             if callable(self.inner):
                 return make_boxed_func(self.inner(graph, examples))
             return make_boxed_func(graph.forward)
@@ -128,13 +127,8 @@ def inductor_pass(
         ValueError: the group or the schedule is not valid.
     """
     _hook()
-    name = named(group, schedule)
-    report = Report()
-
-    def run(graph: Graph) -> None:
-        report.add(replace(graph, group=name, schedule=schedule))
-
-    hook: Callable[[Graph], None] = _pass_class()(run, report=report)
+    passes = Backend("inductor", named(group, schedule), schedule)
+    hook: Callable[[Graph], None] = _pass_class()(passes.replace, report=passes.report)
     return hook
 
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._pytree import tree_leaves
 
-from ficco.passes.layout import Order, Size, permuted, regrouped
+from ficco.passes.layout import Order, Size, permuted, regrouped, same
 
 aten = torch.ops.aten
 
@@ -56,40 +55,8 @@ _SAME_ORDER = {
     aten.alias.default,
     aten.detach.default,
 }
-_CONVERSIONS = {
-    aten._to_copy.default,
-    aten.to.dtype,
-    torch.ops.prims.convert_element_type.default,
-}
-_SPLITS = {
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-}
-
-
-def same(one: Size, other: Size) -> bool:
-    """Whether two sizes are equal for all values of the graph's dynamic sizes; adds no guard."""
-    return bool(statically_known_true(one == other)) or _same_divided(one, other)
-
-
-def _same_divided(one: Size, other: Size) -> bool:
-    """As :func:`same`, for sizes that contain divisions known to have no remainder."""
-    symbolic = next((size for size in (one, other) if isinstance(size, torch.SymInt)), None)
-    if symbolic is None:
-        return False
-    shapes = symbolic.node.shape_env
-    rest = (one - other).node.expr
-    for divided in rest.atoms(FloorDiv):
-        whole, by = divided.args
-        more, part = whole.as_coeff_Add()  # (x + by - 1) // by rounds up
-        if not (by.is_Integer and 0 <= more < by and part.free_symbols):
-            continue
-        size = shapes.create_symintnode(part, hint=None)
-        if statically_known_true(size % int(by) == 0):
-            rest = rest.subs(divided, part / by)
-    return bool(rest.expand() == 0)
+_CONVERSIONS = {aten._to_copy.default, aten.to.dtype, torch.ops.prims.convert_element_type.default}
+_SPLITS = {aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default}
 
 
 def value(node: Any) -> FakeTensor | None:
@@ -118,15 +85,10 @@ def op_of(node: Node) -> torch._ops.OpOverload:
 
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an operation by name, including defaults."""
-    named = {}
-    for i, argument in enumerate(op_of(node)._schema.arguments):
-        if i < len(node.args):
-            named[argument.name] = node.args[i]
-        elif argument.name in node.kwargs:
-            named[argument.name] = node.kwargs[argument.name]
-        else:
-            named[argument.name] = argument.default_value
-    return named
+    schema = op_of(node)._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema}
+    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+    return defaults | given | node.kwargs
 
 
 def is_op(node: Node) -> bool:
@@ -153,6 +115,14 @@ def is_size(node: Node) -> bool:
 
 # Products.
 
+#: Products by operation: the names of its left and right operands and of its bias.
+_PRODUCTS = {
+    aten.mm.default: ("self", "mat2", ""),
+    aten.matmul.default: ("self", "other", ""),
+    aten.addmm.default: ("mat1", "mat2", "self"),
+    aten.linear.default: ("input", "weight", "bias"),
+}
+
 
 @dataclass(frozen=True)
 class MatrixProduct:
@@ -173,25 +143,18 @@ def product(node: Any) -> MatrixProduct | str:
     """The product that a node computes, or why ficco has no operator for it."""
     if not isinstance(node, Node) or not is_op(node):
         return f"{_called(node)} is no product"
-    target = node.target
-    if target in (aten.mm.default, aten.matmul.default):
-        given = arguments(node)
-        b = given["mat2" if "mat2" in given else "other"]
-        matmul = MatrixProduct(node, given["self"], b, False)
-    elif target == aten.addmm.default:
-        given = arguments(node)
-        if given["beta"] != 1 or given["alpha"] != 1:
-            return "addmm with beta or alpha other than 1"
-        matmul = MatrixProduct(node, given["mat1"], given["mat2"], False, given["self"])
-    elif target == aten.linear.default:
-        given = arguments(node)
-        matmul = MatrixProduct(node, given["input"], given["weight"], True, given["bias"])
-    elif target in (aten.bmm.default, aten.baddbmm.default):
+    if node.target in (aten.bmm.default, aten.baddbmm.default):
         return "bmm multiplies a batch of matrices"
-    elif "scaled_mm" in op_of(node)._schema.name:
+    if "scaled_mm" in op_of(node)._schema.name:
         return "scaled products (fp8) are not served"
-    else:
+    if node.target not in _PRODUCTS:
         return f"{_called(node)} is no product"
+    given = arguments(node)
+    if given.get("beta", 1) != 1 or given.get("alpha", 1) != 1:
+        return "addmm with beta or alpha other than 1"
+    left, right, bias = map(given.get, _PRODUCTS[node.target])
+    transposed = node.target == aten.linear.default
+    matmul = MatrixProduct(node, left, right, transposed, bias)  # type: ignore[arg-type]
     a, b = value(matmul.a), value(matmul.b)
     if a is None or b is None or a.dim() < 2 or b.dim() != 2:
         return f"{_called(node)} of operands that are no matrices"
@@ -230,9 +193,9 @@ class Relayout:
         """The order after the relayout."""
         shape = tensor_of(self.source).shape
         if self.perm is not None:
-            return permuted(order, shape, self.perm, same)
+            return permuted(order, shape, self.perm)
         if self.pieces is not None:
-            return regrouped(order, shape, *self.pieces, same)
+            return regrouped(order, shape, *self.pieces)
         return order
 
     def backward(self, order: Order) -> Order:
@@ -240,10 +203,10 @@ class Relayout:
         shape = tensor_of(self.result).shape
         if self.perm is not None:
             inverse = [self.perm.index(i) for i in range(len(self.perm))]
-            return permuted(order, shape, inverse, same)
+            return permuted(order, shape, inverse)
         if self.pieces is not None:
             cut, join, number = self.pieces
-            return regrouped(order, shape, join, cut, number, same)
+            return regrouped(order, shape, join, cut, number)
         return order
 
 
@@ -399,7 +362,8 @@ def written(node: Node) -> list[Node]:
             tensor
             for argument in op_of(node)._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _nodes(arguments(node)[argument.name])
+            for tensor in tree_leaves(arguments(node)[argument.name])
+            if isinstance(tensor, Node)
         ]
     if node.op == "call_function":
         functional = "functional" in getattr(node.target, "__name__", "")
@@ -410,38 +374,32 @@ def written(node: Node) -> list[Node]:
     return [given for given in node.all_input_nodes if value(given) is not None]
 
 
-def _nodes(given: Any) -> list[Node]:
-    if isinstance(given, Node):
-        return [given]
-    if isinstance(given, list | tuple):
-        return [node for part in given for node in _nodes(part)]
-    return []
-
-
 def storage(node: Node) -> Node:
     """The node whose memory a view shares."""
-    while True:
-        if is_op(node) and node.args and isinstance(node.args[0], Node):
-            returns = op_of(node)._schema.returns
-            if returns and returns[0].alias_info is not None or node.target in _SAME_ORDER:
-                node = node.args[0]
-                continue
-        elif node.op == "call_function" and node.target == operator.getitem:
-            if isinstance(node.args[0], Node):
-                node = node.args[0]
-                continue
-        return node
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
+        views = node.target == operator.getitem or node.target in _SAME_ORDER
+        if is_op(node) and (returns := op_of(node)._schema.returns):
+            views |= returns[0].alias_info is not None
+        if not views:
+            break
+        node = node.args[0]
+    return node
 
 
 def write_between(first: Node, last: Node, tensors: Sequence[Node]) -> Node | None:
     """A node between ``first`` and ``last`` that may write to one of the tensors."""
     held = {storage(node) for node in tensors}
-    node = first.next
-    while node is not last and node.op != "root":
+    for node in span(first.next, last):
         if any(storage(target) in held for target in written(node)):
             return node
-        node = node.next
     return None
+
+
+def span(first: Node, last: Node | None = None) -> Iterator[Node]:
+    """The nodes from one up to another one, or to the end of the graph."""
+    while first is not last and first.op != "root":
+        yield first
+        first = first.next
 
 
 # Where a node comes from.

@@ -26,15 +26,15 @@ from ficco.passes.graph import (
     product,
     relayout_to,
     relayouts_from,
-    same,
     source_of,
+    span,
     storage,
     tensor_of,
     value,
     write_between,
     written,
 )
-from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_of, total
+from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_of, same, total
 from ficco.problem import ITEMSIZE
 
 #: The operators for a collective before a product, and after one.
@@ -73,38 +73,12 @@ class CollectiveCall:
 
 
 @dataclass(frozen=True)
-class Prologue:
-    """A collective whose result is multiplied.
+class Pattern:
+    """A collective and what an operator of ficco does together with it.
 
     Attributes:
-        rows: the order in which the product has the gathered rows.
-        place: the node before which the operator goes.
-        hoisted: nodes that b needs and that move before ``place``, too.
-        chain: views of the gathered tensor, which move after the operator.
-        others: other users of the gathered tensor.
-        converts: the relayout that converts the gathered tensor; it converts the shard instead.
-    """
-
-    operator: str
-    call: CollectiveCall
-    product: MatrixProduct
-    rows: Order
-    place: Node
-    hoisted: tuple[Node, ...]
-    chain: tuple[Node, ...]
-    others: tuple[Node, ...]
-    converts: Relayout | None
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """A product, or a sum of several, whose result goes into a collective.
-
-    Attributes:
-        rows: the order in which the products have the rows of the collective's operand.
-        chain: the nodes between the products and the collective.
-        copies: nodes that only overwrite a product with another tensor.
-        average: whether the sum is divided by the number of ranks.
+        rows: the order in which the products have the rows that travel.
+        chain: the nodes between the collective and the products.
     """
 
     operator: str
@@ -112,6 +86,34 @@ class Epilogue:
     products: tuple[MatrixProduct, ...]
     rows: Order
     chain: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Prologue(Pattern):
+    """A collective whose result is multiplied, by one product.
+
+    Attributes:
+        place: the node before which the operator goes; the chain moves after it.
+        hoisted: nodes that b needs and that move before ``place``, too.
+        others: other users of the gathered tensor.
+        converts: the relayout that converts the gathered tensor; it converts the shard instead.
+    """
+
+    place: Node
+    hoisted: tuple[Node, ...]
+    others: tuple[Node, ...]
+    converts: Relayout | None
+
+
+@dataclass(frozen=True)
+class Epilogue(Pattern):
+    """A product, or a sum of several, whose result goes into a collective.
+
+    Attributes:
+        copies: nodes that only overwrite a product with another tensor.
+        average: whether the sum is divided by the number of ranks.
+    """
+
     copies: tuple[Node, ...]
     average: bool
 
@@ -211,18 +213,9 @@ def prologue(call: CollectiveCall) -> Prologue:
         write = write_between(call.node, place, [call.tensor])
         if write is not None:
             raise Leave(f"{write.name} may write to the operand before the product", chosen.node)
-        chain = {node for leaf in leaves for relayout in leaf.relayouts for node in relayout.nodes}
-        return Prologue(
-            name,
-            call,
-            chosen,
-            rows,
-            place,
-            hoisted,
-            tuple(sorted(chain, key=position.__getitem__)),
-            others,
-            converts,
-        )
+        views = {node for leaf in leaves for relayout in leaf.relayouts for node in relayout.nodes}
+        chain = tuple(sorted(views, key=position.__getitem__))
+        return Prologue(name, call, (chosen,), rows, chain, place, hoisted, others, converts)
     raise refused[-1]
 
 
@@ -234,7 +227,7 @@ def _gathered(call: CollectiveCall) -> Order:
         shape[0] = _block(call)
     if not same(result.shape[0], call.world * shape[0]):
         raise Leave("the rows are not the same number on every rank")
-    return original((call.world, *shape), same)
+    return original((call.world, *shape))
 
 
 def _block(call: CollectiveCall) -> Size:
@@ -275,7 +268,7 @@ def _candidate(call: CollectiveCall, leaf: Leaf) -> tuple[MatrixProduct, Order, 
         raise Leave("what was gathered is the right operand of the product")
     if leaf.order is None:
         raise Leave("the rows cannot be followed through a view")
-    rows = rows_of(leaf.order, tensor_of(leaf.tensor).shape, same)
+    rows = rows_of(leaf.order, tensor_of(leaf.tensor).shape)
     if rows is None:
         raise Leave("the product sums over the rows that were gathered, or over columns that were")
     if not _all_ranks(call, rows):
@@ -332,7 +325,7 @@ def _hoisted(
     late = {node for node in needed if position[node] > position[place]}
     write = write_between(place, chosen.node, [chosen.b]) if place is not chosen.node else None
     if late and write is None:
-        write = next((n for n in _span(place, chosen.node) if written(n)), None)
+        write = next((n for n in span(place, chosen.node) if written(n)), None)
     if write is not None:
         raise Leave(f"{write.name} may write to the right operand", chosen.node)
     for node in late:
@@ -340,13 +333,6 @@ def _hoisted(
         if node.op != "call_function" or collective(node) or is_wait(node) or seeded:
             raise Leave(f"{node.name} cannot move before {place.name}", chosen.node)
     return tuple(sorted(late, key=position.__getitem__))
-
-
-def _span(first: Node, last: Node) -> Iterator[Node]:
-    node = first
-    while node is not last:
-        yield node
-        node = node.next
 
 
 # A collective after a product.
@@ -410,7 +396,7 @@ def _summands(
     over = [user for user in node.users if _overwrites(user, node)]
     _check_only_user(node, consumers | set(over), about)
     try:
-        rows = rows_of(order, tensor_of(node).shape, same)
+        rows = rows_of(order, tensor_of(node).shape)
     except Unclear as error:
         raise Leave(f"the rows cannot be followed: {error}", about) from None
     scatters = call.name != "all_reduce"
@@ -459,14 +445,14 @@ def _scattered(call: CollectiveCall) -> Order:
     """The labels of a collective's operand."""
     shape = list(tensor_of(call.tensor).shape)
     if call.name == "all_reduce":
-        return original(shape, same)
+        return original(shape)
     if call.name == "reduce_scatter_tensor":
         rows = tensor_of(call.node).shape[0]
         if not same(call.world * rows, shape[0]):
             raise Leave("the rows do not divide evenly")
     else:
         rows = _block(call)
-    return original((call.world, rows, *shape[1:]), same)
+    return original((call.world, rows, *shape[1:]))
 
 
 def _check_only_user(node: Node, consumers: set[Node], about: Node | None) -> None:

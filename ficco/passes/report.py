@@ -25,14 +25,14 @@ class Entry:
 
     collective: str
     node: str
-    product: str
-    where: str
-    group: str
-    world: int
-    shapes: str
-    replaced: bool
-    operator: str
-    reason: str
+    product: str = ""
+    where: str = ""
+    group: str = ""
+    world: int = 0
+    shapes: str = ""
+    replaced: bool = False
+    operator: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
         done = f"replaced by {self.operator}" if self.replaced else "left"
@@ -82,18 +82,12 @@ class Report:
             f"{len(self.replaced)} replaced, {len(self.left)} left"
         )
         rows = [("collective", "node", "group", "shapes", "decision", "reason", "where")]
-        rows += [
-            (
-                entry.collective,
-                entry.node,
-                f"{entry.group} x{entry.world}" if entry.world else entry.group,
-                entry.shapes,
-                entry.operator if entry.replaced else "left",
-                entry.reason,
-                entry.where,
+        for one in self.entries:
+            group = f"{one.group} x{one.world}" if one.world else one.group
+            decision = one.operator or "left"
+            rows.append(
+                (one.collective, one.node, group, one.shapes, decision, one.reason, one.where)
             )
-            for entry in self.entries
-        ]
         if not self.entries:
             return head
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 
 from ficco.ops.library import OPS
@@ -20,18 +23,19 @@ from ficco.passes.graph import (
     is_size,
     is_wait,
     origin,
-    same,
     source_of,
+    span,
     tensor_of,
     value,
 )
-from ficco.passes.layout import Order, canonical, of_ranks, total
+from ficco.passes.layout import Order, canonical, of_ranks, same, total
 from ficco.passes.match import (
     EPILOGUES,
     PROLOGUES,
     CollectiveCall,
     Epilogue,
     Leave,
+    Pattern,
     Prologue,
     call_of,
     epilogue,
@@ -40,12 +44,6 @@ from ficco.passes.match import (
 )
 from ficco.passes.report import Entry, Report
 from ficco.schedules import Schedule
-
-Pattern = Prologue | Epilogue
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def replace(
@@ -101,17 +99,13 @@ def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
         if collective(node):
             report.entries.append(_visit(node, group, schedule))
     if report:
-        _drop_waits(graph)
+        # Results of operators need no wait: calls run on the current stream.
+        for node in list(graph.nodes):
+            if is_wait(node) and _is_ready(source_of(node.args[0])):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
         graph.lint()
     return report
-
-
-def _drop_waits(graph: Graph) -> None:
-    """Remove waits for results of operators, which need none: calls run on the current stream."""
-    for node in list(graph.nodes):
-        if is_wait(node) and _is_ready(source_of(node.args[0])):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
 
 
 def _is_ready(node: Node) -> bool:
@@ -124,7 +118,7 @@ def _is_ready(node: Node) -> bool:
 def _visit(node: Node, group: str | None, schedule: str) -> Entry:
     """Replace one collective, or report why it stays."""
     refused: list[Leave] = []
-    facts = _facts(node)
+    entry = _entry(node)
     try:
         call = call_of(node, group)
         for match, served in ((prologue, PROLOGUES), (epilogue, EPILOGUES)):
@@ -132,20 +126,15 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
                 continue
             try:
                 pattern = match(call)
-                products = _products(pattern)
-                where = origin(products[0].node, node)
-                shapes = _shapes(pattern)
-                done = _apply(pattern, schedule)
-                return Entry(
-                    **facts
-                    | {
-                        "product": ", ".join(one.node.name for one in products),
-                        "where": where,
-                        "shapes": shapes,
-                        "replaced": True,
-                        "operator": pattern.operator,
-                        "reason": done,
-                    }
+                where, shapes = origin(pattern.products[0].node, node), _shapes(pattern)
+                return dataclasses.replace(
+                    entry,
+                    product=", ".join(chosen.node.name for chosen in pattern.products),
+                    where=where,
+                    shapes=shapes,
+                    replaced=True,
+                    operator=pattern.operator,
+                    reason=_apply(pattern, schedule),
                 )
             except Leave as error:
                 refused.append(error)
@@ -155,33 +144,25 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
         refused.append(Leave(f"not understood: {type(error).__name__}: {error}"))
     near = [one for one in refused if one.product] or refused
     about = near[0].product
-    return Entry(
-        **facts
-        | {
-            "product": about.name if about else "",
-            "where": origin(about, node),
-            "reason": "; ".join(dict.fromkeys(map(str, near))),
-        }
+    reason = "; ".join(dict.fromkeys(map(str, near)))
+    return dataclasses.replace(
+        entry, product=about.name if about else "", where=origin(about, node), reason=reason
     )
 
 
-def _facts(node: Node) -> dict[str, Any]:
+def _entry(node: Node) -> Entry:
+    """What is known of a collective by itself."""
     name = collective(node) or ""
     given = arguments(node)
     tensor, result = value(given.get("input")), value(node)
-    shapes = f"{_text(tensor)} -> {_text(result)}" if tensor is not None else ""
-    return {
-        "collective": COLLECTIVES.get(name, name),
-        "node": node.name,
-        "product": "",
-        "where": origin(node),
-        "group": str(given.get("group_name", "")),
-        "world": world_of(node),
-        "shapes": shapes if result is not None else "",
-        "replaced": False,
-        "operator": "",
-        "reason": "",
-    }
+    known = tensor is not None and result is not None
+    return Entry(
+        COLLECTIVES.get(name, name),
+        node.name,
+        group=str(given.get("group_name", "")),
+        world=world_of(node),
+        shapes=f"{_text(tensor)} -> {_text(result)}" if known else "",
+    )
 
 
 def _text(tensor: torch.Tensor | None) -> str:
@@ -192,12 +173,8 @@ def _shapes(pattern: Pattern) -> str:
     if isinstance(pattern, Epilogue):
         parts = [f"{_text(value(p.a))} @ {_text(value(p.b))}" for p in pattern.products]
         return f"{' + '.join(parts)} {_dtype(pattern.products[0].a)}"
-    a, matmul = pattern.call.tensor, pattern.product
+    a, (matmul,) = pattern.call.tensor, pattern.products
     return f"{_text(value(a))} @ {_text(value(matmul.b))} {_dtype(matmul.a)}"
-
-
-def _products(pattern: Pattern) -> tuple[MatrixProduct, ...]:
-    return pattern.products if isinstance(pattern, Epilogue) else (pattern.product,)
 
 
 def _dtype(node: Node) -> str:
@@ -219,9 +196,8 @@ class Writer:
         with self.graph.inserting_before(at):
             node = self.graph.call_function(target, args, kwargs)
         self.made.append(node)
-        for key in ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"):
-            if key in self.like.meta:
-                node.meta[key] = self.like.meta[key]
+        kept = {"stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"}
+        node.meta |= {key: kind for key, kind in self.like.meta.items() if key in kept}
         node.meta["val"] = _faked(node)
         return node
 
@@ -308,12 +284,13 @@ def _faked(node: Node) -> Any:
 
 def _apply(pattern: Pattern, schedule: str) -> str:
     """Change the graph; returns what was done, in words. On an error the graph is unchanged."""
-    write = Writer(_products(pattern)[0].node)
+    write = Writer(pattern.products[0].node)
     try:
-        if isinstance(pattern, Prologue):
-            finish = _apply_prologue(pattern, schedule, write)
-        else:
+        if isinstance(pattern, Epilogue):
             finish = _apply_epilogue(pattern, schedule, write)
+        else:
+            assert isinstance(pattern, Prologue)
+            finish = _apply_prologue(pattern, schedule, write)
     except BaseException:
         write.undo()
         raise
@@ -321,7 +298,7 @@ def _apply(pattern: Pattern, schedule: str) -> str:
 
 
 def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable[[], str]:
-    call, chosen, place = pattern.call, pattern.product, pattern.place
+    call, (chosen,), place = pattern.call, pattern.products, pattern.place
     notes = []
     shard = call.tensor
     if pattern.converts is not None:
@@ -352,11 +329,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
         _resize(sizes)
         for node in pattern.hoisted:
             write.made[0].prepend(node)
-        after = set()
-        node = place
-        while node.op != "root":
-            after.add(node)
-            node = node.next
+        after = set(span(place))
         for node in pattern.chain:
             if node not in after:
                 place.prepend(node)

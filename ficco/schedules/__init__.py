@@ -100,6 +100,14 @@ compute0 | own     |       | 1.0   | 2.0   | 3.0   | .. | 2.3 | sum>out | 3.3 | 
 copy0    | acquire | 0.0>1 | 0.0>2 | 0.0>3 | 0.1>1 | ..
 sync     |         |       |       |       |       | .. |     |         |     |         | retire
 
+One product, whose rows each wait for their piece. It is enqueued after all copies; the rows that it
+multiplies meanwhile are shown one after the other.
+
+>>> show("tiled:pieces=2")
+compute0 | all 0:64 |       | all 64:96 | all 96:128 | .. | all 192:224 | all 224:256
+copy0    | acquire  | 0.0>1 | 0.1>1     | 0.0>2      | .. | 0.1>3
+sync     |          |       |           |            | .. |             |             | retire
+
 The same names if A is transposed: every product adds to the whole result, and contiguous rows are
 one product. Pieces of columns make rows of the result.
 
@@ -132,6 +140,14 @@ compute0 | 1.0 2.0 3.0 | 1.1 2.1 3.1 | 0.0
 copy0    | acquire     | 1.0>1       | 2.0>2 | 3.0>3 | 1.1>1 | 2.1>2 | 3.1>3
 reduce0  |             |             |       |       |       |       |       | sum 0
 sync     |             |             |       |       |       |       |       |       | retire
+
+One product, whose blocks leave as soon as their last row is multiplied.
+
+>>> show("tiled", "matmul_reduce_scatter")
+compute0 | all 64:128 | all 128:192 | all 192:256 | all 0:64
+copy0    | acquire    | 1.0>1       | 2.0>2       | 3.0>3
+reduce0  |            |             |             |          | sum 0
+sync     |            |             |             |          |       | retire
 
 With ``beta``, the GEMM of the own product adds to the sum of all others.
 

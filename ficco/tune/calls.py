@@ -132,11 +132,11 @@ def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
     need, free = case.memory(problem.world), verifier.free_bytes()
     if need > MEMORY_SHARE * free:
         raise ValueError(f"{problem} needs {need >> 20} MiB on a rank, {free >> 20} are free")
-    movers = workspace_of(watch.group, watch.device).engine.capabilities().movers
+    offers = workspace_of(watch.group, watch.device).engine.capabilities().offers
     operands = Operands(problem, watch.rank, watch.device)
     operands.exact_b()
     checked = []
-    for name in map(str, candidates(problem, site.machine, movers)):
+    for name in map(str, candidates(problem, site.machine, offers)):
         site.tick(f"verify {name}")
         checked.append(verifier.eager(parse(name), operands))
     if wrong := [f"{one.name}: {one.note}" for one in checked if one.status == "wrong"]:

@@ -72,7 +72,7 @@ def _gemm(site: Site) -> Iterator[Point]:
     usual.sort(key=lambda shape: shape.flops)
     chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
     rows = {shape[:3]: shape.in_a_row for shape in chosen}
-    for one in products.samples(site, chosen):
+    for one in products.samples(site, "gemm", chosen, products.row_of):
         size = one.m, one.n, one.k
         row = rows[size]
         stored = model.heated(row * model.seconds(*size, itemsize=site.itemsize)) / row

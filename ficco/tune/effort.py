@@ -106,7 +106,7 @@ def grid(
 
 #: In the order of the steps: what a step needs of the machine comes before it.
 _GPU_SECONDS = {
-    "gemm": 45.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
+    "gemm": 45.0, "tiled": 15.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
     "all_gather": 12.0, "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
     "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0,
 }  # fmt: skip
@@ -168,7 +168,7 @@ CPU = Effort(
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
     seconds={
-        "gemm": 8.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
+        "gemm": 8.0, "tiled": 0.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
         "all_gather": 4.0, "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
         "memory": 2.0, "contention": 8.0, "host": 4.0, "thresholds": 6.0,
     },

@@ -19,9 +19,12 @@ from ficco.machine.fit import Sample, errors, fit
 from ficco.tune import fits
 from ficco.tune.effort import Shape
 from ficco.tune.site import Site
+from ficco.workspace import workspace_of
 
 #: Share of the seconds for products in which rows heat up the device.
 HEAT_SHARE = 0.1
+#: Columns of what the product whose tiles wait can address are multiples of this.
+TMA = 8
 #: As many rounds as fit into the seconds.
 MANY = 1 << 20
 
@@ -32,7 +35,7 @@ def gemm(site: Site) -> Gemm:
     shapes = site.effort.gemms
     if not _adds_wide(site):
         shapes = tuple(shape for shape in shapes if not shape.wide)
-    measured = samples(site, shapes, heat)
+    measured = samples(site, "gemm", shapes, row_of, heat)
     known = known_gemm(site)
     peak = known.peak if known is not None and site.watch.on_gpu else None  # of the data sheet
     fitted = fit(measured, units=units(site), peak=peak, known=known)
@@ -48,13 +51,48 @@ def gemm(site: Site) -> Gemm:
     return replace(fitted, burst=heat.burst, sustained=heat.sustained, provenance=source)
 
 
-def samples(site: Site, shapes: Sequence[Shape], heat: fits.Heat = fits.COLD) -> list[Sample]:
+def tiled(site: Site) -> Gemm | None:
+    """The product whose tiles wait, with nothing to wait for."""
+    engine = workspace_of(site.watch.group, site.watch.device).engine
+    gemm = site.machine.gemm
+    if not engine.capabilities().tiles or gemm is None:
+        return None
+
+    def row(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
+        call = engine.tiled_product(*parts.operands(shape.m, shape.n, shape.k))
+
+        def run() -> None:
+            for _ in range(count):
+                call()
+
+        return run
+
+    whole = [shape for shape in site.effort.gemms if shape.batch == 1 and not shape.wide]
+    shapes = [one for one in whole if not (one.n % TMA or one.k % TMA)]
+    heat = fits.Heat(gemm.burst, gemm.sustained, 0.0)
+    measured = samples(site, "tiled", shapes, row, heat)
+    fitted = fit(measured, units=units(site), peak=gemm.peak)
+    error = errors(fitted, measured)
+    note = (
+        f"{len(measured)} products of {site.effort.dtype}, errors {error.median:.1%} median, "
+        f"{error.mean:.1%} mean, {error.worst:.1%} worst; burst and sustained as of gemm"
+    )
+    source = site.provenance("fitted", note)
+    return replace(fitted, burst=gemm.burst, sustained=gemm.sustained, provenance=source)
+
+
+Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]
+
+
+def samples(
+    site: Site, step: str, shapes: Sequence[Shape], row: Row, heat: fits.Heat = fits.COLD
+) -> list[Sample]:
     """Seconds of products, timed several in a row, without the pace of the device's temperature
     and without what ``heat`` adds to a row."""
     parts, reference = site.parts(), site.effort.reference
     order = sorted(shapes, key=lambda s: s.batch * s.m * s.k + s.k * s.n, reverse=True)
     reserve(parts, (*shapes, reference))
-    calls = {str(i): row_of(parts, shape, shape.in_a_row) for i, shape in enumerate(order)}
+    calls = {str(i): row(parts, shape, shape.in_a_row) for i, shape in enumerate(order)}
     references = [f"reference {i}" for i in range(3)]
     calls |= {name: row_of(parts, reference, 1) for name in references}
     times = site.time("gemm", calls, share=1.0 - HEAT_SHARE)

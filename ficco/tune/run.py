@@ -50,6 +50,7 @@ TIMEOUT_S = 30.0
 #: What measures the block of each step; None leaves the block as it is.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
+    "tiled": products.tiled,
     "copies": communication.copies,
     "kernel_copies": communication.kernel_copies,
     "topology": communication.topology,

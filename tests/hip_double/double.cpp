@@ -459,14 +459,19 @@ void late() {
     std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
 }
 
-// Wait, with more and more patience, until something is true or nothing works any more.
+// Wait until something is true or nothing works any more. A pause is a quarter of the wait so far:
+// on few cores the queues that wait must leave time to those that work.
 void poll(const std::function<bool()>& ready, const std::function<bool()>& ending) {
+  using namespace std::chrono;
+  const auto began = steady_clock::now();
   for (int round = 0; !sticky && !ready(); round++) {
-    if (round < 200)
+    if (round < 4) {
       std::this_thread::yield();
-    else
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    if (round % 64 == 63 && ending()) return;
+      continue;
+    }
+    auto waited = duration_cast<microseconds>(steady_clock::now() - began);
+    std::this_thread::sleep_for(std::clamp<microseconds>(waited / 4, 20us, 1000us));
+    if (ending()) return;
   }
 }
 

@@ -4,8 +4,7 @@ The ranks' steps are executed symbolically, each rank's whole plan as one queue 
 (streams may share a hardware queue). If that completes, no interleaving of the lanes deadlocks
 either, since lanes only relax the order. The execution is also a topological order of the steps,
 along which the rules are checked. If a rule requires that two steps are in order, that is a claim,
-which is proved for every interleaving: from the waits of a lane, through a third lane or, where
-these two do not suffice, by vector clocks over the lanes. The rules:
+which is proved for every interleaving by vector clocks over the lanes. The rules:
 
 1. Every signal has one poster, one waiter and one word. Its waiter clears it, after the wait and
    before the word can be posted again.

@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ficco.plan.check.columns import (
-    Accesses,
-    Bools,
-    Ints,
-    Regions,
-    bools,
-    filled,
-    ints,
-    unzipped,
-)
+from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
@@ -25,17 +16,8 @@ from ficco.specification import Contraction, Exchange
 
 
 class BufferColumns:
-    """The buffers as columns, by their number.
-
-    Attributes:
-        names: of the buffers.
-        holds: number of the matrix that each holds.
-        operand, local, placed, leaves: see :class:`ficco.specification.Buffer`.
-        reachable: peers can access it.
-        packed: its layout is that of columns.
-        itemsize, dtype: of an element, the latter as a number.
-        begins: by buffer and rank, the number of the first row.
-    """
+    """The properties of :class:`ficco.specification.Buffer` as columns, by the buffers' number;
+    matrices and dtypes are numbers. ``begins``: by buffer and rank, the number of the first row."""
 
     def __init__(self, steps: Steps) -> None:
         buffers, world = steps.buffers, steps.world
@@ -245,10 +227,9 @@ class Footprint:
         home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
         demand(home, who, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
-        none, zero = filled(-1, len(step)), filled(0, len(step))
         return (
-            Accesses(step, *src, here, here_across, none, none, zero, terms, none),
-            Accesses(step, *dst, there, there_across, none, none, zero, terms, none),
+            Accesses.of(step, src, here, here_across, terms=terms),
+            Accesses.of(step, dst, there, there_across, terms=terms),
         )
 
     def _made(self, matrix: Ints, functions: Sequence[str], copy: Bools, who: Who) -> Ints:
@@ -296,9 +277,8 @@ class Footprint:
         straight = of.leaves[out.buffer] | self.sums[matrix] | ~self.travels[matrix]
         straight |= of.placed[a.buffer] & ~inner
         demand(self._asked_for(a, b, out) & straight, who, "multiplies in the wrong buffers")
-        joined, right = self.terms[matrix], of.holds[b.buffer]
-        way = self._way(right, b.row, b.row_stop, b.rank, b.rank, of.leaves[b.buffer], who)
-        k_first = np.where(of.placed[b.buffer], b.row + self._begins(b) + way, a.col)
+        joined = self.terms[matrix]
+        k_first = np.where(of.placed[b.buffer], self._first(b, who), a.col)
         k_last = k_first + b.rows
         whole = (k_first == 0) & (k_last == self.summed[matrix, me])
         demand(whole | ~joined, who, "multiplies part of k")
@@ -313,17 +293,13 @@ class Footprint:
         self._scaled(matrix, made.scales, who)
         added = self._addends([products[index] for index in which], step[which])
         # One access for each product of a batch.
-        each = np.repeat(np.arange(len(step)), batch)
-        turn = np.arange(len(each)) - np.repeat(np.cumsum(batch) - batch, batch)
+        each, turn = repeated(batch)
         a = a.at(each).down(turn * ints(made.a_stride)[each])
         out = out.at(each).down(turn * ints(made.out_stride)[each])
         b, step, inner, matrix = b.at(each), step[each], inner[each], matrix[each]
         k_first, k_last, adds = k_first[each], k_last[each], adds[each]
         who, fixed = self.steps.by_step(step), of.placed[a.buffer]
-        way = self._way(
-            of.holds[a.buffer], a.row, a.row_stop, a.rank, a.rank, of.leaves[a.buffer], who
-        )
-        first = self._begins(a) + a.row + way
+        first = self._first(a, who)
         lands = ~of.leaves[out.buffer] & fixed & ~inner
         way = self._way(matrix, first, first + a.rows, out.rank, out.rank, lands, who)
         begins = self._begins(out)
@@ -335,11 +311,10 @@ class Footprint:
         demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
         self._inside(b, who)  # which is no access if it is an operand
         here = np.where(fixed, self._begins(a), row - a.row)
-        none, zero = filled(-1, len(each)), filled(0, len(each))
-        reads = [Accesses(step, *a, here, across, none, none, zero, zero, none), added]
         other = np.flatnonzero(~of.operand[b.buffer])  # operands are never written
         down = np.where(of.placed[b.buffer], self._begins(b), k_first - b.row)
-        reads.append(self._plain(step[other], b.at(other), down[other]))
+        of_b = Accesses.of(step[other], b.at(other), down[other])
+        reads = [Accesses.of(step, a, here, across), added, of_b]
         if len(scaled):
             these = np.flatnonzero(np.isin(each, scaled))
             number = np.where(fixed, first, row)[these]
@@ -347,13 +322,14 @@ class Footprint:
             reads.append(self._scales(made, turn[these], step[these], number))
         return (
             Accesses(*map(np.concatenate, zip(*reads, strict=True))),
-            Accesses(step, *out, there, zero, k_first, k_last, adds, terms[each], joins[each]),
+            Accesses.of(step, out, there, 0, (k_first, k_last), adds, terms[each], joins[each]),
         )
 
-    def _plain(self, step: Ints, regions: Regions, down: Ints) -> Accesses:
-        """Reads of operands that are in the order in which they landed."""
-        none, zero = filled(-1, len(step)), filled(0, len(step))
-        return Accesses(step, *regions, down, zero, none, none, zero, zero, none)
+    def _first(self, regions: Regions, who: Who) -> Ints:
+        """The numbers of the first rows of operands of products where these rows land."""
+        holds, leaves = self.buffers.holds[regions.buffer], self.buffers.leaves[regions.buffer]
+        ends = regions.row, regions.row_stop, regions.rank, regions.rank
+        return self._begins(regions) + regions.row + self._way(holds, *ends, leaves, who)
 
     def _asked_for(self, a: Regions, b: Regions, out: Regions) -> Bools:
         """Whether the product of two matrices is asked for."""
@@ -395,14 +371,12 @@ class Footprint:
         fits &= right.cols == ints(one.out.cols for one in made)
         demand(fits, who, "is scaled by regions that do not fit")
         self._inside(right, who)
-        holds, placed = of.holds[factors.buffer], of.placed[factors.buffer]
-        ends = factors.row, factors.row_stop, factors.rank, factors.rank
-        way = self._way(holds, *ends, of.leaves[factors.buffer], who)
-        begins = self._begins(factors)
-        same = ~placed | (begins + factors.row + way == number)
+        placed = of.placed[factors.buffer]
+        same = ~placed | (self._first(factors, who) == number)
         demand(same, who, "is scaled by factors of other rows")
-        down = np.where(placed, begins, number - factors.row)
-        return self._plain(step, factors, down)
+        return Accesses.of(
+            step, factors, np.where(placed, self._begins(factors), number - factors.row)
+        )
 
     def _addends(self, products: list[Product], step: Ints) -> Accesses:
         """Reads of the sums that products add themselves to and that are in another place."""
@@ -416,9 +390,7 @@ class Footprint:
         right &= (of.holds[addend.buffer] == of.holds[out.buffer]) & of.result[out.buffer]
         demand(right, who, "adds itself to the wrong buffer")
         down = out.row + self._begins(out) - addend.row
-        none, zero = filled(-1, len(step)), filled(0, len(step))
-        terms = self._terms(made.terms)
-        return Accesses(step, *addend, down, zero, none, none, zero, terms, none)
+        return Accesses.of(step, addend, down, terms=self._terms(made.terms))
 
     def _joined(self, made: Any, adds: Ints, joined: Bools, me: Ints, who: Who) -> tuple[Ints, ...]:
         """Which products add a part of k, which sums the others add to, and whose products all
@@ -468,10 +440,8 @@ class Footprint:
         home = ~of.placed[part.buffer] | (down == 0) & (across == 0)
         demand(home, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in made for mask in reduction.terms)
-        none, zero = filled(-1, len(each)), filled(0, len(each))
-        reads = Accesses(part_step, *part, down, across, none, none, zero, terms, none)
-        none, zero = none[: len(made)], zero[: len(made)]
-        return reads, Accesses(step, *out, begins, zero, none, none, zero, left, none)
+        reads = Accesses.of(part_step, part, down, across, terms=terms)
+        return reads, Accesses.of(step, out, begins, terms=left)
 
     def _union(self, reduction: Reduction, step: int) -> int:
         """The ranks whose products a reduction sums: in the order of ranks, each of them once."""
@@ -487,31 +457,29 @@ class Footprint:
     def _collectives(self) -> tuple[Accesses, Accesses]:
         """Accesses of collectives: on each rank one moves everything to where it belongs."""
         of = self.buffers
-        reads: list[tuple[int, ...]] = []
-        writes: list[tuple[int, ...]] = []
-        everyone = (1 << self.world) - 1
-        for number in self.steps.collective:
-            rank, transfer = int(self.steps.rank[number]), self.steps.all[number].transfer
-            assert transfer is not None
-            src, dst, *_ = transfer
-            ends = self._regions([src, dst], np.array([number] * 2))
-            source, target = ends.buffer.tolist()
+        step = np.array(self.steps.collective, np.int64)
+        transfers = [self.steps.of.transfer[number] for number in self.steps.collective]
+        sources, targets, *rest = unzipped(transfers, Transfer)
+        src, dst = self._regions(sources, step), self._regions(targets, step)
+        me, matrix, who = self.steps.rank[step], of.holds[src.buffer], self.steps.by_step(step)
+        ends = zip(me.tolist(), src.buffer.tolist(), dst.buffer.tolist(), strict=True)
+        for at, (rank, source, target) in enumerate(ends):
             whole = [
                 Region(one.buffer, rank, 0, rows, 0, cols)
-                for one, at in zip((src, dst), (source, target), strict=True)
-                for rows, cols in [self.steps.shape(self.steps.buffers[at], rank)]
+                for one, number in ((sources[at], source), (targets[at], target))
+                for rows, cols in [self.steps.shape(self.steps.buffers[number], rank)]
             ]
-            matrix = int(of.holds[source])
-            terms = self.terms[matrix]
-            right = of.holds[target] == matrix and self._exchanges(matrix, source, target)
-            if not right or [src, dst] != whole or tuple(transfer[2:]) != (0, ""):
-                raise PlanError(f"{self.steps.name(number)} moves something else than the whole")
-            mine, all_terms = self._terms([1 << rank, everyone] if terms else [0, 0]).tolist()
-            reads.append((number, source, *src[1:], 0, 0, -1, -1, 0, mine, -1))
-            rest = int(of.begins[target, rank]), 0, -1, -1, 0
-            joins = mine if source == target else -1
-            writes.append((number, target, *dst[1:], *rest, all_terms, joins))
-        return Accesses.of(reads), Accesses.of(writes)
+            right = of.holds[target] == matrix[at]
+            right = right and self._exchanges(int(matrix[at]), source, target)
+            plain = [column[at] for column in rest] == [0, ""]
+            if not right or [sources[at], targets[at]] != whole or not plain:
+                raise PlanError(f"{who(at)} moves something else than the whole")
+        said = self.terms[matrix]
+        mine = np.where(said, self._terms(1 << rank for rank in me.tolist()), 0)
+        everyone = np.where(said, self._terms([(1 << self.world) - 1] * len(step)), 0)
+        joins = np.where(src.buffer == dst.buffer, mine, -1)
+        reads = Accesses.of(step, src, np.zeros_like(step), terms=mine)
+        return reads, Accesses.of(step, dst, self._begins(dst), terms=everyone, joins=joins)
 
     def _exchanges(self, matrix: int, source: int, target: int) -> bool:
         """Whether a library can exchange a matrix between two buffers, all of it at once: from

@@ -65,9 +65,20 @@ class Accesses(NamedTuple):
     joins: Ints
 
     @classmethod
-    def of(cls, rows: list[tuple[int, ...]]) -> Accesses:
-        """Rows as columns."""
-        return cls(*np.array(rows, np.int64).reshape(-1, len(cls._fields)).T)
+    def of(
+        cls,
+        step: Ints,
+        regions: Regions,
+        row_shift: Ints,
+        col_shift: Ints | int = 0,
+        k: tuple[Ints | int, Ints | int] = (-1, -1),
+        adds: Ints | int = 0,
+        terms: Ints | int = 0,
+        joins: Ints | int = -1,
+    ) -> Accesses:
+        """Those of regions; a single number stands for all."""
+        rest = (row_shift, col_shift, *k, adds, terms, joins)
+        return cls(step, *regions, *(np.broadcast_to(one, step.shape) for one in rest))
 
 
 def cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
@@ -85,9 +96,10 @@ def cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
     return ends[order][new], first, last - first
 
 
-def filled(value: int, count: int) -> Ints:
-    """A column of one repeated number, without memory of its own."""
-    return np.broadcast_to(np.int64(value), count)
+def repeated(counts: Ints) -> tuple[Ints, Ints]:
+    """Rows repeated so many times: the row of each repetition, and which one of the row's it is."""
+    each = np.repeat(np.arange(len(counts)), counts)
+    return each, np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def ints(values: Iterable[int]) -> Ints:
@@ -99,14 +111,5 @@ def bools(values: Iterable[object]) -> Bools:
 
 
 def unzipped(rows: Sequence[Any], kind: type[Any]) -> Any:
-    """The fields of rows of a kind as columns, under the same names.
-
-    It reads few rows at a time, so that they are still in a cache when their other fields are read.
-    """
-    columns: list[list[Any]] = [[] for _ in kind._fields]
-    for start in range(0, len(rows), 4096):
-        for column, part in zip(
-            columns, zip(*rows[start : start + 4096], strict=True), strict=True
-        ):
-            column += part
-    return kind(*columns)
+    """The fields of rows of a kind as columns, under the same names."""
+    return kind(*zip(*rows, strict=True)) if rows else kind(*[()] * len(kind._fields))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ficco.plan.check.accesses import Footprint
-from ficco.plan.check.columns import Accesses, Bools, Ints, cut
+from ficco.plan.check.columns import Accesses, Bools, Ints, cut, repeated
 from ficco.plan.check.order import Order
 from ficco.plan.check.rules import Claim, PlanError, demand
 
@@ -38,11 +38,7 @@ class _Visits(NamedTuple):
 def memory_claims(footprint: Footprint, order: Order) -> list[Claim]:
     """Check the rules for every rectangle that no access divides, and return what they claim."""
     visits = _visits(footprint, order)
-    return [
-        _read(footprint, visits),
-        _written(footprint, visits),
-        _overwritten(footprint, visits),
-    ]
+    return [_read(footprint, visits), _written(footprint, visits), _overwritten(footprint, visits)]
 
 
 def _summed(footprint: Footprint, each: Ints) -> Ints:
@@ -120,8 +116,7 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
     rows, row, row_count = cut(home, *bounds[:2])
     cols, col, col_count = cut(home, *bounds[2:])
     count = row_count * col_count
-    each = np.repeat(np.arange(len(kept)), count)
-    turn = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+    each, turn = repeated(count)
     row, col = row[each] + turn // col_count[each], col[each] + turn % col_count[each]
     # A step's reads come before its writes, and its writes in their order.
     place = np.empty(len(kept), np.int64)

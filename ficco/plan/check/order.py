@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 
 import numpy as np
@@ -14,96 +13,42 @@ class Order:
     """Steps of all ranks, numbered consecutively rank by rank, and what they wait for.
 
     Attributes:
-        source, target: pairs of a step and one that waits for it, sorted by the latter.
+        source, target: pairs of a step and one that waits for it.
         ran, stuck: the steps in an order in which they can run with each rank's plan as one queue,
             and the first step that cannot run of each queue that is stuck.
         when: the place of each step among those that ran.
     """
 
     def __init__(self, rank: Ints, lane: Ints, source: Ints, target: Ints) -> None:
-        """``rank`` and ``lane`` of every step. Lanes are numbered rank by rank, too."""
-        self.rank, self.lane = rank, lane
-        self.lanes = int(lane.max(initial=-1)) + 1
-        rank_of_lane = np.zeros(self.lanes, np.int64)
-        rank_of_lane[lane] = rank
-        ranks = np.arange(rank.max(initial=-1) + 2)
-        self.lanes_of_rank = np.searchsorted(rank_of_lane, ranks)  # first lanes, and the end
-        by_target = np.argsort(target, kind="stable")
-        self.source, self.target = source[by_target], target[by_target]
+        """``rank`` and ``lane`` of every step."""
+        self.lane, self.source, self.target = lane, source, target
+        self._waits: dict[int, list[int]] = {}  # by step, what it waits for
+        for one, two in zip(source.tolist(), target.tolist(), strict=True):
+            self._waits.setdefault(two, []).append(one)
         self.ran, self.stuck = self.run(rank)
         self.when = np.full(len(lane), -1)
         self.when[self.ran] = np.arange(len(self.ran))
 
     def run(self, queue: Ints) -> tuple[list[int], list[int]]:
         """Run queues as far as they go: the steps that ran, and the stuck one of each queue."""
-        steps = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
-        # Waits for earlier steps of the same queue always hold.
-        apart = (queue[self.source] != queue[self.target]) | (self.source >= self.target)
-        source, target = self.source[apart], self.target[apart]
-        by_queue = np.argsort(queue[target], kind="stable")
-        source, target = source[by_queue], target[by_queue]
-        waits = np.searchsorted(queue[target], np.arange(len(steps) + 1)).tolist()
-        ends, end = waits[1:], len(queue)
-        sources, origins, targets = source.tolist(), queue[source].tolist(), target.tolist()
-        reached = [0] * len(steps)  # by queue, the step that it has reached and not run
+        queues = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
+        reached, over = [0] * len(queues), bytearray(len(queue))
         order: list[int] = []
-        moved = True
-        while moved:
-            moved = False
-            for number, last in enumerate(ends):
-                wait = waits[number]
-                while wait < last and sources[wait] < reached[origins[wait]]:
-                    wait += 1
-                waits[number] = wait
-                begin, stop = reached[number], targets[wait] if wait < last else end
-                if begin < stop:
-                    ran = steps[number]
-                    order += ran[bisect_left(ran, begin) : bisect_left(ran, stop)]
-                    reached[number], moved = stop, True
-        stuck = zip(steps, reached, strict=True)
-        return order, [ran[bisect_left(ran, stop)] for ran, stop in stuck if stop < end]
+        before, waits = -1, self._waits
+        while before < len(order):
+            before = len(order)
+            for number, steps in enumerate(queues):
+                at = reached[number]
+                while at < len(steps) and all(map(over.__getitem__, waits.get(steps[at], ()))):
+                    over[steps[at]] = True
+                    order.append(steps[at])
+                    at += 1
+                reached[number] = at
+        stuck = zip(queues, reached, strict=True)
+        return order, [steps[at] for steps, at in stuck if at < len(steps)]
 
     def holds(self, first: Ints, second: Ints) -> Bools:
-        """Whether steps end before others start, or are the same, in every interleaving."""
-        self._history()
-        holds: Bools = self._heard_of(second, self.lane[first]) >= first
-        for tell in (self._by_two, self._by_clocks):
-            left = np.flatnonzero(~holds)
-            if len(left):
-                holds[left] = tell(first[left], second[left])
-        return holds
-
-    def _history(self) -> None:
-        """What lanes have waited for: by pair of lanes and step, the latest step so far."""
-        pair = (self.lane[self.target] * self.lanes + self.lane[self.source]) * len(self.lane)
-        order = np.argsort(pair + self.target)
-        self.waits_of_pairs = np.append(-1, (pair + self.target)[order])
-        self.heard_by_pairs = np.maximum.accumulate(np.append(-1, (pair + self.source)[order]))
-
-    def _heard_of(self, step: Ints, lane: Ints) -> Ints:
-        """The latest step of a lane that a step, or an earlier one on its own lane, waits for.
-
-        On its own lane that is the step itself; it is -1 if there is none.
-        """
-        own = self.lane[step]
-        pair = (own * self.lanes + lane) * len(self.lane)
-        at = np.searchsorted(self.waits_of_pairs, pair + step, side="right") - 1
-        heard: Ints = np.where(own == lane, step, self.heard_by_pairs[at] - pair)
-        return np.where(step < 0, -1, np.maximum(heard, -1))
-
-    def _by_two(self, first: Ints, second: Ints) -> Bools:
-        """Whether a step has waited for another indirectly, through a lane of either one's rank."""
-        holds = np.zeros(len(first), np.bool_)
-        of_rank = self.lanes_of_rank
-        for rank in (self.rank[first], self.rank[second]):
-            for turn in range(int(np.diff(of_rank).max())):
-                between = np.minimum(of_rank[rank] + turn, of_rank[rank + 1] - 1)
-                heard = self._heard_of(second, between)
-                holds |= self._heard_of(heard, self.lane[first]) >= first
-        return holds
-
-    def _by_clocks(self, first: Ints, second: Ints) -> Bools:
-        """Whether steps end before others on other lanes start, in every interleaving.
+        """Whether steps end before others start, or are the same, in every interleaving.
 
         The clock of a lane holds for every lane the latest step known to be over, as its number
         plus 1, or 0. It changes only where a step waits for one of another lane, whose clock was
@@ -112,23 +57,19 @@ class Order:
         by_second = np.argsort(second, kind="stable")
         first, second = first[by_second], second[by_second]
         asked, begin = np.unique(second, return_index=True)
-        ends = zip(begin.tolist(), [*begin[1:].tolist(), len(second)], strict=True)
-        questions = dict(zip(asked.tolist(), ends, strict=True))
+        parts = np.split(np.arange(len(second)), begin[1:])
+        questions = dict(zip(asked.tolist(), parts, strict=False))  # none: one empty part
         lane_of_first = self.lane[first]
         answers = np.zeros(len(first), np.bool_)
 
-        source, reader = self._telling(asked)
-        joins: dict[int, list[int]] = {}  # by step, those whose clocks it merges
-        for one, two in zip(source.tolist(), reader.tolist(), strict=True):
-            joins.setdefault(two, []).append(one)
-        told = np.unique(np.concatenate([source, reader, asked]))
-        lanes, to_come = self.lane.tolist(), Counter(source.tolist())
-        clocks = list(np.zeros((self.lanes, self.lanes), np.int64))
+        told = np.unique(np.concatenate([self.source, self.target, asked]))
+        lanes, to_come = self.lane.tolist(), Counter(self.source.tolist())
+        clocks = list(np.zeros((max(lanes, default=-1) + 1,) * 2, np.int64))
         kept: dict[int, Ints] = {}  # by step, for those that will wait for it
         in_use = [False] * len(clocks)  # a kept clock must not change
         for step in told[np.argsort(self.when[told])].tolist():
             lane = lanes[step]
-            for other in joins.get(step, ()):
+            for other in self._waits.get(step, ()):
                 to_come[other] -= 1
                 clock = kept[other] if to_come[other] else kept.pop(other)
                 if clocks[lane][lanes[other]] <= other:
@@ -139,27 +80,8 @@ class Order:
             if to_come[step]:
                 kept[step], in_use[lane] = clocks[lane], True
             if step in questions:
-                these = slice(*questions[step])
+                these = questions[step]
                 answers[these] = clocks[lane][lane_of_first[these]] > first[these]
         holds = np.empty(len(answers), np.bool_)
-        holds[by_second] = answers
+        holds[by_second] = answers | ((self.lane[first] == self.lane[second]) & (first <= second))
         return holds
-
-    def _telling(self, asked: Ints) -> tuple[Ints, Ints]:
-        """The waits between lanes that clocks need: steps waited for, and the first clock read
-        after each wait.
-
-        Clocks are read at steps that others wait for or that questions are about. Of the waits of a
-        lane up to such a step, only the latest for each other lane counts: it implies the earlier.
-        """
-        steps, lanes = len(self.lane), self.lanes
-        read = np.unique(np.concatenate([self.source, asked]))
-        read = np.sort(self.lane[read] * steps + read)
-        wait = self.lane[self.target] * steps + self.target
-        reader = np.append(read, -1)[np.searchsorted(read, wait)]
-        told = np.flatnonzero(reader // steps == self.lane[self.target])
-        source, reader = self.source[told], reader[told] % steps
-        pair = (reader * lanes + self.lane[source]) * steps + source
-        pair = np.sort(pair)
-        pair = pair[np.diff(pair // steps, append=-1) != 0]
-        return pair % steps, pair // steps // lanes

@@ -1,0 +1,400 @@
+"""The seven operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ficco.ops.operate import operate
+from ficco.schedules import Schedule
+
+
+@overload
+def all_gather_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[int] | None = None,
+    return_gathered: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[int] | None = None,
+    return_gathered: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def all_gather_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[int] | None = None,
+    return_gathered: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Multiply the gathered rows of all ranks by a local matrix, while they travel.
+
+    With W ranks, it computes::
+
+        a = torch.empty(W * a_shard.shape[0], k)
+        torch.distributed.all_gather_into_tensor(a, a_shard)
+        return a @ b
+
+    =============  ==================================================================
+    ``a_shard``    [m/W, k]; leading dimensions are flattened into the rows
+    ``b``          [k, n], each rank's own; a transposed view costs no copy
+    result         [m, n]; with ``return_gathered`` also the gathered A, [m, k]
+    =============  ==================================================================
+
+    The result has two dimensions, its rows in the order of the ranks. Put the sequence dimension
+    first, ``[s/W, batch, k]``: the gathered rows are then ``[s, batch]``. With
+    ``[batch, s/W, k]`` they would be grouped by rank instead of by batch. Layers of ``ficco.nn``
+    accept that order with ``sequence_dim=1``.
+
+    Copy engines move pieces of the shards, in the order that the schedule sets, while GEMMs of the
+    vendor's library multiply the pieces that have arrived (FiCCO, sections V-A and VI-A). On a GPU
+    the call is enqueued on the current stream and returns; it can be captured in a graph. 2D
+    schedules add partial products in float32 and round once. Every rank of the group makes the
+    same calls in the same order, with the same n.
+
+    Gradients are those of the sum over all ranks of <result, its gradient>:
+
+    - for ``a_shard``, a :func:`ficco.matmul_reduce_scatter`;
+    - for ``b`` as well, a product with A, which is gathered again during the first, or kept from
+      the forward with ``options(save_gathered=True)``;
+    - for only ``b``, a :func:`ficco.all_gather_transposed_matmul`, unless A was kept.
+
+    The same operands must need gradients on every rank. Forward and backward work under
+    ``torch.compile`` and autocast.
+
+    Args:
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4,pull"``, or a Schedule.
+        rows: rows of every rank's shard, if they are not equal; the same on every rank.
+        return_gathered: also return the gathered A, a tensor of its own.
+
+    Raises:
+        ValueError: an argument is wrong. The text says what is required, what was given and what
+            to do.
+        NotImplementedError: the dtype is not bfloat16, float16, float32 or, on CPUs, float64; an
+            operand is sparse; the device has no engine; the call is under forward-mode
+            differentiation, ``torch.func.grad`` or ``torch.jit.trace``.
+        RankMismatch: ranks disagree on the problem, the schedule or the options.
+        SignalTimeout: a peer died, is stuck or did not call. On a GPU see ``options(on_timeout)``.
+        PeerFailed: a call ended with an error on another rank, which the text names.
+        BackendError: a call of the vendor's library failed.
+
+    Example::
+
+        y = ficco.all_gather_matmul(x_shard, linear.weight.t())
+    """
+    out, gathered = operate("all_gather_matmul", a_shard, b, group, schedule, rows, return_gathered)
+    return out if gathered is None else (out, gathered)
+
+
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Exchange row blocks with all ranks, and multiply them as they arrive.
+
+    With W ranks, it computes::
+
+        x = torch.empty_like(a)
+        torch.distributed.all_to_all_single(x, a)
+        return x @ b
+
+    ==========  ====================================================================
+    ``a``       [W * r, k]; block p goes to rank p; leading dimensions are flattened
+    ``b``       [k, n], each rank's own; a transposed view costs no copy
+    result      [W * r, n]; block p comes from rank p
+    ==========  ====================================================================
+
+    This sends the tokens of an expert-parallel layer to their experts. Pieces travel and are
+    multiplied as in :func:`ficco.all_gather_matmul` (FiCCO, Table I, g13 to g16).
+
+    Gradients are as in :func:`ficco.all_gather_matmul`: for ``a`` a
+    :func:`ficco.matmul_all_to_all` with the table transposed, for only ``b`` a
+    :func:`ficco.all_to_all_transposed_matmul`.
+
+    Args:
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
+        rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
+            rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and the result
+            has as many as column ``rank`` of the table sums to.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`.
+
+    Example::
+
+        y = ficco.all_to_all_matmul(tokens, expert.weight.t())
+    """
+    return operate("all_to_all_matmul", a, b, group, schedule, rows)[0]
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Multiply over a shard of k, sum the products of all ranks while they travel, and keep this
+    rank's rows of the sum.
+
+    With W ranks, it computes::
+
+        y = torch.empty(m // W, n)
+        torch.distributed.reduce_scatter_tensor(y, a @ b)
+        return y
+
+    ==========  ====================================================================
+    ``a``       [m, k], the rank's columns of A; leading dimensions are flattened
+    ``b``       [k, n], the rank's rows of B; a transposed view costs no copy
+    result      [m/W, n], the rank's rows of the sum
+    ==========  ====================================================================
+
+    Copy engines send blocks of the product as they are made. The rank's own block is multiplied
+    last, which hides the last copies, too. With ``one-shot``, for small problems, ranks read
+    their peers' blocks in place instead. Every product is rounded to its dtype; the products are
+    added in float32 in the order of the ranks and rounded once. The result is the same in every
+    run, to the last bit.
+
+    Let u be the unit round-off of the dtype, p_r the product of rank r and s the sum of all p_r.
+    Apart from the errors of the GEMMs themselves and of adding in float32, the result differs from
+    s by at most:
+
+    ============  ==================================================================
+    as a rule     u (sum of all abs(p_r) + abs(s))
+    ``beta``      u (sum of the others' abs(p_r) + abs(s - own p) + abs(s)): the sum of the others
+                  is rounded, and the GEMM of the own product adds to it
+    ``ring``      u (abs(t_1) + abs(t_2) + ... + abs(s)), t_i the sum of the first i products on
+                  the ring: every rank's GEMM adds to the sum that it received, and rounds
+    ============  ==================================================================
+
+    A library may round a product before it adds it to a sum, as cuBLAS does with some small ones.
+    Then ``beta`` may be off by another u abs(own p), ``ring`` by u abs(p_r) of every rank but the
+    first on the ring.
+
+    Gradients are those of the sum over all ranks of <result, its gradient>: for ``a`` an
+    :func:`ficco.all_gather_matmul` of the result's gradient, whose gathered rows serve ``b``, too.
+
+    Args:
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
+        rows: rows of the result on every rank, if they are not equal; the same on every rank.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`.
+
+    Example::
+
+        y_shard = ficco.matmul_reduce_scatter(x, linear.weight.t())
+    """
+    return operate("matmul_reduce_scatter", a, b, group, schedule, rows)[0]
+
+
+def matmul_all_to_all(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Multiply row blocks, and exchange the products with all ranks as they are made.
+
+    With W ranks, it computes::
+
+        y = torch.empty(a.shape[0], n)
+        torch.distributed.all_to_all_single(y, a @ b)
+        return y
+
+    ==========  ====================================================================
+    ``a``       [W * r, k]; the product of block p goes to rank p; leading dimensions
+                are flattened
+    ``b``       [k, n], each rank's own; a transposed view costs no copy
+    result      [W * r, n]; block p comes from rank p
+    ==========  ====================================================================
+
+    This brings the tokens of an expert-parallel layer back. Copy engines send blocks of the
+    product as they are made. The rank's own block is multiplied last, while the last copies
+    travel.
+
+    Gradients are those of the sum over all ranks of <result, its gradient>: for ``a`` an
+    :func:`ficco.all_to_all_matmul` of the result's gradient with the table transposed, whose
+    exchanged rows serve ``b``, too.
+
+    Args:
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
+        rows: as for :func:`ficco.all_to_all_matmul`.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`.
+
+    Example::
+
+        tokens = ficco.matmul_all_to_all(hidden, expert.weight.t())
+    """
+    return operate("matmul_all_to_all", a, b, group, schedule, rows)[0]
+
+
+def matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+) -> torch.Tensor:
+    """Multiply over a shard of k, and sum the products of all ranks while they travel.
+
+    It computes::
+
+        y = a @ b
+        torch.distributed.all_reduce(y)
+        return y
+
+    ==========  ====================================================================
+    ``a``       [m, k], the rank's columns of A; leading dimensions are flattened
+    ``b``       [k, n], the rank's rows of B; a transposed view costs no copy
+    result      [m, n], the sum, equal on all ranks to the last bit
+    ==========  ====================================================================
+
+    This is a :func:`ficco.matmul_reduce_scatter` whose sums are sent on to all ranks piece by
+    piece as they are made. m may be any number of rows.
+
+    Gradients are those of the sum over all ranks of <result, its gradient>. Each rank's product is
+    in the results of all ranks, so the backward first sums their gradients over the ranks. If all
+    ranks do the same with the result, and the loss counts it once, set
+    ``options(all_reduce_gradients="equal")``: the backward then needs no communication.
+
+    Args:
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
+        schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`.
+
+    Example::
+
+        y = ficco.matmul_all_reduce(x, linear.weight.t())
+    """
+    return operate("matmul_all_reduce", a, b, group, schedule, None)[0]
+
+
+def all_gather_transposed_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Multiply the transposed gathered rows of all ranks by a local matrix, while they travel.
+
+    With W ranks, it computes::
+
+        a = torch.empty(W * a_shard.shape[0], k)
+        torch.distributed.all_gather_into_tensor(a, a_shard)
+        return a.t() @ b
+
+    =============  ==================================================================
+    ``a_shard``    [m/W, k]; leading dimensions are flattened into the rows
+    ``b``          [m, n], each rank's own; a transposed view costs no copy
+    result         [k, n]
+    =============  ==================================================================
+
+    This is the weight gradient of a column-parallel layer: m counts the tokens of all ranks, and
+    ``b`` is the gradient of the layer's result (FiCCO, Table I, g1, g3, g5 and g7, read as k
+    gathered tokens). The products of pieces of rows are added in float32 and rounded once, in an
+    order that the schedule fixes for each rank, so that results repeat to the last bit. Pieces of
+    rows are contiguous in memory. Pieces of columns, in 2D schedules, make rows of the result.
+
+    Gradients: for ``a_shard`` a :func:`ficco.matmul_reduce_scatter`, for ``b`` a
+    :func:`ficco.all_gather_matmul`.
+
+    Args:
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
+        schedule: ``"auto"``, a name such as ``"growing"``, or a Schedule.
+        rows: rows of every rank's shard, if they are not equal; the same on every rank.
+
+    Raises:
+        As :func:`ficco.all_gather_matmul`; ``ValueError`` also if ``b`` does not have as many rows
+            as all ranks' shards together.
+
+    Example::
+
+        weight_grad = ficco.all_gather_transposed_matmul(x_shard, y_grad).t()
+    """
+    return operate("all_gather_transposed_matmul", a_shard, b, group, schedule, rows)[0]
+
+
+def all_to_all_transposed_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Exchange row blocks with all ranks, and multiply their transpose by a local matrix as they
+    arrive.
+
+    With W ranks, it computes::
+
+        x = torch.empty_like(a)
+        torch.distributed.all_to_all_single(x, a)
+        return x.t() @ b
+
+    ==========  ====================================================================
+    ``a``       [W * r, k]; block p goes to rank p; leading dimensions are flattened
+    ``b``       [W * r, n], each rank's own; block p meets the rows that come from
+                rank p; a transposed view costs no copy
+    result      [k, n]
+    ==========  ====================================================================
+
+    This is the weight gradient of an expert-parallel layer: ``b`` is the gradient of the layer's
+    result (FiCCO, Table I, g13 to g16, in the backward). As in
+    :func:`ficco.all_gather_transposed_matmul`, the products of pieces are added in float32 and
+    rounded once, in an order that the schedule fixes for each rank, so that results repeat to the
+    last bit. A rank that receives no rows gets zeros.
+
+    Gradients: for ``a`` a :func:`ficco.matmul_all_to_all` with the table transposed, for ``b`` a
+    :func:`ficco.all_to_all_matmul`.
+
+    Args:
+        group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
+        schedule: ``"auto"``, a name such as ``"growing"``, or a Schedule.
+        rows: as for :func:`ficco.all_to_all_matmul`; the rows of its result are those of ``b``.
+
+    Raises:
+        As :func:`ficco.all_to_all_matmul`; ``ValueError`` also if ``b`` does not have as many rows
+            as this rank receives.
+
+    Example::
+
+        weight_grad = ficco.all_to_all_transposed_matmul(tokens, y_grad).t()
+    """
+    return operate("all_to_all_transposed_matmul", a, b, group, schedule, rows)[0]
