@@ -24,7 +24,7 @@ from ficco.bench.report import MODE_WORDS
 from ficco.bench.stats import by_operator, measured
 from ficco.bench.tables import markdown
 from ficco.heuristics import Where, candidates, decide, rule
-from ficco.heuristics.candidates import ALL_MOVERS, MOVERS, predictable
+from ficco.heuristics.candidates import ALL_OFFERS, OFFERS, predictable
 from ficco.machine import Fingerprint, Machine, digest, find, nearest
 from ficco.problem import Problem
 from ficco.schedules import Schedule, same_plans
@@ -100,12 +100,12 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     # Older files lack what the model may take of these: it was not thought of then.
     by_kernel = [
         one
-        for one in candidates(problem, asked.simulated, ALL_MOVERS)
+        for one in candidates(problem, asked.simulated, ALL_OFFERS)
         if one.mover == "kernel" and predictable(one, problem, asked.simulated)
     ]
     newer = by_kernel and timed.keys() >= set(by_kernel)
-    by_model = ALL_MOVERS if newer else MOVERS
-    auto = decide(problem, machine=machine, mode=asked.mode, movers=by_model).schedule
+    by_model = ALL_OFFERS if newer else OFFERS
+    auto = decide(problem, machine=machine, mode=asked.mode, offers=by_model).schedule
     names = (*candidates(problem, asked.simulated, movers), auto)
     times = _by_plan(problem, timed, names)
     if auto not in times:
