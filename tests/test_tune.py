@@ -954,7 +954,7 @@ def test_logged_problems_of_every_operator_are_tuned_and_found_again(tmp_path: P
     machine = load(path)
     assert [tuned_key(one) for one in machine.tuned] == [tuned_key(p) for p in some]
     for problem, one in zip(some, machine.tuned, strict=True):
-        found = decide(problem, machine=machine, mode="idle", movers=("dma", "kernel"))
+        found = decide(problem, machine=machine, mode="idle", offers=("dma", "kernel"))
         assert (found.source, str(found.schedule)) == ("tuned", one.idle)
     # Rows that are sent to others are another problem, though each multiplies as many.
     other = Problem.of_blocks("all_to_all_matmul", [[6, 0], [1, 5]], 4, 8, "float32")

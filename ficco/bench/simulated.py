@@ -26,14 +26,15 @@ BOUNDS = ("gemm", "collective", "copies", "ideal")
 
 
 def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
-    """Every named schedule, and the serial composition with the vendor's collective.
+    """Every named schedule, and the serial composition with the vendor's collective; the product
+    whose tiles wait where the machine's figures say how fast it is.
 
     On a mesh they copy over all links at once, but for Async TP, which goes peer after peer.
     """
     named = [
         schedule if name == "shard-overlap" else suited(schedule, problem, machine)
         for name, schedule in NAMED.items()
-        if not refusal(problem, schedule)
+        if not refusal(problem, schedule) and (name != "tiled" or machine.tiled)
     ]
     with_collective = [Schedule.parse("serial:collective")] if machine.all_gather else []
     return [*with_collective, *named]
