@@ -166,24 +166,22 @@ class Board:
         """
         key = digest(same_as or text) or 1  # an entry of 0 means none
         with self._writing:
-            if (same_as or key not in self._cells) and (pages := self._pages) is not None:
-                self._write(pages, key, text)
+            if (pages := self._pages) is None or (key in self._cells and not same_as):
+                return key
+            cell = self._cells.get(key, self._cell)
+            if key not in self._cells:
+                self._cell = (self._cell + 1) % TEXTS
+            self._cells = {other: at for other, at in self._cells.items() if at != cell}
+            data = text.encode(errors="replace")  # file names can contain lone surrogates
+            if len(data) > TEXT_BYTES - _HEADER.size:
+                rest = f" ... (digest {key:010x})".encode()
+                data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
+                data += rest
+            record = _HEADER.pack(key, zlib.crc32(data), len(data)) + data
+            at = cell * TEXT_BYTES
+            pages.texts[self.rank][at : at + len(record)] = record
+            self._cells[key] = cell
         return key
-
-    def _write(self, pages: _Pages, key: int, text: str) -> None:
-        cell = self._cells.get(key, self._cell)
-        if key not in self._cells:
-            self._cell = (self._cell + 1) % TEXTS
-        self._cells = {other: at for other, at in self._cells.items() if at != cell}
-        data = text.encode(errors="replace")  # file names can contain lone surrogates
-        if len(data) > TEXT_BYTES - _HEADER.size:
-            rest = f" ... (digest {key:010x})".encode()
-            data = text.encode("ascii", "replace")[: TEXT_BYTES - _HEADER.size - len(rest)]
-            data += rest
-        record = _HEADER.pack(key, zlib.crc32(data), len(data)) + data
-        at = cell * TEXT_BYTES
-        pages.texts[self.rank][at : at + len(record)] = record
-        self._cells[key] = cell
 
     def post(self, number: int, digest: int) -> None:
         """Post a call. Numbers start at 1."""

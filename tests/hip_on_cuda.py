@@ -284,7 +284,7 @@ def bench(at: Any, seconds: float, shapes: int) -> list[Timed]:
 def _shape(
     at: Any, shape: tuple[int, int, int], seconds: float, barrier: Any, clock: Any
 ) -> Iterator[Timed]:
-    from ficco.bench.measure import MODES, BenchCandidate, Item, Runner, capture, rounds
+    from ficco.bench.measure import MODES, Item, Runner, capture, rounds
     from ficco.bench.series import slowest
 
     m, n, k = shape
@@ -304,7 +304,7 @@ def _shape(
     for schedule in SCHEDULES:
         for name in ENGINES:
             step(at)
-            made, candidate = runner(schedule, name), BenchCandidate(f"{schedule} {name}", "ficco")
+            made = runner(schedule, name)
             with made.context():
                 result = made.run()
             # Random data: what other kernels of the library make of it differs by roundings.
@@ -317,7 +317,7 @@ def _shape(
                     torch.cuda.synchronize()
                     at.barrier()
                     replay = capture(made, pool)[0]
-                items.append((schedule, name, Item(mode, candidate, made, replay)))
+                items.append((schedule, name, Item(mode, f"{schedule} {name}", made, replay)))
     first.clear()
     step(at, f"  {len(items)} candidates")
     timed = [item for _, _, item in items]

@@ -26,7 +26,6 @@ from ficco.bench.candidates import (
     COMPARED,
     REFERENCES,
     SCHEDULES,
-    BenchCandidate,
     block_bytes,
     choose,
     moved_bytes,
@@ -499,7 +498,7 @@ class _Clock:
         self.sleeps: list[float] = []
 
     def time(self, item: Item) -> tuple[float, float]:
-        name = item.candidate.name
+        name = item.name
         taken = self.taken[name][min(self.calls[name], len(self.taken[name]) - 1)]
         self.calls[name] += 1
         self.sleeps.append(item.sleep_s)
@@ -515,9 +514,7 @@ class _Alone:
 
 
 def _timed(clock: _Clock) -> list[Item]:
-    items = [
-        Item("queued", BenchCandidate(name, "ficco"), Runner(_nothing)) for name in clock.taken
-    ]
+    items = [Item("queued", name, Runner(_nothing)) for name in clock.taken]
     assert rounds(items, clock, _Alone(), most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
     return items
 

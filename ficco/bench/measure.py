@@ -31,7 +31,6 @@ from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner
-from ficco.bench.candidates import BenchCandidate
 from ficco.dma.host import HostMemory
 from ficco.errors import InvalidArgument
 
@@ -138,7 +137,7 @@ class Item:
     """
 
     mode: str
-    candidate: BenchCandidate
+    name: str
     runner: Runner
     replay: Callable[[], None] | None = None
     sleep_s: float = SLEEP_LEAST_S

@@ -207,22 +207,19 @@ def show_shape(rows: pd.DataFrame) -> None:
     if there.empty:
         print(f"{title}: {first['status']}: {first['note']}")
         return
-    by_mode = {
-        mode: mine.sort_values("ms", kind="stable").set_index("candidate")
-        for mode, mine in there.groupby("mode", sort=False)
-    }
-    names = list(dict.fromkeys(name for mine in by_mode.values() for name in mine.index))
-    notes = there.drop_duplicates("candidate").set_index("candidate")["note"].reindex(names)
-    table = pd.DataFrame(
-        {"candidate": [f"{n} ({note})" if note else n for n, note in notes.items()]}
-    )
-    for mode, mine in by_mode.items():
+    modes_there = there["mode"].unique()
+    turn = there["mode"].map({mode: number for number, mode in enumerate(modes_there)})
+    names = there.assign(turn=turn).sort_values(["turn", "ms"], kind="stable")["candidate"].unique()
+    seen = there.drop_duplicates("candidate").set_index("candidate").loc[names]
+    notes = zip(names, seen["note"], strict=True)
+    table = pd.DataFrame({"candidate": [f"{n} ({note})" if note else n for n, note in notes]})
+    figures = there.pivot(index="candidate", columns="mode").reindex(names)
+    for mode in modes_there:
         for heading, column, form in BY_MODE:
-            if mine[column].notna().any():
-                table[f"{mode}\n{heading}"] = cells(mine[column].reindex(names), form).to_numpy()
-    extra = there.drop_duplicates("candidate").set_index("candidate")["extra_bytes"].reindex(names)
-    if extra.notna().any():
-        table["extra MiB"] = cells(extra / 2**20, ".1f").to_numpy()
+            if figures[column, mode].notna().any():
+                table[f"{mode}\n{heading}"] = cells(figures[column, mode], form).to_numpy()
+    if seen["extra_bytes"].notna().any():
+        table["extra MiB"] = cells(seen["extra_bytes"] / 2**20, ".1f").to_numpy()
     bold = [number for number, name in enumerate(names) if name == stats.IDEAL]
     show(title, table, bold=bold, width=140)
     for text in left_out(rows):

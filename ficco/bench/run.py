@@ -125,7 +125,7 @@ class Bench:
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
             items = [
-                Item(mode, one.candidate, one.runner, one.replay if mode == "graph" else None)
+                Item(mode, one.name, one.runner, one.replay if mode == "graph" else None)
                 for mode in self.settings.modes
                 for one in checked
                 if one.runner is not None and (mode != "graph" or one.replay is not None)
@@ -177,7 +177,7 @@ class Bench:
         free = self.verifier.free_bytes()
         pool = gpu.graph_pool_handle()
         for one in there:
-            tick(f"capture {one.candidate.name}")
+            tick(f"capture {one.name}")
             if need > free / 2:
                 one.graph_note = f"all graphs would hold {need >> 30} of {free >> 30} GiB"
             else:
@@ -191,9 +191,9 @@ class Bench:
         host: dict[tuple[str, str], float] = {}
         for item, *of_ranks in zip(items, *everyone, strict=True):
             of_times, of_hosts = zip(*of_ranks, strict=True)
-            times[item.mode][item.candidate.name] = slowest(of_times)
-            host[item.mode, item.candidate.name] = max(of_hosts) * 1e6
-        by_name = {one.candidate.name: one for one in checked}
+            times[item.mode][item.name] = slowest(of_times)
+            host[item.mode, item.name] = max(of_hosts) * 1e6
+        by_name = {one.name: one for one in checked}
         rows = []
         for mode, series in times.items():
             shape = {**self._shape(case), "mode": mode}
@@ -208,11 +208,11 @@ class Bench:
                 if (mode, name) in host:
                     rows[-1]["host_us"] = host[mode, name]
             for one in checked:
-                if one.candidate.name not in figures:
+                if one.name not in figures:
                     status, note = one.status, one.note
                     if one.runner is not None:
                         status, note = one.graph_status, one.graph_note
-                    what = {"candidate": one.candidate.name, "kind": one.candidate.kind}
+                    what = {"candidate": one.name, "kind": one.candidate.kind}
                     rows.append({**shape, **what, "status": status, "note": note})
         return rows
 

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 import ficco
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
-from ficco.bench.candidates import BenchCandidate
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
 from ficco.schedules.groups import cut
 
@@ -86,11 +85,7 @@ class Stopwatch:
     ) -> dict[str, Times]:
         """Time all calls for about so many seconds; by name, the same on every rank."""
         items = {
-            name: Item(
-                mode or self.mode,
-                BenchCandidate(name, "call"),
-                call if isinstance(call, Runner) else Runner(call),
-            )
+            name: Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
             for name, call in calls.items()
         }
         rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)

@@ -60,6 +60,10 @@ class Checked:
     graph_note: str = ""
 
     @property
+    def name(self) -> str:
+        return self.candidate.name
+
+    @property
     def is_part(self) -> bool:
         """Whether it is only a part of the operator."""
         return self.runner is not None and self.runner.expected != "result"

@@ -139,18 +139,18 @@ def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
     for name in map(str, candidates(problem, site.machine, offers)):
         site.tick(f"verify {name}")
         checked.append(verifier.eager(parse(name), operands))
-    if wrong := [f"{one.candidate.name}: {one.note}" for one in checked if one.status == "wrong"]:
+    if wrong := [f"{one.name}: {one.note}" for one in checked if one.status == "wrong"]:
         raise ArithmeticError("; ".join(wrong))
     verifier.renew(operands, symmetric=False)
     operands.random(0)
-    calls = {one.candidate.name: one.runner for one in checked if one.runner is not None}
+    calls = {one.name: one.runner for one in checked if one.runner is not None}
     modes = ("queued", "idle") if watch.on_gpu else ("idle",)
     seconds, least = site.effort.shape_seconds / len(modes), site.effort.least
     times = {}
     for mode in modes:
         series = watch.time(calls, seconds=seconds, mode=mode, least=least, tick=site.tick)
         times[mode] = _medians(series)
-    left_out = {one.candidate.name: one.note for one in checked if one.runner is None}
+    left_out = {one.name: one.note for one in checked if one.runner is None}
     return entry(problem, times, site), left_out
 
 

@@ -146,9 +146,10 @@ class _TuningRun:
         self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
     def run(self) -> Outcome:
-        error, machine, journal = self._on_rank_0(self._begin)
+        error, begun = self._on_rank_0(self._begin)
         if error:
             return Outcome(error=error)
+        machine, journal = begun
         outcome, settings = Outcome(machine, earlier=journal.done), self.settings
         todo = {n: settings.seconds(n) for n in settings.steps if n not in journal.done}
         self.reporter = reporter = _Reporter(self.rank, todo)
@@ -168,7 +169,7 @@ class _TuningRun:
                 continue
             before, machine = machine, measured
             journal = journal.with_done(name)
-            error, _, _ = self._on_rank_0(partial(self._keep, machine, journal))
+            error, _ = self._on_rank_0(partial(self._keep, machine, journal))
             if error:
                 outcome.error = error
                 break
@@ -190,22 +191,20 @@ class _TuningRun:
         journal.write(settings.path)  # before anything is measured in vain
         return machine, journal
 
-    def _keep(self, machine: Machine, journal: Journal) -> tuple[None, None]:
+    def _keep(self, machine: Machine, journal: Journal) -> None:
         save(machine, self.settings.path)
         journal.write(self.settings.path)
-        return None, None
 
-    def _on_rank_0(self, action: Callable[[], tuple[Any, Any]]) -> tuple[str, Any, Any]:
-        """The error of rank 0 in words, or its two results, on every rank."""
-        told: list[Any] = [None]
+    def _on_rank_0(self, action: Callable[[], Any]) -> tuple[str, Any]:
+        """The error of rank 0 in words, or its result, on every rank."""
+        outcome: list[Any] = ["", None]
         if self.rank == 0:
             try:
-                told = [("", *action())]
+                outcome[1] = action()
             except (ConfigError, OSError) as error:
-                told = [(str(error), None, None)]
-        dist.broadcast_object_list(told, group_src=0, group=self.group)
-        outcome: tuple[str, Any, Any] = told[0]
-        return outcome
+                outcome[0] = str(error)
+        dist.broadcast_object_list(outcome, group_src=0, group=self.group)
+        return outcome[0], outcome[1]
 
     def _measure(self, name: str, site: Site) -> Machine:
         """The machine with what a step has measured, which a file can hold."""
