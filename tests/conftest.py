@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -26,11 +27,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-# A worker of xdist runs many modules. Whichever needs ranks first, ficco.launch among them, would
-# otherwise say what the server imports.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    ranks.start_server()
-
 #: No example has to end within a time: a busy machine may take a core away at any moment.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -48,6 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, need in needs:
         if need > count:
             item.add_marker(pytest.mark.skip(reason=f"needs GPUs for {need} ranks, found {count}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server() -> None:
+    """Start the server of ranks, where a test could have ficco.launch start it with less."""
+    if "ficco.launch" in sys.modules:
+        ranks.start_server()
 
 
 def pytest_sessionfinish() -> None:

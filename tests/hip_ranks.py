@@ -107,7 +107,7 @@ def wheel(series: str) -> Path:
 
 
 @cache
-def _kernels() -> None:
+def compile_kernels() -> None:
     """Compile them once, into the cache: otherwise all ranks do so at the same time."""
     with contextlib.suppress(BackendError):
         build.compiled(Target("hip", "gfx942"))
@@ -122,7 +122,7 @@ def run(
     **kwargs: Any,
 ) -> list[Any]:
     """As :func:`ranks.run`, on ranks of their own with the double and its settings."""
-    _kernels()
+    compile_kernels()
     env = {f"HIP_DOUBLE_{name}": str(value) for name, value in (settings or {}).items()}
     env |= kwargs.pop("env", {})
     if LIBRARY not in env:
@@ -132,10 +132,16 @@ def run(
     return ranks.run(world, partial(_with_library, fn), *args, fresh=True, env=env, **kwargs)
 
 
-def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
-    sys.path.insert(0, os.environ[WHEEL])
+def bind(folder: str) -> None:
+    """Let this process import the hip-python of a folder; what the server of ranks has imported of
+    it is here already."""
+    sys.path.insert(0, folder)
     if preloaded := sys.modules.get("tests.preloaded"):
-        sys.modules.update(preloaded.BINDINGS.get(os.environ[WHEEL], {}))
+        sys.modules.update(preloaded.BINDINGS.get(folder, {}))
+
+
+def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
+    bind(os.environ[WHEEL])
     host_gpu.serve_cpu_tensors()
     ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
     with ficco.options(engine="hip", on_timeout="raise", timeout_s=20):

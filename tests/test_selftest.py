@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -539,7 +538,7 @@ def _on_the_double(
     library: str, wheel: str, settings: dict[str, str], breaks: Callable[[], None] | None
 ) -> None:
     os.environ.update(settings)  # before the library reads them
-    sys.path.insert(0, wheel)
+    hip_ranks.bind(wheel)
     host_gpu.serve_cpu_tensors()
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     ficco.set_options(engine="hip")
@@ -554,6 +553,7 @@ def on_the_double(
     **settings: int,
 ) -> dict[str, CheckResult]:
     """What the self-test says through the HIP engine, in the checks that begin so."""
+    hip_ranks.compile_kernels()
     found = str(hip_ranks.library()), str(hip_ranks.wheel("7"))
     env = {f"HIP_DOUBLE_{name}": str(value) for name, value in settings.items()}
     double = partial(_on_the_double, *found, env, breaks)

@@ -26,15 +26,15 @@ BOUNDS = ("gemm", "collective", "copies", "ideal")
 
 
 def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
-    """Every named schedule, and the serial composition with the vendor's collective; the product
-    whose tiles wait where the machine's figures say how fast it is.
+    """Every named schedule, and the serial composition with the vendor's collective.
 
-    On a mesh they copy over all links at once, but for Async TP, which goes peer after peer.
+    On a mesh they copy over all links at once, but for Async TP, which goes peer after peer. Tiles
+    that wait are left out where the machine has no figures for them.
     """
     named = [
         schedule if name == "shard-overlap" else suited(schedule, problem, machine)
         for name, schedule in NAMED.items()
-        if not refusal(problem, schedule) and (name != "tiled" or machine.tiled)
+        if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
     ]
     with_collective = [Schedule.parse("serial:collective")] if machine.all_gather else []
     return [*with_collective, *named]
