@@ -26,7 +26,8 @@ BOUNDS = ("gemm", "collective", "copies", "ideal")
 
 
 def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
-    """Every named schedule, and the serial composition with the vendor's collective.
+    """Every named schedule, and the serial composition with the vendor's collective; the product
+    whose tiles wait where the machine's figures say how fast it is.
 
     On a mesh they copy over all links at once, but for Async TP, which goes peer after peer. Tiles
     that wait are left out where the machine has no figures for them.
