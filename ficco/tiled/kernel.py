@@ -24,17 +24,6 @@ from ficco.tiled.worklist import BK, MAX_PRODUCTS, TileList, Tiling
 TARGET = Target("cuda", "sm_90a")
 NAME = "ficco_tiled"
 THREADS = 384
-#: Tilings worth compiling, with the seconds of one step along k of a cluster. Wide tiles read the
-#: least per step; blocks one below another (``cm``) save reads of B, side by side (``cn``) of A;
-#: narrow ones are for few rows or columns.
-STEP_S = {
-    Tiling(128, 256, 4): 0.72e-6,
-    Tiling(128, 256, 4, cm=2): 0.70e-6,
-    Tiling(128, 256, 4, cn=2): 0.70e-6,
-    Tiling(128, 192, 4): 0.56e-6,
-    Tiling(128, 128, 6): 0.40e-6,
-    Tiling(128, 64, 8): 0.25e-6,
-}
 #: A block of 64 x 64 elements of two bytes; two of them per group of warps hold C on its way out.
 _BOX_BYTES = 64 * 64 * 2
 _MAP_BYTES = 128
