@@ -49,7 +49,7 @@ struct Lists {
   float4* parts;        // per slot, block of the cluster and group: a part of a tile
   u32* late;            // becomes 1 + a gate that did not open, 1 + MAX_GATES for parts
   u64 limit_ns;         // after which the kernel no longer waits
-  u32 clusters;
+  u32 clusters, gate_count;
 };
 
 // A tile, or a part of it along k: columns [k0, k0 + kn) in units of BK. Ranges are inclusive.
@@ -155,6 +155,12 @@ INLINE u32 load_device(const u32* at) {
   return value;
 }
 
+INLINE u32 add_relaxed(u32* at) {
+  u32 before;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+  return before;
+}
+
 INLINE void store_system(u32* at, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -181,6 +187,23 @@ struct Gates {
   u64 deadline;
   bool waits = true;
 
+  // The lanes of a warp look at all gates at once: one after the other costs most of a microsecond
+  // each even if they are open.
+  INLINE void look(const Lists& lists, u32 lane) {
+    if (!lists.gate_count) return;
+#pragma unroll
+    for (u32 first = 0; first < MAX_GATES; first += 32) {
+      const u32 gate = first + lane;
+      const bool open =
+          gate < lists.gate_count && load_system((const u32*)__ldg(lists.gates + gate)) == 1;
+      const u64 lanes = __ballot_sync(~0u, open);
+      (first < 64 ? low : high) |= lanes << (first & 63);
+    }
+    // Hands on what the other lanes acquired; then as in pass.
+    __syncwarp();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+
   INLINE void pass(const Lists& lists, int first, int last) {
     bool waited = false;
     for (int gate = first; waits && gate <= last; ++gate) {
@@ -204,20 +227,33 @@ struct Gates {
 };
 
 // One more store warp has stored its rows of a tile. The end of a bulk store is a fence between its
-// proxy and the generic one, so that additions and words release what was stored.
+// proxy and the generic one. The first fence and the additions release what was stored; whoever adds
+// last acquires that from all others, and releases it to the system, by the second fence. Loads and
+// additions of different announcements are in flight together: the last tile's delay the end.
 INLINE void announce(const Lists& lists, int first, int last) {
-  if (first > last) return;
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  for (int i = first; i <= last; ++i) {
-    u32 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(lists.counters + i)
-                 : "memory");
-    if (before + 1 == __ldg(lists.targets + i)) {
-      lists.counters[i] = 0;
-      store_system((u32*)__ldg(lists.words + i), 1);
+  constexpr int AT_ONCE = 2;
+  for (int i = first; i <= last; i += AT_ONCE) {
+    u32 before[AT_ONCE], target[AT_ONCE];
+    u64 word[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      target[j] = __ldg(lists.targets + min(i + j, last));
+      word[j] = __ldg(lists.words + min(i + j, last));
     }
+    if (i == first) {
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j)
+      if (i + j <= last) before[j] = add_relaxed(lists.counters + i + j);
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j)
+      if (i + j <= last && before[j] + 1 == target[j]) {
+        lists.counters[i + j] = 0;
+        asm volatile("fence.acq_rel.sys;" ::: "memory");
+        asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(word[j]) : "memory");
+      }
   }
 }
 
@@ -273,6 +309,8 @@ extern "C" __global__ void __maxnreg__(160)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  Gates gates;
+  if (warp == 0) gates.look(lists, lane);
   if constexpr (CLUSTER > 1) {
     cluster_sync();
   } else {
@@ -282,7 +320,6 @@ extern "C" __global__ void __maxnreg__(160)
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0 && lane == 0) {  // loads
-      Gates gates;
       gates.deadline = now_ns() + lists.limit_ns;
       prefetch(&maps.b);
       u32 stage = 0, phase = 1;

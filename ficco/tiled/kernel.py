@@ -77,6 +77,7 @@ class _Lists(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("items", "gates", "words", "targets", "counters")),
         *((name, ctypes.c_uint64) for name in ("ready", "parts", "late", "limit_ns")),
         ("clusters", ctypes.c_uint32),
+        ("gate_count", ctypes.c_uint32),
     ]
 
 
@@ -315,6 +316,7 @@ class TiledProducts:
             late=late,
             limit_ns=int(limit_s * 1e9),
             clusters=tiles.clusters,
+            gate_count=len(gates),
         )
         memory = rests, parts, *given
         return TiledLaunch(tiles, dtype, b_rows, function, arguments, memory)
