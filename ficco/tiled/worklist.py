@@ -246,17 +246,17 @@ class TileRates:
 #: another (``cm``) load half of B each; narrow ones are for few rows or columns.
 H100 = TileRates(
     multiply={
-        Tiling(128, 256, 4): 0.624e-6,
-        Tiling(128, 256, 4, cm=2): 0.638e-6,
-        Tiling(128, 192, 4): 0.471e-6,
-        Tiling(128, 128, 6): 0.288e-6,
+        Tiling(128, 256, 4): 0.614e-6,
+        Tiling(128, 256, 4, cm=2): 0.627e-6,
+        Tiling(128, 192, 4): 0.461e-6,
+        Tiling(128, 128, 6): 0.286e-6,
     },
-    bytes_per_s=13.4e12,
-    call=8.05e-6,
-    tile=0.87e-6,
-    write=4.05e-6,
-    add=1.65e-6,
-    slowdown=0.155,
+    bytes_per_s=13.8e12,
+    call=8.19e-6,
+    tile=1.06e-6,
+    write=4.09e-6,
+    add=1.73e-6,
+    slowdown=0.185,
 )
 
 
