@@ -21,7 +21,9 @@ TILINGS = [
     Tiling(128, 256, 4),
     Tiling(128, 256, 4, cm=2),
     Tiling(128, 256, 4, cn=2),
+    Tiling(128, 224, 4),
     Tiling(128, 192, 4),
+    Tiling(128, 160, 4),
     Tiling(128, 128, 6),
 ]
 NAMES = ["x".join(map(str, tiling)) for tiling in TILINGS]

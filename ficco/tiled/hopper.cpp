@@ -25,9 +25,12 @@ constexpr int MAX_PRODUCTS = 8, MAX_GATES = 128, BK = 64;
 constexpr int CLUSTER = CM * CN;
 constexpr int GROUP_ROWS = BM / 2, STRIPES = GROUP_ROWS / 64;  // of 64 rows, one wgmma each
 constexpr u32 BOX = 64 * 64 * 2;                               // bytes of 64 x 64 elements
-constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE = A_BYTES + B_BYTES;
-static_assert(CLUSTER <= 2 && BM % 128 == 0 && BN % 64 == 0, "");
-static_assert(!B_ROWS || BN / CM % 64 == 0, "each block of a cluster loads whole boxes of B");
+// Of 64 columns. The last one is half used if B comes in boxes, and begins earlier if C goes in them.
+constexpr int BOXES = (BN + 63) / 64;
+constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = B_ROWS ? BOXES * BOX : BN * BK * 2;
+constexpr u32 STAGE = A_BYTES + B_BYTES;
+static_assert(CLUSTER <= 2 && BM % 128 == 0 && BN % 32 == 0 && BN >= 64, "");
+static_assert(CM == 1 || BN / CM % 64 == 0, "each block of a cluster loads whole boxes of B");
 
 struct alignas(64) Map {
   u64 words[16];
@@ -67,6 +70,8 @@ INLINE Item item_at(const int4* items, u32 index) {
              c = __ldg(items + 3 * index + 2);
   return Item{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
 }
+
+INLINE constexpr int box_column_at(int box) { return min(box * 64, BN - 64); }
 
 INLINE bool is_part(const Item& item) { return item.tile >= 0 && !item.others; }
 
@@ -344,7 +349,7 @@ extern "C" __global__ void __maxnreg__(160)
           const u32 to = b + (CM > 1 ? rank * (B_BYTES / 2) : 0);
           if constexpr (B_ROWS) {
 #pragma unroll
-            for (int j = 0; j < BN / CM / 64; ++j)
+            for (int j = 0; j < BOXES / CM; ++j)
               load<(CM > 1)>(to + j * BOX, &maps.b, done, column + j * 64, k * BK);
           } else {
             load<(CM > 1)>(to, &maps.b, done, k * BK, column);
@@ -366,10 +371,10 @@ extern "C" __global__ void __maxnreg__(160)
         const int row = item.row + row_in_tile + group * GROUP_ROWS;
         const int column = item.column + column_in_tile;
         for (int s = 0; s < STRIPES; ++s)
-          for (int j = 0; j < BN / 64; ++j, ++count) {
+          for (int j = 0; j < BOXES; ++j, ++count) {
             const u32 box = group * 2 + (count & 1);
             barrier_wait(box_full + 8 * box, count >> 1 & 1);
-            store(map, boxes + box * BOX, column + j * 64, row + s * 64);
+            store(map, boxes + box * BOX, column + box_column_at(j), row + s * 64);
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
             barrier_arrive(box_empty + 8 * box);
           }
@@ -466,12 +471,12 @@ extern "C" __global__ void __maxnreg__(160)
 #pragma unroll
       for (int s = 0; s < STRIPES; ++s)
 #pragma unroll
-        for (int j = 0; j < BN / 64; ++j, ++count) {
+        for (int j = 0; j < BOXES; ++j, ++count) {
           const u32 box = group * 2 + (count & 1), to = box_at + (count & 1) * BOX;
           barrier_wait(box_empty + 8 * box, (count >> 1 & 1) ^ 1);
 #pragma unroll
           for (int q = 0; q < 8; q += 2) {
-            const float* x = &sums[s][j * 32 + q * 4];
+            const float* x = &sums[s][box_column_at(j) / 2 + q * 4];
             asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                              to + (((q + box_column) ^ (box_row & 7)) << 4)),
                          "r"(pack(x[0], x[1])), "r"(pack(x[2], x[3])), "r"(pack(x[4], x[5])),

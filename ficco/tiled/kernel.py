@@ -116,7 +116,7 @@ def addressable(matrix: torch.Tensor) -> bool:
 
 def shared_bytes(tiling: Tiling) -> int:
     """Shared memory of a block: up to 1024 bytes to align it, boxes of C, the ring, barriers."""
-    ring = tiling.stages * (tiling.bm + tiling.bn) * 128
+    ring = tiling.stages * (tiling.bm + -(-tiling.bn // 64) * 64) * 128
     return 1024 + 4 * _BOX_BYTES + ring + 16 * tiling.stages + 64
 
 
