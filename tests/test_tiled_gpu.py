@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_worklist import STEP_S, spans
+from test_worklist import COSTS, spans
 
 from ficco.tiled.worklist import MAX_GATES, Cut, RowSpan, TileList, Tiling, Work, listed
 
@@ -21,9 +21,10 @@ TILINGS = [
     Tiling(128, 256, 4),
     Tiling(128, 256, 4, cm=2),
     Tiling(128, 256, 4, cn=2),
+    Tiling(128, 224, 4),
     Tiling(128, 192, 4),
+    Tiling(128, 160, 4),
     Tiling(128, 128, 6),
-    Tiling(128, 64, 8),
 ]
 NAMES = ["x".join(map(str, tiling)) for tiling in TILINGS]
 #: Rows of each product, n and k.
@@ -139,7 +140,7 @@ def test_products_are_exact(
     began = time.perf_counter()
     for shape in SHAPES:
         for cut in (Cut.NONE, Cut.END_EVENLY, Cut.END_EQUALLY):
-            tiles = listed(Work(*shape), tiling, cut, clusters(products, tiling), STEP_S)
+            tiles = listed(Work(*shape), tiling, cut, clusters(products, tiling), COSTS)
             call = Call(products, tiles, dtype, b_rows)
             call.fill(1)
             results = []
@@ -155,7 +156,7 @@ def test_products_are_exact(
 def test_the_same_list_gives_the_same_bits(products: Any, tiling: Tiling) -> None:
     """With values whose sums are rounded."""
     tiles = listed(
-        Work((513, 130), 520, 4096), tiling, Cut.END_EVENLY, clusters(products, tiling), STEP_S
+        Work((513, 130), 520, 4096), tiling, Cut.END_EVENLY, clusters(products, tiling), COSTS
     )
     call = Call(products, tiles, torch.bfloat16, True)
     for tensor in (*call.a, call.b):
@@ -173,7 +174,7 @@ def test_the_same_list_gives_the_same_bits(products: Any, tiling: Tiling) -> Non
 def test_operands_that_the_hardware_cannot_address(products: Any) -> None:
     tiling = TILINGS[0]
     rows, n, k = 130, 200, 72
-    tiles = listed(Work((rows, rows), n, k), tiling, Cut.NONE, 132, STEP_S)
+    tiles = listed(Work((rows, rows), n, k), tiling, Cut.NONE, 132, COSTS)
     call = Call(products, tiles, torch.bfloat16, True)
 
     def shifted(rows: int, columns: int) -> torch.Tensor:
@@ -198,7 +199,7 @@ def test_operands_that_the_hardware_cannot_address(products: Any) -> None:
             call.launch()
             call.verify((make.__name__, replaced))
     gated = Work((rows,), n, k, ((RowSpan(0, 0, 1),),))
-    call = Call(products, listed(gated, tiling, Cut.NONE, 132, STEP_S), torch.bfloat16, True)
+    call = Call(products, listed(gated, tiling, Cut.NONE, 132, COSTS), torch.bfloat16, True)
     call.a = [odd(rows, k)]
     with pytest.raises(ValueError, match="multiples of 16"):
         call.launch()
@@ -247,7 +248,7 @@ def test_tiles_wait_for_their_rows(products: Any, tiling: Tiling, cut: Cut) -> N
     words, arrivals = Words(), torch.cuda.Stream()
     for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
         work = gated_work(rng, rows, count, 0)
-        tiles = listed(work, tiling, cut, clusters(products, tiling), STEP_S)
+        tiles = listed(work, tiling, cut, clusters(products, tiling), COSTS)
         call = Call(products, tiles, torch.bfloat16, True, padding=0)
         for attempt in range(3):
             call.fill(attempt)
@@ -283,7 +284,7 @@ def test_announced_rows_are_stored(products: Any, tiling: Tiling, cut: Cut) -> N
     words, departures = Words(), torch.cuda.Stream()
     for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
         work = gated_work(rng, rows, 0, count)
-        tiles = listed(work, tiling, cut, clusters(products, tiling), STEP_S)
+        tiles = listed(work, tiling, cut, clusters(products, tiling), COSTS)
         call = Call(products, tiles, torch.float16, False, padding=0)
         for attempt in range(3):
             call.fill(attempt)
@@ -312,7 +313,7 @@ def test_announced_rows_are_stored(products: Any, tiling: Tiling, cut: Cut) -> N
 @pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
 def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> None:
     gates = tuple((RowSpan(0, first, first + 128),) for first in range(0, 1024, 128))
-    tiles = listed(Work((1024,), 520, 4096, gates), tiling, cut, 66, STEP_S)
+    tiles = listed(Work((1024,), 520, 4096, gates), tiling, cut, 66, COSTS)
     call = Call(products, tiles, torch.bfloat16, True, limit_s=0.05)
     call.fill(1)
     call.words[:-1] = 1
@@ -334,7 +335,7 @@ def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> Non
 def test_replays_of_a_graph(products: Any, tiling: Tiling) -> None:
     rng = random.Random(3)
     work = gated_work(rng, (513, 300), 5, 5)
-    tiles = listed(work, tiling, Cut.END_EVENLY, clusters(products, tiling), STEP_S)
+    tiles = listed(work, tiling, Cut.END_EVENLY, clusters(products, tiling), COSTS)
     call = Call(products, tiles, torch.bfloat16, True)
     call.fill(0)
     graph = torch.cuda.CUDAGraph()

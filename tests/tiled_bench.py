@@ -1,19 +1,21 @@
 """Time the tiled product against the library's, all rows there; writes ``tiled.csv`` to a folder.
 
-    python tests/tiled_bench.py FOLDER
+    python tests/tiled_bench.py FOLDER [--next N]
 
-Each shape's variants (every tiling and cut, both layouts of B, announcements) and the library's
-product are timed in shuffled rounds, the host ahead, as the median of the rounds.
+Each shape's lists (every tiling and cut, or the chosen one and the N next best), for both layouts
+of B, the chosen one with gates and with announcements, and the library's product are timed in
+shuffled rounds, the host ahead, as the median of the rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ import pandas as pd
 import torch
 
 from ficco.hip_kernels.build import compiled
-from ficco.tiled.kernel import STEP_S, TARGET, TiledProducts, source
-from ficco.tiled.worklist import Cut, RowSpan, Work, best, listed
+from ficco.tiled.kernel import TARGET, TiledProducts, source
+from ficco.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
 
 SHAPES = (
     (8192, 3584, 4096),
@@ -42,12 +44,14 @@ SHAPES = (
     (512, 13312, 2048),
     (2048, 1536, 2048),
 )
-ROUNDS = 17
+#: Tilings that were not timed yet, with steps between those of their neighbours.
+UNTRIED = {Tiling(128, 224, 4): 0.537e-6, Tiling(128, 160, 4): 0.374e-6}
+ROUNDS = 12
 WARM_UP = 2
 #: Cycles of torch.cuda._sleep before a launch, about 0.1 ms.
 AHEAD = 200_000
 DTYPE = torch.bfloat16
-BUDGET_S = 200.0
+BUDGET_S = 60.0
 
 
 def launcher(
@@ -100,88 +104,104 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(samples)
 
 
-def main(folder: Path) -> None:
+def cases(
+    m: int, n: int, k: int, b_rows: bool, processors: int, following: int | None
+) -> dict[tuple[Tiling, Cut, str], TileList]:
+    """The lists to time by tiling, cut and what their rows do, the chosen one first."""
+    ends = [m * i // 8 for i in range(9)]
+    spans = tuple((RowSpan(0, *pair),) for pair in zip(ends[:-1], ends[1:], strict=True))
+    most = 99 if following is None else 1 + following
+    lists = ranked(Work((m,), n, k), H100, processors, b_rows, most)
+    if following is None:
+        rates = replace(H100, multiply=UNTRIED)
+        lists += ranked(Work((m,), n, k), rates, processors, b_rows, most)
+    timed = {(tiles.tiling, tiles.cut, ""): tiles for tiles in lists}
+    tiling, cut = lists[0].tiling, lists[0].cut
+    costs = H100.costs(tiling, n, b_rows, lists[0].clusters)
+    for what, waits in (("announced", ((), spans)), ("gated", (spans, ()))):
+        work = Work((m,), n, k, *waits)
+        timed[tiling, cut, what] = listed(work, tiling, cut, lists[0].clusters, costs)
+    return timed
+
+
+def line(times: pd.DataFrame) -> str:
+    """One shape and layout of B: the library's time and shares of it."""
+    library, rest = times[times.tiling == "library"].iloc[0], times[times.tiling != "library"]
+    chosen = rest[rest.chosen & (rest.what == "")].iloc[0]
+    top = rest.loc[rest[rest.what == ""].share.idxmax()]
+    whats = {what: rest[rest.what == what].share.iloc[0] for what in ("gated", "announced")}
+    shape = f"{library.m}x{library.n}x{library.k} {'rows' if library.b_rows else 'columns'}"
+    return (
+        f"{shape:24} {library.us:7.1f} us  chosen {chosen.share:.3f} {chosen.tiling} {chosen.cut} "
+        f"(predicted {chosen.predicted_us / chosen.us:.2f})  best {top.share:.3f} {top.tiling} "
+        f"{top.cut}  gated {whats['gated']:.3f}  announced {whats['announced']:.3f}"
+    )
+
+
+def main(folder: Path, following: int | None) -> None:
     began = time.perf_counter()
     products = TiledProducts(0)
-    configurations = [(tiling, DTYPE, b_rows) for tiling in STEP_S for b_rows in (False, True)]
+    configurations = [
+        (til, DTYPE, b_rows) for til in (*H100.multiply, *UNTRIED) for b_rows in (False, True)
+    ]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))
-    print(
-        f"compiled in {time.perf_counter() - began:.1f} s", torch.cuda.get_device_name(), flush=True
-    )
+    print(f"compiled in {time.perf_counter() - began:.1f} s, {torch.cuda.get_device_name()}")
     late = torch.zeros(1, dtype=torch.int32, device="cuda")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    folder.mkdir(parents=True, exist_ok=True)
     for m, n, k in SHAPES:
         if time.perf_counter() - began > BUDGET_S:
             print("out of time", flush=True)
             break
-        a, b = (
-            torch.randn(m, k, device="cuda").to(DTYPE),
-            torch.randn(k, n, device="cuda").to(DTYPE),
-        )
-        layouts = {False: b.t().contiguous().t(), True: b}
+        a = torch.randn(m, k, device="cuda").to(DTYPE)
+        b = torch.randn(k, n, device="cuda").to(DTYPE)
         out = torch.empty(m, n, device="cuda", dtype=DTYPE)
-        right = torch.mm(a, b)
-        eighth = [m * i // 8 for i in range(9)]
-        spans = tuple((RowSpan(0, *pair),) for pair in zip(eighth[:-1], eighth[1:], strict=True))
-        works = {"": Work((m,), n, k), "announced": Work((m,), n, k, (), spans)}
-        works["gated"] = Work((m,), n, k, spans)
-        lists = {}
-        for tiling, step_s in STEP_S.items():
-            for cut in (Cut.NONE, Cut.END_EVENLY, Cut.END_EQUALLY):
-                tiles = listed(works[""], tiling, cut, products.clusters(tiling), step_s)
-                if cut is Cut.NONE or tiles.slots:
-                    lists[tiling, cut, ""] = tiles
-        planned = time.perf_counter()
-        chosen = best(works[""], STEP_S, products.processors)
-        planned = time.perf_counter() - planned
-        for what in ("announced", "gated"):
-            at = products.clusters(chosen.tiling)
-            made = listed(works[what], chosen.tiling, chosen.cut, at, STEP_S[chosen.tiling])
-            lists[chosen.tiling, chosen.cut, what] = made
+        right = torch.mm(a, b).float()
         calls: dict[Any, Callable[[], object]] = {}
-        for b_rows, operand in layouts.items():
+        lists: dict[Any, TileList] = {}
+        for b_rows, operand in ((False, b.t().contiguous().t()), (True, b)):
             calls["library", b_rows] = partial(torch.mm, a, operand, out=out)
-            for name, tiles in lists.items():
+            for name, tiles in cases(m, n, k, b_rows, products.processors, following).items():
+                lists[name, b_rows] = tiles
                 operands = a, operand, out
                 calls[name, b_rows] = launcher(products, tiles, b_rows, operands, late)
         wrong = []
         for name, call in calls.items():
             out.fill_(torch.nan)
             call()
-            error = float((out.float() - right.float()).norm() / right.float().norm())
-            if not error < 5e-3:
+            if not float((out.float() - right).norm() / right.norm()) < 5e-3:
                 wrong.append(name)
-                print("WRONG", m, n, k, name, error, flush=True)
         times = rounds(calls)
         for (name, b_rows), samples in times.items():
             library = times["library", b_rows]
             row = {"m": m, "n": n, "k": k, "b_rows": b_rows, "us": statistics.median(samples)}
             row["share"] = statistics.median(x / y for x, y in zip(library, samples, strict=True))
-            if name == "library":
-                row["tiling"] = "library"
-            else:
+            row |= {"tiling": "library", "wrong": (name, b_rows) in wrong, "chosen": False}
+            if name != "library":
                 tiling, cut, what = name
+                tiles = lists[name, b_rows]
                 row |= {"tiling": "x".join(map(str, tiling)), "cut": cut.name, "what": what}
-                row |= {"predicted_us": lists[name].seconds * 1e6, "slots": lists[name].slots}
-                row["chosen"] = (tiling, cut) == (chosen.tiling, chosen.cut)
+                row |= {"predicted_us": tiles.seconds * 1e6, "slots": tiles.slots}
+                first = next(key for key, other in lists if other == b_rows)
+                row["chosen"] = (tiling, cut) == first[:2]
                 row["host_us"] = host_us(calls[name, b_rows])
-            row["wrong"] = (name, b_rows) in wrong
             rows.append(row)
         frame = pd.DataFrame(rows)
-        folder.mkdir(parents=True, exist_ok=True)
         frame.to_csv(folder / "tiled.csv", index=False, float_format="%.4g")
         here = frame[(frame.m == m) & (frame.n == n) & (frame.k == k)]
-        top = here[here.tiling != "library"].sort_values("share").groupby("b_rows").tail(1)
-        picked = here[here.chosen.eq(True)]
-        print(f"{m},{n},{k}: chosen in {planned * 1e3:.0f} ms, late {late.item()}", flush=True)
-        print(top.to_string(index=False), flush=True)
-        print(picked.to_string(index=False, header=False), flush=True)
-    frame = pd.DataFrame(rows)
-    plain = frame[frame.chosen.eq(True) & frame.what.eq("")]
-    print("geometric mean of the chosen:", statistics.geometric_mean(plain.share))
+        for _, times_of in here.groupby("b_rows"):
+            print(line(times_of), flush=True)
+        if wrong or late.item():
+            print("WRONG", wrong, "late", late.item(), flush=True)
+    plain = frame[frame.chosen & (frame.what == "")]
+    print(f"geometric mean of the chosen: {statistics.geometric_mean(plain.share):.3f}")
     print(f"{time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--next", type=int, metavar="N", help="lists after the chosen one; all")
+    given = parser.parse_args()
+    main(given.folder, given.next)

@@ -25,9 +25,12 @@ constexpr int MAX_PRODUCTS = 8, MAX_GATES = 128, BK = 64;
 constexpr int CLUSTER = CM * CN;
 constexpr int GROUP_ROWS = BM / 2, STRIPES = GROUP_ROWS / 64;  // of 64 rows, one wgmma each
 constexpr u32 BOX = 64 * 64 * 2;                               // bytes of 64 x 64 elements
-constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE = A_BYTES + B_BYTES;
-static_assert(CLUSTER <= 2 && BM % 128 == 0 && BN % 64 == 0, "");
-static_assert(!B_ROWS || BN / CM % 64 == 0, "each block of a cluster loads whole boxes of B");
+// Of 64 columns. The last one is half used if B comes in boxes, and begins earlier if C goes in them.
+constexpr int BOXES = (BN + 63) / 64;
+constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = B_ROWS ? BOXES * BOX : BN * BK * 2;
+constexpr u32 STAGE = A_BYTES + B_BYTES;
+static_assert(CLUSTER <= 2 && BM % 128 == 0 && BN % 32 == 0 && BN >= 64, "");
+static_assert(CM == 1 || BN / CM % 64 == 0, "each block of a cluster loads whole boxes of B");
 
 struct alignas(64) Map {
   u64 words[16];
@@ -49,7 +52,7 @@ struct Lists {
   float4* parts;        // per slot, block of the cluster and group: a part of a tile
   u32* late;            // becomes 1 + a gate that did not open, 1 + MAX_GATES for parts
   u64 limit_ns;         // after which the kernel no longer waits
-  u32 clusters;
+  u32 clusters, gate_count;
 };
 
 // A tile, or a part of it along k: columns [k0, k0 + kn) in units of BK. Ranges are inclusive.
@@ -67,6 +70,8 @@ INLINE Item item_at(const int4* items, u32 index) {
              c = __ldg(items + 3 * index + 2);
   return Item{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
 }
+
+INLINE constexpr int box_column_at(int box) { return min(box * 64, BN - 64); }
 
 INLINE bool is_part(const Item& item) { return item.tile >= 0 && !item.others; }
 
@@ -155,6 +160,12 @@ INLINE u32 load_device(const u32* at) {
   return value;
 }
 
+INLINE u32 add_relaxed(u32* at) {
+  u32 before;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+  return before;
+}
+
 INLINE void store_system(u32* at, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -181,6 +192,23 @@ struct Gates {
   u64 deadline;
   bool waits = true;
 
+  // The lanes of a warp look at all gates at once: one after the other costs most of a microsecond
+  // each even if they are open.
+  INLINE void look(const Lists& lists, u32 lane) {
+    if (!lists.gate_count) return;
+#pragma unroll
+    for (u32 first = 0; first < MAX_GATES; first += 32) {
+      const u32 gate = first + lane;
+      const bool open =
+          gate < lists.gate_count && load_system((const u32*)__ldg(lists.gates + gate)) == 1;
+      const u64 lanes = __ballot_sync(~0u, open);
+      (first < 64 ? low : high) |= lanes << (first & 63);
+    }
+    // Hands on what the other lanes acquired; then as in pass.
+    __syncwarp();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+
   INLINE void pass(const Lists& lists, int first, int last) {
     bool waited = false;
     for (int gate = first; waits && gate <= last; ++gate) {
@@ -204,20 +232,33 @@ struct Gates {
 };
 
 // One more store warp has stored its rows of a tile. The end of a bulk store is a fence between its
-// proxy and the generic one, so that additions and words release what was stored.
+// proxy and the generic one. The first fence and the additions release what was stored; whoever adds
+// last acquires that from all others, and releases it to the system, by the second fence. Loads and
+// additions of different announcements are in flight together: the last tile's delay the end.
 INLINE void announce(const Lists& lists, int first, int last) {
-  if (first > last) return;
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  for (int i = first; i <= last; ++i) {
-    u32 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(lists.counters + i)
-                 : "memory");
-    if (before + 1 == __ldg(lists.targets + i)) {
-      lists.counters[i] = 0;
-      store_system((u32*)__ldg(lists.words + i), 1);
+  constexpr int AT_ONCE = 2;
+  for (int i = first; i <= last; i += AT_ONCE) {
+    u32 before[AT_ONCE], target[AT_ONCE];
+    u64 word[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      target[j] = __ldg(lists.targets + min(i + j, last));
+      word[j] = __ldg(lists.words + min(i + j, last));
     }
+    if (i == first) {
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j)
+      if (i + j <= last) before[j] = add_relaxed(lists.counters + i + j);
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j)
+      if (i + j <= last && before[j] + 1 == target[j]) {
+        lists.counters[i + j] = 0;
+        asm volatile("fence.acq_rel.sys;" ::: "memory");
+        asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(word[j]) : "memory");
+      }
   }
 }
 
@@ -273,6 +314,8 @@ extern "C" __global__ void __maxnreg__(160)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  Gates gates;
+  if (warp == 0) gates.look(lists, lane);
   if constexpr (CLUSTER > 1) {
     cluster_sync();
   } else {
@@ -282,7 +325,6 @@ extern "C" __global__ void __maxnreg__(160)
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0 && lane == 0) {  // loads
-      Gates gates;
       gates.deadline = now_ns() + lists.limit_ns;
       prefetch(&maps.b);
       u32 stage = 0, phase = 1;
@@ -307,7 +349,7 @@ extern "C" __global__ void __maxnreg__(160)
           const u32 to = b + (CM > 1 ? rank * (B_BYTES / 2) : 0);
           if constexpr (B_ROWS) {
 #pragma unroll
-            for (int j = 0; j < BN / CM / 64; ++j)
+            for (int j = 0; j < BOXES / CM; ++j)
               load<(CM > 1)>(to + j * BOX, &maps.b, done, column + j * 64, k * BK);
           } else {
             load<(CM > 1)>(to, &maps.b, done, k * BK, column);
@@ -329,10 +371,10 @@ extern "C" __global__ void __maxnreg__(160)
         const int row = item.row + row_in_tile + group * GROUP_ROWS;
         const int column = item.column + column_in_tile;
         for (int s = 0; s < STRIPES; ++s)
-          for (int j = 0; j < BN / 64; ++j, ++count) {
+          for (int j = 0; j < BOXES; ++j, ++count) {
             const u32 box = group * 2 + (count & 1);
             barrier_wait(box_full + 8 * box, count >> 1 & 1);
-            store(map, boxes + box * BOX, column + j * 64, row + s * 64);
+            store(map, boxes + box * BOX, column + box_column_at(j), row + s * 64);
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
             barrier_arrive(box_empty + 8 * box);
           }
@@ -429,12 +471,12 @@ extern "C" __global__ void __maxnreg__(160)
 #pragma unroll
       for (int s = 0; s < STRIPES; ++s)
 #pragma unroll
-        for (int j = 0; j < BN / 64; ++j, ++count) {
+        for (int j = 0; j < BOXES; ++j, ++count) {
           const u32 box = group * 2 + (count & 1), to = box_at + (count & 1) * BOX;
           barrier_wait(box_empty + 8 * box, (count >> 1 & 1) ^ 1);
 #pragma unroll
           for (int q = 0; q < 8; q += 2) {
-            const float* x = &sums[s][j * 32 + q * 4];
+            const float* x = &sums[s][box_column_at(j) / 2 + q * 4];
             asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                              to + (((q + box_column) ^ (box_row & 7)) << 4)),
                          "r"(pack(x[0], x[1])), "r"(pack(x[2], x[3])), "r"(pack(x[4], x[5])),

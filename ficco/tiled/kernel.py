@@ -24,17 +24,6 @@ from ficco.tiled.worklist import BK, MAX_PRODUCTS, TileList, Tiling, Work, best
 TARGET = Target("cuda", "sm_90a")
 NAME = "ficco_tiled"
 THREADS = 384
-#: Tilings worth compiling, with the seconds of one step along k of a cluster. Wide tiles read the
-#: least per step; blocks one below another (``cm``) save reads of B, side by side (``cn``) of A;
-#: narrow ones are for few rows or columns.
-STEP_S = {
-    Tiling(128, 256, 4): 0.72e-6,
-    Tiling(128, 256, 4, cm=2): 0.70e-6,
-    Tiling(128, 256, 4, cn=2): 0.70e-6,
-    Tiling(128, 192, 4): 0.56e-6,
-    Tiling(128, 128, 6): 0.40e-6,
-    Tiling(128, 64, 8): 0.25e-6,
-}
 #: A block of 64 x 64 elements of two bytes; two of them per group of warps hold C on its way out.
 _BOX_BYTES = 64 * 64 * 2
 _MAP_BYTES = 128
@@ -88,6 +77,7 @@ class _Lists(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("items", "gates", "words", "targets", "counters")),
         *((name, ctypes.c_uint64) for name in ("ready", "parts", "late", "limit_ns")),
         ("clusters", ctypes.c_uint32),
+        ("gate_count", ctypes.c_uint32),
     ]
 
 
@@ -126,7 +116,7 @@ def addressable(matrix: torch.Tensor) -> bool:
 
 def shared_bytes(tiling: Tiling) -> int:
     """Shared memory of a block: up to 1024 bytes to align it, boxes of C, the ring, barriers."""
-    ring = tiling.stages * (tiling.bm + tiling.bn) * 128
+    ring = tiling.stages * (tiling.bm + -(-tiling.bn // 64) * 64) * 128
     return 1024 + 4 * _BOX_BYTES + ring + 16 * tiling.stages + 64
 
 
@@ -330,6 +320,7 @@ class TiledProducts:
             late=late,
             limit_ns=int(limit_s * 1e9),
             clusters=tiles.clusters,
+            gate_count=len(gates),
         )
         memory = rests, parts, *given
         return TiledLaunch(tiles, dtype, b_rows, function, arguments, memory)

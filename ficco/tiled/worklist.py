@@ -6,11 +6,10 @@ Pure functions: no device, no clock. :func:`listed` makes the work list of a :cl
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -29,14 +28,12 @@ STORE_WARPS = 2
 
 #: Row blocks whose tiles follow one another column by column, so that B and A stay in L2.
 BAND = 8
-#: The most parts of a tile, on average, where a remainder is cut at any k, and where into equals.
-PARTS, EQUAL_PARTS = 4, 8
-#: Steps along k: the fewest of an average part, and of a piece at the end of a tile.
+#: The most equal parts of a tile.
+PARTS = 8
+#: Steps along k: the fewest of a part, and of a piece at the end of a tile.
 PART_STEPS, EDGE_STEPS = 8, 4
-#: Seconds of a call that computes nothing, and bytes per second at which one SM writes or reads
-#: parts (H200, driver 580.159.04, 2026-11-23).
-CALL_S = 4.4e-6
-PART_BYTES_PER_S = 100e9
+#: How sharply the time of a step turns from that of multiplying to that of loading.
+_SHARP = 8
 
 
 class Tiling(NamedTuple):
@@ -74,9 +71,9 @@ class RowSpan(NamedTuple):
 
 
 class Cut(Enum):
-    """Which tiles are cut along k: none, or what does not fill a round of all clusters. Evenly is
-    one even share of the remainder for each cluster, wherever tiles end; equally is into as many
-    equal parts of each tile as there are clusters for."""
+    """Which tiles are cut along k: none, or what does not fill a round of all clusters. Equally is
+    into as many equal parts of each tile as there are clusters for; evenly leaves the end of each
+    tile to the clusters that remain then."""
 
     NONE = "none"
     END_EVENLY = "at the end, evenly"
@@ -89,6 +86,10 @@ class Cut(Enum):
     @property
     def equally(self) -> bool:
         return self.value.endswith("equally")
+
+    @property
+    def at_end(self) -> bool:
+        return self in (Cut.END_EVENLY, Cut.END_EQUALLY)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class TileList:
         slots: parts of tiles that are written, each of ``Tiling.rows * Tiling.columns`` float32.
         tiles: that are cut along k.
         targets: for each announcement the number of additions that complete it.
-        seconds: what the simulation of the list takes, with the cost of a call.
+        seconds: its predicted time.
     """
 
     work: Work
@@ -178,232 +179,355 @@ class TileList:
         return int(self.items.shape[1])
 
 
-class _Block(NamedTuple):
-    """Rows of a product that tiles share, with the ranges of their gates and announcements."""
+@dataclass(frozen=True)
+class TileCosts:
+    """Seconds of a call that computes nothing, and of a cluster's work for one tiling: one step of
+    ``BK`` along k, what a tile costs besides, and writing or adding one part of a tile.
 
-    product: int
-    row: int
-    gates: tuple[int, int]
-    announces: tuple[int, int]
+    ``slowdown`` is the share by which calls of any length slow down as the GPU reaches its power
+    limit, ``settles`` the time that this takes.
+    """
 
+    call: float
+    step: float
+    tile: float = 0.0
+    write: float = 0.0
+    add: float = 0.0
+    slowdown: float = 0.0
+    settles: float = 400e-6
 
-class _Tile(NamedTuple):
-    block: _Block
-    column: int
-
-
-def _group(block: _Block) -> tuple[int, int]:
-    """Sorts by what arrives first, then by what is announced first, if at all."""
-    first, last = block.announces
-    return block.gates[1], first if last >= 0 else MAX_ANNOUNCED
-
-
-def _range(
-    spans: Sequence[Iterable[RowSpan]], product: int, first: int, last: int
-) -> tuple[int, int]:
-    """The range of those that meet rows of a product."""
-    met = [
-        index
-        for index, of in enumerate(spans)
-        if any(p == product and begin < last and first < end for p, begin, end in of)
-    ]
-    return (met[0], met[-1]) if met else (0, -1)
+    def seconds(self, busy: float) -> float:
+        """Of a call whose last cluster is busy for this long."""
+        limited = 1 + self.slowdown * (1 - math.exp(-busy / self.settles))
+        return (self.call + busy) * limited
 
 
-def _groups(work: Work, tiling: Tiling) -> list[tuple[float, list[_Tile]]]:
-    """Tiles that can begin at the same time, with that time, in order."""
+@dataclass(frozen=True)
+class TileRates:
+    """What :class:`TileCosts` follow from on one GPU; tools/tiled_rates.py fits them.
+
+    Attributes:
+        multiply: for each tiling the seconds of one step if operands are in shared memory.
+        bytes_per_s: at which all processors together load operands.
+        call, slowdown: as in :class:`TileCosts`.
+        tile, write, add: likewise, for 256 columns of a block.
+    """
+
+    multiply: Mapping[Tiling, float]
+    bytes_per_s: float
+    call: float
+    tile: float
+    write: float
+    add: float
+    slowdown: float
+
+    def _loads(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> float:
+        """Seconds in which so many clusters load one step."""
+        # Rows of B that begin in the middle of a line of 128 bytes: half of them span two more.
+        split = 1.5 if b_rows and n * 2 % 128 else 1.0
+        return (tiling.rows + tiling.columns * split) * BK * 2 * clusters / self.bytes_per_s
+
+    def bound_by_loads(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> bool:
+        """Whether a step takes the time of its loads. Such tiles are not cut: clusters at different
+        k share fewer loads, and 128 columns took 23 % longer than predicted."""
+        return self._loads(tiling, n, b_rows, clusters) > self.multiply[tiling]
+
+    def costs(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> TileCosts:
+        """With so many clusters at work; ``b_rows`` if B is given with contiguous rows."""
+        loads = self._loads(tiling, n, b_rows, clusters)
+        step = (self.multiply[tiling] ** _SHARP + loads**_SHARP) ** (1 / _SHARP)
+        of = tiling.bn / 256
+        rest = self.tile * of, self.write * of, self.add * of, self.slowdown
+        return TileCosts(self.call, step, *rest)
+
+
+#: Tilings worth compiling, and what they cost (tools/tiled_rates.py; H100 80GB HBM3, driver 580,
+#: 2026-11-24, commits b8e4f35 and 467b435). Wide tiles load the least per step; blocks one below
+#: another (``cm``) load half of B each; narrow ones are for few rows or columns.
+H100 = TileRates(
+    multiply={
+        Tiling(128, 256, 4): 0.614e-6,
+        Tiling(128, 256, 4, cm=2): 0.627e-6,
+        Tiling(128, 192, 4): 0.461e-6,
+        Tiling(128, 128, 6): 0.286e-6,
+    },
+    bytes_per_s=13.8e12,
+    call=8.19e-6,
+    tile=1.06e-6,
+    write=4.09e-6,
+    add=1.73e-6,
+    slowdown=0.185,
+)
+
+
+def _ranges(
+    spans: Sequence[Iterable[RowSpan]], product: int, rows: int, height: int
+) -> npt.NDArray[np.int64]:
+    """For each block of ``height`` rows of a product the range of those that meet it."""
+    ranges = np.tile([len(spans), -1], (-(-rows // height), 1))
+    for index, of in enumerate(spans):
+        for span in of:
+            if span.product == product:
+                met = ranges[span.first // height : -(-span.last // height)]
+                np.minimum(met[:, 0], index, out=met[:, 0])
+                met[:, 1] = index
+    ranges[ranges[:, 1] < 0, 0] = 0
+    return ranges
+
+
+#: Columns of a block of rows: product, row, range of gates, range of announcements.
+_PLACE = slice(0, 2)
+_GATES, _ANNOUNCES = slice(2, 4), slice(4, 6)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tiles that can begin at the same time ``opens``: the last of them are ``tiles[-1]``."""
+
+    opens: int
+    blocks: npt.NDArray[np.int64]
+    columns: int
+
+    def __len__(self) -> int:
+        return len(self.blocks) * self.columns
+
+    def order(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of each tile the index of its block and of its column."""
+        block, column = np.divmod(np.arange(len(self)), self.columns)
+        order = np.lexsort((block, column, block // BAND))
+        return block[order], column[order]
+
+
+def _groups(work: Work, tiling: Tiling) -> list[_Group]:
+    """In the order in which they begin: by what arrives first, then by what is announced first, if
+    at all."""
+    height = tiling.rows
     blocks = []
     for product, rows in enumerate(work.rows):
-        for row in range(0, rows, tiling.rows):
-            at = product, row, min(row + tiling.rows, rows)
-            ranges = _range(work.gates, *at), _range(work.announces, *at)
-            blocks.append(_Block(product, row, *ranges))
-    groups = []
-    for (gate, _), members in groupby(sorted(blocks, key=_group), _group):
-        together = list(members)
-        tiles = [
-            _Tile(block, column)
-            for band in range(0, len(together), BAND)
-            for column in range(0, work.n, tiling.columns)
-            for block in together[band : band + BAND]
-        ]
-        opens = max(work.opens[: gate + 1], default=0.0)
-        groups.append((opens, tiles))
-    return groups
+        first = np.arange(0, rows, height)
+        place = np.stack((np.full_like(first, product), first), 1)
+        spans = (_ranges(of, product, rows, height) for of in (work.gates, work.announces))
+        blocks.append(np.concatenate((place, *spans), 1))
+    every = np.concatenate(blocks)
+    announced = np.where(every[:, 5] < 0, MAX_ANNOUNCED, every[:, 4])
+    every = every[np.lexsort((announced, every[:, 3]))]
+    announced = np.where(every[:, 5] < 0, MAX_ANNOUNCED, every[:, 4])
+    starts = np.flatnonzero(np.diff(every[:, 3]) | np.diff(announced)) + 1
+    return [
+        _Group(
+            _ps(max(work.opens[: int(of[0, 3]) + 1], default=0.0)), of, -(-work.n // tiling.columns)
+        )
+        for of in np.split(every, starts)
+    ]
 
 
-@dataclass
-class _Maker:
-    """Gives tiles to the clusters that are free first."""
+def _ps(seconds: float) -> int:
+    """Times are added as integers, so that equal ones stay equal."""
+    return round(seconds * 1e12)
 
-    work: Work
-    tiling: Tiling
-    clusters: int
-    step_s: float
-    free: list[float] = field(init=False)
-    lists: list[list[TileItem]] = field(init=False)
-    slots: int = 0
-    tiles: int = 0
 
-    def __post_init__(self) -> None:
-        self.free = [0.0] * self.clusters
-        self.lists = [[] for _ in range(self.clusters)]
-        self.steps = -(-self.work.k // BK)
-        self.part_s = self.tiling.bm * self.tiling.bn * 4 / PART_BYTES_PER_S
+class _Share(NamedTuple):
+    """Steps [k0, k0 + kn) of a tile on the cluster at a place in the order of those free first."""
 
-    def put(
-        self,
-        cluster: int,
-        tile: _Tile,
-        opens: float,
-        k0: int,
-        kn: int,
-        cut: tuple[int, int, int] = (-1, 0, 0),
+    place: int
+    k0: int
+    kn: int
+
+
+class _Plan:
+    """Which cluster computes what, and until when: tiles go to the clusters that are free first."""
+
+    def __init__(
+        self, work: Work, tiling: Tiling, cut: Cut, clusters: int, costs: TileCosts
     ) -> None:
-        """One item; ``cut`` is its ``tile``, ``slot`` and ``others``."""
-        block = tile.block
-        place = block.product, block.row, tile.column, k0, kn
-        self.lists[cluster].append(TileItem(*place, *cut, *block.gates, *block.announces))
-        parts = (1 + cut[2]) * self.part_s if cut[0] >= 0 else 0.0
-        self.free[cluster] = max(self.free[cluster], opens) + self.step_s * kn + parts
+        self.work, self.tiling, self.cut, self.clusters = work, tiling, cut, clusters
+        self.steps = -(-work.k // BK)
+        self.step, self.tile = _ps(costs.step), _ps(costs.tile)
+        self.write, self.add = _ps(costs.write), _ps(costs.add)
+        self.free = np.zeros(clusters, np.int64)
+        self.count = np.zeros(clusters, np.int64)
+        self.slots = self.tiles = 0
+        self.groups = _groups(work, tiling)
+        #: For arrays of tiles of a group: group, tile, cluster, index in its list, then k0, kn,
+        #: tile, slot and others.
+        self.placed: list[npt.NDArray[np.int64]] = []
+        left = sum(map(len, self.groups)) % clusters
+        if cut.at_end:
+            keep = []
+            for group in reversed(self.groups):
+                keep.append(max(0, len(group) - left))
+                left -= len(group) - keep[-1]
+            keep.reverse()
+        else:
+            each = cut in (Cut.EACH_EVENLY, Cut.EACH_EQUALLY)
+            last = cut in (Cut.LAST_EVENLY, Cut.LAST_EQUALLY)
+            keep = [
+                len(group) - len(group) % clusters * (each or (last and group is self.groups[-1]))
+                for group in self.groups
+            ]
+        rest: list[tuple[int, int]] = []
+        for index, (group, end) in enumerate(zip(self.groups, keep, strict=True)):
+            self._whole(np.stack((np.full(end, index), np.arange(end))), group.opens)
+            rest += ((index, tile) for tile in range(end, len(group)))
+            if rest and (not cut.at_end or group is self.groups[-1]):
+                self._cut(rest, group.opens)
+                rest = []
+        self.seconds = costs.seconds(int(self.free.max()) * 1e-12)
 
-    def whole(self, tiles: Iterable[_Tile], opens: float) -> None:
-        heap = [(max(s, opens), len(self.lists[c]), c) for c, s in enumerate(self.free)]
-        heapq.heapify(heap)
-        for tile in tiles:
-            cluster = heap[0][2]
-            self.put(cluster, tile, opens, 0, self.steps)
-            heapq.heapreplace(heap, (self.free[cluster], len(self.lists[cluster]), cluster))
-
-    def cut(self, tiles: Sequence[_Tile], opens: float, equally: bool) -> None:
-        """Spread fewer tiles than there are clusters over all of them."""
-        if not tiles:
+    def _whole(self, tiles: npt.NDArray[np.int64], opens: int) -> None:
+        total = tiles.shape[1]
+        if not total:
             return
-        shares = self._equal(len(tiles)) if equally else self._even(len(tiles))
+        begin, each = np.maximum(self.free, opens), self.steps * self.step + self.tile
+        most = min(total, -(-total // self.clusters) + int(begin.max() - begin.min()) // each + 1)
+        index, cluster = map(np.ravel, np.mgrid[:most, : self.clusters])
+        begins = begin[cluster] + index * each
+        order = np.lexsort((cluster, self.count[cluster] + index, begins))[:total]
+        cluster = cluster[order]
+        whole = np.array([[0], [self.steps], [-1], [0], [0]]).repeat(total, 1)
+        at = self.count[cluster] + index[order]
+        self.placed.append(np.concatenate((tiles, [cluster, at], whole)))
+        taken = np.bincount(cluster, minlength=self.clusters)
+        self.free = np.where(taken > 0, begin + taken * each, self.free)
+        self.count += taken
+
+    def _cut(self, tiles: Sequence[tuple[int, int]], opens: int) -> None:
+        """Spread fewer tiles than there are clusters over all of them."""
+        shares = self._shares(len(tiles))
         if all(len(pieces) == 1 for pieces in shares):
-            return self.whole(tiles, opens)
-        order = sorted(range(self.clusters), key=lambda c: (self.free[c], c))
-        # Tile by tile: a cluster's part of a tile comes before the tile that it owns, so that no
-        # circle of owners waits.
+            return self._whole(np.array(tiles).T, opens)
+        order = np.argsort(self.free, kind="stable").tolist()
+        free, count = np.maximum(self.free, opens).tolist(), self.count.tolist()
+        placed = []
+        # The first piece is the owner's, which waits for the others. No cluster of another piece
+        # owns one, so that no circle of owners waits.
         for tile, pieces in zip(tiles, shares, strict=True):
-            others = len(pieces) - 1
-            for index, (place, k0, kn) in enumerate(pieces):
-                part = self.tiles, self.slots + max(0, index - 1), 0 if index else others
-                self.put(order[place], tile, opens, k0, kn, part if others else (-1, 0, 0))
+            others, written = len(pieces) - 1, 0
+            for index, piece in reversed([*enumerate(pieces)]):
+                cluster = order[piece.place]
+                free[cluster] += piece.kn * self.step
+                if index:
+                    free[cluster] += self.write
+                    written = max(written, free[cluster])
+                else:
+                    free[cluster] = max(free[cluster], written) + self.tile + others * self.add
+                cut = self.tiles, self.slots + max(0, index - 1), 0 if index else others
+                placed.append(
+                    (*tile, cluster, count[cluster], piece.k0, piece.kn)
+                    + (cut if others else (-1, 0, 0))
+                )
+                count[cluster] += 1
             self.slots += others
             self.tiles += others > 0
+        self.placed.append(np.array(placed).T)
+        self.free, self.count = np.array(free), np.array(count)
 
-    def _equal(self, count: int) -> list[list[tuple[int, int, int]]]:
-        """Of each tile the pieces: place in the order of clusters, first step, number of steps."""
-        parts = max(1, min(EQUAL_PARTS, self.clusters // count, self.steps // PART_STEPS))
-        ends = [self.steps * i // parts for i in range(parts + 1)]
-        return [
-            [(p * count + tile, ends[p], ends[p + 1] - ends[p]) for p in range(parts)]
+    def _shares(self, count: int) -> list[list[_Share]]:
+        """Of each tile its pieces. Clusters that share rows or columns read them at the same time
+        only if pieces begin and end at the same k in all tiles: where they do not, L2 is read so
+        much more that products take up to twice as long."""
+        steps, parts = self.steps, max(1, self.clusters // count)
+        parts = min(parts, PARTS, max(1, steps // PART_STEPS))
+        helpers = 0 if self.cut.equally else self.clusters - parts * count
+        tail = 0
+        if 0 < helpers < count:
+            # Of each tile the end is for helpers, which should end when the others do.
+            tiles = count / helpers
+            own = tiles * (steps * self.step + self.write) - self.add * parts
+            tail = steps - round(own / (self.step * (1 + parts * tiles))) * parts
+        if not EDGE_STEPS <= tail <= steps - parts * PART_STEPS:
+            tail = 0
+        ends = [(steps - tail) * i // parts for i in range(parts + 1)]
+        shares = [
+            [_Share(p * count + tile, ends[p], ends[p + 1] - ends[p]) for p in range(parts)]
             for tile in range(count)
         ]
-
-    def _even(self, count: int) -> list[list[tuple[int, int, int]]]:
-        """Like :meth:`_equal`; a share goes on in the next tile, but not for few steps."""
-        steps = self.steps
-        total = count * steps
-        shares = min(self.clusters, count * PARTS, max(1, total // PART_STEPS))
-        ends = [round(total * (i + 1) / shares) for i in range(shares)]
-        ends = [
-            end if EDGE_STEPS <= end % steps <= steps - EDGE_STEPS else round(end / steps) * steps
-            for end in ends
-        ]
-        pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
-        low = 0
-        for place, high in enumerate(ends):
+        total, low = count * tail, 0
+        for helper in range(helpers if tail else 0):
+            high = round(total * (helper + 1) / helpers)
+            if not EDGE_STEPS <= high % tail <= tail - EDGE_STEPS:
+                high = round(high / tail) * tail
             while low < high:
-                tile = low // steps
-                end = min(high, (tile + 1) * steps)
-                pieces[tile].append((place, low - tile * steps, end - low))
-                low = end
-        return pieces
+                tile, begin = divmod(low, tail)
+                kn = min(high - low, tail - begin)
+                shares[tile].append(_Share(parts * count + helper, steps - tail + begin, kn))
+                low += kn
+        return shares
+
+    def listed(self) -> TileList:
+        items = np.zeros((int(self.count.max()) + 1, self.clusters, ITEM_INTS), np.int32)
+        group, tile, cluster, at, *cuts = np.concatenate(self.placed, 1)
+        targets = np.zeros(len(self.work.announces) + 1, int)
+        for index, of in enumerate(self.groups):
+            chosen = group == index
+            blocks, columns = of.order()
+            block, column = of.blocks[blocks[tile[chosen]]], columns[tile[chosen]]
+            cut = np.stack(cuts, 1)[chosen]
+            fields = (
+                block[:, _PLACE],
+                column[:, None] * self.tiling.columns,
+                cut,
+                block[:, _GATES],
+                block[:, _ANNOUNCES],
+            )
+            items[at[chosen], cluster[chosen]] = np.concatenate(fields, 1)
+            stored = block[(cut[:, 2] < 0) | (cut[:, 4] > 0), _ANNOUNCES]
+            np.add.at(targets, stored[:, 0], STORE_WARPS * self.tiling.blocks)
+            np.add.at(targets, stored[:, 1] + 1, -STORE_WARPS * self.tiling.blocks)
+        counts = self.slots, self.tiles, tuple(np.cumsum(targets)[:-1].tolist())
+        return TileList(self.work, self.tiling, self.cut, items, *counts, self.seconds)
 
 
-def listed(work: Work, tiling: Tiling, cut: Cut, clusters: int, step_s: float) -> TileList:
-    """The work list of ``clusters`` clusters; ``step_s`` is the seconds that a cluster takes for
-    one step of ``BK`` along k. The same arguments always give the same list."""
-    maker = _Maker(work, tiling, clusters, step_s)
-    groups = _groups(work, tiling)
-    if cut in (Cut.END_EVENLY, Cut.END_EQUALLY):
-        left = sum(len(tiles) for _, tiles in groups) % clusters
-        rest: list[_Tile] = []
-        opens = groups[-1][0]
-        for _, tiles in reversed(groups):
-            keep = max(0, len(tiles) - left)
-            left -= len(tiles) - keep
-            rest = tiles[keep:] + rest
-            del tiles[keep:]
-        for at, tiles in groups:
-            maker.whole(tiles, at)
-        maker.cut(rest, opens, cut.equally)
-    else:
-        each = cut in (Cut.EACH_EVENLY, Cut.EACH_EQUALLY)
-        last = cut in (Cut.LAST_EVENLY, Cut.LAST_EQUALLY)
-        for index, (at, tiles) in enumerate(groups):
-            cuts = each or (last and index == len(groups) - 1)
-            keep = len(tiles) // clusters * clusters if cuts else len(tiles)
-            maker.whole(tiles[:keep], at)
-            maker.cut(tiles[keep:], at, cut.equally)
-    rounds = max(map(len, maker.lists)) + 1
-    items = np.zeros((rounds, clusters, ITEM_INTS), np.int32)
-    targets = np.zeros(len(work.announces), int)
-    for cluster, of in enumerate(maker.lists):
-        if of:
-            items[: len(of), cluster] = of
-        for item in of:
-            if not item.is_part:
-                targets[item.announce_first : item.announce_last + 1] += STORE_WARPS * tiling.blocks
-    counts = maker.slots, maker.tiles, tuple(targets.tolist())
-    seconds = CALL_S + _makespan(maker)
-    return TileList(work, tiling, cut, items, *counts, seconds)
+def listed(work: Work, tiling: Tiling, cut: Cut, clusters: int, costs: TileCosts) -> TileList:
+    """The work list of ``clusters`` clusters. The same arguments always give the same list."""
+    return _Plan(work, tiling, cut, clusters, costs).listed()
 
 
-def _makespan(maker: _Maker) -> float:
-    """Seconds until all clusters have gone through their lists, whose owners wait for parts."""
-    opens, step_s, part_s = maker.work.opens, maker.step_s, maker.part_s
-    at = [0.0] * maker.clusters
-    done = [0] * maker.clusters
-    written: dict[int, list[float]] = {}
-    waits = list(range(maker.clusters))
-    while waits:
-        blocked = []
-        for cluster in waits:
-            for item in maker.lists[cluster][done[cluster] :]:
-                if len(written.get(item.tile, ())) < item.others:
-                    blocked.append(cluster)
-                    break
-                begins = (
-                    max(at[cluster], *opens[: item.gate_last + 1], 0.0) if opens else at[cluster]
-                )
-                at[cluster] = begins + step_s * item.kn
-                if item.is_part:
-                    at[cluster] += part_s
-                    written.setdefault(item.tile, []).append(at[cluster])
-                elif item.others:
-                    at[cluster] = max(at[cluster], *written[item.tile]) + part_s * item.others
-                done[cluster] += 1
-        if blocked == waits:
-            raise AssertionError("owners wait for each other's parts")
-        waits = blocked
-    return max(at)
+def _candidates(
+    work: Work, rates: TileRates, processors: int, b_rows: bool
+) -> list[tuple[float, tuple[Tiling, Cut, int, TileCosts]]]:
+    """With a time that their lists cannot be faster than, the least first."""
+    candidates = []
+    for tiling in rates.multiply:
+        clusters = processors // tiling.blocks
+        groups = _groups(work, tiling)
+        tiles = sum(map(len, groups))
+        cuts = list(Cut)
+        if rates.bound_by_loads(tiling, work.n, b_rows, clusters):
+            cuts = [Cut.NONE]
+        elif len(groups) == 1:  # the last of which is each, and the end
+            cuts = cuts[:3] if tiles % clusters else [Cut.NONE]
+        for cut in cuts:
+            active = min(clusters, tiles) if cut is Cut.NONE else clusters
+            costs = rates.costs(tiling, work.n, b_rows, active)
+            each, left, busy = -(-work.k // BK) * costs.step + costs.tile, tiles, 0.0
+            for group in groups:
+                rounds = left / clusters if cut is not Cut.NONE else -(-left // clusters)
+                busy = max(busy, group.opens * 1e-12 + rounds * each)
+                left -= len(group)
+            candidates.append((costs.seconds(busy), (tiling, cut, clusters, costs)))
+    return sorted(candidates, key=lambda candidate: candidate[0])
 
 
-def best(
-    work: Work, steps_s: Mapping[Tiling, float], processors: int, cuts: Iterable[Cut] = Cut
-) -> TileList:
-    """The list with the least predicted time.
+def ranked(
+    work: Work, rates: TileRates, processors: int, b_rows: bool, most: int = 1
+) -> list[TileList]:
+    """The lists with the least predicted times, at most ``most`` of them, the least first.
 
     Args:
-        steps_s: for each tiling the seconds that a cluster takes for one step along k.
         processors: that the kernel may use.
+        b_rows: whether B is given with contiguous rows.
     """
-    lists = (
-        listed(work, tiling, cut, processors // tiling.blocks, step_s)
-        for tiling, step_s in steps_s.items()
-        for cut in cuts
-    )
-    return min(lists, key=lambda made: made.seconds)
+    plans: list[_Plan] = []
+    for bound, of in _candidates(work, rates, processors, b_rows):
+        if len(plans) == most and bound >= plans[-1].seconds:
+            break
+        plan = _Plan(work, *of)
+        if plan.cut is Cut.NONE or plan.slots:
+            plans = sorted((*plans, plan), key=lambda plan: plan.seconds)[:most]
+    return [plan.listed() for plan in plans]
+
+
+def best(work: Work, rates: TileRates, processors: int, b_rows: bool) -> TileList:
+    """The list with the least predicted time; see :func:`ranked`."""
+    return ranked(work, rates, processors, b_rows)[0]

@@ -1,0 +1,156 @@
+"""Fit what tiles cost on one GPU to measured products, for ``ficco.tiled.worklist``.
+
+    python tests/tiled_bench.py FOLDER
+    python -m tools.tiled_rates FOLDER/tiled.csv [--processors 132] [--each-left-out]
+
+Prints a ``TileRates`` for the GPU that the file was measured on, then what the lists that it would
+choose lose against the best measured, for each shape and layout of B. With ``--each-left-out`` each
+shape is chosen for with rates that were fitted to the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ficco.tiled.worklist import H100, Cut, TileRates, Tiling, Work, listed
+
+#: Lists so much slower than the best of their product count for 1 / e of it.
+SCALE = 1 / 3
+#: How much the level of a product's times counts against their ratios, which decide the choice.
+LEVEL = 0.3
+SCALARS = [field.name for field in fields(TileRates) if field.name != "multiply"]
+Floats = npt.NDArray[np.float64]
+
+
+class Product(NamedTuple):
+    m: int
+    n: int
+    k: int
+    b_rows: bool
+
+
+class TimedList(NamedTuple):
+    product: Product
+    tiling: Tiling
+    cut: Cut
+    us: float
+
+    def predicted_us(self, rates: TileRates, processors: int) -> float:
+        m, n, k, b_rows = self.product
+        clusters = processors // self.tiling.blocks
+        tiles = -(-m // self.tiling.rows) * -(-n // self.tiling.columns)
+        active = min(clusters, tiles) if self.cut is Cut.NONE else clusters
+        costs = rates.costs(self.tiling, n, b_rows, active)
+        return listed(Work((m,), n, k), self.tiling, self.cut, clusters, costs).seconds * 1e6
+
+
+def read(path: Path) -> list[TimedList]:
+    frame = pd.read_csv(path)
+    frame = frame[(frame.tiling != "library") & frame.what.isna() & ~frame.wrong]
+    return [
+        TimedList(
+            Product(row.m, row.n, row.k, row.b_rows),
+            Tiling(*map(int, row.tiling.split("x"))),
+            Cut[row.cut],
+            row.us,
+        )
+        for row in frame.itertuples()
+    ]
+
+
+def least_squares(residuals: Callable[[Floats], Floats], at: Floats, rounds: int = 12) -> Floats:
+    """Levenberg and Marquardt's method."""
+    damping, now = 1e-2, residuals(at)
+    for _ in range(rounds):
+        nudged = [residuals(at + 1e-3 * row) for row in np.eye(len(at))]
+        slope = (np.stack(nudged, 1) - now[:, None]) / 1e-3
+        while damping < 1e6:
+            square = slope.T @ slope
+            step = np.linalg.solve(square + damping * np.eye(len(at)), -slope.T @ now)
+            after = residuals(at + step)
+            if after @ after < now @ now:
+                at, now, damping = at + step, after, damping / 5
+                break
+            damping *= 5
+    return at
+
+
+def fitted(timed: Sequence[TimedList], processors: int, start: TileRates) -> TileRates:
+    """With the least squares of errors of log time."""
+    tilings = sorted({of.tiling for of in timed})
+    products = sorted({of.product for of in timed})
+    index = np.array([products.index(of.product) for of in timed])
+    us = np.array([of.us for of in timed])
+    least = np.array([us[index == i].min() for i in range(len(products))])
+    weight = np.exp(-(us / least[index] - 1) / SCALE)
+
+    def rates(at: Floats) -> TileRates:
+        values = np.exp(at).tolist()
+        multiply = dict(zip(tilings, values, strict=False))
+        return TileRates(multiply, *values[len(tilings) :])
+
+    def residuals(at: Floats) -> Floats:
+        of = rates(at)
+        error = np.log([item.predicted_us(of, processors) for item in timed]) - np.log(us)
+        level = np.bincount(index, weight * error) / np.bincount(index, weight)
+        return np.concatenate((weight * (error - level[index]), LEVEL * weight * error))
+
+    begin = [start.multiply.get(tiling, 2.4e-9 * tiling.bn) for tiling in tilings]
+    begin += [getattr(start, name) for name in SCALARS]
+    return rates(least_squares(residuals, np.log(begin)))
+
+
+def losses(
+    timed: Sequence[TimedList], rates: TileRates, processors: int
+) -> dict[Product, tuple[float, TimedList]]:
+    """Of each product what the list with the least prediction loses, of those to choose from."""
+    result = {}
+    for product in sorted({of.product for of in timed}):
+        every = [of for of in timed if of.product == product]
+        best = min(of.us for of in every)
+
+        def may(of: TimedList) -> bool:
+            clusters = processors // of.tiling.blocks
+            bound = rates.bound_by_loads(of.tiling, of.product.n, of.product.b_rows, clusters)
+            return of.cut is Cut.NONE or not bound
+
+        chosen = min(filter(may, every), key=lambda of: of.predicted_us(rates, processors))
+        result[product] = chosen.us / best - 1, chosen
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--processors", type=int, default=132, help="of the GPU (132)")
+    parser.add_argument("--each-left-out", action="store_true", help="check that it is no overfit")
+    given = parser.parse_args(arguments)
+    timed, processors = read(given.csv), given.processors
+    rates = fitted(timed, processors, H100)
+    rounded = {name: float(f"{getattr(rates, name):.3g}") for name in SCALARS}
+    multiply = {tiling: float(f"{step:.3g}") for tiling, step in rates.multiply.items()}
+    rates = replace(rates, multiply=multiply, **rounded)
+    print(rates)
+    lost = losses(timed, rates, processors)
+    if given.each_left_out:
+        for shape in sorted({product[:3] for product in lost}):
+            here = [of for of in timed if of.product[:3] == shape]
+            others = [of for of in timed if of.product[:3] != shape]
+            lost |= losses(here, fitted(others, processors, rates), processors)
+    for product, (loss, chosen) in lost.items():
+        what = f"{'x'.join(map(str, chosen.tiling))} {chosen.cut.name}"
+        print(f"{product} {what}: loses {loss:.1%} at {chosen.us:.1f} us")
+    shares = [loss for loss, _ in lost.values()]
+    print(f"loses {np.mean(shares):.2%} in the mean and {max(shares):.2%} at most")
+
+
+if __name__ == "__main__":
+    main()
