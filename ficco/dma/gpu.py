@@ -498,7 +498,7 @@ class GpuEngine(StreamEngine):
         products, work = self.driver.tiled(), Work((a.shape[0],), b.shape[1], a.shape[1])
         late, b_rows = self.watched + 2 * MAX_WATCHED * WORD, b.stride(1) == 1
         with self.driver.aside():
-            tiles = products.best(work)
+            tiles = products.best(work, b_rows)
             made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
         return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
 

@@ -13,7 +13,7 @@ from ficco.dma.buffers import Buffers
 from ficco.dma.driver import Event
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
-from ficco.tiled.worklist import RowSpan, TileList, Work
+from ficco.tiled.worklist import RowSpan, Work
 
 if TYPE_CHECKING:  # it needs cuda-bindings
     from ficco.tiled.kernel import TiledLaunch, TiledProducts
@@ -94,14 +94,14 @@ class TiledStep:
         self._out = [places.view(product.out) for product in made]
         self._products, self._gates, self._words = products, gates, words
         self._late, self._dtype, self._over = late, places.dtype(made[0].a), over
-        self._tiles: TileList = products.best(work_of(plan, step), spare)
+        self._work, self._spare = work_of(plan, step), spare
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
 
     def prepare(self, call: Call) -> None:
         b_rows = self._right(call).stride(1) == 1
         if b_rows not in self._launches:
             self._launches[b_rows] = self._products.prepare(
-                self._tiles,
+                self._products.best(self._work, b_rows, self._spare),
                 self._dtype,
                 b_rows,
                 late=self._late,

@@ -19,7 +19,7 @@ from ficco.accelerator import gpu
 from ficco.hip_kernels.build import Target, compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
-from ficco.tiled.worklist import BK, MAX_PRODUCTS, TileList, Tiling, Work, best
+from ficco.tiled.worklist import BK, H100, MAX_PRODUCTS, TileList, Tiling, Work, best
 
 TARGET = Target("cuda", "sm_90a")
 NAME = "ficco_tiled"
@@ -260,9 +260,9 @@ class TiledProducts:
             return f"tiled products need multiples of 8 columns, got n = {n} and k = {k}"
         return ""
 
-    def best(self, work: Work, spare: int = 0) -> TileList:
+    def best(self, work: Work, b_rows: bool, spare: int = 0) -> TileList:
         """The list with the least predicted time that leaves ``spare`` processors to others."""
-        return best(work, STEP_S, self.processors - spare)
+        return best(work, H100, self.processors - spare, b_rows)
 
     def clusters(self, tiling: Tiling, spare: int = 0) -> int:
         """Clusters of a launch that leaves ``spare`` processors to others."""
