@@ -89,7 +89,8 @@ def test_copies_in_front_of_the_product_are_on_its_lane() -> None:
 def test_every_step_once_and_in_order(problem: Problem) -> None:
     for name in served(problem):
         schedule = Schedule.parse(name)
-        for mover in ("kernel",) if schedule.grouping == "one-shot" else ("dma", "kernel"):
+        only = {"one-shot": ("kernel",), "tiled": ("dma",)}
+        for mover in only.get(schedule.grouping, ("dma", "kernel")):
             one = plan(problem, replace(schedule, mover=mover), 2)
             found = together(one)
             assert sorted(i for run in found for i in run) == list(range(len(one.steps)))
