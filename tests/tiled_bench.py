@@ -73,7 +73,7 @@ def launcher(
     return launch
 
 
-def rounds(calls: dict[Any, Callable[[], object]]) -> dict[Any, list[float]]:
+def rounds(calls: dict[Any, Callable[[], object]], ahead: int = AHEAD) -> dict[Any, list[float]]:
     """Microseconds of each call in each round."""
     rng, names = random.Random(5), list(calls)
     times: dict[Any, list[float]] = {name: [] for name in names}
@@ -82,7 +82,7 @@ def rounds(calls: dict[Any, Callable[[], object]]) -> dict[Any, list[float]]:
         events = []
         for name in names:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD)
+            torch.cuda._sleep(ahead)
             begin.record()
             calls[name]()
             end.record()
