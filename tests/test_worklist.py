@@ -173,6 +173,27 @@ def test_rows_of_the_first_announcement_come_first_and_rows_without_last() -> No
     assert tiles.targets == (8, 8)
 
 
+def test_gates_that_open_early_are_no_reason_to_read_b_again() -> None:
+    """Rows that are there when their turn comes are multiplied as if nothing gated them."""
+    quarters = tuple((RowSpan(0, 512 * i, 512 * (i + 1)),) for i in range(4))
+    work = Work((2048,), 5120, 2048)
+    gated = replace(work, gates=quarters)
+
+    def items(of: Work) -> np.ndarray:
+        return listed(of, TILINGS[0], Cut.NONE, 132, COSTS).items
+
+    assert np.array_equal(items(gated)[..., :8], items(work)[..., :8])
+    own_first = items(replace(gated, opens=(0.0, 4e-6, 5e-6, 6e-6)))
+    in_turn = items(replace(gated, opens=(0.0, 4e-6, 5e-6, 6e-4)))
+    late = items(replace(gated, opens=(0.0, 2e-4, 4e-4, 6e-4)))
+    for found, groups in ((own_first, (1, 3)), (in_turn, (1, 2, 1)), (late, (1, 1, 1, 1))):
+        turns = np.repeat(np.arange(len(groups)), groups)[found[..., 1] // 512]
+        computed = found[..., 4] > 0
+        assert all((np.diff(turns[computed[:, i], i]) >= 0).all() for i in range(132))
+        mixed = any((np.diff(found[computed[:, i], i, 1] // 512) < 0).any() for i in range(132))
+        assert mixed == (groups != (1, 1, 1, 1))
+
+
 def test_predictions() -> None:
     """One round of whole tiles; a late gate delays what it gates; parts are written and added."""
     tiling = TILINGS[0]

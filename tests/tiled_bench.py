@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,8 @@ SHAPES = (
     (512, 13312, 2048),
     (2048, 1536, 2048),
 )
-#: Tilings that were not timed yet, with steps between those of their neighbours.
-UNTRIED = {Tiling(128, 224, 4): 0.537e-6, Tiling(128, 160, 4): 0.374e-6}
+#: Ranges of rows that are gated or announced.
+RANGES = 4
 ROUNDS = 12
 WARM_UP = 2
 #: Cycles of torch.cuda._sleep before a launch, about 0.1 ms.
@@ -108,13 +107,10 @@ def cases(
     m: int, n: int, k: int, b_rows: bool, processors: int, following: int | None
 ) -> dict[tuple[Tiling, Cut, str], TileList]:
     """The lists to time by tiling, cut and what their rows do, the chosen one first."""
-    ends = [m * i // 8 for i in range(9)]
+    ends = [m * i // RANGES for i in range(RANGES + 1)]
     spans = tuple((RowSpan(0, *pair),) for pair in zip(ends[:-1], ends[1:], strict=True))
     most = 99 if following is None else 1 + following
     lists = ranked(Work((m,), n, k), H100, processors, b_rows, most)
-    if following is None:
-        rates = replace(H100, multiply=UNTRIED)
-        lists += ranked(Work((m,), n, k), rates, processors, b_rows, most)
     timed = {(tiles.tiling, tiles.cut, ""): tiles for tiles in lists}
     tiling, cut = lists[0].tiling, lists[0].cut
     costs = H100.costs(tiling, n, b_rows, lists[0].clusters)
@@ -141,9 +137,7 @@ def line(times: pd.DataFrame) -> str:
 def main(folder: Path, following: int | None) -> None:
     began = time.perf_counter()
     products = TiledProducts(0)
-    configurations = [
-        (til, DTYPE, b_rows) for til in (*H100.multiply, *UNTRIED) for b_rows in (False, True)
-    ]
+    configurations = [(til, DTYPE, b_rows) for til in H100.multiply for b_rows in (False, True)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))
     print(f"compiled in {time.perf_counter() - began:.1f} s, {torch.cuda.get_device_name()}")

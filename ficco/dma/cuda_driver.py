@@ -206,6 +206,7 @@ class CudaDriver(Driver):
             "arriving behind the copy in front of it"
         )
         version = int(check("cuDriverGetVersion", driver.cuDriverGetVersion()))
+        torch.cuda.current_blas_handle()  # within a capture, a first product could not make it
         return Means(
             # An event right after a copy is seen only once later copies of the stream are over,
             # too (H200, driver 580); after a stream write at once.

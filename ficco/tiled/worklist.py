@@ -32,6 +32,8 @@ BAND = 8
 PARTS = 8
 #: Steps along k: the fewest of a part, and of a piece at the end of a tile.
 PART_STEPS, EDGE_STEPS = 8, 4
+#: Gates whose expected time, so many times over, is before a group begins are taken for open then.
+EARLY = 1.5
 #: How sharply the time of a step turns from that of multiplying to that of loading.
 _SHARP = 8
 
@@ -224,7 +226,7 @@ class TileRates:
     def _loads(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> float:
         """Seconds in which so many clusters load one step."""
         # Rows of B that begin in the middle of a line of 128 bytes: half of them span two more.
-        split = 1.5 if b_rows and n * 2 % 128 else 1.0
+        split = 1.5 if b_rows and (n * 2 % 128 or tiling.bn * 2 % 128) else 1.0
         return (tiling.rows + tiling.columns * split) * BK * 2 * clusters / self.bytes_per_s
 
     def bound_by_loads(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> bool:
@@ -242,21 +244,23 @@ class TileRates:
 
 
 #: Tilings worth compiling, and what they cost (tools/tiled_rates.py; H100 80GB HBM3, driver 580,
-#: 2026-11-24, commits b8e4f35 and 467b435). Wide tiles load the least per step; blocks one below
-#: another (``cm``) load half of B each; narrow ones are for few rows or columns.
+#: 2026-11-24, commit f18dd30). Wide tiles load the least per step; blocks one below another
+#: (``cm``) load half of B each; narrow ones are for few rows or columns.
 H100 = TileRates(
     multiply={
         Tiling(128, 256, 4): 0.614e-6,
-        Tiling(128, 256, 4, cm=2): 0.627e-6,
-        Tiling(128, 192, 4): 0.461e-6,
-        Tiling(128, 128, 6): 0.286e-6,
+        Tiling(128, 256, 4, cm=2): 0.628e-6,
+        Tiling(128, 224, 4): 0.536e-6,
+        Tiling(128, 192, 4): 0.462e-6,
+        Tiling(128, 160, 4): 0.395e-6,
+        Tiling(128, 128, 6): 0.288e-6,
     },
-    bytes_per_s=13.8e12,
-    call=8.19e-6,
-    tile=1.06e-6,
-    write=4.09e-6,
-    add=1.73e-6,
-    slowdown=0.185,
+    bytes_per_s=14.1e12,
+    call=7.85e-6,
+    tile=1.13e-6,
+    write=3.73e-6,
+    add=1.77e-6,
+    slowdown=0.178,
 )
 
 
@@ -298,10 +302,17 @@ class _Group:
         return block[order], column[order]
 
 
-def _groups(work: Work, tiling: Tiling) -> list[_Group]:
+def _groups(work: Work, tiling: Tiling, each: float) -> list[_Group]:
     """In the order in which they begin: by what arrives first, then by what is announced first, if
-    at all."""
-    height = tiling.rows
+    at all.
+
+    Gates that should have opened well before a group begins share it. Wide products read all of B
+    for each group, so fewer groups read it less often.
+
+    Args:
+        each: seconds in which all clusters together compute a tile.
+    """
+    height, columns = tiling.rows, -(-work.n // tiling.columns)
     blocks = []
     for product, rows in enumerate(work.rows):
         first = np.arange(0, rows, height)
@@ -309,16 +320,19 @@ def _groups(work: Work, tiling: Tiling) -> list[_Group]:
         spans = (_ranges(of, product, rows, height) for of in (work.gates, work.announces))
         blocks.append(np.concatenate((place, *spans), 1))
     every = np.concatenate(blocks)
+    every = every[np.argsort(every[:, 3], kind="stable")]
+    opens = np.maximum.accumulate((0.0, *(work.opens or [0.0] * len(work.gates))))
+    turn, begin, end = np.zeros(len(every), int), 0.0, 0.0
+    for at, expected in enumerate(opens[every[:, 3] + 1].tolist()):
+        begins = not at or (every[at, 3] != every[at - 1, 3] and EARLY * expected > begin)
+        turn[at] = turn[at - 1] + 1 if begins else turn[at - 1]
+        begin = max(end, expected) if begins else begin
+        end = (begin if begins else end) + columns * each
     announced = np.where(every[:, 5] < 0, MAX_ANNOUNCED, every[:, 4])
-    every = every[np.lexsort((announced, every[:, 3]))]
-    announced = np.where(every[:, 5] < 0, MAX_ANNOUNCED, every[:, 4])
-    starts = np.flatnonzero(np.diff(every[:, 3]) | np.diff(announced)) + 1
-    return [
-        _Group(
-            _ps(max(work.opens[: int(of[0, 3]) + 1], default=0.0)), of, -(-work.n // tiling.columns)
-        )
-        for of in np.split(every, starts)
-    ]
+    order = np.lexsort((announced, turn))
+    every, announced, turn = every[order], announced[order], turn[order]
+    starts = np.flatnonzero(np.diff(turn) | np.diff(announced)) + 1
+    return [_Group(_ps(opens[of[:, 3].max() + 1]), of, columns) for of in np.split(every, starts)]
 
 
 def _ps(seconds: float) -> int:
@@ -347,7 +361,8 @@ class _Plan:
         self.free = np.zeros(clusters, np.int64)
         self.count = np.zeros(clusters, np.int64)
         self.slots = self.tiles = 0
-        self.groups = _groups(work, tiling)
+        each = (self.steps * costs.step + costs.tile) / clusters
+        self.groups = _groups(work, tiling, each)
         #: For arrays of tiles of a group: group, tile, cluster, index in its list, then k0, kn,
         #: tile, slot and others.
         self.placed: list[npt.NDArray[np.int64]] = []
@@ -490,17 +505,18 @@ def _candidates(
     candidates = []
     for tiling in rates.multiply:
         clusters = processors // tiling.blocks
-        groups = _groups(work, tiling)
-        tiles = sum(map(len, groups))
-        cuts = list(Cut)
-        if rates.bound_by_loads(tiling, work.n, b_rows, clusters):
-            cuts = [Cut.NONE]
-        elif len(groups) == 1:  # the last of which is each, and the end
-            cuts = cuts[:3] if tiles % clusters else [Cut.NONE]
-        for cut in cuts:
+        tiles = sum(-(-rows // tiling.rows) for rows in work.rows) * -(-work.n // tiling.columns)
+        whole = rates.bound_by_loads(tiling, work.n, b_rows, clusters)
+        for cut in [Cut.NONE] if whole else Cut:
             active = min(clusters, tiles) if cut is Cut.NONE else clusters
             costs = rates.costs(tiling, work.n, b_rows, active)
             each, left, busy = -(-work.k // BK) * costs.step + costs.tile, tiles, 0.0
+            groups = _groups(work, tiling, each / clusters)
+            if len(groups) == 1:  # which is each, the last, and the end
+                if cut not in (Cut.NONE, Cut.END_EVENLY, Cut.END_EQUALLY):
+                    continue
+                if cut is not Cut.NONE and tiles % clusters == 0:
+                    continue
             for group in groups:
                 rounds = left / clusters if cut is not Cut.NONE else -(-left // clusters)
                 busy = max(busy, group.opens * 1e-12 + rounds * each)
