@@ -40,7 +40,7 @@ from cases import (
 )
 from hip_ranks import SERIES, calls, clean, double, run
 from ranks import Died, Failure, Rank, caught
-from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, named
+from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, _two_groups_at_once, named
 
 import ficco
 from ficco.hip_kernels import build
@@ -109,6 +109,18 @@ def test_ugly_sizes() -> None:
         ]
     ]
     run(4, _exact, cases)
+
+
+def _memory_while_others_call(at: Rank) -> None:
+    ficco.set_options(engine="hip", on_timeout="raise", timeout_s=20)  # of other threads, too
+    with clean():
+        _two_groups_at_once(at, 25)
+
+
+def test_memory_is_freed_while_no_thread_has_a_call_in_flight() -> None:
+    """hip-python 7.2 keeps the interpreter while hipFree waits for the device, so that calls of
+    other threads that are half enqueued would not go on."""
+    run(2, _memory_while_others_call, series="7", settings={"JITTER_US": 300})
 
 
 def test_layouts() -> None:

@@ -185,7 +185,7 @@ class GpuEngine(StreamEngine):
         assert self._memory is not None
         if not self.capturing():  # in which nothing may be freed
             with self.driver.aside():
-                self.graveyard.sweep()
+                self.graveyard.sweep(self.timeout_s)
         self._serial += 1
         with self.driver.aside():
             return self._memory.allocate(nbytes, self._serial)

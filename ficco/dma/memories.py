@@ -7,7 +7,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,23 +104,16 @@ class TorchMemory:
         return TorchMapped(self._engine, self._rendezvous, align(nbytes), serial)
 
     def free(self, memory: TorchMapped) -> None:
-        """Free it once no call of this process is in flight; where another thread begins one
-        meanwhile, a later ``free`` does it."""
+        """Free it at a standstill; where there is none, a later ``free`` does it."""
         engine = self._engine
         unwanted.append(memory)
-        passed, end = GATE.passed, time.monotonic() + engine.timeout_s
-        while time.monotonic() < end:
-            with GATE.closed() as exclusive:
-                if exclusive and all(one.quiet() for one in open_engines):
-                    # Fails where another thread captures a graph of its own, or the device has.
-                    with contextlib.suppress(RuntimeError):
-                        torch.cuda.synchronize(engine.device)
-                        while unwanted:
-                            unwanted.pop().free()
-                    return
-                if GATE.passed != passed:
-                    return
-            time.sleep(PAUSE_S)
+        with standstill(engine.timeout_s) as stands:
+            # Fails where another thread captures a graph of its own, or the device has.
+            with contextlib.suppress(RuntimeError):
+                if stands:
+                    torch.cuda.synchronize(engine.device)
+                while stands and unwanted:
+                    unwanted.pop().free()
 
     def close(self) -> None:
         self._rendezvous.close()
@@ -130,6 +123,24 @@ class TorchMemory:
 unwanted: list[TorchMapped] = []
 #: The engines of this process that are not closed; changed and gone through at a closed gate.
 open_engines: weakref.WeakSet[StreamEngine] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def standstill(timeout_s: float) -> Iterator[bool]:
+    """Wait until no call of this process is in flight; none begins within the block. Gives False
+    where another thread begins one meanwhile, or some do not end in time.
+
+    To free memory is to wait for the device, and PyTorch and hip-python 7.2 keep the interpreter
+    meanwhile: a call that is half enqueued would never get further, nor would its peers.
+    """
+    passed, end = GATE.passed, time.monotonic() + timeout_s
+    while True:
+        with GATE.closed() as exclusive:
+            stands = exclusive and all(engine.quiet() for engine in open_engines)
+            if stands or GATE.passed != passed or time.monotonic() >= end:
+                yield stands
+                return
+        time.sleep(PAUSE_S)
 
 
 # By handles.
@@ -256,8 +267,14 @@ class Graveyard:
         self.living: list[Any] = []  # all that is not freed
         self.dead: list[Any] = []  # of these, what this rank wants to free
 
-    def sweep(self) -> None:
-        """Free what is no longer used, here or by peers."""
+    def sweep(self, timeout_s: float = 0.0) -> None:
+        """Free what is no longer used, here or by peers, at a standstill."""
+        if self.dead or _left:
+            with standstill(timeout_s) as stands:
+                if stands:
+                    self._sweep()
+
+    def _sweep(self) -> None:
         for one in list(self.dead):
             one.let_go()
             if one.freeable():

@@ -1159,7 +1159,8 @@ static bool in_capture() {
 }
 // To free memory waits for all queues of the device; for ever, if one of them waits for ever.
 static int settled(const char* call) {
-  for (int round = 0; round < 20000 && !sticky; round++) {
+  auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (!sticky && std::chrono::steady_clock::now() < end) {
     bool idle = true;
     {
       std::lock_guard<std::mutex> lock(table);
