@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,11 @@ gpu-bench:
 	$(PYTHON) -m ficco bench --device cuda --layers --seconds 90 --out $(RESULTS) --name layers
 	$(PYTHON) -m ficco bench --device cuda --set weight-gradients --mode queued,idle --seconds 120 --rounds 7 \
 	  --without ficco-rccl pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
+
+gpu-replay: ## On one GPU of NVIDIA's: products whose tiles wait, as one of four ranks sees them
+	$(PYTHON) -m ficco bench --device cuda --replay 4 --machine h200-4 --link-gb-s 383 --latency-us 12 --gap-us 0 --products \
+	  --set waiting --operator all_gather_matmul matmul_all_to_all --mode queued,idle --seconds 125 --rounds 15 \
+	  --schedules candidates=3 tiled tiled:pieces=2 tiled:pieces=8 auto --out $(RESULTS) --name replay
 
 gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, compared with the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
-from ficco.dma.engine import Program, Slot, Symmetric
+from ficco.dma.engine import Engine, Program, Slot, Symmetric
 from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
@@ -120,12 +120,22 @@ class Workspace:
     """
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, options: Options, operator: str
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        options: Options,
+        operator: str,
+        given: tuple[Board, Engine] | None = None,
     ) -> None:
+        """``given``: a board and an engine to use instead of making them with the group."""
         self.group = group
-        self.name = engine_name(device, options.engine)
-        self.board = Board(group, options.timeout_s, operator)
-        self.engine = make_engine(self.name, group, device, options.signals, options.timeout_s)
+        if given is None:
+            board = Board(group, options.timeout_s, operator)
+            name = engine_name(device, options.engine)
+            engine = make_engine(name, group, device, options.signals, options.timeout_s)
+            given = board, engine
+        self.board, self.engine = given
+        self.name = self.engine.name
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
@@ -373,6 +383,15 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
             raise
         finally:
             _begun.discard(key)
+    return workspace
+
+
+def adopt(group: ProcessGroup, device: torch.device, board: Board, engine: Engine) -> Workspace:
+    """Let calls of a group on a device use a board and an engine that were made for it elsewhere,
+    under the options in force."""
+    options = current()
+    workspace = Workspace(group, device, options, "ficco", (board, engine))
+    _workspaces[group, device, options.engine] = workspace
     return workspace
 
 

@@ -126,7 +126,9 @@ def test_a_summary_holds_every_candidate_against_the_same_round() -> None:
 def test_the_sets_are_those_that_are_published() -> None:
     sizes = [(case.m, case.n, case.k) for case in cases.SETS["measured"]()]
     assert len(sizes) == 8 and sizes[0] == (32768, 2048, 8192)
-    assert [len(cases.SETS[name]()) for name in ("small", "scenarios")] == [9, 16]
+    assert [len(cases.SETS[name]()) for name in ("small", "scenarios", "waiting")] == [9, 16, 15]
+    known = {case for name in ("measured", "unseen") for case in cases.SETS[name]()}
+    assert set(cases.SETS["waiting"]()) <= known
 
 
 def test_row_parallel_layers_have_n_and_k_exchanged() -> None:
@@ -209,6 +211,20 @@ def test_candidates_have_names_of_their_own() -> None:
     assert set(without).isdisjoint(names) and "pytorch-fused" in names
     large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
     assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
+
+
+def test_candidates_with_a_number_are_the_first_of_those_ranked() -> None:
+    problem = _problem(OPERATOR)
+    chosen = choose(["candidates=2", "tiled"])
+    ranked = ["tiled:pieces=2", "serial", "ring:pieces=3", "growing", "shrinking", "shard-overlap"]
+    schedules = [Schedule.parse(name) for name in ranked]
+    names = [one.name for one in of_problem(chosen, problem, None, lambda: schedules) if one.ours]
+    assert names == ["serial", "growing", "shrinking", "tiled"]  # a gather has no ring
+    names = [one.name for one in of_problem(chosen, problem) if one.ours]
+    assert len(names) == 4 and not {"serial:collective", "tiled"} & {*names[1:3]}
+    for wrong in ("candidates=0", "candidates=", "candidates=x"):
+        with pytest.raises(ValueError):
+            choose([wrong])
 
 
 def test_names_of_one_plan_are_timed_once() -> None:
@@ -541,6 +557,34 @@ def test_every_call_finds_a_card_that_has_rested_as_long() -> None:
     assert clock.sleeps[-8:] == [one.sleep_s] * 8
     slow = _Clock(one=[(0.01, 0.5)])
     assert _timed(slow)[0].sleep_s == SLEEP_MOST_S
+
+
+def test_tiled_is_compared_with_products_of_the_library() -> None:
+    sizes = {"m": 8, "n": 4, "k": 2, "dtype": "bfloat16", "world": 4, "mode": "queued"}
+    made = {
+        "gemm": (0.1, 0.08), "copies": (0.05, 0.09), "ideal": (0.1, 0.09), "serial": (0.2, 0.2),
+        "growing": (0.16, 0.15), "tiled": (0.125, 0.18), "tiled:pieces=2": (0.13, 0.16),
+        "auto": (0.125, 0.15),
+    }  # fmt: skip
+    rows = [
+        {"operator": OPERATOR, "case": case, **sizes, "candidate": name, "status": "ok"}
+        | {"kind": "ficco" if number > 2 else "gemm", "ms": times[shape]}
+        | {"share": made["ideal"][shape] / times[shape], "note": "is tiled (model)"}
+        for number, (name, times) in enumerate(made.items())
+        for shape, case in enumerate(("long", "short"))
+    ]
+    text = report.report(BENCH.frame(rows), {}, "name", [])
+    (_, long), (_, short) = (
+        [line for line in text.splitlines() if line.startswith(f"| {name}")]
+        for name in ("long", "short")
+    )
+    ours = "0.100 | 0.200 | 0.50 | growing | 0.160 | 0.62 | tiled | 0.125 | 0.80"
+    assert long == f"| long: 8, 4, 2 | {ours} | tiled | 0.125 | 0.80 | 1.28 |"
+    ours = "0.090 | 0.200 | 0.45 | growing | 0.150 | 0.60 | tiled:pieces=2 | 0.160 | 0.56"
+    assert short == f"| short: 8, 4, 2 | {ours} | tiled | 0.150 | 0.60 | 0.94 |"
+    assert "1 shapes whose GEMM takes at least 90 us: serial: of ideal 0.500, " in text
+    assert "tiled x library 1.280." in text
+    assert "tiles wait" not in report.report(BENCH.frame(rows[:6]), {}, "name", [])
 
 
 # The whole, on the CPU engine.

@@ -12,6 +12,7 @@ verify        proving candidates right before they are timed; errors of float su
 measure       rounds, modes, clocks
 series        several calls timed against each other, exclusively or under contention
 run           one bench, on every rank
+replay        one rank on one GPU, whose peers a stream plays; ``replay_run`` benches it
 layers        forward and backward of tensor-parallel layers, and ways of making them
 characterize  what cutting and overlapping cost
 frames        the columns of the rows, their CSV files, and the description of a run

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ficco.bench.cases import OPERATOR
 from ficco.dma.engine import Engine
-from ficco.heuristics.candidates import BY_KERNEL, READING, candidates
+from ficco.heuristics.candidates import BY_KERNEL, READING, candidates, is_serial
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
 
@@ -74,7 +74,7 @@ OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
 #: than those by the copy engine (2 H200, 12 of the unseen shapes, 2026-11-21, commit 7a76eddfe07e).
 KERNEL_BYTES = 4 << 20
 
-#: Stands for the schedules that ``auto`` compares.
+#: Stands for the schedules that ``auto`` compares; ``candidates=3`` for three of them.
 COMPARED = BenchCandidate("candidates", "compared")
 
 #: The schedules that are benched unless others are named: every named one, then knobs. An operator
@@ -97,26 +97,47 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchC
     """The candidates of a bench: the references but some, and the schedules of these names, or all.
 
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
-    by kernel where copies are small, and those that sum in the memory of the peers.
+    by kernel where copies are small, and those that sum in the memory of the peers. With a number
+    it stands for as many of library products, besides serial, that are predicted to be fastest.
     """
     ours = SCHEDULES
     if names is not None:
-        ours = tuple(COMPARED if name == COMPARED.name else parse(name) for name in names)
+        ours = tuple(_stands_for(name) or parse(name) for name in names)
     serial = parse("serial")  # it is a reference, too
     references = [one for one in REFERENCES if one.name not in without]
     return tuple(dict.fromkeys((*references, serial, *ours)))
 
 
+def _stands_for(name: str) -> BenchCandidate | None:
+    """A candidate that stands for several schedules; None if the name is not of one."""
+    head, given, most = name.partition("=")
+    if head != COMPARED.name or (given and not (most.isdecimal() and int(most))):
+        return None
+    return replace(COMPARED, name=name)
+
+
 def of_problem(
-    chosen: Iterable[BenchCandidate], problem: Problem, engine: Engine | None = None
+    chosen: Iterable[BenchCandidate],
+    problem: Problem,
+    engine: Engine | None = None,
+    ranked: Callable[[], Sequence[Schedule]] = tuple,
 ) -> tuple[BenchCandidate, ...]:
-    """The candidates that a problem's operator has, of those that an engine offers."""
+    """The candidates that a problem's operator has, of those that an engine offers. ``ranked``
+    gives the schedules that were compared for it, the best first, if any were."""
     available: dict[BenchCandidate, None] = {}
     for one in chosen:
-        if one == COMPARED:
+        if one.kind == COMPARED.kind and one != COMPARED:
+            products = [
+                parse(str(schedule))
+                for schedule in ranked() or candidates(problem)
+                if schedule.grouping != "tiled" and not is_serial(schedule)
+            ]
+            there = [each for each in products if not refused(each, problem, engine)]
+            available |= dict.fromkeys(there[: int(one.name.partition("=")[2])])
+        elif one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
-            there = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
-            available |= dict.fromkeys(map(parse, there))
+            names = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
+            available |= dict.fromkeys(map(parse, names))
         elif problem.operator in (one.operators or OPERATORS):
             available[one] = None
     return tuple(one for one in available if not refused(one, problem, engine))

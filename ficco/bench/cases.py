@@ -160,13 +160,14 @@ def weight_gradients() -> list[Case]:
 #: By name: layers of dense models, large and small, at four ranks; products of less than about half
 #: a millisecond on one H200; a few rows for layers of Llama 3 8B and 70B; problems drawn at random
 #: from the widths of real models, of at most about 25 ms, which nothing is fitted to; the paper's;
-#: experts whose products take about as long as their rows travel; shapes for the CPU engine.
+#: experts whose products take about as long as their rows travel; fifteen of the first sets, mostly
+#: short ones, for products whose tiles wait; shapes for the CPU engine.
 SETS: dict[str, Callable[[], list[Case]]] = {
     **{name: partial(_shipped, name) for name in ("measured", "small", "decode", "unseen")},
     "scenarios": scenarios,
     "weight-gradients": weight_gradients,
     "experts": experts,
-    **{name: partial(_shipped, name) for name in ("experts-gain", "cpu")},
+    **{name: partial(_shipped, name) for name in ("experts-gain", "waiting", "cpu")},
 }
 
 

@@ -166,6 +166,10 @@ BENCH = Schema(
     later={"operator": "all_gather_matmul", "error": math.nan},  # the first operator of all
 )
 
+#: The same of a replay. off_us: microseconds between the planned time of a peer's signal and the
+#: time at which it came, of the one that was off most, median over the rounds.
+REPLAY = Schema(BENCH.columns | {"off_us": float}, {**BENCH.later, "off_us": math.nan})
+
 #: One way of one layer in one mode; sizes as in :class:`ficco.bench.layers.Layer`.
 #:
 #: speedup, vs_pytorch: over the fastest way by collectives, and over PyTorch's Async TP. error:

@@ -206,9 +206,7 @@ class DeviceClock:
         call = item.call
         gpu.synchronize()
         self._barrier.wait()
-        if item.mode != "idle":
-            gpu._sleep(int(item.sleep_s * self._hertz))
-            dist.all_reduce(self._word, group=self._group)  # clocks differ, and so do sleeps
+        self._line_up(item)
         self._start.record()
         begin = time.perf_counter()
         call()
@@ -216,6 +214,12 @@ class DeviceClock:
         self._stop.record()
         gpu.synchronize()
         return self._start.elapsed_time(self._stop) * 1e-3, end - begin
+
+    def _line_up(self, item: Item) -> None:
+        """Put in front of a call what keeps the GPU from it until all of it is enqueued."""
+        if item.mode != "idle":
+            gpu._sleep(int(item.sleep_s * self._hertz))
+            dist.all_reduce(self._word, group=self._group)  # clocks differ, and so do sleeps
 
     def host(self, item: Item) -> float:
         """Seconds that the host takes to enqueue the item's calls once, of several in a row."""

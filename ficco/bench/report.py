@@ -37,6 +37,9 @@ SUMS = (
     "copies are those of the blocks alone, of an all-reduce there and back."
 )
 
+#: Milliseconds of a product that is not short.
+LONG_MS = 0.09
+
 HINDSIGHT = (
     "The schedule is the fastest that was measured, which is known in hindsight; `auto` is what a "
     "call takes with nothing else set."
@@ -47,12 +50,12 @@ def report(rows: pd.DataFrame, about: dict[str, Any], name: str, pictures: Seque
     """A bench as Markdown."""
     several = rows["operator"].nunique() > 1
     summed = any(OPERATORS[operator].sums for operator in rows["operator"].unique())
-    parts = [f"# {name}", about_table(about), HOW + SUMS * summed]
+    parts = [f"# {name}", about_table(about), HOW + SUMS * summed, _punctual(rows)]
     parts += [f"![{path.stem}]({path.name})" for path in pictures]
     for operator, mine in by_operator(rows):
         for mode in modes(mine):
             heading = f"{operator}, {mode}" if several else mode.capitalize()
-            parts += [f"## {heading}: {MODE_WORDS[mode]}", _bounds(mine, mode)]
+            parts += [f"## {heading}: {MODE_WORDS[mode]}", _bounds(mine, mode), _tiled(mine, mode)]
         if costs := _costs(mine):
             parts += ["## Host cost and memory" + f" of {operator}" * several, costs]
         if accuracy := _accuracy(mine):
@@ -117,6 +120,53 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
     sizes = _sizes(rows["operator"].iloc[0])
     return f"Milliseconds; ({sizes}). {HINDSIGHT}\n\n" + markdown(
         heads, with_means(table, ratios, "**{}**")
+    )
+
+
+def _punctual(rows: pd.DataFrame) -> str:
+    """How far the signals of a replay are off."""
+    if "off_us" not in rows or rows["off_us"].isna().all():
+        return ""
+    off, worst = rows["off_us"], rows.loc[rows["off_us"].idxmax()]
+    shares = off / rows["ms"] / 1e3
+    return (
+        "Signals of peers are replayed. The one of a call that is furthest from its planned time "
+        f"is off by {off.median():.1f} us, median over calls ({shares.median():.1%} of their "
+        f"time); at worst by {worst['off_us']:.1f} us: `{worst['candidate']}` on "
+        f"{worst['operator']} {worst['case']}, {worst['mode']}."
+    )
+
+
+def _tiled(rows: pd.DataFrame, mode: str) -> str:
+    """One product whose tiles wait compared with the library's products."""
+    shapes = lines(rows, mode)
+    if shapes["tiled", "ms"].isna().all():
+        return ""
+    roles = {"serial": "serial", "library": "library", "tiled": "tiled", "auto": "auto"}
+    table = pd.DataFrame(
+        {"shape": shape_text(shapes), "ideal": cells(shapes["ideal", "ms"], ".3f")}
+    )
+    shares = {f"{head}: of ideal": shapes[role, "share"] for head, role in roles.items()}
+    for head, role in roles.items():
+        if role in ("library", "tiled"):
+            table[head] = shapes[role, "candidate"].fillna("")
+        if role == "auto":
+            note = shapes[role, "note"].astype(object).fillna("").astype(str)
+            table[head] = note.str.extract(r"^is (\S+)", expand=False)
+        table[f"{head}: ms"] = cells(shapes[role, "ms"], ".3f")
+        table[f"{head}: of ideal"] = cells(shares[f"{head}: of ideal"])
+    gain = {"tiled x library": shapes["library", "ms"] / shapes["tiled", "ms"]}
+    table = table.assign(**{head: cells(values) for head, values in gain.items()}).fillna("")
+    long = shapes["gemm", "ms"] >= LONG_MS
+    means = ", ".join(
+        f"{head} {stats.geomean(values[long]):.3f}" for head, values in (shares | gain).items()
+    )
+    return (
+        "One product whose tiles wait (`tiled`) compared with the fastest schedule of library "
+        "products.\n\n"
+        + markdown(list(table), with_means(table, shares | gain, "**{}**"))
+        + f"\n\nGeometric means over the {int(long.sum())} shapes whose GEMM takes at least "
+        f"{LONG_MS * 1e3:.0f} us: {means}."
     )
 
 
@@ -193,7 +243,12 @@ def _accuracy(rows: pd.DataFrame) -> str:
 # For a terminal.
 
 #: Figures of the table of a shape in each mode: heading, column, format.
-BY_MODE = (("ms", "ms", ".3f"), ("ideal", "share", ".2f"), ("host us", "host_us", ".0f"))
+BY_MODE = (
+    ("ms", "ms", ".3f"),
+    ("ideal", "share", ".2f"),
+    ("host us", "host_us", ".0f"),
+    ("off us", "off_us", ".1f"),
+)
 
 
 def show_shape(rows: pd.DataFrame) -> None:
@@ -216,7 +271,7 @@ def show_shape(rows: pd.DataFrame) -> None:
     figures = there.pivot(index="candidate", columns="mode").reindex(names)
     for mode in modes_there:
         for heading, column, form in BY_MODE:
-            if figures[column, mode].notna().any():
+            if (column, mode) in figures and figures[column, mode].notna().any():
                 table[f"{mode}\n{heading}"] = cells(figures[column, mode], form).to_numpy()
     if seen["extra_bytes"].notna().any():
         table["extra MiB"] = cells(seen["extra_bytes"] / 2**20, ".1f").to_numpy()

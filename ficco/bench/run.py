@@ -20,7 +20,7 @@ from ficco.bench.calls import taken
 from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
-from ficco.bench.frames import BENCH, RunSettings
+from ficco.bench.frames import BENCH, RunSettings, Schema
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
 from ficco.bench.report import show_shape
@@ -30,6 +30,7 @@ from ficco.bench.tables import bar
 from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.launch import local_device
+from ficco.problem import Problem
 from ficco.timeline import dumps
 from ficco.workspace import SLOTS, workspace_of
 
@@ -69,21 +70,32 @@ def bench(settings: BenchSettings) -> pd.DataFrame | None:
 class Bench:
     """The ranks of a job, which bench together."""
 
+    schema: Schema = BENCH
+
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = settings
         self.deadline = time.monotonic() + settings.seconds
         self.preparing = 0.0  # seconds that the longest preparation of a shape has taken
-        self.group = dist.group.WORLD
         self.device = local_device(settings.device)
-        # Without a limit: a rank that fails here ends, and brings its peers down.
-        self.watch = Stopwatch(self.group, self.device, timeout_s=math.inf)
-        self.rank, self.world = self.watch.rank, self.watch.world
+        self.watch = self._stopwatch()
+        self.group, self.rank, self.world = self.watch.group, self.watch.rank, self.watch.world
         self.verifier = Verifier(self.watch)
         self.console = Console(stderr=True, quiet=self.rank != 0)
 
+    def _stopwatch(self) -> Stopwatch:
+        # Without a limit: a rank that fails here ends, and brings its peers down.
+        return Stopwatch(dist.group.WORLD, self.device, timeout_s=math.inf)
+
+    def _operands(self, problem: Problem) -> Operands:
+        return Operands(problem, self.rank, self.device)
+
+    def _description(self) -> dict[str, Any]:
+        """What the description of the run says beyond that of every run."""
+        return {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in self.settings.modes else {}
+
     def run(self) -> pd.DataFrame | None:
-        graphs = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in self.settings.modes else {}
-        rows = self.settings.record(BENCH, self._cases(), self.rank, self.world, **graphs)
+        more = self._description()
+        rows = self.settings.record(self.schema, self._cases(), self.rank, self.world, **more)
         self.watch.close()
         return rows
 
@@ -93,7 +105,7 @@ class Bench:
             rows = self._case(case, number, self.deadline - time.monotonic(), len(cases) - number)
             yield rows
             if self.rank == 0 and not self.settings.quiet:
-                show_shape(BENCH.frame(rows))
+                show_shape(self.schema.frame(rows))
 
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         """Measure one of so many shapes in its share of the seconds that are left."""
@@ -106,22 +118,20 @@ class Bench:
         if why:
             return [{**self._shape(case), "status": "skipped", "note": why}]
         problem = case.problem(self.world)
-        operands = Operands(problem, self.rank, self.device)
+        operands = self._operands(problem)
         engine = workspace_of(self.watch.group, self.device).engine
-        candidates = of_problem(self.settings.candidates, problem, engine)
+        candidates = of_problem(
+            *(self.settings.candidates, problem, engine),
+            lambda: taken(problem, self.group, self.device).others,
+        )
         again = named_again(candidates, problem)
         candidates = tuple(one for one in candidates if one not in again)
         title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"
         with self._progress(title, len(candidates)) as tick:
             checked = self._verify(candidates, operands, tick)
             operands.random(self.settings.seed)
-            if problem.kind.sums:  # what is left of exactness on random operands
-                error = accuracy(operands, self.group)
-                for one in checked:
-                    if one.runner is not None and one.runner.proof is None and not one.is_part:
-                        with one.runner.context():
-                            mine = error(one.runner.run())
-                        one.error = max(self.watch.gather(mine))
+            if problem.kind.sums:
+                self._errors(checked, operands)
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
             items = [
@@ -168,6 +178,15 @@ class Bench:
         if "graph" in self.settings.modes:
             self._capture(checked, operands, tick)
         return checked
+
+    def _errors(self, checked: list[Checked], operands: Operands) -> None:
+        """What is left of exactness on random operands."""
+        error = accuracy(operands, self.group)
+        for one in checked:
+            if one.runner is not None and one.runner.proof is None and not one.is_part:
+                with one.runner.context():
+                    mine = error(one.runner.run())
+                one.error = max(self.watch.gather(mine))
 
     def _capture(self, checked: list[Checked], operands: Operands, tick: Tick) -> None:
         there = [one for one in checked if one.runner is not None]

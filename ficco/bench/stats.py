@@ -147,6 +147,7 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
     serial, pytorch     the better serial composition, and path of PyTorch's fused op
     best                the fastest schedule of ficco, known in hindsight
     auto                what a call takes with nothing else set
+    library, tiled      the fastest schedule of library products, and of one whose tiles wait
     overlap             shard overlap, as PyTorch's Async TP, by a schedule of ficco
     best_1d, best_2d    the fastest schedule with pieces of rows, and of columns
     pieces              the paper's schedules by the vendor's collective
@@ -156,7 +157,8 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
     there = there.drop_duplicates([*SHAPE, "candidate"], keep="last")
     name, ours = there["candidate"], there["kind"] == "ficco"
     # auto is one of the others, under another name.
-    others = (ours & (name != "auto")).groupby([there[key] for key in SHAPE]).transform("any")
+    named, tiled = ours & (name != "auto"), name.str.startswith("tiled")
+    others = named.groupby([there[key] for key in SHAPE]).transform("any")
     ours &= (name != "auto") | ~others
     cut = name[ours].map(dims).reindex(name.index)
     roles = {
@@ -165,6 +167,8 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
         "serial": name.isin(SERIALS),
         "pytorch": name.isin(PYTORCH),
         "best": ours,
+        "library": named & ~tiled,
+        "tiled": named & tiled,
         "overlap": name == "shard-overlap",
         "best_1d": cut == 1,
         "best_2d": cut == 2,

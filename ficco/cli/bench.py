@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
 START_S = 180.0
 
+#: Options that a replay has, named as in ``ReplaySettings``.
+PLAYED = ("rank", "machine", "link_gb_s", "latency_us", "gap_us", "products")
+
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
@@ -61,7 +64,8 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
         "in symmetric memory, @stages=2 leaves memory for two steps; candidates stands for those "
-        "that auto compares (default: a list)",
+        "that auto compares, candidates=3 for the three of library products that are predicted to "
+        "be fastest (default: a list)",
     )
     what.add_argument(
         "--without",
@@ -80,6 +84,31 @@ def add(commands: Any) -> None:
         "--mode",
         help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
         "all that the ranks have)",
+    )
+    played = parser.add_argument_group(
+        "on one GPU, where rows of peers arrive when a link would bring them"
+    )
+    played.add_argument(
+        "--replay", type=int, metavar="W", help="be one rank of W, whose peers are not there"
+    )
+    played.add_argument("--rank", type=int, help="be this one (default: 0)")
+    played.add_argument(
+        "--machine", help="a name or a file that says when rows arrive (default: of this GPU)"
+    )
+    played.add_argument(
+        "--link-gb-s", type=float, metavar="GB/S", help="rate of a copy, in place of the machine's"
+    )
+    played.add_argument(
+        "--latency-us", type=float, metavar="US", help="latency of one, in place of the machine's"
+    )
+    played.add_argument(
+        "--gap-us", type=float, metavar="US", help="time between two, in place of the machine's"
+    )
+    played.add_argument(
+        "--products",
+        action="store_true",
+        help="first measure what products take on this GPU, in about 20 s, for auto and for what "
+        "peers send",
     )
     how = parser.add_argument_group("how")
     add_ranks(how)
@@ -112,6 +141,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             print(f"wrote {_report(arguments.report)}")
         return 0
 
+    _check_replay(arguments)
     settings_of = _layers if arguments.layers else _products
     measure, settings, finish = settings_of(arguments, *place(arguments))
     rows = launch.launch(
@@ -131,6 +161,28 @@ def _bench(arguments: argparse.Namespace) -> int:
         where = row["case"] if "case" in row else row["layer"]
         print(f"{row['status']}: {what} on {where}: {row['note']}", file=sys.stderr)
     return 1 if len(bad) else 0
+
+
+def _check_replay(arguments: argparse.Namespace) -> None:
+    """Refuse what a replay cannot have, and what is for a replay where there is none."""
+    world, rank = arguments.replay, arguments.rank or 0
+    if world is None:
+        for name in PLAYED:
+            if (given := getattr(arguments, name)) is not None and given is not False:
+                raise ValueError(f"--{name.replace('_', '-')}: required with --replay")
+        return
+    for name in ("ranks", "layers", "timelines"):
+        if getattr(arguments, name):
+            raise ValueError(f"--replay: required without --{name}, which is for ranks that meet")
+    if (arguments.device or launch.default_device()) != "cuda":
+        raise ValueError("--replay: required a GPU, whose copy engines are its clock")
+    if not 0 <= rank < world or world < 2:
+        raise ValueError(f"--replay: required one of at least 2 ranks, got {rank} of {world}")
+    if "graph" in (arguments.mode or ""):
+        raise ValueError("--mode: required queued or idle for --replay, got graph")
+    arguments.ranks = 1
+    # All there are: in one that it shares, the stream that plays the peers would hold up a lane.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def place(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -175,13 +227,26 @@ def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[A
     candidates = choose(arguments.schedules, arguments.without)
     if arguments.schedules:
         _servable(candidates, shapes)
-    settings = BenchSettings(
+    modes = modes_of(device, arguments.mode)
+    measure: Any = bench
+    kind: Any = BenchSettings
+    more: dict[str, Any] = {}
+    if arguments.replay:
+        from ficco.bench.replay_run import ReplaySettings, replay
+        from ficco.tune.products import refitted
+
+        measure, kind, modes = replay, ReplaySettings, tuple(m for m in modes if m != "graph")
+        what, more["world"] = f"replay-{arguments.replay}-{what}", arguments.replay
+        more |= {name: getattr(arguments, name) for name in PLAYED}
+        more |= {"rank": arguments.rank or 0, "products": refitted if arguments.products else None}
+    settings = kind(
         cases=tuple(shapes),
         candidates=candidates,
-        modes=modes_of(device, arguments.mode),
+        modes=modes,
         timelines=arguments.timelines,
         quiet=arguments.json,
         seed=arguments.seed,
+        **more,
         **run_settings(arguments, what, device, ranks),
     )
 
@@ -192,7 +257,7 @@ def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[A
             show_best(rows)
         return [*_pictures(settings.csv), _report(settings.csv)]
 
-    return bench, settings, finish
+    return measure, settings, finish
 
 
 def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
@@ -296,16 +361,16 @@ def fresh(folder: Path, name: str) -> Path:
 
 def _pictures(csv: Path) -> list[Path]:
     from ficco.bench import plots
-    from ficco.bench.frames import BENCH
+    from ficco.bench.frames import REPLAY  # whose columns are those of all benches and more
 
-    return plots.draw_next_to(csv, BENCH.read(csv))
+    return plots.draw_next_to(csv, REPLAY.read(csv))
 
 
 def _report(csv: Path) -> Path:
-    from ficco.bench.frames import BENCH, read_description
+    from ficco.bench.frames import REPLAY, read_description
     from ficco.bench.report import report
 
     pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))
     path = csv.with_suffix(".md")
-    path.write_text(report(BENCH.read(csv), read_description(csv), csv.stem, pictures))
+    path.write_text(report(REPLAY.read(csv), read_description(csv), csv.stem, pictures))
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,9 +45,17 @@ def engine_name(device: torch.device, wanted: str | None = None) -> str:
 
 
 def make_engine(
-    name: str, group: ProcessGroup, device: torch.device, signals: str, timeout_s: float
+    name: str,
+    group: ProcessGroup,
+    device: torch.device,
+    signals: str,
+    timeout_s: float,
+    **more: Any,
 ) -> Engine:
-    """The engine of a name; its ranks wait ``timeout_s`` for each other."""
+    """The engine of a name; its ranks wait ``timeout_s`` for each other. ``more`` is for the
+    engine's module."""
     module, function = ENGINES[name]
     make: Callable[..., Engine] = getattr(import_module(module), function)
-    return make(group, device) if name == "cpu" else make(group, device, signals, timeout_s)
+    if name == "cpu":
+        return make(group, device)
+    return make(group, device, signals, timeout_s, **more)

@@ -302,6 +302,9 @@ class CudaDriver(Driver):
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         check("cuMemcpyDtoHAsync", driver.cuMemcpyDtoHAsync(dst, src, nbytes, stream))
 
+    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        check("cuMemcpyHtoDAsync", driver.cuMemcpyHtoDAsync(dst, src, nbytes, stream))
+
     def host(self, nbytes: int) -> int:
         self._pinned.append(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True))
         return self._pinned[-1].data_ptr()
@@ -362,6 +365,12 @@ class CudaDriver(Driver):
         return adder.multiply(addend, a, b, out, room, stream)
 
 
-def engine(group: ProcessGroup, device: torch.device, signals: str, timeout_s: float) -> GpuEngine:
-    """The engine of a group's ranks on NVIDIA's GPUs."""
-    return GpuEngine(group, CudaDriver(device), signals, timeout_s)
+def engine(
+    group: ProcessGroup,
+    device: torch.device,
+    signals: str,
+    timeout_s: float,
+    kind: type[GpuEngine] = GpuEngine,
+) -> GpuEngine:
+    """The engine of a group's ranks on NVIDIA's GPUs, or one of another ``kind``."""
+    return kind(group, CudaDriver(device), signals, timeout_s)

@@ -56,10 +56,9 @@ from ficco.dma.memories import (
     SCRATCH,
     Graveyard,
     Mapped,
+    MemorySource,
     OwnWords,
-    SharedMemory,
     SlotWords,
-    TorchMemory,
     Words,
     align,
     open_engines,
@@ -150,7 +149,7 @@ class GpuEngine(StreamEngine):
         self._streams = {False: Streams(driver), True: Streams(driver, "captured ")}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._read_into = 0, 0  # pinned memory for words: address and how many
-        self._memory: SharedMemory | TorchMemory | None = None
+        self._memory: MemorySource | None = None
         self._batch: MakeBatch = driver.batch
         self.means = Means()
         try:
@@ -170,10 +169,13 @@ class GpuEngine(StreamEngine):
         self.watched = driver.host((2 * MAX_WATCHED + 2) * WORD)
         self.means = driver.means(self)
         self.packs_columns = not self.means.rectangles
-        self._memory = MEMORIES[self.means.memory](self, self.graveyard)
+        self._memory = self._source()
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
+
+    def _source(self) -> MemorySource:
+        return MEMORIES[self.means.memory](self, self.graveyard)
 
     def settle(self, stream: Any) -> None:
         if not drained(partial(self.driver.idle, stream), self.timeout_s):
@@ -192,7 +194,7 @@ class GpuEngine(StreamEngine):
 
     def free(self, memory: Symmetric) -> None:
         assert self._memory is not None
-        self._memory.free(memory)  # type: ignore[arg-type]  # made by it
+        self._memory.free(memory)
 
     def quiet(self) -> bool:
         with self.driver.aside():

@@ -7,8 +7,8 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +62,16 @@ class Mapped(Symmetric):
     @abstractmethod
     def part(self, rank: int) -> torch.Tensor:
         """A rank's part as bytes, for kernels of this device to read."""
+
+
+class MemorySource(Protocol):
+    """Of one engine: where its symmetric memory comes from."""
+
+    def allocate(self, nbytes: int, serial: int) -> Mapped: ...
+
+    def free(self, memory: Any) -> None: ...
+
+    def close(self) -> None: ...
 
 
 # PyTorch's.
@@ -254,7 +264,7 @@ class SharedMemory:
 
 
 #: Where buffers come from, by name.
-MEMORIES: dict[str, type[SharedMemory] | type[TorchMemory]] = {
+MEMORIES: dict[str, Callable[[StreamEngine, Graveyard], MemorySource]] = {
     "ipc": SharedMemory,
     "torch": TorchMemory,
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 
 from ficco.accelerator import gpu
-from ficco.bench.series import MeasuredCalls, add
-from ficco.machine import Fingerprint, Gemm, Memory, nearest
+from ficco.bench.series import MeasuredCalls, Stopwatch, add
+from ficco.machine import Fingerprint, Gemm, Machine, Memory, Provenance, nearest
 from ficco.machine.fit import Sample, errors, fit
 from ficco.tune import fits
-from ficco.tune.effort import Shape
+from ficco.tune.effort import EFFORTS, Shape
 from ficco.tune.site import Site
 from ficco.workspace import workspace_of
 
@@ -25,6 +26,8 @@ from ficco.workspace import workspace_of
 HEAT_SHARE = 0.1
 #: Columns of what the product whose tiles wait can address are multiples of this.
 TMA = 8
+#: Seconds for each kind of product where the rest of a machine is not measured.
+REFIT_S = 5.0
 #: As many rounds as fit into the seconds.
 MANY = 1 << 20
 
@@ -79,6 +82,19 @@ def tiled(site: Site) -> Gemm | None:
     )
     source = site.provenance("fitted", note)
     return replace(fitted, burst=gemm.burst, sustained=gemm.sustained, provenance=source)
+
+
+def refitted(watch: Stopwatch, machine: Machine) -> Machine:
+    """A machine with products as they are on this device, measured for a few seconds."""
+    quick = EFFORTS[watch.device.type, True]
+    effort = replace(quick, seconds={**quick.seconds, "gemm": REFIT_S})
+
+    def source(kind: str, note: str) -> Provenance:
+        return Provenance(kind, f"{datetime.now(timezone.utc):%Y-%m-%d}", note=note)
+
+    site = Site(watch, effort, machine, source)
+    site.machine = replace(machine, gemm=gemm(site))
+    return replace(site.machine, tiled=tiled(site))
 
 
 Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]

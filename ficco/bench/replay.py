@@ -1,0 +1,598 @@
+"""One rank of a group on one GPU, with no peers: what they would send arrives when a described link
+would deliver it.
+
+The rank's Plans run through the GPU engine with its own products, streams and signals. Its peers
+are played by a *courier*, a stream of its own: :func:`arrivals` simulates all ranks on a Machine,
+and the courier writes this rank's signal words at those times. Its clock is a copy engine: before
+each word comes a copy between the host and the device that takes as long as is left until then.
+That takes no SM and no thread of the host. The rank's own copies to and from peers likewise become
+copies to and from the host that take as long as the link would.
+
+Where the results have to be right, :func:`brought` carries out the Plans of all ranks, and the
+courier brings their rows, however long that takes.
+
+Not in it: the link's traffic (that of the host's bus instead, a tenth of the bytes), caches that
+other work has cooled, and peers that are late because of this rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ficco.bench.candidates import movements
+from ficco.dma.buffers import Buffers
+from ficco.dma.driver import WORD, Batch, Driver, Event
+from ficco.dma.engine import Call, Capabilities, Op, Program, Slot
+from ficco.dma.gpu import GpuEngine, wanted
+from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
+from ficco.dma.memories import Mapped, MemorySource, Words, align
+from ficco.machine import Machine, Provenance
+from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer, in_parts
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plans
+from ficco.simulate.events import Simulation
+from ficco.workspace import SLOTS
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Bytes of the buffers that the courier copies between; longer copies are several.
+ROOM = 64 << 20
+#: Bytes of a copy that is to take no time.
+LEAST_BYTES = 4
+#: Bytes of the words that this rank posts to one peer.
+PEER_WORDS = 1 << 20
+#: Sizes of the copies by which a pace is measured, copies in a row, and rows of each size.
+PACE_BYTES, PACE_COPIES, PACE_ROWS = (64 << 10, 256 << 10, 1 << 20, 2 << 20), 8, 9
+
+#: What copies to a rank bring.
+Images = Mapping[Transfer, torch.Tensor]
+
+
+# What a link delivers, and when.
+
+
+class Arrival(NamedTuple):
+    """One signal of a peer: the seconds after the begin of the call at which it is seen, and the
+    copy whose rows it tells of, if any."""
+
+    at: float
+    signal: Signal
+    transfer: Transfer | None
+
+
+def link(
+    machine: Machine,
+    gb_s: float | None = None,
+    latency_us: float | None = None,
+    gap_us: float | None = None,
+) -> Machine:
+    """A Machine whose copies move at a rate, with a latency and with a gap between two, where these
+    are given.
+
+    Raises:
+        ValueError: the machine has no link, or one of these is none.
+    """
+    topology, copies = machine.topology, machine.copies
+    if topology is None or copies is None:
+        raise ValueError(
+            f"machine {machine.name}: required the blocks 'topology' and 'copies', which say when "
+            "rows arrive; name another machine"
+        )
+    given = Provenance("assumed", note=f"given to a replay, else as on {machine.name}")
+    if gb_s is not None:
+        if not gb_s > 0:
+            raise ValueError(f"link_gb_s: required a rate above 0, got {gb_s:g}")
+        topology = replace(topology, bandwidth=gb_s * 1e9, provenance=given)
+        copies = replace(copies, curve=((1.0, gb_s * 1e9),), provenance=given)
+    for name, value in (("latency_us", latency_us), ("gap_us", gap_us)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name}: required at least 0, got {value:g}")
+    if latency_us is not None:
+        seconds = latency_us * 1e-6
+        gap = min(copies.gap, seconds)
+        copies = replace(copies, latency=seconds, gap=gap, in_front=None, provenance=given)
+    if gap_us is not None:
+        copies = replace(copies, gap=gap_us * 1e-6, provenance=given)
+    return replace(machine, topology=topology, copies=copies)
+
+
+def crossing(machine: Machine, nbytes: int) -> float:
+    """Seconds for which a copy between ranks occupies its lane."""
+    assert machine.copies is not None and machine.topology is not None
+    rate = min(machine.copies.rate(nbytes), machine.topology.bandwidth)
+    return machine.copies.gap + nbytes / rate
+
+
+def last_arrival(problem: Problem, machine: Machine, rank: int) -> float:
+    """Seconds in which a rank receives all that a problem moves to it, one copy from each peer, if
+    nothing has to be multiplied before: over one port, or a link from each."""
+    assert machine.copies is not None and machine.topology is not None
+    seconds = 0.0
+    for part in movements(problem):
+        peers = [peer for peer in range(part.world) if peer != rank]
+        sizes = [part.block(peer, rank) * part.k * part.itemsize for peer in peers]
+        times = [crossing(machine, size) - machine.copies.gap for size in sizes]
+        meets = sum(times) if machine.topology.kind == "switch" else max(times)
+        seconds += machine.copies.latency + meets
+    return seconds
+
+
+def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
+    """The Plans of all ranks of which one has this Plan.
+
+    Raises:
+        NotImplementedError: its staging is capped.
+    """
+    if plan.stages or not isinstance(plan.problem, Problem):
+        raise _without_peers("staging in turns")
+    return _plans(plan.problem, plan.schedule, packs_columns)
+
+
+@lru_cache(maxsize=16)
+def _plans(problem: Problem, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
+    return tuple(plans(problem, Schedule.parse(schedule), packs_columns=packs_columns))
+
+
+def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> list[Arrival]:
+    """What the peers of a rank post to it, in the order in which it is seen.
+
+    Args:
+        every: the Plans of all ranks; ``mode``: as :func:`ficco.simulate.simulate`.
+    """
+    simulation = Simulation(every, machine, mode)
+    simulation.run()
+    return sorted(
+        (
+            Arrival(simulation.known[rank, signal.word], signal, _to(rank, step))
+            for one in simulation.ranks
+            if one.number != rank
+            for step in one.plan.steps
+            for signal in step.posts
+            if signal.waiter == rank and not signal.released
+        ),
+        key=lambda arrival: arrival.at,
+    )
+
+
+def _to(rank: int, step: Step) -> Transfer | None:
+    return step.transfer if step.transfer and step.transfer.dst.rank == rank else None
+
+
+def brought(
+    every: Sequence[Plan], operands: Sequence[Mapping[str, torch.Tensor]], rank: int
+) -> dict[Transfer, torch.Tensor]:
+    """The rows that copies bring to a rank, from the steps of all ranks, carried out one by one.
+
+    ``operands``: the tensors ``a`` and ``b`` of every rank.
+    """
+    every = [in_parts(plan) for plan in every]
+    memory = {(name, r): tensor for r, own in enumerate(operands) for name, tensor in own.items()}
+    for plan in every:
+        for buffer in plan.buffers:
+            if (buffer.name, plan.rank) not in memory:
+                shape, dtype = buffer.shapes[plan.rank], getattr(torch, buffer.dtype)
+                like = operands[plan.rank]["a"]
+                memory[buffer.name, plan.rank] = like.new_empty(shape, dtype=dtype)
+    images: dict[Transfer, torch.Tensor] = {}
+    posted: set[tuple[int, int]] = set()
+    over: set[tuple[int, int]] = set()
+    queues: dict[tuple[int, str], deque[int]] = {}
+    for plan in every:
+        for index, step in enumerate(plan.steps):
+            queues.setdefault((plan.rank, step.lane), deque()).append(index)
+    while any(queues.values()):
+        before = len(over)
+        for (r, _), queue in queues.items():
+            while queue:
+                step = every[r].steps[queue[0]]
+                waits = {(one.waiter, one.word) for one in step.waits if not one.released}
+                if not waits <= posted or not {(r, i) for i in step.after} <= over:
+                    break
+                _carry_out(step, memory)
+                if step.op == "copy" and (transfer := _to(rank, step)) is not None:
+                    images[transfer] = _part(memory, transfer.src).clone()
+                posted |= {(one.waiter, one.word) for one in step.posts if not one.released}
+                over.add((r, queue.popleft()))
+        if len(over) == before:
+            raise ValueError(f"{every[0].schedule}: the plans wait for each other for ever")
+    return images
+
+
+def _part(
+    memory: Mapping[tuple[str, int], torch.Tensor], region: Region, down: int = 0
+) -> torch.Tensor:
+    """A region, or what lies so many rows below it."""
+    rows, cols = slice(region.row + down, region.row_stop + down), slice(*region[4:])
+    return memory[region.buffer, region.rank][rows, cols]
+
+
+def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> None:
+    if step.transfer is not None:
+        _part(memory, step.transfer.dst).copy_(_part(memory, step.transfer.src))
+    for product, i in ((one, i) for one in step.products for i in range(one.batch)):
+        a, out = _part(memory, product.a, i * product.a_stride), product.out
+        total = (a.t() if product.transposed else a) @ _part(memory, product.b)
+        target = _part(memory, out, i * product.out_stride)
+        if product.accumulate or product.addend is not None:
+            total = total + (target if (to := product.addend) is None else _part(memory, to))
+        target.copy_(total)
+    if step.reduction is not None:
+        parts = [_part(memory, part).float() for part in step.reduction.parts]
+        _part(memory, step.reduction.out).copy_(torch.stack(parts).sum(0))
+
+
+# The engine.
+
+
+class LocalMapped(Mapped):
+    """Symmetric memory of which this rank's part is there, and of its peers' the words."""
+
+    def __init__(self, engine: GpuEngine, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes = serial, nbytes
+        span = min(nbytes, PEER_WORDS)
+        with torch.inference_mode(False):  # calls of other modes use it, too
+            self.tensor = torch.zeros(nbytes, dtype=torch.uint8, device=engine.device)
+            self.peers = torch.zeros(engine.world, span, dtype=torch.uint8, device=engine.device)
+        engine.driver.synchronize()
+        self.addresses = [peer.data_ptr() for peer in self.peers]
+        self.addresses[engine.rank] = self.tensor.data_ptr()
+
+    def part(self, rank: int) -> torch.Tensor:
+        raise NotImplementedError("a replay has no memory of peers to read by kernels")
+
+
+#: Memory to which streams may still write.
+_stuck: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+@dataclass(frozen=True)
+class LocalMemory:
+    """Of one engine: memory of this process alone."""
+
+    engine: GpuEngine
+
+    def allocate(self, nbytes: int, serial: int) -> LocalMapped:
+        return LocalMapped(self.engine, align(nbytes), serial)
+
+    def free(self, memory: LocalMapped) -> None:
+        driver = self.engine.driver
+        if not all(driver.idle(stream.handle) for stream in driver.streams):
+            _stuck.append((memory.tensor, memory.peers))  # of a call that was broken off
+        memory.tensor = memory.peers = torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        pass
+
+
+class ReplayEngine(GpuEngine):
+    """The GPU engine of a rank whose peers are played.
+
+    Attributes:
+        courier: plays them; to be set before the first call.
+        images: what copies bring to this rank; None where they take their time and bring nothing.
+        latest: the program of the latest call.
+    """
+
+    courier: Courier
+
+    def __init__(self, group: ProcessGroup, driver: Driver, signals: str, timeout_s: float) -> None:
+        self.images: Images | None = None
+        self.latest: Program | None = None
+        self._turns: deque[Slot] = deque(maxlen=SLOTS)
+        super().__init__(group, driver, signals, timeout_s)
+
+    def _source(self) -> MemorySource:
+        return LocalMemory(self)
+
+    def capabilities(self) -> Capabilities:
+        played = "copies to and from the host that take as long as the link would"
+        return replace(super().capabilities(), movers=("dma",), copy=played)
+
+    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+        lane, arrives = program.plan.steps[step].lane, transfer.dst.rank == self.rank
+        seconds = crossing(self.courier.machine, program.plan.nbytes(transfer.src))
+        passes, places = self.courier.passage(seconds, arrives), self._buffers(program)
+
+        def op(call: Call) -> None:
+            if self.images is None:
+                passes(call.state[lane])
+            elif arrives:
+                bring(self.driver, places, transfer, self.images, call.state[lane])
+
+        return op
+
+    def copies(self, program: Program, steps: Sequence[int]) -> Op:
+        raise _without_peers("mover 'kernel'")
+
+    def collective(self, program: Program, step: int) -> Op:
+        raise _without_peers("the collective of the group's library")
+
+    def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
+        if any(part.rank != self.rank for part in reduction.parts):
+            raise _without_peers("sums of what lies at the peers")
+        return super().reduce(program, step, reduction)
+
+    def execute(self, program: Program, call: Call) -> None:
+        if program.slot is not None and program.plan.words:
+            self.courier.accompany(program)
+            self._turns.append(program.slot)
+            self.latest = program
+        super().execute(program, call)
+
+    def places(self, program: Program) -> Buffers:
+        """Where the Regions of a program lie."""
+        return self._buffers(program)
+
+    @property
+    def next_slot(self) -> Slot | None:
+        """The slot of the next call, once calls have taken all by turns."""
+        return self._turns[0] if len(self._turns) == SLOTS else None
+
+
+def _without_peers(what: str) -> NotImplementedError:
+    return NotImplementedError(f"a replay has no peers for {what}; take another schedule")
+
+
+def _dense(places: Buffers, region: Region) -> bool:
+    """Whether the rows of a region lie one right after the other."""
+    return region.rows == 1 or places.place(region)[1] == places.row_bytes(region)
+
+
+def portable(places: Buffers, images: Images) -> Images:
+    """Images as they are brought: rows that land densely from pinned memory of the host. A copy
+    within the device may be a kernel, which finds no processor beside a product that waits."""
+    return {
+        transfer: torch.empty_like(image, device="cpu", pin_memory=image.is_cuda).copy_(image)
+        if _dense(places, transfer.dst)
+        else image
+        for transfer, image in images.items()
+    }
+
+
+def bring(driver: Driver, places: Buffers, transfer: Transfer, images: Images, stream: Any) -> None:
+    """Copy the rows of a transfer from their image to where they land."""
+    region, image = transfer.dst, images[transfer]
+    if not region.elements:
+        return
+    to, pitch = places.place(region)
+    width = places.row_bytes(region)
+    if _dense(places, region):
+        driver.copy_from_host(to, image.data_ptr(), width * region.rows, stream)
+    else:
+        driver.rectangle(to, pitch, width, region.rows)(image.data_ptr(), width, stream)
+
+
+# The courier.
+
+
+@lru_cache(maxsize=1)
+def _rooms(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of the host and of the device that couriers copy between."""
+    size, kind = (ROOM,), torch.uint8
+    pinned = torch.empty(size, dtype=kind, pin_memory=device.type == "cuda")
+    return pinned, torch.empty(size, dtype=kind, device=device)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How copies between host and device follow each other on a stream: one of s bytes, with the
+    write of a word and a stamp after it, takes ``start + s / rate`` seconds."""
+
+    start: float
+    rate: float
+
+    def nbytes(self, seconds: float) -> int:
+        """Bytes of the copy that takes so long, at least the shortest."""
+        return max(int((seconds - self.start) * self.rate), LEAST_BYTES)
+
+
+class Piece(NamedTuple):
+    """What the courier does for some arrivals: copies, writes their words, and stamps the time."""
+
+    passes: Callable[[Any], None]
+    arrivals: tuple[Arrival, ...]
+    words: Batch
+    stamp: Event
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """What the courier does in one call: it takes over this rank's slot and hands on those of the
+    peers, waits for the begin, then goes piece by piece."""
+
+    opening: Batch
+    began: Event
+    pieces: tuple[Piece, ...]
+
+
+class Courier:
+    """Plays the peers of one rank.
+
+    Attributes:
+        machine: says when they post.
+        paces: of copies to the host, and of those from it.
+        leads: by mode, seconds from the begin of a call until the courier has seen it.
+        mode: ``"queued"`` or ``"idle"``, of the calls from now on.
+    """
+
+    def __init__(self, engine: ReplayEngine, machine: Machine, paces: tuple[Pace, Pace]) -> None:
+        driver = engine.driver
+        self.engine, self.machine, self.paces = engine, machine, paces
+        self.leads, self.mode = {"queued": 0.0, "idle": 0.0}, "queued"
+        self.stream = driver.stream_for("courier").handle
+        self._host, self._room = (room.data_ptr() for room in _rooms(engine.device))
+        self._words = torch.zeros(2, dtype=torch.int32, device=engine.device)
+        driver.synchronize()
+        self._flag, self._nobodys = (self._words.data_ptr() + i * WORD for i in range(2))
+        self._go = driver.batch([MemOp(WRITE_32, self._flag, 1)])
+        self._begun = driver.event(timing=True)
+        self._played: Timetable | None = None
+        self._prepared: Program | None = None
+
+    # Around a call.
+
+    def prepare(self, program: Program | None) -> None:
+        """Enqueue what accompanies the next call, a call of a program; it waits for :meth:`go`."""
+        self._played, self._prepared = None, program
+        if program is not None:
+            self._enqueue(self.timetable(program), self.engine.places(program))
+
+    def go(self) -> None:
+        """The call begins with what comes on the caller's stream next."""
+        driver = self.engine.driver
+        caller = driver.stream(driver.caller())
+        self._go.enqueue(caller)
+        self._begun.record(caller)
+
+    def accompany(self, program: Program) -> None:
+        """A call of a program is about to be enqueued."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            self.prepare(program)
+            self._prepared = None
+            self.go()
+        elif prepared is not program:
+            raise RuntimeError(f"the courier was prepared for {prepared.plan.schedule}")
+
+    def errors(self) -> list[float]:
+        """By how many seconds the words of the latest call that was prepared came later than
+        planned, in the order of the plan. The call is over."""
+        pieces = self._played.pieces if self._played else ()
+        return [
+            self._begun.seconds_to(piece.stamp) - arrival.at
+            for piece in pieces
+            for arrival in piece.arrivals
+        ]
+
+    def _enqueue(self, timetable: Timetable, places: Buffers | None) -> None:
+        images, stream = self.engine.images, self.stream
+        timetable.opening.enqueue(stream)
+        timetable.began.record(stream)
+        for piece in timetable.pieces:
+            if images is None or places is None:
+                piece.passes(stream)
+            else:
+                for arrival in piece.arrivals:
+                    if arrival.transfer is not None:
+                        bring(self.engine.driver, places, arrival.transfer, images, stream)
+            piece.words.enqueue(stream)
+            piece.stamp.record(stream)
+        self._played = timetable
+
+    # Timetables.
+
+    def timetable(self, program: Program) -> Timetable:
+        """What accompanies the calls of a program in the mode in force."""
+        key = "courier", self.mode
+        if key not in program.state:
+            program.state[key] = self._timetable(program)
+        made: Timetable = program.state[key]
+        return made
+
+    def _timetable(self, program: Program) -> Timetable:
+        engine, plan = self.engine, program.plan
+        every = plans_of(plan, engine.packs_columns)
+        coming = arrivals(every, self.machine, self.mode, engine.rank)
+        assert program.slot is not None
+        words: Words = program.slot.state.words
+        me, peers = engine.rank, [peer for peer in range(engine.world) if peer != engine.rank]
+        theirs = [words.address(peer, me) for peer in peers]
+        opening = [
+            *(MemOp(WAIT_32, at, 0) for at in theirs),
+            *(MemOp(WRITE_32, at, 1) for at in theirs),
+            *(MemOp(WRITE_32, words.address(me, peer), 0) for peer in peers),
+        ]
+        # The direction in which the rank's own copies do not go.
+        pulls = any(step.op == "copy" and _to(me, step) for step in plan.steps)
+        return self._of(opening, self._pieces(coming, words, inward=not pulls))
+
+    def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece]) -> Timetable:
+        driver = self.engine.driver
+        begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
+        batch = driver.batch([*opening, *begin])
+        return Timetable(batch, driver.event(timing=True), tuple(pieces))
+
+    def _pieces(self, coming: Sequence[Arrival], words: Words, inward: bool) -> list[Piece]:
+        """None comes early; one that follows the one before sooner than a copy can is late."""
+        driver, start = self.engine.driver, self.paces[inward].start
+        now, left, pieces = self.leads[self.mode], deque(coming), []
+        while left:
+            at = max(left[0].at, now + start)
+            together = []
+            while left and left[0].at <= at:
+                together.append(left.popleft())
+            posts = [
+                MemOp(WRITE_32, words.address(one.waiter, one.word), wanted(one))
+                for one in (arrival.signal for arrival in together)
+            ]
+            passes, stamp = self.passage(at - now, inward), driver.event(timing=True)
+            pieces.append(Piece(passes, tuple(together), driver.batch(posts), stamp))
+            now = at
+        return pieces
+
+    def passage(self, seconds: float, inward: bool) -> Callable[[Any], None]:
+        """Enqueues copies from the host, or to it, that take so long."""
+        nbytes, driver = self.paces[inward].nbytes(seconds), self.engine.driver
+        sizes = [ROOM] * (nbytes // ROOM) + [nbytes % ROOM] * (nbytes % ROOM > 0)
+        host, room = self._host, self._room
+
+        def copy(stream: Any) -> None:
+            for size in sizes:
+                if inward:
+                    driver.copy_from_host(room, host, size, stream)
+                else:
+                    driver.copy_to_host(host, room, size, stream)
+
+        return copy
+
+    # Its clock.
+
+    def measure(self) -> None:
+        """Measure the paces of both directions on an idle device."""
+        paces = []
+        for inward in (False, True):
+            self.paces = (Pace(0.0, 1.0), Pace(0.0, 1.0))  # a second moves a byte
+            each = [self._row(nbytes, inward) for nbytes in PACE_BYTES]
+            slope, start = np.polyfit(PACE_BYTES, each, 1)
+            paces.append(Pace(max(float(start), 0.0), 1 / float(slope)))
+        self.paces = paces[0], paces[1]
+
+    def _row(self, nbytes: int, inward: bool) -> float:
+        """Seconds of one of several copies of a size in a row."""
+        driver, words = self.engine.driver, [MemOp(WRITE_32, self._nobodys, 0)]
+        taken = []
+        for _ in range(PACE_ROWS):
+            pieces = [
+                Piece(
+                    self.passage(nbytes, inward), (), driver.batch(words), driver.event(timing=True)
+                )
+                for _ in range(PACE_COPIES + 1)
+            ]
+            self._enqueue(self._of((), pieces), None)
+            self.go()
+            driver.synchronize()
+            taken.append(pieces[0].stamp.seconds_to(pieces[-1].stamp) / PACE_COPIES)
+        return median(taken)
+
+    def lead(self, line_up: Callable[[], None]) -> float:
+        """Seconds after the begin of a call at which the courier sees it; ``line_up`` is what comes
+        in front of a call."""
+        driver = self.engine.driver
+        taken = []
+        for _ in range(PACE_ROWS):
+            timetable = self._of((), ())
+            self._enqueue(timetable, None)
+            line_up()
+            self.go()
+            driver.synchronize()
+            taken.append(self._begun.seconds_to(timetable.began))
+        return median(taken)

@@ -1,0 +1,345 @@
+"""The bench of one rank on one GPU whose peers are played (:mod:`.replay`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.accelerator import gpu
+from ficco.bench.calls import Runner
+from ficco.bench.candidates import COMPARED, BenchCandidate
+from ficco.bench.cases import Case
+from ficco.bench.frames import REPLAY
+from ficco.bench.inputs import Draw, Operands
+from ficco.bench.measure import HOST_ROWS, SLEEP_LEAST_S, DeviceClock, Item, peak_bytes
+from ficco.bench.replay import (
+    Courier,
+    Pace,
+    ReplayEngine,
+    brought,
+    last_arrival,
+    link,
+    plans_of,
+    portable,
+)
+from ficco.bench.run import Bench, BenchRow, BenchSettings, Tick
+from ficco.bench.series import Call, Stopwatch
+from ficco.bench.verify import Checked, Verifier
+from ficco.board import Board
+from ficco.dma.choose import engine_name, make_engine
+from ficco.dma.engine import Program
+from ficco.errors import FiccoError
+from ficco.machine import Fingerprint, Machine, find, nearest, save
+from ficco.options import current
+from ficco.problem import Problem
+from ficco.workspace import SLOTS, Workspace, adopt, workspace_of
+
+#: The candidates that a replay has, by kind; and that for the last arrival.
+KINDS = ("gemm", "ficco", COMPARED.kind)
+ARRIVALS = BenchCandidate("copies", "arrivals")
+
+#: Seconds that a call may wait for the courier.
+TIMEOUT_S = 20.0
+
+LIMITS = (
+    "copies between host and GPU stand in for the link's traffic, nothing cools the caches, and "
+    "peers are as a simulation has them, whatever this rank does"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(BenchSettings):
+    """What is replayed.
+
+    Attributes:
+        world: ranks of the group that is played.
+        rank: the one that the GPU is.
+        machine: name or path of the machine that says when rows arrive; None: that of the GPU.
+        link_gb_s, latency_us, gap_us: in place of the machine's, where given.
+        products: measures what products take here, in place of the machine's, if given.
+    """
+
+    world: int
+    rank: int = 0
+    machine: str | None = None
+    link_gb_s: float | None = None
+    latency_us: float | None = None
+    gap_us: float | None = None
+    products: Callable[[Stopwatch, Machine], Machine] | None = None
+
+
+def replay(settings: ReplaySettings) -> pd.DataFrame | None:
+    """Measure, in a process group of one rank."""
+    ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
+    return ReplayBench(settings).run()
+
+
+class ReplayOperands(Operands):
+    """The operands of the rank that is played, and of its peers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = range(self.problem.world)
+        self.peers = {r: Operands(self.problem, r, self.device) for r in ranks if r != self.rank}
+
+    @property
+    def everyone(self) -> list[dict[str, torch.Tensor]]:
+        """The operands of all ranks, as :func:`ficco.bench.replay.brought` takes them."""
+        ranks = {**self.peers, self.rank: self}
+        return [{"a": one.a_LK, "b": one.b_KN} for _, one in sorted(ranks.items())]
+
+    def exact_b(self) -> None:
+        super().exact_b()
+        for peer in self.peers.values():
+            peer.exact_b()
+
+    def _fill(self, iteration: int, draw: Draw) -> None:
+        super()._fill(iteration, draw)
+        for peer in self.peers.values():
+            peer._fill(iteration, draw)
+
+
+def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace: Workspace) -> Any:
+    """A call to which the courier brings the peers' rows, on memory that holds NaN before."""
+    engine = workspace.engine
+    assert isinstance(engine, ReplayEngine)
+    with ficco.options(replay=False):
+        run()  # its kind, and so its plans, are known from here on
+        program = engine.latest
+        assert program is not None
+        for slot in workspace.slots:
+            if slot.memory is not None:
+                slot.memory.tensor[slot.data :].fill_(0xFF)
+        every = plans_of(program.plan, engine.packs_columns)
+        images = brought(every, operands.everyone, engine.rank)
+        engine.images = portable(engine.places(program), images)
+        try:
+            result = run()
+            engine.synchronize()
+        finally:
+            engine.images = None
+    return result
+
+
+class ReplayClock(DeviceClock):
+    """Times calls whose peers a courier plays.
+
+    Attributes:
+        last_s: seconds of the last arrival, which is no call.
+        off_s: by mode and candidate, of each timed call the most seconds that an arrival was off.
+    """
+
+    def __init__(self, watch: ReplayWatch) -> None:
+        super().__init__(dist.group.WORLD, watch.barrier)
+        self._watch = watch
+        self._programs: dict[tuple[str, int], Program] = {}
+        self.last_s = 0.0
+        self.off_s: dict[tuple[str, str], list[float]] = {}
+
+    def time(self, item: Item) -> tuple[float, float]:
+        if item.name == ARRIVALS.name:
+            return self.last_s, 0.0
+        engine = self._watch.engine
+        engine.latest = None
+        taken = super().time(item)
+        if engine.latest is not None:
+            self._programs[item.name, id(engine.latest.slot)] = engine.latest
+            off = max(map(abs, engine.courier.errors()), default=0.0)
+            self.off_s.setdefault((item.mode, item.name), []).append(off)
+        return taken
+
+    def forget(self) -> None:
+        """The engine of the calls is gone, and what they used with it."""
+        self._programs.clear()
+
+    def host(self, item: Item) -> float:
+        if item.name == ARRIVALS.name:
+            return math.nan
+        return median(self.time(item)[1] for _ in range(HOST_ROWS))
+
+    def _line_up(self, item: Item) -> None:
+        courier, engine = self._watch.engine.courier, self._watch.engine
+        courier.mode, slot = item.mode, engine.next_slot
+        program = self._programs.get((item.name, id(slot)))
+        prepared = program is not None and program.slot is slot  # and not that of one that is gone
+        courier.prepare(program if prepared else None)
+        self.rest(item.mode, item.sleep_s)
+        if prepared:
+            courier.go()
+
+    def rest(self, mode: str, seconds: float) -> None:
+        """Let the GPU sleep, and enqueue nothing else: the courier may hold a hardware queue up."""
+        if mode != "idle":
+            gpu._sleep(int(seconds * self._hertz))
+
+
+class ReplayWatch(Stopwatch):
+    """A stopwatch of one rank of a group that is not there otherwise."""
+
+    clock: ReplayClock
+
+    def __init__(self, settings: ReplaySettings, device: torch.device) -> None:
+        super().__init__(dist.group.WORLD, device)
+        self.rank, self.world = settings.rank, settings.world
+        # Of no backend: nobody communicates in it.
+        self.group = dist.ProcessGroup(dist.HashStore(), self.rank, self.world)
+        host = Fingerprint(gpu.get_device_name(device), self.world)
+        machine = find(settings.machine, host) or nearest(host)
+        if machine is None:
+            raise ValueError(
+                f"machine: required a name or a file, since none is of {host.accelerator}"
+            )
+        self.machine = link(machine, settings.link_gb_s, settings.latency_us, settings.gap_us)
+        self._timing: tuple[tuple[Pace, Pace], dict[str, float]] | None = None
+        self.clock = ReplayClock(self)
+        self._begin()
+        if settings.products is not None:
+            self.machine = settings.products(self, self.machine)
+            self.free()  # the courier goes by the machine
+
+    @property
+    def engine(self) -> ReplayEngine:
+        """That of the workspace in use."""
+        engine = workspace_of(self.group, self.device).engine
+        assert isinstance(engine, ReplayEngine)
+        return engine
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def together(
+        self, action: Call, *, fatal: tuple[type[Exception], ...] = (), named: bool = False
+    ) -> tuple[Any, str]:
+        """Nothing is fatal: nobody else waits, and what comes next has an engine of its own."""
+        return super().together(action, named=named)
+
+    def free(self) -> None:
+        self.clock.forget()
+        super().free()
+        self._begin()
+
+    def close(self) -> None:
+        ficco.close(self.group)
+        super().close()
+
+    def _begin(self) -> None:
+        """Make an engine whose peers are played."""
+        options = current()
+        made = (self.group, self.device, options.signals, options.timeout_s)
+        name = engine_name(self.device, options.engine)
+        engine: Any = make_engine(name, *made, kind=ReplayEngine)
+        self._play(engine)
+        adopt(self.group, self.device, Board(dist.group.WORLD, options.timeout_s), engine)
+
+    def _play(self, engine: ReplayEngine) -> None:
+        unknown = Pace(0.0, 1.0)
+        courier = engine.courier = Courier(engine, self.machine, (unknown, unknown))
+        if self._timing is None:
+            courier.measure()
+            leads = {
+                mode: courier.lead(partial(self.clock.rest, mode, SLEEP_LEAST_S))
+                for mode in courier.leads
+            }
+            self._timing = courier.paces, leads
+        courier.paces, courier.leads = self._timing
+
+
+class ReplayVerifier(Verifier):
+    """Proves calls right for which the courier brings the rows of the peers."""
+
+    def free_bytes(self) -> int:
+        """What one rank may take, where all ranks' operands have to be here."""
+        return super().free_bytes() // self.watch.world
+
+    def _prove(
+        self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
+    ) -> tuple[bool, int]:
+        if runner.expected == "result":
+            assert isinstance(operands, ReplayOperands)
+            workspace = workspace_of(self.watch.group, self.watch.device)
+            right, _ = super()._prove(runner, operands, partial(proven, call, operands, workspace))
+            return right, peak_bytes(runner.run, self.watch.device)[1]
+        return super()._prove(runner, operands, call)
+
+
+class ReplayBench(Bench):
+    """A bench of one rank, whose peers are played."""
+
+    schema = REPLAY
+    settings: ReplaySettings
+    watch: ReplayWatch
+
+    def __init__(self, settings: ReplaySettings) -> None:
+        chosen = tuple(one for one in settings.candidates if one.kind in KINDS)
+        super().__init__(replace(settings, candidates=chosen))
+        self.rank = 0  # of the process, which writes
+        self.verifier = ReplayVerifier(self.watch)
+        path = settings.csv.with_name(f"{settings.csv.stem}_machine.yaml").absolute()
+        save(self.watch.machine, path)
+        ficco.set_options(machine=str(path))  # by which auto decides
+
+    def run(self) -> pd.DataFrame | None:
+        self.console.print(self._description()["note"], highlight=False)
+        return super().run()
+
+    def _stopwatch(self) -> Stopwatch:
+        return ReplayWatch(self.settings, self.device)
+
+    def _description(self) -> dict[str, Any]:
+        settings, machine = self.settings, self.watch.machine
+        assert machine.topology is not None and machine.copies is not None
+        rate, latency = machine.topology.bandwidth / 1e9, machine.copies.latency * 1e6
+        return {
+            "note": f"replay: one GPU plays rank {settings.rank} of {settings.world}; rows of "
+            f"others arrive as on {machine.name} at {rate:.0f} GB/s and {latency:.0f} us; "
+            f"`copies` is the last arrival. Limits: {LIMITS}"
+        }
+
+    def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
+        try:
+            return super()._case(case, number, left, cases)
+        except FiccoError as error:
+            self.watch.free()
+            return [{**self._shape(case), "status": "failed", "note": str(error).splitlines()[0]}]
+
+    def _operands(self, problem: Problem) -> Operands:
+        self.watch.clock.last_s = last_arrival(problem, self.watch.machine, self.settings.rank)
+        return ReplayOperands(problem, self.settings.rank, self.device)
+
+    def _verify(
+        self, candidates: Sequence[BenchCandidate], operands: Operands, tick: Tick
+    ) -> list[Checked]:
+        checked = super()._verify(candidates, operands, tick)
+        assert isinstance(operands, ReplayOperands)
+        operands.peers.clear()
+        for runner in [one.runner for one in checked if one.runner and one.candidate.ours]:
+            for _ in range(SLOTS):  # slots grow now, and not between calls that are timed
+                runner.run()
+        gpu.synchronize()
+        for slot in workspace_of(self.watch.group, self.device).slots:
+            assert slot.memory is not None
+            data = slot.memory.tensor[slot.data :]
+            data.view(operands.a_LK.dtype).normal_()  # products are faster on zeros
+        return [*checked, Checked(ARRIVALS, Runner(torch.Tensor, "whole"))]
+
+    def _errors(self, checked: list[Checked], operands: Operands) -> None:
+        """Nobody has sums that could be wrong."""
+
+    def _rows(
+        self, case: Case, checked: list[Checked], items: list[Item], done: int
+    ) -> list[BenchRow]:
+        rows, off_s = super()._rows(case, checked, items, done), self.watch.clock.off_s
+        for row in rows:
+            if times := off_s.get((row["mode"], row["candidate"])):
+                row["off_us"] = median(times[-done:]) * 1e6
+        off_s.clear()
+        return rows

@@ -1,0 +1,387 @@
+"""The replay of arrivals on the driver of threads: exact results on every rank, signals in order
+and not too early, and one that never comes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks
+import thread_driver
+import torch
+import torch.distributed as dist
+from ranks import Rank
+
+import ficco
+from ficco.bench import measure, plots, replay, replay_run
+from ficco.bench.calls import call
+from ficco.bench.candidates import choose
+from ficco.bench.cases import Case
+from ficco.bench.frames import BENCH, REPLAY, read_description, records
+from ficco.bench.replay import (
+    Courier,
+    Pace,
+    ReplayEngine,
+    arrivals,
+    last_arrival,
+    link,
+)
+from ficco.bench.replay_run import ReplayOperands, proven
+from ficco.bench.report import report, show_best
+from ficco.board import Board
+from ficco.dma.choose import ENGINES
+from ficco.dma.engine import Capabilities
+from ficco.machine import find
+from ficco.machine.flat import flat
+from ficco.options import current
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, Schedule, plans, refusal
+from ficco.tune import products
+from ficco.workspace import Workspace, adopt
+
+CPU = torch.device("cpu")
+#: Bytes per second between the host and a device of threads.
+RATE = 1e9
+MACHINE = flat(1e12, 1e9, 1e12, ranks=3, start=2e-4)
+
+
+class PacedDriver(thread_driver.ThreadDriver):
+    """Whose copies between host and device take time."""
+
+    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        stream.put(partial(time.sleep, nbytes / RATE))
+        stream.put(partial(ctypes.memmove, dst, src, nbytes))
+
+    def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        if nbytes <= 1 << 12:  # words, which a watchdog reads
+            return super().copy_to_host(dst, src, nbytes, stream)
+        stream.put(partial(time.sleep, nbytes / RATE))
+
+
+class ThreadReplay(ReplayEngine, thread_driver.ThreadEngine):
+    """A replay on threads, which takes products apart whose rows wait or tell."""
+
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), partial_signals=True)
+
+    def untiled(self, problem: Problem, schedule: Schedule) -> str:
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "threads", (thread_driver.__name__, "engine"))
+
+
+@contextmanager
+def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any, Workspace]]:
+    """A group of which one rank is there, and its workspace."""
+    group = dist.ProcessGroup(dist.HashStore(), rank, world)
+    with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
+        engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
+        paces = Pace(0.0, RATE), Pace(0.0, RATE)
+        engine.courier = Courier(engine, machine, paces)
+        alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        workspace = adopt(group, CPU, Board(alone, current().timeout_s), engine)
+        try:
+            yield group, workspace
+        finally:
+            ficco.close(group)
+
+
+def problem_of(operator: str, world: int, equal: bool = True) -> Problem:
+    rows = [8] * world if equal else [5 + 3 * rank for rank in range(world)]
+    if OPERATORS[operator].blocks:
+        return Problem.of_blocks(operator, [rows] * world, 12, 16, "float32")
+    return Problem(operator, tuple(rows), 12, 16, "float32")
+
+
+def caller(operands: ReplayOperands, group: Any, schedule: str) -> Callable[[], torch.Tensor]:
+    return partial(call, operands.problem, operands.a_LK, operands.b_KN, group, schedule)
+
+
+def exact(group: Any, workspace: Workspace, problem: Problem, names: list[str]) -> None:
+    operands = ReplayOperands(problem, group.rank(), CPU)
+    operands.exact_b()
+    for number, name in enumerate(names):
+        for turn in range(2):  # one on each slot
+            operands.exact(2 * number + turn)
+            result = proven(caller(operands, group, name), operands, workspace)
+            assert torch.equal(result, operands.reference()), f"{name}, rank {group.rank()}"
+
+
+def served(problem: Problem, knobs: str) -> list[str]:
+    """The named schedules that have the knobs, serve the problem and have something to replay."""
+    names = []
+    for name in NAMED:
+        with suppress(ValueError):  # it does not have the knobs
+            schedule = Schedule.parse(f"{name}:{knobs}" if knobs else name)
+            if schedule.grouping != "one-shot" and not refusal(problem, schedule):
+                names.append(str(schedule))
+    return names
+
+
+KNOBS = ("", "pull", "pieces=3,copy=2,compute=2")
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_schedule_is_exact_on_every_rank(operator: str, knobs: str) -> None:
+    count = 0
+    for world, equal in ((2, True), (3, False)):
+        for rank in range(world):
+            with played(rank, world) as (group, workspace):
+                problem = problem_of(operator, world, equal)
+                names = served(problem, knobs)
+                exact(group, workspace, problem, names)
+                count += len(names)
+    assert count >= 5 * 8
+
+
+# When it comes.
+
+
+@pytest.mark.parametrize("schedule", ["shard-overlap", "hetero-fused-1d", "ring", "tiled:pull"])
+def test_signals_come_in_order_and_not_too_early(schedule: str) -> None:
+    operator = "matmul_reduce_scatter" if schedule == "ring" else "all_gather_matmul"
+    problem = problem_of(operator, 3)
+    # A shard takes five milliseconds.
+    with played(1, 3, link(MACHINE, 1e-4)) as (group, workspace):
+        engine: Any = workspace.engine
+        operands = ReplayOperands(problem, 1, CPU)
+        operands.exact_b()
+        operands.exact(0)
+        run = caller(operands, group, schedule)
+        for _ in range(3):
+            began = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - began
+            timetable = engine.courier.timetable(engine.latest)
+            coming = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
+            errors = engine.courier.errors()
+            assert len(errors) == len(coming)
+            assert min(errors) > -1e-3, errors
+            assert seconds > coming[-1].at > 5e-3
+            assert [one.at for one in coming] == sorted(one.at for one in coming)
+    waited = {
+        signal
+        for step in plans(problem, Schedule.parse(schedule))[1].steps
+        for signal in (*step.waits, *step.gates)
+        if signal.poster != 1 and not signal.released
+    }
+    assert {one.signal for one in coming} == waited
+
+
+def test_calls_take_turns_on_slots_that_are_handed_on() -> None:
+    """Prepared or not, a call finds what the one before left."""
+    problem = problem_of("matmul_reduce_scatter", 3)
+    with played(0, 3) as (group, workspace):
+        engine: Any = workspace.engine
+        operands = ReplayOperands(problem, 0, CPU)
+        operands.exact_b()
+        operands.exact(0)
+        runs = [caller(operands, group, name) for name in ("growing", "ring:pieces=4")]
+        assert engine.next_slot is None
+        for run in runs:
+            programs = {}
+            for prepared in (False, False, True, True, False, True, True):
+                program = programs[id(engine.next_slot)] if prepared else None
+                engine.courier.prepare(program)
+                if prepared:
+                    engine.courier.go()
+                run()
+                assert program in (None, engine.latest)
+                programs[id(engine.latest.slot)] = engine.latest
+            assert len(programs) == 2
+
+
+def _forgetful(at: Rank) -> Any:
+    thread_driver.serve()
+    problem, coming = problem_of("all_gather_matmul", 3), replay.arrivals
+    replay.arrivals = lambda *args: [one for one in coming(*args) if one.signal.poster != 2]
+    with played(0, 3) as (group, _), ficco.options(timeout_s=0.5):
+        operands = ReplayOperands(problem, 0, CPU)
+        operands.exact_b()
+        run = caller(operands, group, "shard-overlap")
+        return ranks.caught(lambda: (run(), run()))
+
+
+def test_a_signal_that_never_comes_is_named() -> None:
+    error = ranks.run(1, _forgetful, fresh=True)[0]
+    assert error.type == "SignalTimeout", error
+    assert error.fields["peer"] == 2 and "shard-overlap" in error.text
+
+
+def test_rows_that_are_not_brought_show() -> None:
+    problem = problem_of("all_gather_matmul", 3)
+    with played(0, 3) as (group, workspace):
+        operands = ReplayOperands(problem, 0, CPU)
+        operands.exact_b()
+        operands.exact(0)
+        run = caller(operands, group, "growing")
+        assert torch.equal(proven(run, operands, workspace), operands.reference())
+        operands.exact(1)
+        assert not torch.equal(run(), operands.reference())
+
+
+def test_arrivals_are_those_of_the_link() -> None:
+    problem = problem_of("all_gather_matmul", 3)
+    machine = link(flat(1e12, 1.0, 1e12, ranks=3), 1e-6, 2e6)  # 1000 bytes a second, 2 s
+    shard = 8 * 16 * 4 / 1e3
+    every = plans(problem, Schedule.parse("shard-overlap"))
+    coming = arrivals(every, machine, "queued", 0)
+    assert [one.at for one in coming] == pytest.approx([2 + shard, 2 + 2 * shard])
+    assert [one.transfer.src.rank for one in coming if one.transfer] == [
+        one.signal.poster for one in coming
+    ]
+    assert last_arrival(problem, machine, 0) == pytest.approx(coming[-1].at)
+    scattered = problem_of("matmul_all_reduce", 3)
+    both_ways = 2 * (2 + 2 * 8 * 12 * 4 / 1e3)
+    assert last_arrival(scattered, machine, 0) == pytest.approx(both_ways)
+    mesh = link(flat(1e12, 1.0, 1e12, kind="mesh"), 1e-6, 2e6)
+    assert last_arrival(problem, mesh, 0) == pytest.approx(2 + shard)
+
+
+def test_what_is_no_link_is_refused() -> None:
+    with pytest.raises(ValueError, match="link_gb_s"):
+        link(MACHINE, 0.0)
+    with pytest.raises(ValueError, match="latency_us"):
+        link(MACHINE, None, -1.0)
+    with pytest.raises(ValueError, match="'topology' and 'copies'"):
+        link(replace(MACHINE, copies=None))
+    with pytest.raises(ValueError, match="gap_us"):
+        link(MACHINE, None, None, -1.0)
+    assert link(MACHINE) == MACHINE
+
+
+def test_what_needs_peers_is_refused() -> None:
+    for schedule in ("serial:kernel", "serial:collective", "one-shot", "growing"):
+        with played(0, 2) as (group, _):
+            problem = problem_of("matmul_reduce_scatter", 2)
+            operands = ReplayOperands(problem, 0, CPU)
+            operands.exact_b()
+            run = caller(operands, group, schedule)
+            if schedule == "growing":
+                run()
+            else:
+                with pytest.raises(NotImplementedError, match="no peers|no mover"):
+                    run()
+
+
+# The bench.
+
+
+class HostEvent:
+    """An event of a device that is through with everything as soon as it is enqueued."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        return (later.at - self.at) * 1e3
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("gather", 48, 12, 16, "float32"),
+        Case("scatter", 48, 12, 16, "float32", operator="matmul_reduce_scatter"),
+    )
+}
+
+
+NAMES = "tiled serial:kernel one-shot growing:pull growing shrinking candidates=3 auto".split()
+
+
+def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
+    thread_driver.serve()
+    device = SimpleNamespace(
+        Event=HostEvent,
+        synchronize=lambda: None,
+        _sleep=lambda cycles: None,
+        get_device_name=lambda device: "NVIDIA H200",
+    )
+
+    def clock(self: Any, group: Any, barrier: Any) -> None:
+        self._group, self._barrier, self._hertz = group, barrier, 1.0
+        self._start, self._stop, self._word = HostEvent(), HostEvent(), torch.zeros(1)
+
+    def engine(name: str, group: Any, *rest: Any, kind: type) -> ThreadReplay:
+        assert kind is ReplayEngine
+        return ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
+
+    measure.gpu = replay_run.gpu = device  # type: ignore[assignment]
+    measure.DeviceClock.__init__ = clock  # type: ignore[method-assign]
+    replay_run.make_engine = engine  # type: ignore[assignment]
+    replay.PACE_ROWS = 2
+    ficco.set_options(engine="threads", on_timeout="raise", timeout_s=20)
+    products.REFIT_S, replay_run.TIMEOUT_S = 0.5, 3.0
+    coming = replay.arrivals  # of one schedule nothing comes
+    replay.arrivals = lambda every, *more: (
+        [] if every[0].schedule == "shrinking" else coming(every, *more)
+    )
+    settings = replay_run.ReplaySettings(
+        cases=tuple(CASES.values()),
+        candidates=choose(NAMES),
+        modes=("queued", "idle"),
+        device="cpu",
+        rounds=2,
+        seconds=60,
+        csv=Path(folder) / "rows.csv",
+        world=3,
+        rank=1,
+        machine="h200-4",
+        gap_us=1.0,
+        products=products.refitted,
+    )
+    rows = replay_run.replay(settings)
+    assert rows is not None
+    show_best(rows)
+    about = read_description(settings.csv)
+    text = report(REPLAY.read(settings.csv), about, "rows", [])
+    assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
+    assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
+    assert plots.draw(BENCH.read(settings.csv), settings.csv.with_suffix(""), "rows")
+    return records(rows)
+
+
+def test_the_bench_of_a_replay(tmp_path: Path) -> None:
+    rows = ranks.run(1, _bench, str(tmp_path), fresh=True)[0]
+    machine = find("h200-4", None)
+    assert machine is not None
+    for case in ("gather", "scatter"):
+        for mode in ("queued", "idle"):
+            mine = {r["candidate"]: r for r in rows if (r["case"], r["mode"]) == (case, mode)}
+            right = ["gemm", "copies", "ideal", "serial", "growing", "tiled", "growing:pull"]
+            assert [mine[name]["status"] for name in right] == ["ok"] * len(right), mine
+            assert "is " in mine["auto"]["note"]
+            lost = mine.pop("shrinking")
+            assert lost["status"] == "failed" and "SignalTimeout" in lost["note"], lost
+            assert all(row["status"] in ("ok", "skipped") for row in mine.values())
+            predicted = {*mine} - {*NAMES, *right}
+            assert predicted, mine.keys()  # two of the three may have names already
+            for name in (*right[3:], *predicted):
+                row = mine[name]
+                assert row["off_us"] > 0 and row["host_us"] > 0 and row["rounds"] == 2
+                assert 0 < row["share"] < 1 < row["ms_high"] / mine["copies"]["ms"]
+            last = last_arrival(CASES[case].problem(3), machine, 1)
+            assert mine["copies"]["ms"] == mine["copies"]["ms_high"] == pytest.approx(last * 1e3)
+    about = json.loads((tmp_path / "rows.json").read_text())
+    assert "plays rank 1 of 3" in about["note"] and about["ranks"] == 3
+    assert "off_us" in (tmp_path / "rows.csv").read_text().splitlines()[0]
+    replayed = find(str(tmp_path / "rows_machine.yaml"), None)
+    assert replayed is not None and replayed.copies is not None and replayed.gemm is not None
+    assert replayed.copies.gap == 1e-6 and replayed.copies.latency == machine.copies.latency
+    assert replayed.gemm != machine.gemm and replayed.gemm.provenance.source == "fitted"

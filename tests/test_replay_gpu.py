@@ -1,0 +1,168 @@
+"""The replay of arrivals on a GPU: exact results, signals on time, and one that never comes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ranks import Rank
+from test_replay import served
+
+import ficco
+from ficco.bench import replay
+from ficco.bench.calls import Runner, call
+from ficco.bench.measure import Item
+from ficco.bench.replay_run import ReplayOperands, ReplaySettings, ReplayWatch, proven
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import Schedule
+from ficco.workspace import workspace_of
+
+pytestmark = pytest.mark.gpu
+
+WORLD = 4
+#: Microseconds by which a signal may be off: a copy between host and GPU takes as long to begin.
+OFF_US = 6.0
+
+
+def watch_of(at: Rank, rank: int = 0, gb_s: float = 383.0, us: float = 12.0) -> ReplayWatch:
+    settings = ReplaySettings(
+        cases=(),
+        candidates=(),
+        modes=("queued", "idle"),
+        device="cuda",
+        rounds=1,
+        seconds=60,
+        csv=Path("none.csv"),
+        world=WORLD,
+        rank=rank,
+        machine="h200-4",
+        link_gb_s=gb_s,
+        latency_us=us,
+    )
+    return ReplayWatch(settings, torch.device("cuda", torch.cuda.current_device()))
+
+
+def problem_of(operator: str, rows: int, n: int, k: int) -> Problem:
+    if OPERATORS[operator].blocks:
+        table = [[rows // WORLD] * WORLD] * WORLD
+        return Problem.of_blocks(operator, table, n, k, "bfloat16")
+    return Problem(operator, (rows,) * WORLD, n, k, "bfloat16")
+
+
+def caller(operands: ReplayOperands, watch: ReplayWatch, schedule: str) -> Any:
+    problem, a, b = operands.problem, operands.a_LK, operands.b_KN
+    return partial(call, problem, a, b, watch.group, schedule)
+
+
+def _exact(at: Rank, rank: int) -> tuple[list[str], bool]:
+    proofs, watch = [], watch_of(at, rank)
+    for operator in OPERATORS:
+        problem = problem_of(operator, 512, 256, 384)
+        operands = ReplayOperands(problem, rank, watch.device)
+        operands.exact_b()
+        watch.free()
+        workspace = workspace_of(watch.group, watch.device)
+        for knobs in ("", "pull", "pieces=2,copy=2,compute=2"):
+            for name in served(problem, knobs):
+                if workspace.engine.refuses(problem, Schedule.parse(name)):
+                    continue
+                for turn in range(2):  # one on each slot
+                    operands.exact(2 * len(proofs) + turn)
+                    result = proven(caller(operands, watch, name), operands, workspace)
+                    wrong = int((result != operands.reference()).sum())
+                    assert not wrong, f"{operator} {name}: {wrong} of {result.numel()}"
+                proofs.append(f"{operator} {name}")
+    tiles = workspace_of(watch.group, watch.device).engine.capabilities().tiles
+    watch.close()
+    return proofs, tiles
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_every_schedule_is_exact(rank: int) -> None:
+    proofs, tiles = ranks.run(1, _exact, rank, device="cuda", timeout=280)[0]
+    assert len(proofs) > 100
+    for name in ("all_gather_matmul tiled", "matmul_all_to_all tiled:pull"):
+        assert (name in proofs) == tiles, proofs
+
+
+def _times(
+    at: Rank, schedule: str, operator: str, gb_s: float, mode: str
+) -> tuple[list[float], list[float], list[float], str]:
+    """Of some calls: seconds, by how much signals came too late or early, when they were to come,
+    and the courier's clock in words."""
+    watch = watch_of(at, 0, gb_s)
+    operands = ReplayOperands(problem_of(operator, 2048, 2048, 4096), 0, watch.device)
+    operands.random(0)
+    item = Item(mode, schedule, Runner(caller(operands, watch, schedule)), sleep_s=2e-3)
+    seconds, errors = [], []
+    for turn in range(20):
+        taken = watch.clock.time(item)[0]
+        if turn > 5:
+            seconds.append(taken)
+            errors.append(watch.engine.courier.errors())
+    courier, program = watch.engine.courier, watch.engine.latest
+    assert program is not None
+    planned = [one.at for piece in courier.timetable(program).pieces for one in piece.arrivals]
+    off = [median(by_word) for by_word in zip(*errors, strict=True)]
+    clock = f"{schedule} {mode}: {courier.paces}, {courier.leads}"
+    watch.close()
+    return seconds, off, planned, clock
+
+
+@pytest.mark.parametrize("mode", ["queued", "idle"])
+@pytest.mark.parametrize(
+    ("schedule", "operator"),
+    [
+        ("shard-overlap", "all_gather_matmul"),
+        ("hetero-fused-1d:pieces=4", "all_gather_matmul"),
+        ("shard-overlap:pull", "all_gather_matmul"),
+        ("tiled:pieces=2", "all_gather_matmul"),
+        ("shard-overlap", "matmul_reduce_scatter"),
+        ("tiled:pieces=2", "matmul_all_to_all"),
+    ],
+)
+def test_signals_are_on_time(schedule: str, operator: str, mode: str) -> None:
+    result = ranks.run(1, _times, schedule, operator, 383.0, mode, device="cuda")[0]
+    seconds, off, planned, clock = result
+    print(clock, "off by us", [round(error * 1e6, 1) for error in off], median(seconds))
+    assert max(map(abs, off)) < OFF_US * 1e-6, (off, planned)
+    assert median(seconds) > planned[-1] - OFF_US * 1e-6
+
+
+def test_a_slower_link_makes_a_call_slower() -> None:
+    for schedule in ("serial", "tiled"):
+        times = [
+            ranks.run(1, _times, schedule, "all_gather_matmul", rate, "queued", device="cuda")[0]
+            for rate in (383.0, 50.0)
+        ]
+        (fast, *_), (slow, _, planned, _) = times
+        assert median(slow) > planned[-1] > median(fast)
+
+
+def _forgetful(at: Rank, schedule: str) -> Any:
+    coming = replay.arrivals
+    replay.arrivals = lambda *args: [one for one in coming(*args) if one.signal.poster != 2]
+    watch = watch_of(at)
+    with ficco.options(timeout_s=2, on_timeout="raise"):
+        operands = ReplayOperands(problem_of("all_gather_matmul", 512, 256, 384), 0, watch.device)
+        operands.random(0)
+        run = caller(operands, watch, schedule)
+
+        def calls() -> None:
+            run()
+            torch.cuda.synchronize()
+            run()
+
+        return ranks.caught(calls)
+
+
+@pytest.mark.parametrize("schedule", ["shard-overlap", "tiled"])
+def test_a_signal_that_never_comes_is_named(schedule: str) -> None:
+    error = ranks.run(1, _forgetful, schedule, device="cuda", fresh=True, timeout=60)[0]
+    assert error.type == "SignalTimeout", error
+    assert error.fields["peer"] == 2 and schedule in error.text
