@@ -109,7 +109,7 @@ def _times(
     assert program is not None
     planned = [one.at for piece in courier.timetable(program).pieces for one in piece.arrivals]
     off = [median(by_word) for by_word in zip(*errors, strict=True)]
-    clock = f"{schedule} {mode}: {courier.paces}, {courier.leads}"
+    clock = f"{schedule} {mode}: {courier.paces}, {courier.timetable(program).durations()}"
     watch.close()
     return seconds, off, planned, clock
 
