@@ -35,7 +35,7 @@ from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Mapped, MemorySource, Words, align
 from ficco.machine import Machine, Provenance
-from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer, in_parts
+from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer, in_parts
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
 from ficco.simulate.events import Simulation
@@ -52,8 +52,8 @@ LEAST_BYTES = 4
 PEER_WORDS = 1 << 20
 #: Sizes of the copies by which a pace is measured, copies in a row, and rows of each size.
 PACE_BYTES, PACE_COPIES, PACE_ROWS = (64 << 10, 256 << 10, 1 << 20, 2 << 20), 8, 9
-#: Latest calls that the courier learns from.
-LEARNS_FROM = 7
+#: Weight of the latest call in what the courier learns.
+LEARNS = 0.5
 
 #: What copies to a rank bring.
 Images = Mapping[Transfer, torch.Tensor]
@@ -418,20 +418,20 @@ class Timetable:
 
     Attributes:
         inward: its copies come from the host.
-        taken: of each piece the seconds that it took in the latest calls besides what its copy
-            takes on an idle device: until the begin is seen, and what other work costs the copy.
+        delays: of each piece the seconds that it takes besides what its copy takes on an idle
+            device: until the begin is seen, and what other work costs the copy. Learnt from calls
+            of all timetables that share them.
     """
 
     opening: Batch
     pieces: tuple[Piece, ...]
     inward: bool
-    taken: list[deque[float]]
+    delays: list[float]
 
     def durations(self) -> list[float]:
         """Seconds of the copy of each piece. None is early; a copy cannot be shorter than none."""
         now, durations = 0.0, []
-        for piece, taken in zip(self.pieces, self.taken, strict=True):
-            delay = median(taken) if taken else 0.0
+        for piece, delay in zip(self.pieces, self.delays, strict=True):
             durations.append(max(piece.at - now - delay, 0.0))
             now += durations[-1] + delay
         return durations
@@ -439,9 +439,9 @@ class Timetable:
     def learn(self, begun: Event) -> None:
         """From the latest call, which is over."""
         before = 0.0
-        for piece, taken, duration in zip(self.pieces, self.taken, self.durations(), strict=True):
-            after = begun.seconds_to(piece.stamp)
-            taken.append(after - before - duration)
+        for index, duration in enumerate(self.durations()):
+            after = begun.seconds_to(self.pieces[index].stamp)
+            self.delays[index] += LEARNS * (after - before - duration - self.delays[index])
             before = after
 
 
@@ -466,6 +466,7 @@ class Courier:
         self._go = driver.batch([MemOp(WRITE_32, self._flag, 1)])
         self._begun = driver.event(timing=True)
         self._played: Timetable | None = None
+        self._delays: dict[tuple[Planned, str, str], list[float]] = {}
         self._prepared: Program | None = None
 
     # Around a call.
@@ -528,9 +529,11 @@ class Courier:
         """What accompanies the calls of a program in the mode in force."""
         key = "courier", self.mode
         if key not in program.state:
-            program.state[key] = self._timetable(program)
-        made: Timetable = program.state[key]
-        return made
+            made = program.state[key] = self._timetable(program)
+            kind = program.plan.problem, program.plan.schedule, self.mode
+            made.delays = self._delays.setdefault(kind, made.delays)  # of both slots
+        timetable: Timetable = program.state[key]
+        return timetable
 
     def _timetable(self, program: Program) -> Timetable:
         engine, plan = self.engine, program.plan
@@ -552,7 +555,7 @@ class Courier:
     def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece], inward: bool) -> Timetable:
         begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
         batch = self.engine.driver.batch([*opening, *begin])
-        return Timetable(batch, tuple(pieces), inward, [deque(maxlen=LEARNS_FROM) for _ in pieces])
+        return Timetable(batch, tuple(pieces), inward, [0.0] * len(pieces))
 
     def _pieces(self, coming: Sequence[Arrival], words: Words, pace: Pace) -> list[Piece]:
         """Those that follow each other sooner than copies can come together."""
