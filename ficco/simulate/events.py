@@ -568,23 +568,29 @@ class Simulation:
         (rows, gated), itemsize = rank.tiled[index], self.itemsize[step.products[0].a.buffer]
         n, k = step.products[0].out.cols, step.products[0].b.rows
         mine = sum(product.out.rows for product in step.products)
+        begin = max(now, rank.served)
+        if step.part == 1:
+            lane.rows, lane.rows_begin, lane.parts_end = 0, begin, 0.0
         if not (mine and n and k):
             return 0.0
         whole, dense = self.tiled.times(rows, n, k, itemsize=itemsize)
         share, start = dense * mine / rows, self.tiled.start
         waves = partial(self.tiled.waves, itemsize=itemsize)
-        begin = max(now, rank.served)
-        if step.part == 1 or self.now > lane.free:
-            lane.rows, lane.rows_begin = 0, begin  # the processors begin with these, all at once
         lane.rows += mine
-        if gated:  # tiles are as suits the rows that are there
-            alone = self.tiled.seconds(lane.rows, n, k, itemsize=itemsize) - start
-        else:  # whole waves of tiles that suit all rows
-            alone = (whole - start) * waves(lane.rows, rows, n, k) / waves(rows, rows, n, k)
-        alone += lane.rows_begin - begin
-        before = lane.parts_end if step.part > 1 else 0.0
-        lane.parts_end = max(before, begin + max(share, alone))
-        lane.late = max(alone - share, 0.0) * (not last)
+        if not gated:  # whole waves of tiles that suit all rows
+            waved = waves(lane.rows, rows, n, k) / waves(rows, rows, n, k)
+            ends = [lane.rows_begin + (whole - start) * waved]
+        else:  # of tiles that suit the rows that are there
+            seconds = partial(self.tiled.seconds, n=n, k=k, itemsize=itemsize)
+            ends = [lane.rows_begin + seconds(lane.rows) - start]
+            keys = [self._wait_key(gate) for gate in step.waits if gate.kind != "released"]
+            if keys:
+                opened = max(self.known[key] for key in keys) - self.now
+                ends.append(now + opened / rank.slowdown + seconds(mine) - start)
+            if self.now > lane.free:
+                lane.rows, lane.rows_begin = mine, begin  # the processors begin with these at once
+        lane.parts_end = max(lane.parts_end, begin + share, *ends)
+        lane.late = max(max(ends) - begin - share, 0.0) * (not last)
         return max(share + whole - dense, lane.parts_end + start - begin) if last else share
 
     def _move_seconds(self, step: Step) -> float:
