@@ -368,9 +368,13 @@ class Gemm:
         """The first of :meth:`times`."""
         return self.times(m, n, k, **how)[0]
 
+    def tile(self, m: int, n: int, k: int, *, itemsize: int = 2) -> tuple[int, int, int]:
+        """Rows and columns of the tiles of a product, and the parts of k in which each is made."""
+        return _times(self, m, n, k, 1, itemsize, False, False)[2]
+
     def waves(self, rows: int, m: int, n: int, k: int, *, itemsize: int = 2) -> int:
         """Waves of tiles after which the first ``rows`` of a product's m rows are complete."""
-        height, width, split = _times(self, m, n, k, 1, itemsize, False, False)[2]
+        height, width, split = self.tile(m, n, k, itemsize=itemsize)
         return -(-(-(-rows // height) * -(-n // width) * split) // self.units)
 
     def heated(self, seconds: float) -> float:

@@ -47,7 +47,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from math import ceil, comb, floor
+from math import comb, floor
 from typing import Any
 
 from ficco.machine import COLLECTIVES, Copies, Gemm, Host, Machine, Memory, Topology
