@@ -1,10 +1,10 @@
 """Schedules beyond the named ones, found by prediction (after FlashOverlap, sections 3.4 and 4).
 
 The search starts at the best candidates and changes one thing at a time, as long as the prediction
-falls: uneven pieces, a finely cut end, sizes that end on whole waves of the GEMM, groups of waves of
-the product whose tiles wait, one or two compute lanes, groups that grow; where products travel,
-pieces of columns, and own products that add themselves to sums. It counts predictions instead of seconds, so that every rank and every process
-finds the same.
+falls: uneven pieces, a finely cut end, sizes that end on whole waves of the GEMM, groups of waves
+of one product whose tiles wait, one or two compute lanes, groups that grow; where products travel,
+pieces of columns, and own products that add themselves to sums. It counts predictions instead of
+seconds, so that every rank and every process finds the same.
 """
 
 from __future__ import annotations
