@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from disturbance import Disturbance, disturb
-from ranks import Failure, Rank, caught, ranks, run
+from ranks import Failure, Rank, caught, ranks, run, serves_tiled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 

@@ -128,14 +128,17 @@ def choose(
         losses = [one.seconds[m] / best[m] - 1.0 for m in modes]
         return max(losses) + TILED_MARGIN * (one.schedule.grouping == "tiled"), sum(losses)
 
+    def first(some: Sequence[Prediction]) -> Prediction:
+        least = min(map(loss, some))[0]
+        return next(one for one in some if loss(one)[0] <= least + TIE)
+
     serial = min((one for one in predicted if one.serial), key=loss)
 
     def gains(one: Prediction) -> list[float]:
         return [serial.seconds[m] / one.seconds[m] - 1.0 for m in modes]
 
     harmless = [one for one in others if min(gains(one)) >= -margin]
-    least = min(map(loss, harmless), default=(0.0, 0.0))[0]
-    winner = next((one for one in harmless if loss(one)[0] <= least + TIE), serial)
+    winner = first(harmless) if harmless else serial
     on = f"on {machine.name}"
     if winner is serial:
         fastest = min(others, key=loss, default=serial)
@@ -155,7 +158,7 @@ def choose(
     ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
     reason = f"predicted to take {_times(winner, modes)} {on}, {ratios} times as fast as serial"
     if winner.schedule.grouping == "tiled":
-        library = min((one for one in others if one.schedule.grouping != "tiled"), key=loss)
+        library = first([one for one in others if one.schedule.grouping != "tiled"])
         gained = (library.seconds[mode] / winner.seconds[mode] for mode in modes)
         over = " and ".join(f"{ratio:.2f}" for ratio in gained)
         what = "announce what is done" if scatters else "wait for what arrives"
