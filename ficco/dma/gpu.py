@@ -484,8 +484,7 @@ class GpuEngine(StreamEngine):
         one, places = program.plan.steps[step], self._buffers(program)
         gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
-        with self.driver.aside():
-            made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
+        made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
         program.state.setdefault("before", []).append(made.prepare)
         return made
 
@@ -573,9 +572,8 @@ class GpuEngine(StreamEngine):
         run = program.state.get("run") or self._run(program)
         if not run.before:
             return self._enqueue(program, run, call, key[0])
-        with self.driver.aside():
-            for prepare in run.before:
-                prepare(call)
+        for prepare in run.before:
+            prepare(call)
         turn = order(self.driver)
         with turn.lock:
             turn.begin(key[0])

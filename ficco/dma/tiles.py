@@ -128,7 +128,7 @@ class TiledStep:
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
-        self._products, self._gates, self._words = driver.tiled(), gates, words
+        self._driver, self._gates, self._words = driver, gates, words
         self._late, self._dtype, self._work = late, places.dtype(made[0].a), work_of(plan, step)
         self._spare = SHARED_SPARE if driver.shared else 0
         self._order = order(driver)
@@ -136,9 +136,12 @@ class TiledStep:
 
     def prepare(self, call: Call) -> None:
         b_rows = self._right(call).stride(1) == 1
-        if b_rows not in self._launches:
-            self._launches[b_rows] = self._products.prepare(
-                self._products.best(self._work, b_rows, self._spare),
+        if b_rows in self._launches:
+            return
+        with self._driver.aside():
+            products = self._driver.tiled()
+            self._launches[b_rows] = products.prepare(
+                products.best(self._work, b_rows, self._spare),
                 self._dtype,
                 b_rows,
                 late=self._late,
