@@ -42,10 +42,10 @@ SHAPES = [
 def products() -> Iterator[Any]:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    from ficco.tiled.kernel import TiledProducts
+    from ficco.tiled.hopper import hopper_products
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield TiledProducts(torch.cuda.current_device())
+    yield hopper_products(torch.cuda.current_device())
 
 
 class Call:
@@ -104,7 +104,7 @@ class Call:
         return [(a.double() @ self.b.double()).to(self.dtype) for a in self.a]
 
     def launch(self) -> None:
-        self.prepared.launch(self.a, self.b, self.out, torch.cuda.current_stream())
+        self.prepared.launch(self.a, self.b, self.out, torch.cuda.current_stream().cuda_stream)
 
     def verify(self, what: object, late: int = 0) -> None:
         """The results are exact, what lies around them is NaN."""
@@ -121,7 +121,7 @@ class Call:
                 buffer = out._base
                 assert buffer is not None
                 assert int((~buffer.isnan()).sum()) == out.numel(), f"{what}: written around C"
-        assert not self.prepared._memory[0].any(), f"{what}: counters are not at rest"
+        assert not self.prepared.counters.any(), f"{what}: counters are not at rest"
 
 
 def clusters(products: Any, tiling: Tiling) -> int:

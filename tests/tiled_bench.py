@@ -23,7 +23,8 @@ import pandas as pd
 import torch
 
 from ficco.hip_kernels.build import compiled
-from ficco.tiled.kernel import TARGET, TiledProducts, source
+from ficco.tiled.hopper import TARGET, hopper_products, source
+from ficco.tiled.products import TiledProducts
 from ficco.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
 
 SHAPES = (
@@ -63,7 +64,7 @@ def launcher(
     prepared = products.prepare(
         tiles, DTYPE, b_rows, late=late.data_ptr(), limit_s=1.0, gates=gates, words=posts
     )
-    stream = torch.cuda.current_stream()
+    stream = torch.cuda.current_stream().cuda_stream
     a, b, out = operands
 
     def launch(words: torch.Tensor = words) -> None:  # which must live as long
@@ -136,7 +137,7 @@ def line(times: pd.DataFrame) -> str:
 
 def main(folder: Path, following: int | None) -> None:
     began = time.perf_counter()
-    products = TiledProducts(0)
+    products = hopper_products(0)
     configurations = [(til, DTYPE, b_rows) for til in H100.multiply for b_rows in (False, True)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))

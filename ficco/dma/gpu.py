@@ -487,7 +487,7 @@ class GpuEngine(StreamEngine):
         spare = SHARED_SPARE if self.driver.shared else 0
         with self.driver.aside():
             made = TiledStep(
-                self.driver.tiled(),
+                self.driver,
                 *(program.plan, one, places, gates, words, late, spare),
                 None if program.slot and program.slot.captured else self.driver.event(),
             )
@@ -502,7 +502,8 @@ class GpuEngine(StreamEngine):
         with self.driver.aside():
             tiles = products.best(work, b_rows)
             made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
-        return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
+        driver = self.driver
+        return lambda: made.launch([a], b, [out], driver.stream(driver.caller()))
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         places, batch = self._buffers(program), product.batch

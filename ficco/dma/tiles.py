@@ -1,22 +1,19 @@
-"""A step whose rows wait, or tell, as one launch of the product whose tiles do (Hopper)."""
+"""A step whose rows wait, or tell, as one launch of the product whose tiles do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ficco.accelerator import gpu
 from ficco.dma.buffers import Buffers
-from ficco.dma.driver import Event
+from ficco.dma.driver import Driver, Event
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
+from ficco.tiled.products import TiledLaunch
 from ficco.tiled.worklist import RowSpan, Work
-
-if TYPE_CHECKING:  # it needs cuda-bindings
-    from ficco.tiled.kernel import TiledLaunch, TiledProducts
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
 #: Tiles go in the order of arrival in any case; this says which of them are worth cutting.
@@ -71,7 +68,7 @@ class TiledStep:
 
     def __init__(
         self,
-        products: TiledProducts,
+        driver: Driver,
         plan: Plan,
         step: Step,
         places: Buffers,
@@ -92,10 +89,11 @@ class TiledStep:
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
-        self._products, self._gates, self._words = products, gates, words
+        self._products, self._gates, self._words = driver.tiled(), gates, words
         self._late, self._dtype, self._over = late, places.dtype(made[0].a), over
         self._work, self._spare = work_of(plan, step), spare
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
+        self._on_lane, self._index = driver.on_lane("compute0", self._launch), driver.index
 
     def prepare(self, call: Call) -> None:
         b_rows = self._right(call).stride(1) == 1
@@ -111,14 +109,17 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        b, stream, index = self._right(call), call.state["compute0"], self._products.device.index
-        launch = self._launches[b.stride(1) == 1]
-        left, out = ([view(call) for view in views] for views in (self._left, self._out))
+        stream, index = call.state["compute0"], self._index
         if self._over is None:
-            return launch.launch(left, b, out, gpu.current_stream())
+            return self._on_lane(call)
         before, where = _latest.get(index, (None, None))
         if before is not None and where != stream:
             before.hold(stream)
-        launch.launch(left, b, out, gpu.current_stream())
+        self._on_lane(call)
         self._over.record(stream)
         _latest[index] = self._over, stream
+
+    def _launch(self, call: Call) -> None:
+        b = self._right(call)
+        left, out = ([view(call) for view in views] for views in (self._left, self._out))
+        self._launches[b.stride(1) == 1].launch(left, b, out, call.state["compute0"])
