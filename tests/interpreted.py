@@ -7,6 +7,7 @@ an order of its clusters in which those that write parts come before those that 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from ficco.hip_kernels import Target
 from ficco.tiled import portable
-from ficco.tiled.products import Bind, Enqueue, Lists, TiledProducts, TileKernel, Upload
+from ficco.tiled.products import UNIT, Bind, Enqueue, Lists, TiledProducts, TileKernel, Upload
 from ficco.tiled.worklist import BK, MI300X, TileList, Tiling
 
 TARGET = Target("cpu", "interpreter")
@@ -81,10 +82,14 @@ class InterpretedKernel(TileKernel):
             a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
         ) -> Enqueue:
             assert rows.dtype == torch.int32
-            values = portable.values(a, b, out, 0) | {"b": b, "table": table}
+            values = portable.values(a, b, out, 0) | {"table": table}
 
             def enqueue(stream: Any) -> None:
-                interpreted()[(tiles.clusters,)](**values, **fixed)
+                # The interpreter tells a pointer by its tensor. It is made anew: nothing may keep
+                # an engine's memory.
+                first = (ctypes.c_char * UNIT).from_address(values["b"])
+                pointer = torch.frombuffer(first, dtype=torch.uint8).view(dtype)
+                interpreted()[(tiles.clusters,)](**values | {"b": pointer}, **fixed)
 
             return enqueue
 

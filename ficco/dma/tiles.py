@@ -89,17 +89,17 @@ class TiledStep:
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
-        self._products, self._gates, self._words = driver.tiled(), gates, words
+        self._driver, self._gates, self._words = driver, gates, words
         self._late, self._dtype, self._over = late, places.dtype(made[0].a), over
         self._work, self._spare = work_of(plan, step), spare
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
-        self._on_lane, self._index = driver.on_lane("compute0", self._launch), driver.index
 
     def prepare(self, call: Call) -> None:
         b_rows = self._right(call).stride(1) == 1
         if b_rows not in self._launches:
-            self._launches[b_rows] = self._products.prepare(
-                self._products.best(self._work, b_rows, self._spare),
+            products = self._driver.tiled()
+            self._launches[b_rows] = products.prepare(
+                products.best(self._work, b_rows, self._spare),
                 self._dtype,
                 b_rows,
                 late=self._late,
@@ -109,13 +109,14 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        stream, index = call.state["compute0"], self._index
+        stream, index = call.state["compute0"], self._driver.index
+        launch = self._driver.on_lane("compute0", self._launch)
         if self._over is None:
-            return self._on_lane(call)
+            return launch(call)
         before, where = _latest.get(index, (None, None))
         if before is not None and where != stream:
             before.hold(stream)
-        self._on_lane(call)
+        launch(call)
         self._over.record(stream)
         _latest[index] = self._over, stream
 
