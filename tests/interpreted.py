@@ -19,12 +19,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ficco.hip_kernels import Target
 from ficco.tiled import portable
 from ficco.tiled.products import UNIT, Bind, Enqueue, Lists, TiledProducts, TileKernel, Upload
 from ficco.tiled.worklist import BK, MI300X, TileList, Tiling
-
-TARGET = Target("cpu", "interpreter")
 
 
 @cache
@@ -76,7 +73,7 @@ class InterpretedKernel(TileKernel):
     def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
         tiles = lists.tiles
         table, rows = portable.tables(lists, upload)
-        fixed = portable.constants(TARGET, tiles.tiling, b_rows, tiles.work.k % BK == 0)
+        fixed = portable.constants("cpu", tiles.tiling, b_rows, tiles.work.k % BK == 0)
 
         def bind(
             a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]

@@ -102,8 +102,8 @@ def test_products_are_exact(dtype: str, b_rows: bool) -> None:
     for rows, n, k, cut, clusters in (
         ((1, 17, 70, 33), 40, 72, Cut.NONE, 3),
         ((65,), 8, 8, Cut.NONE, 1),
-        ((33,), 40, 1024, Cut.END_EVENLY, 6),
-        ((31,), 40, 1992, Cut.END_EQUALLY, 6),
+        ((33,), 40, 1024, Cut.END, 6),
+        ((31,), 40, 1992, Cut.END, 5),
     ):
         call = Call(made(Work(rows, n, k), cut, clusters), DTYPES[dtype], b_rows)
         for _ in range(2):
@@ -120,14 +120,14 @@ def test_the_tiling_that_is_offered() -> None:
     call.verify()
 
 
-@pytest.mark.parametrize("cut", [Cut.NONE, Cut.END_EVENLY], ids=lambda cut: cut.name)
+@pytest.mark.parametrize("cut", [Cut.NONE, Cut.END], ids=lambda cut: cut.name)
 def test_tiles_wait_for_their_rows(cut: Cut, turns: None) -> None:
     """Rows are NaN until another thread writes them and opens their gate, in random order."""
     rng = random.Random(cut.name)
     torch.manual_seed(1)
     for rows, count in (((100,), 4), ((65, 33), 12)):
         work = Work(rows, 40, 1024, spans(rng, rows, count))
-        call = Call(made(work, cut, 5))
+        call = Call(made(work, cut, 6))
         given = [a.clone() for a in call.a]
         for product, first, last in (span for gate in work.gates for span in gate):
             call.a[product][first:last] = torch.nan
@@ -151,9 +151,9 @@ def test_announced_rows_are_stored(turns: None) -> None:
     """Another thread reads rows as soon as their word is set."""
     rng = random.Random(2)
     torch.manual_seed(2)
-    for rows, cut in (((100,), Cut.NONE), ((65, 33), Cut.END_EVENLY)):
+    for rows, cut in (((100,), Cut.NONE), ((65, 33), Cut.END)):
         work = Work(rows, 40, 1024, (), spans(rng, rows, 5))
-        call = Call(made(work, cut, 5))
+        call = Call(made(work, cut, 6))
         early: list[int] = []
 
         def watch(work: Work = work, call: Call = call, early: list[int] = early) -> None:
@@ -187,8 +187,19 @@ def test_a_gate_that_never_opens() -> None:
     call.verify()
 
 
+def test_only_an_items_own_gates_are_waited_for() -> None:
+    gates = tuple((RowSpan(0, first, first + 32),) for first in range(0, 96, 32))
+    tiles = made(Work((96,), 32, 64, gates), Cut.NONE, 2)
+    of_the_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, :1]))
+    assert of_the_first.items[:, 0, 8].tolist()[:2] == [0, 2]
+    call = Call(of_the_first, limit_s=100 * POLL_S)
+    call.words[0] = call.words[2] = 1
+    call.launch()
+    assert not call.words[-1]
+
+
 def test_parts_that_never_come() -> None:
-    tiles = made(Work((32,), 32, 2048), Cut.END_EQUALLY, 3)
+    tiles = made(Work((32,), 32, 2048), Cut.END, 3)
     owners_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, ::-1]))
     call = Call(owners_first, limit_s=10 * POLL_S)
     call.launch()
@@ -197,7 +208,7 @@ def test_parts_that_never_come() -> None:
 
 def test_parts_are_added_in_one_order() -> None:
     """Whatever order they come in, with values whose sums are rounded."""
-    tiles = made(Work((31,), 40, 1992), Cut.END_EVENLY, 7)
+    tiles = made(Work((31,), 40, 1992), Cut.END, 7)
     owns = (tiles.items[:, :, 7] > 0).any(0)
     results = []
     for seed in range(3):
@@ -209,7 +220,7 @@ def test_parts_are_added_in_one_order() -> None:
             tensor.copy_(torch.randn(tensor.shape))
         call.launch()
         results.append(call.out[0].clone())
-    assert tiles.slots == 6 and all(torch.equal(results[0], other) for other in results)
+    assert tiles.slots == 4 and all(torch.equal(results[0], other) for other in results)
 
 
 def test_operands_that_cannot_be_addressed() -> None:

@@ -238,6 +238,10 @@ class Driver(ABC):
     def event(self, timing: bool = False) -> Event:
         """An event for ordering streams, or for telling the time."""
 
+    def lasting_event(self) -> Event:
+        """An event for ordering streams that is not given back when this driver is closed."""
+        return self.event()
+
     def caller(self) -> int:
         """The caller's stream, as PyTorch calls it."""
         raw: int = torch._C._cuda_getCurrentRawStream(self.index)
@@ -252,6 +256,11 @@ class Driver(ABC):
     @abstractmethod
     def capture_id(self, stream: Any) -> int:
         """Number of the capture that a stream is in, 0 if none."""
+
+    def external(self, event: Event) -> Event | None:
+        """The same event for graphs: recorded, or waited for, whenever one that captured that is
+        launched. None if the vendor's graphs cannot do so."""
+        return None
 
     def on_lane(self, lane: str, op: Op) -> Op:
         """The operation, with what PyTorch does in it ordered on a lane."""
@@ -388,8 +397,9 @@ class Streams(dict[str, Stream]):
     """Streams by lane, each made when first asked for. Several callers may take turns on them."""
 
     def __init__(self, driver: Driver, prefix: str = "") -> None:
+        """``prefix``: of the names of streams that graphs capture."""
         super().__init__()
-        self._driver, self._prefix = driver, prefix
+        self._driver, self._prefix, self.captured = driver, prefix, bool(prefix)
 
     def __missing__(self, lane: str) -> Stream:
         with self._driver.aside():

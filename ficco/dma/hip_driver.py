@@ -300,6 +300,9 @@ class HipDriver(Driver):
         self._events.add(made)
         return made
 
+    def lasting_event(self) -> hip.Event:
+        return hip.Event()
+
     # Words and copies.
 
     def copy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -50,8 +50,8 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-#: By device, the latest launch of this process: what it is over with, and its stream.
-_latest: dict[int, tuple[Event, Any]] = {}
+#: By device, what is over when the latest launch of this process is. Steps keep it.
+_over: WeakValueDictionary[int, Event] = WeakValueDictionary()
 
 
 class TiledStep:
@@ -61,37 +61,35 @@ class TiledStep:
     which waits for the device. It does so once for each layout of B.
 
     Launches of a process follow each other. Two that wait at a time could keep the processors from
-    the work that a peer waits for, while that one's launch waits for this rank. Captured ones
-    cannot wait for others: graphs that are replayed concurrently must be so in the same order on
-    all ranks.
+    the work that a peer waits for, while that one's launch waits for this rank.
     """
 
     def __init__(
         self,
-        driver: Driver,
         plan: Plan,
         step: Step,
         places: Buffers,
         gates: Sequence[int],
         words: Sequence[int],
         late: int,
-        spare: int,
-        over: Event | None,
+        driver: Driver,
     ) -> None:
         """
         Args:
             gates, words: addresses of the words of the step's gates and announcements.
             late: address of a word that is written when the launch gives up.
-            spare: processors that are left to others.
-            over: an event of its own; None for a captured call.
         """
         made = [product for product in step.products if product.out.rows]
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
         self._driver, self._gates, self._words = driver, gates, words
-        self._late, self._dtype, self._over = late, places.dtype(made[0].a), over
-        self._work, self._spare = work_of(plan, step), spare
+        self._late, self._dtype, self._work = late, places.dtype(made[0].a), work_of(plan, step)
+        self._spare = SHARED_SPARE if driver.shared else 0
+        over = _over.get(driver.index)
+        if over is None:
+            over = _over[driver.index] = driver.lasting_event()
+        self._over = {False: over, True: driver.external(over)}  # by whether it is captured
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
 
     def prepare(self, call: Call) -> None:
@@ -109,16 +107,13 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        stream, index = call.state["compute0"], self._driver.index
-        launch = self._driver.on_lane("compute0", self._launch)
-        if self._over is None:
-            return launch(call)
-        before, where = _latest.get(index, (None, None))
-        if before is not None and where != stream:
-            before.hold(stream)
-        launch(call)
-        self._over.record(stream)
-        _latest[index] = self._over, stream
+        lanes = call.state
+        over = self._over[lanes.streams.captured]
+        if over is not None:
+            over.hold(lanes["compute0"])
+        self._driver.on_lane("compute0", self._launch)(call)
+        if over is not None:
+            over.record(lanes["compute0"])
 
     def _launch(self, call: Call) -> None:
         b = self._right(call)

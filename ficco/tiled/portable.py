@@ -71,15 +71,10 @@ def signature(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def constants(target: Target, tiling: Tiling, b_rows: bool, even_k: bool) -> dict[str, Any]:
+def constants(vendor: str, tiling: Tiling, b_rows: bool, even_k: bool) -> dict[str, Any]:
     """What the kernel is compiled for besides. ``even_k``: ``BK`` divides k."""
-    return {
-        "BM": tiling.bm,
-        "BN": tiling.bn,
-        "B_ROWS": b_rows,
-        "EVEN_K": even_k,
-        "AMD": target.vendor == "hip",
-    }
+    numbers = {"BM": tiling.bm, "BN": tiling.bn}
+    return numbers | {"B_ROWS": b_rows, "EVEN_K": even_k, "AMD": vendor == "hip"}
 
 
 def values(
@@ -128,9 +123,9 @@ def compiled_by_triton(
     from ficco.tiled.triton_kernel import ficco_tiled
 
     arch = target.arch.split(":")[0]
-    amd = target.vendor == "hip"
-    device = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch[3:]), 32)
-    fixed = constants(target, tiling, b_rows, even_k)
+    fixed = constants(target.vendor, tiling, b_rows, even_k)
+    number, lanes = (arch, 64) if target.vendor == "hip" else (int(arch.removeprefix("sm_")), 32)
+    device = GPUTarget(target.vendor, number, lanes)
     place = ficco_tiled.arg_names.index
     source = ASTSource(
         ficco_tiled,
