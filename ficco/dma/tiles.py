@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from weakref import WeakValueDictionary
@@ -9,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ficco.dma.buffers import Buffers
-from ficco.dma.driver import Driver, Event
+from ficco.dma.driver import Driver, Lanes
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
 from ficco.tiled.products import TiledLaunch
@@ -50,8 +51,53 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-#: By device, what is over when the latest launch of this process is. Steps keep it.
-_over: WeakValueDictionary[int, Event] = WeakValueDictionary()
+class Order:
+    """How the launches of this process follow each other on a device. Two that wait at a time could
+    keep the processors from the work that a peer waits for, while that one's launch waits for this
+    rank. Launches of one stream follow each other anyway; those of graphs that others capture may
+    come on any.
+
+    Attributes:
+        lock: held from :meth:`begin` until the call is enqueued.
+        elsewhere: the launches before may be on another stream than the next one.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.lock, self.elsewhere = threading.RLock(), False
+        self._over = driver.lasting_event()
+        self._external = driver.external(self._over)
+        self._stream: int | None = None
+        self._captured = False
+
+    def begin(self, stream: int) -> None:
+        """A call on a stream, as PyTorch calls it, is about to be enqueued."""
+        self.elsewhere = self._captured or self._stream not in (None, stream)
+        self._stream = stream
+
+    def launch(self, launch: Callable[[], None], lanes: Lanes) -> None:
+        """Launch behind those before. Within a recording, which is replayed only where no launch is
+        elsewhere, what comes behind can wait for this one."""
+        mode, stream = lanes.streams.mode, lanes["compute0"]
+        event = self._external if mode else self._over
+        self._captured |= mode == "captured"
+        if event is not None and (mode == "captured" or (self.elsewhere and not mode)):
+            event.hold(stream)
+        launch()
+        if event is not None:
+            event.record(stream)
+
+
+#: By device. Steps keep them.
+_orders: WeakValueDictionary[int, Order] = WeakValueDictionary()
+
+
+def order(driver: Driver) -> Order:
+    """That of a driver's device."""
+    found = _orders.get(driver.index)
+    if found is None:
+        with driver.aside():
+            found = _orders.setdefault(driver.index, Order(driver))
+    return found
 
 
 class TiledStep:
@@ -59,9 +105,6 @@ class TiledStep:
 
     :meth:`prepare` comes before anything of a call is enqueued: it may compile, and load a module,
     which waits for the device. It does so once for each layout of B.
-
-    Launches of a process follow each other. Two that wait at a time could keep the processors from
-    the work that a peer waits for, while that one's launch waits for this rank.
     """
 
     def __init__(
@@ -86,10 +129,7 @@ class TiledStep:
         self._driver, self._gates, self._words = driver, gates, words
         self._late, self._dtype, self._work = late, places.dtype(made[0].a), work_of(plan, step)
         self._spare = SHARED_SPARE if driver.shared else 0
-        over = _over.get(driver.index)
-        if over is None:
-            over = _over[driver.index] = driver.lasting_event()
-        self._over = {False: over, True: driver.external(over)}  # by whether it is captured
+        self._order = order(driver)
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
 
     def prepare(self, call: Call) -> None:
@@ -107,13 +147,8 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        lanes = call.state
-        over = self._over[lanes.streams.captured]
-        if over is not None:
-            over.hold(lanes["compute0"])
-        self._driver.on_lane("compute0", self._launch)(call)
-        if over is not None:
-            over.record(lanes["compute0"])
+        launch = self._driver.on_lane("compute0", self._launch)
+        self._order.launch(lambda: launch(call), call.state)
 
     def _launch(self, call: Call) -> None:
         b = self._right(call)
