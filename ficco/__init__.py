@@ -10,6 +10,7 @@ from ficco.errors import (
     SignalTimeout,
 )
 from ficco.heuristics import Decision
+from ficco.ops.arriving import Arriving, arriving
 from ficco.ops.operators import (
     all_gather_matmul,
     all_gather_transposed_matmul,
@@ -24,6 +25,7 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule
 
 __all__ = [
+    "Arriving",
     "BackendError",
     "ConfigError",
     "Decision",
@@ -38,6 +40,7 @@ __all__ = [
     "all_gather_transposed_matmul",
     "all_to_all_matmul",
     "all_to_all_transposed_matmul",
+    "arriving",
     "close",
     "empty",
     "explain",

@@ -117,6 +117,8 @@ class Workspace:
         calls: number of the latest call, the same on every rank.
         programs: what is kept for each kind of call, by a key of all that distinguishes kinds.
         error: why the group can no longer be used; None if it can.
+        block_open: the latest call is a block of the caller's that is not over
+            (:func:`ficco.arriving`).
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class Workspace:
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
+        self.block_open = False
         self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
         self._known: dict[str | None, Known] = {}
@@ -200,6 +203,15 @@ class Workspace:
             raise FiccoError("the workspace of this group is closed; make a new group")
         if self.error is not None:
             raise copy.copy(self.error)
+
+    def refuse_within_block(self, what: str) -> None:
+        """``FiccoError`` within a block of :func:`ficco.arriving`: calls of a group follow each
+        other."""
+        if self.block_open:
+            raise FiccoError(
+                f"{what}: a block of ficco.arriving on this group is not over; leave it first, or "
+                "use another group"
+            )
 
     def known(self, wanted: str | None) -> Known:
         """What is known about this kind of host, or about the machine of a name or path.
@@ -383,6 +395,7 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
             raise
         finally:
             _begun.discard(key)
+    workspace.refuse_within_block(operator)
     return workspace
 
 
@@ -406,9 +419,11 @@ def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
 
 def close(group: ProcessGroup | None = None) -> None:
     """As :func:`ficco.close`."""
+    wanted = [key for key in _workspaces if group is None or key[0] is group]
+    for key in wanted:
+        _workspaces[key].refuse_within_block("close")
     for key in [key for key in _failed if group is None or key[0] is group]:
         del _failed[key]
-    wanted = [key for key in _workspaces if group is None or key[0] is group]
     carry_out(partial(_leave, key) for key in wanted)
 
 
