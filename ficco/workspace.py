@@ -333,6 +333,16 @@ class Workspace:
             return None
         return memory, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
 
+    def addresses(self, tensor: torch.Tensor) -> list[int] | None:
+        """By rank, where what belongs to a tensor from :meth:`empty` is mapped here; None for any
+        other tensor."""
+        start = tensor.untyped_storage().data_ptr()
+        memory = self._empty.get(start)
+        if memory is None:
+            return None
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return [address + offset for address in memory.addresses]
+
     def settle(self) -> None:
         """Wait for this rank's calls, at most until the watchdog has had time to find a fault."""
         if self.watchdog is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,9 @@ import torch
 import torch.distributed as dist
 from cases import Case, equal, exact, gathered_a, shard_of
 from ranks import Died, Failure, Rank, caught, ranks, run
+from test_house import imports
+from test_nn import example
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
 from ficco.machine import find
@@ -379,6 +385,10 @@ def _refused(at: Rank) -> list[Failure]:
         with ficco.arriving(a, **arguments) as rows:
             rows.wait(len(rows.pieces))
 
+    def watched() -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            block()
+
     found = [
         caught(lambda: block("shard")),
         caught(lambda: block(torch.ones(4))),
@@ -390,7 +400,7 @@ def _refused(at: Rank) -> list[Failure]:
         caught(lambda: block(pull=1)),
         caught(lambda: block(rows=[5, 5])),
         caught(lambda: block(rows=[4])),
-        caught(lambda: torch.compile(block, backend="eager")()),
+        caught(watched),
         caught(block),
     ]
     with ficco.options(workspace_bytes=100):
@@ -418,3 +428,130 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for failures in run(2, _refused):
         for failure, text in zip(failures, words, strict=True):
             assert f"{failure.type}: {failure.text}".startswith(text), failure.traceback
+
+
+# In kernels, by Triton's interpreter.
+
+INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _kernels(at: Rank) -> None:
+    import arriving_kernels
+
+    arriving_kernels.ring(at.rank, at.world, at.device)
+    matmul, experts = example("arriving_matmul"), example("arriving_experts")
+    assert matmul.run(19, 24, 40) == 1.0
+    assert experts.run(9, 4, 24, 32) == 1.0
+    assert experts.run(5, 13, 16, 16) == 1.0  # experts without tokens
+    rows = [5 * rank + 1 for rank in range(at.world)]
+    a = matmul.integers((sum(rows), 24), 7, at.device)
+    b = matmul.integers((24, 20), at.rank, at.device)
+    shard = a.split(rows)[at.rank]
+    for ways in ({}, {"pieces": 3, "order": "piece"}, {"pull": True}):
+        c = matmul.gathered_matmul(shard, b, rows=rows, **ways)
+        assert torch.equal(c, a @ b), ways
+
+
+@ranks(1, 2, 4)
+def test_kernels_wait_push_and_tell(world: int) -> None:
+    pytest.importorskip("triton")
+    run(world, _kernels, fresh=True, env=INTERPRETED)
+
+
+def _polls(at: Rank) -> float:
+    """The peer comes late, while the kernel polls."""
+    import arriving_kernels
+
+    case = equal(2, 32, 16, 8)
+    gathered(at, case, 1)
+    if at.rank == 1:
+        time.sleep(0.3)
+    shard = shard_of(case, at.rank, 2, at.device)
+    out = torch.empty(32, 16)
+    with ficco.arriving(shard) as rows:
+        began = time.monotonic()
+        first = min(piece.first for piece in rows.pieces)
+        assert [piece.first for piece in rows.pieces] == list(range(first, first + 32, 8))
+        arriving_kernels.gather[(4,)](rows.words, rows.buffer[first:], out, 8, 16)
+        seconds = time.monotonic() - began
+    assert torch.equal(out, gathered_a(case, 2, at.device)[first : first + 32])
+    return seconds
+
+
+def test_a_kernel_polls_words_that_others_write() -> None:
+    pytest.importorskip("triton")
+    assert run(2, _polls, fresh=True, env=INTERPRETED)[0] > 0.2
+
+
+#: By target: what a wait is made of, and what telling is made of, in order.
+TARGETS = {
+    ("cuda", 90, 32): (["ld.global.sys.acquire"], ["st.global", "bar.sync", "sys.release"]),
+    ("hip", "gfx942", 64): (
+        ["buffer_inv sc0 sc1"],
+        ["buffer_store", "s_waitcnt vmcnt(0)\nv_mov", "s_barrier", "buffer_wbl2 sc0 sc1", "swap"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=["sm_90", "gfx942"])
+def test_kernels_compile_for_gpus(
+    target: tuple[str, Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait is a load that acquires; a word is set after the stores of all threads."""
+    compiler = pytest.importorskip("triton.compiler")
+    backends, driver = (
+        pytest.importorskip(f"triton.{name}") for name in ("backends.compiler", "runtime.driver")
+    )
+    import arriving_kernels
+
+    gpu = backends.GPUTarget(*target)
+    active = type("Active", (), {"get_current_target": staticmethod(lambda: gpu)})()
+    monkeypatch.setattr(driver.driver, "_active", active)
+    kernels = {
+        arriving_kernels.receive: ("*i32", "*fp32", "*fp32"),
+        arriving_kernels.send: ("*i64", "*i64", "i32", "*fp32"),
+    }
+    for (kernel, types), wanted in zip(kernels.items(), TARGETS[target], strict=True):
+        signature = dict(zip(kernel.arg_names, (*types, "constexpr"), strict=True))
+        source = compiler.ASTSource(kernel, signature, constexprs={(len(types),): 256})
+        made = compiler.compile(source, target=gpu)
+        text = made.asm.get("ptx") or made.asm["amdgcn"]
+        found, at = [], len(text)
+        for part in reversed(wanted):  # each before the next
+            at = text.rfind(part, 0, at)
+            found.append(at >= 0)
+        assert all(found), text
+
+
+def test_triton_is_imported_by_device_functions_alone() -> None:
+    importers = {(one.unit, one.module.split(".")[0]) for one in imports()}
+    assert {unit for unit, module in importers if module == "triton"} == {"tile"}
+    late = [node for node in ast.walk(ast.parse(Path(ficco.__file__).read_text()))]
+    top = [node for node in late if isinstance(node, ast.Import) and node.col_offset == 0]
+    assert not any("ficco.tile" in alias.name for node in top for alias in node.names)
+
+
+def test_without_triton_the_device_functions_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "ficco.tile", raising=False)
+    monkeypatch.delattr(ficco, "tile", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match=r"ficco\.tile needs Triton .*pip install triton"):
+        _ = ficco.tile
+
+
+def _addresses(at: Rank) -> list[Failure]:
+    found = [caught(lambda: ficco.addresses(torch.ones(3))), caught(lambda: ficco.addresses(3))]
+    tensor = ficco.empty((4, 4))
+    addresses = ficco.addresses(tensor[2:, 1])
+    assert addresses.dtype == torch.int64 and addresses.shape == (at.world,)
+    assert addresses[at.rank] == tensor.data_ptr() + 4 * (2 * 4 + 1)
+    return found
+
+
+def test_addresses_of_peers() -> None:
+    for failures in run(2, _addresses):
+        assert [failure.type for failure in failures] == ["ValueError"] * 2
+        assert "required one from ficco.empty" in failures[0].text

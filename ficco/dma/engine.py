@@ -73,11 +73,13 @@ class Symmetric(ABC):
         serial: number of the allocation, the same on every rank.
         nbytes: its size.
         tensor: this rank's part, as bytes.
+        addresses: of all ranks' parts, mapped here.
     """
 
     serial: int
     nbytes: int
     tensor: torch.Tensor
+    addresses: list[int]
 
 
 @dataclass

@@ -582,7 +582,7 @@ class GpuEngine(StreamEngine):
     def around(self, program: Program, call: Call) -> Iterator[None]:
         slot = program.slot
         with GATE:  # until all of it is enqueued
-            with torch.cuda.device(self.device):
+            with self._on_device():
                 run, raw = self._enter(program, call)
                 flight = self._begin_flight(program, call, raw)
                 try:
@@ -593,8 +593,11 @@ class GpuEngine(StreamEngine):
             try:
                 yield
             finally:  # whatever happened meanwhile, peers get their rows, and the slot goes on
-                with torch.cuda.device(self.device):
+                with self._on_device():
                     self._carry_out(run, call, slot, flight, enqueue_rest)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self.device)
 
     def words(self, program: Program, call: Call) -> torch.Tensor:
         step = next(step for step in program.plan.steps if step.op == "call")
