@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/arriving_experts.py
 
 Every rank has a part of the columns of all experts and multiplies the tokens of all ranks, each by
-the experts that it was routed to (the AG + MoE of TileLink, section 4). The rows of an expert are
+the experts that it was routed to (AG + MoE, TileLink, section 5). The rows of an expert are
 sorted by the arrival of their tokens, so that its tiles can begin one by one while the rest
 arrives; nothing is permuted in memory. The result is compared with torch's in every element. CPU
 ranks run the kernel in Triton's interpreter.
@@ -139,12 +139,34 @@ def order_of(
     return Order(slots.int(), tiles.contiguous(), tile_ends[-1:].int())
 
 
+def product(
+    buffer: torch.Tensor,
+    words: torch.Tensor,
+    weights: torch.Tensor,
+    order: Order,
+    block: Block,
+    spare: int = 0,
+) -> torch.Tensor:
+    """The kernel: products [m, choices, n] of the rows of a buffer [m, k], as ``words`` say that
+    they are there. ``spare`` multiprocessors are left to others."""
+    (experts, k, n), m = weights.shape, len(buffer)
+    choices, columns = len(order.slots) // max(m, 1), triton.cdiv(n, block.columns)
+    b = TensorDescriptor.from_tensor(weights.view(experts * k, n), [block.depth, block.columns])
+    c, programs = buffer.new_empty(m, choices, n), 2
+    if buffer.is_cuda:
+        programs = torch.cuda.get_device_properties(buffer.device).multi_processor_count - spare
+    grouped[(min(programs, len(order.tiles) * columns),)](
+        buffer, b, c, words, *order, n, columns, k, choices, *block[:3],
+        num_warps=block.warps, num_stages=block.stages,
+    )  # fmt: skip
+    return c
+
+
 def experts_product(
     tokens: torch.Tensor,
     weights: torch.Tensor,
     choice: torch.Tensor,
     spare: int = 0,
-    orders: dict[Any, Order] | None = None,
     **ways: Any,
 ) -> torch.Tensor:
     """The products of the tokens of all ranks with the experts that each was routed to.
@@ -155,34 +177,18 @@ def experts_product(
             and whole tiles.
         choice: int [m, choices], the experts of the tokens of all ranks.
         spare: multiprocessors that are left to others.
-        orders: keeps the order of work for calls with the same ``choice``.
         ways: of :func:`ficco.arriving`.
 
     Returns:
         [m, choices, n].
     """
     (experts, k, n), (m, choices) = weights.shape, choice.shape
-    device = tokens.device
-    block = block_for(m * choices / experts, device)
+    block = block_for(m * choices / experts, tokens.device)
     if k % block.depth:
         raise ValueError(f"weights: required k to be a multiple of {block.depth}, got {k}")
-    columns = triton.cdiv(n, block.columns)
-    b = TensorDescriptor.from_tensor(weights.view(experts * k, n), [block.depth, block.columns])
-    c = tokens.new_empty(m, choices, n)
-    programs = 2
-    if device.type == "cuda":
-        programs = torch.cuda.get_device_properties(device).multi_processor_count - spare
     with ficco.arriving(tokens, **ways) as rows:
-        orders = {} if orders is None else orders
-        key = rows.pieces, choice.data_ptr()
-        if key not in orders:
-            orders[key] = order_of(choice, turns(rows.pieces, m, device), experts, n, k, block)
-        slots, tiles, count = orders[key]
-        grouped[(min(programs, len(tiles) * columns),)](
-            rows.buffer, b, c, rows.words, slots, tiles, count, n, columns, k, choices,
-            *block[:3], num_warps=block.warps, num_stages=block.stages,
-        )  # fmt: skip
-    return c
+        order = order_of(choice, turns(rows.pieces, m, tokens.device), experts, n, k, block)
+        return product(rows.buffer, rows.words, weights, order, block, spare)
 
 
 def plainly(tokens: torch.Tensor, weights: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -206,7 +212,7 @@ def routed(m: int, experts: int, seed: int, device: torch.device) -> torch.Tenso
     return scores.topk(2).indices.to(device, torch.int32)
 
 
-def run(rows: int, experts: int, n: int, k: int) -> float:
+def run(rows: int, experts: int, n: int, k: int, spare: int = 0) -> float:
     """The share of right elements of a few products; ``rows`` are those of a rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device(DEVICE, torch.cuda.current_device() if DEVICE == "cuda" else None)
@@ -215,7 +221,7 @@ def run(rows: int, experts: int, n: int, k: int) -> float:
         shards = [integers((rows, k), 100 * iteration + peer, device) for peer in range(world)]
         weights = integers((experts, k, n), 100 * iteration + 99 - rank, device)
         choice = routed(rows * world, experts, iteration, device)
-        c = experts_product(shards[rank], weights, choice)
+        c = experts_product(shards[rank], weights, choice, spare)
         want = plainly(torch.cat(shards), weights, choice)
         right.append((c == want).double().mean())
     share = torch.stack(right).min()

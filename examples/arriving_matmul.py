@@ -101,7 +101,7 @@ def integers(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.T
     return numbers.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def run(rows: int, n: int, k: int) -> float:
+def run(rows: int, n: int, k: int, spare: int = 0) -> float:
     """The share of right elements of a few products."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device(DEVICE, torch.cuda.current_device() if DEVICE == "cuda" else None)
@@ -109,7 +109,7 @@ def run(rows: int, n: int, k: int) -> float:
     for iteration in range(3):
         shards = [integers((rows, k), 100 * iteration + peer, device) for peer in range(world)]
         b = integers((k, n), 100 * iteration + 99 - rank, device)
-        c = gathered_matmul(shards[rank], b)
+        c = gathered_matmul(shards[rank], b, spare)
         want = (torch.cat(shards).double() @ b.double()).to(c.dtype)
         right.append((c == want).double().mean())
     share = torch.stack(right).min()

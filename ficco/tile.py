@@ -1,4 +1,4 @@
-"""Device functions for Triton kernels that wait for rows, tell, and push (TileLink, section 3).
+"""Device functions for Triton kernels that wait for rows, tell, and push (TileLink, section 3.2).
 
 A word is an int32: 0 until what it is about is there, then 1. Words are those of
 :func:`ficco.arriving` (``rows.words``), or words of the caller's own in memory that

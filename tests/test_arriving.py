@@ -157,11 +157,11 @@ def test_check_wants_one_call() -> None:
 def test_readers_know_the_call_or_refuse_it() -> None:
     (plan, *_) = plans()
     assert "call" in OPS
-    assert "the caller's 0:16 | " in render(plan)
+    assert "caller 0:16 | " in render(plan)
     ops = [step.op for step in in_parts(plan).steps]
     assert ops.count("call") == 1 + 4
     machine = find("h200-4", None)
-    with pytest.raises(NotImplementedError, match="the caller's"):
+    with pytest.raises(NotImplementedError, match="step 'caller'"):
         simulate(plans(), machine, "queued")
 
 
@@ -300,7 +300,7 @@ def _late(at: Rank) -> Any:
 def test_rows_that_never_come_time_out() -> None:
     (failure, seconds, later), _ = run(2, _late, fresh=True)
     assert failure.type == "SignalTimeout" and seconds < 1.4, (failure, seconds)
-    for words in ("arriving", "rank 0", "the caller's", "tiled:pieces=4"):
+    for words in ("arriving", "rank 0", "step 'caller", "tiled:pieces=4"):
         assert words in failure.text
     assert failure.fields["peer"] == 1 and later.type == "SignalTimeout"
 

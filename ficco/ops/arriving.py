@@ -96,7 +96,7 @@ def arriving(
     order: str = "peer",
     pull: bool = False,
 ) -> Iterator[Arriving]:
-    """Gather the rows of all ranks around kernels of the caller's own (TileLink, section 3)::
+    """Gather the rows of all ranks around kernels of the caller's own (TileLink, section 3.2)::
 
         with ficco.arriving(a_shard) as rows:
             kernel[grid](rows.buffer, rows.words, ...)  # waits by ficco.tile.wait

@@ -71,7 +71,7 @@ class ArrivingStage(TiledGatherStage):
     """One rank's steps: own rows and copies as for a tiled product, then the caller's step. All
     rows have their place in staging, in the order of the ranks."""
 
-    op, label = "call", "the caller's"
+    op, label = "call", "caller"
 
     def _own_is_separate(self) -> bool:
         return True  # even without own rows: the caller's step must be there
