@@ -77,7 +77,7 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
+from ficco.dma.tiles import LIMIT_S, TiledStep
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Places, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels
@@ -496,13 +496,8 @@ class GpuEngine(StreamEngine):
         one, places = program.plan.steps[step], self._buffers(program)
         gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
-        spare = SHARED_SPARE if self.driver.shared else 0
         with self.driver.aside():
-            made = TiledStep(
-                self.driver.tiled(),
-                *(program.plan, one, places, gates, words, late, spare),
-                None if program.slot and program.slot.captured else self.driver.event(),
-            )
+            made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
         program.state.setdefault("before", []).append(made.prepare)
         return made
 
@@ -630,8 +625,7 @@ class GpuEngine(StreamEngine):
         slot = program.slot
         # Calls that share nothing are collectives, and traced ones are looked at step by step.
         replays = bool(slot and slot.words) and "base" not in program.state
-        # A recorded launch of tiles that wait could not come after others of this process.
-        replays = replays and self.replays and self.replayed.possible and not run.before
+        replays = replays and self.replays and self.replayed.possible
         body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
         self._carry_out(run, call, slot, flight, body)
 

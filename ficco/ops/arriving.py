@@ -120,7 +120,7 @@ def arriving(
     for ``a_shard``. The group serves no other call within the block. There is no gradient.
 
     Args:
-        a_shard: this rank's rows.
+        a_shard: this rank's rows, which copies read: do not change them within the block.
         group: the ranks, default WORLD.
         rows: rows of each rank, where their numbers differ.
         pieces: pieces per shard, or their relative sizes.
