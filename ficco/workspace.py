@@ -121,6 +121,8 @@ class Workspace:
             (:func:`ficco.arriving`).
     """
 
+    block_open = False
+
     def __init__(
         self,
         group: ProcessGroup,
@@ -141,7 +143,6 @@ class Workspace:
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
-        self.block_open = False
         self._told: tuple[str, str] | None = None  # what the peers learn of it
         self.closed = False
         self._known: dict[str | None, Known] = {}
