@@ -40,11 +40,13 @@ def gathered(at: Rank, case: Case, iteration: int, group: Any = None, **ways: An
     """One block, which finds every row of A, each once, after it has waited for it."""
     rank = at.rank if group is None else group.rank()
     shard = shard_of(case, rank, iteration, at.device)
+    if iteration % 2:  # rows with something between them
+        shard = torch.cat([shard, shard], 1)[:, : case.k]
     whole = gathered_a(case, iteration, at.device)
     rows = None if len(set(case.rows)) == 1 else list(case.rows)
     with ficco.arriving(shard, rows=rows, group=group, **ways) as arriving:
         assert arriving.buffer.shape == whole.shape and arriving.buffer.dtype == whole.dtype
-        assert arriving.words.dtype == torch.int32
+        assert arriving.buffer.is_contiguous() and arriving.words.dtype == torch.int32
         assert arriving.words.shape == (len(arriving.pieces),)
         found, seen = torch.full_like(whole, 99.0), torch.zeros(case.m, dtype=torch.int32)
         for first, last in arriving:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Call, Program
 from ficco.errors import FiccoError
-from ficco.ops.call import number_call, post_call, program_of
+from ficco.ops.call import number_call, post_call, program_of, workspace_for
 from ficco.ops.operands import (
     check_dtype,
     flat,
@@ -26,7 +26,7 @@ from ficco.ops.operate import refuse_sharded, watched
 from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
-from ficco.workspace import CachedCall, Workspace, workspace_of
+from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.
 NAME = "arriving"
@@ -60,7 +60,8 @@ class Arriving:
         self._wait: Callable[[int], None] | None = wait
 
     def wait(self, piece: int) -> None:
-        """Wait for the rows of a piece: on CPUs at once, on a GPU the current stream.
+        """Wait until the rows of a piece are there: on CPUs the caller, on a GPU the current
+        stream.
 
         Raises:
             IndexError: there is no such piece.
@@ -140,9 +141,7 @@ def arriving(
     the call off.
     """
     _check(a_shard)
-    group = process_group(group)
-    workspace = workspace_of(group, a_shard.device, NAME)
-    workspace.raise_error()
+    workspace = workspace_for(process_group(group), a_shard, "a_shard", NAME)
     try:
         begun = _begin(workspace, a_shard, rows, pieces, order, pull)
         begun.around.__enter__()
@@ -251,7 +250,8 @@ def _begin(
     post_call(workspace, cached, options, NAME)
     if known is None:
         workspace.keep(key, cached)
-    call, program = Call({"a": a}), program_of(workspace, cached)
+    program = program_of(workspace, cached)
+    call = Call({"a": a if program.slot else a.contiguous()})  # alone, the caller reads it
     return _Begun(program, call, engine.around(program, call))
 
 

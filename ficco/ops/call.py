@@ -261,9 +261,14 @@ def _workspace(
     for name, tensor in ((left_of(operator), a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    return workspace_for(group, a, left_of(operator), operator)
+
+
+def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
+    """The workspace of a call with an operand of that name."""
     if a.is_cpu and current().engine is None and str(dist.get_backend(group)) == "nccl":
         raise ValueError(
-            f"{left_of(operator)}: required a CUDA tensor for a NCCL group, got one on cpu; move "
+            f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move "
             "it to the GPU or use a gloo group"
         )
     workspace = workspace_of(group, a.device, operator)
