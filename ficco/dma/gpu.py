@@ -77,7 +77,7 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import LIMIT_S, TiledStep
+from ficco.dma.tiles import LIMIT_S, TiledStep, order
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Places, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels
@@ -158,7 +158,7 @@ class GpuEngine(StreamEngine):
         self._states: set[SlotState] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
-        self._streams = {False: Streams(driver), True: Streams(driver, "captured ")}
+        self._streams = {False: Streams(driver), True: Streams(driver, "captured")}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._read_into = 0, 0  # pinned memory for words: address and how many
         self._memory: MemorySource | None = None
@@ -579,7 +579,7 @@ class GpuEngine(StreamEngine):
         with GATE:  # until all of it is enqueued
             with self._on_device():
                 run, raw = self._enter(program, call)
-                flight = self._begin_flight(program, call, raw)
+                flight = self._begin(program, call, raw)
                 try:
                     enqueue_first(run, call)
                 except BaseException:
@@ -621,16 +621,29 @@ class GpuEngine(StreamEngine):
 
     def _execute(self, program: Program, call: Call) -> None:
         run, raw = self._enter(program, call)
-        flight = self._begin_flight(program, call, raw)
-        slot = program.slot
+        if not run.before:
+            return self._enqueue(program, run, call, raw)
+        with self.driver.aside():
+            for prepare in run.before:
+                prepare(call)
+        turn = order(self.driver)
+        with turn.lock:
+            turn.begin(raw)
+            self._enqueue(program, run, call, raw, replays=not turn.elsewhere)
+
+    def _enqueue(
+        self, program: Program, run: Run, call: Call, raw: int, replays: bool = True
+    ) -> None:
+        """Enqueue a call on a stream of the caller; with ``replays``, as it was recorded, if so."""
+        slot, flight = program.slot, self._begin(program, call, raw)
         # Calls that share nothing are collectives, and traced ones are looked at step by step.
-        replays = bool(slot and slot.words) and "base" not in program.state
+        replays = replays and bool(slot and slot.words) and "base" not in program.state
         replays = replays and self.replays and self.replayed.possible
         body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
         self._carry_out(run, call, slot, flight, body)
 
     def _enter(self, program: Program, call: Call) -> tuple[Run, int]:
-        """Let a call begin on the caller's stream, which is returned as PyTorch calls it."""
+        """What a call needs to run on the caller's stream, which PyTorch calls as returned."""
         slot = program.slot
         key = self.driver.caller(), bool(slot and slot.captured)
         lanes = self._lanes.get(key)
@@ -640,18 +653,14 @@ class GpuEngine(StreamEngine):
                 lanes = self._lanes[key] = Lanes(self.driver, caller, self._streams[key[1]])
         call.state = lanes
         run = program.state.get("run") or self._run(program)
-        if run.before:
-            with self.driver.aside():
-                for prepare in run.before:
-                    prepare(call)
-        if slot is not None and slot.words and (retired := slot.state.retired) is not None:
-            # The words are at rest again, which a call on this stream does not know by itself.
-            retired.hold(lanes["compute0"])
         return run, key[0]
 
-    def _begin_flight(self, program: Program, call: Call, raw: int) -> Flight | None:
-        """Tell the watchdog that a call begins, if that is told by events."""
+    def _begin(self, program: Program, call: Call, raw: int) -> Flight | None:
+        """Let a call begin, and tell the watchdog so if that is told by events."""
         slot = program.slot
+        if slot is not None and slot.words and (retired := slot.state.retired) is not None:
+            # The words are at rest again, which a call on this stream does not know by itself.
+            retired.hold(call.state["compute0"])
         if slot is None or not isinstance(watch := slot.state.watch, Flights):
             return None
         return watch.begin(slot.number(program), raw, call.state["compute0"])
