@@ -51,7 +51,7 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-class Order:
+class LaunchOrder:
     """How the launches of this process follow each other on a device. Two that wait at a time could
     keep the processors from the work that a peer waits for, while that one's launch waits for this
     rank. Launches of one stream follow each other anyway; those of graphs that others capture may
@@ -88,15 +88,15 @@ class Order:
 
 
 #: By device. Steps keep them.
-_orders: WeakValueDictionary[int, Order] = WeakValueDictionary()
+_orders: WeakValueDictionary[int, LaunchOrder] = WeakValueDictionary()
 
 
-def order(driver: Driver) -> Order:
+def order(driver: Driver) -> LaunchOrder:
     """That of a driver's device."""
     found = _orders.get(driver.index)
     if found is None:
         with driver.aside():
-            found = _orders.setdefault(driver.index, Order(driver))
+            found = _orders.setdefault(driver.index, LaunchOrder(driver))
     return found
 
 

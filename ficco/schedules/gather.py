@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 
 from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
@@ -43,18 +44,19 @@ class _Staging:
     """The places of one receiver's units when it multiplies them.
 
     Units of its peers land in staging. Its own units are copied there if they share a step with
-    those. Every row of the gathered A has its place in staging, except the rank's own shard if that
-    has a product of its own. In a ring, landing groups use the stages in turn, and the units of a
-    group are side by side.
+    those, or if ``own_lands``. Otherwise the rank's own shard has a product of its own, and every
+    other row of the gathered A its place in staging. In a ring, landing groups use the stages in
+    turn, and the units of a group are side by side.
     """
 
-    def __init__(self, arrivals: Arrivals, operand: str, buffer: str) -> None:
+    def __init__(self, arrivals: Arrivals, operand: str, buffer: str, own_lands: bool) -> None:
         problem, schedule, rank = arrivals.problem, arrivals.schedule, arrivals.rank
         self.arrivals, self.operand, self.buffer = arrivals, operand, buffer
         self.by_columns = schedule.dims == 2
         own, whole = problem.block(rank, rank), problem.product_rows(rank)
-        self.own_rows_absent = 0 if schedule.uniform and schedule.grouping == "fused" else own
-        self.rows = whole - self.own_rows_absent if whole > own else 0
+        shared = schedule.uniform and schedule.grouping == "fused"
+        self.own_rows_absent = 0 if own_lands or shared else own
+        self.rows = whole - self.own_rows_absent if own_lands or whole > own else 0
         self.cols = problem.k
         self.stages = 0
         #: By group, the previous and the next group in its stage of the ring.
@@ -141,6 +143,7 @@ class GatherWorld(World):
         scales: tuple[Buffer, Buffer] | None = None,
         suffix: str = "",
         packs_columns: bool = False,
+        own_lands: bool = False,
     ) -> None:
         super().__init__(problem, schedule, words, operands, suffix)
         self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(self.world)]
@@ -149,13 +152,15 @@ class GatherWorld(World):
         per_pair = max(terms, 2)
         self.data = words.block(per_pair)  # pull uses two of the words: for valid and done
         self.room = words.block(per_pair)  # of a ring
-        tiled = schedule.grouping == "tiled"
-        self.fetched = words.block(terms * (tiled and schedule.pull))  # of copies by the rank
+        self.tiled = schedule.grouping == "tiled"
+        self.arrived = words.block(terms * self.tiled)  # of its pieces, as they arrive
         name = "staging" + suffix
-        self.landing = [_Staging(arrivals, self.a.name, name) for arrivals in self.arrivals]
+        self.landing = [
+            _Staging(arrivals, self.a.name, name, own_lands) for arrivals in self.arrivals
+        ]
         needed = max(staging.rows for staging in self.landing) * problem.k * self.a.itemsize
         if cap is not None and needed > cap:
-            if tiled:
+            if self.tiled:
                 raise StagingTooSmall(_too_small(needed, "all pieces", self, cap), needed)
             self._make_rings(cap)
         self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
@@ -213,11 +218,27 @@ class GatherWorld(World):
                 sender, receiver, block = waiter, poster, self.room
             first = block.first(poster)
             rows = self.arrivals[receiver].rows(sender)
+            words: Sequence[int] = range(first, first + len(rows))
+            if self.tiled:
+                words = self.words_in_turn[receiver][sender]
             self._of_units[kind, poster, waiter] = [
-                new(Signal, (kind, poster, waiter, slot, first + slot, row, row_stop))
-                for slot, (row, row_stop) in enumerate(rows)
+                new(Signal, (kind, poster, waiter, slot, word, row, row_stop))
+                for slot, (word, (row, row_stop)) in enumerate(zip(words, rows, strict=True))
             ]
         return self._of_units[kind, poster, waiter]
+
+    @cached_property
+    def words_in_turn(self) -> list[dict[int, list[int]]]:
+        """By receiver and peer, the words of the peer's units. Those of a receiver follow each
+        other in the order in which it expects the units."""
+        found = []
+        for arrivals in self.arrivals:
+            words: dict[int, list[int]] = {peer: [] for peer in range(self.world)}
+            units = chain.from_iterable(arrivals.by_group)
+            for word, unit in enumerate(units, start=self.arrived.base):
+                words[unit.peer].append(word)
+            found.append(words)
+        return found
 
 
 def _too_small(needed: int, of: str, world: World, cap: int) -> str:
