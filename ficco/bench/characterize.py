@@ -82,8 +82,11 @@ class LossBench:
         each = settings.seconds * (1 - COMMUNICATION_SHARE) / max(len(settings.cases), 1)
         actions = {"communication": (self.communication, settings.seconds * COMMUNICATION_SHARE)}
         actions |= {case.name: (partial(self.shape, case), each) for case in settings.cases}
+        left = settings.seconds
         for number, (name, (action, seconds)) in enumerate(actions.items()):
-            with bar(console, f"[{number + 1}/{len(actions)}] {name}", len(actions), number):
+            title = f"[{number + 1}/{len(actions)}] {name}, about {left:.0f} s left"
+            left -= seconds
+            with bar(console, title, len(actions), number):
                 rows = self.attempt(name, partial(action, seconds))
             yield rows
             for row in rows:
