@@ -94,6 +94,10 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                 **{name: getattr(step, name) for name in ("op", "lane", "label", "after")},
                 "waits": [signal.name for signal in step.waits],
                 "posts": [signal.name for signal in step.posts],
+                **{
+                    key: [{"signal": one.name, "rows": (one.first, one.last)} for one in signals]
+                    for key, signals in (("gates", step.gates), ("announces", step.announces))
+                },
                 "transfer": step.transfer and _plain(step.transfer[:2]),
                 "products": _plain(step.products),
                 "reduction": _plain(step.reduction),

@@ -394,14 +394,14 @@ _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 class Streams(dict[str, Stream]):
     """Streams by lane, each made when first asked for. Several callers may take turns on them."""
 
-    def __init__(self, driver: Driver, prefix: str = "") -> None:
-        """``prefix``: of the names of streams that graphs capture."""
+    def __init__(self, driver: Driver, mode: str = "") -> None:
+        """``mode``: empty for eager calls, else what is done to these: captured, or recorded."""
         super().__init__()
-        self._driver, self._prefix, self.captured = driver, prefix, bool(prefix)
+        self._driver, self.mode = driver, mode
 
     def __missing__(self, lane: str) -> Stream:
         with self._driver.aside():
-            made = self[lane] = self._driver.stream_for(self._prefix + lane)
+            made = self[lane] = self._driver.stream_for(f"{self.mode} {lane}")
         return made
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -237,6 +238,11 @@ class TileRates:
         split = 1.5 if b_rows and (n * 2 % 128 or tiling.bn * 2 % 128) else 1.0
         return (tiling.rows + tiling.columns * split) * BK * 2 * clusters / self.bytes_per_s
 
+    def cuts(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> bool:
+        """Whether tiles may be cut: not where rows of B are loaded as fast as they can be. Pieces
+        at different k share fewer loads, and 128 columns took 27 % longer than predicted."""
+        return not b_rows or self._loads(tiling, n, b_rows, clusters) < self.multiply[tiling]
+
     def costs(self, tiling: Tiling, n: int, k: int, b_rows: bool, clusters: int) -> TileCosts:
         """With so many clusters at work; ``b_rows`` if B is given with contiguous rows."""
         loads = self._loads(tiling, n, b_rows, clusters)
@@ -309,7 +315,8 @@ class _Group:
         return block[order], column[order]
 
 
-def _groups(work: Work, tiling: Tiling, each: float) -> list[_Group]:
+@lru_cache(maxsize=64)
+def _groups(work: Work, tiling: Tiling, each: float) -> tuple[_Group, ...]:
     """In the order in which they begin: by what arrives first, then by what is announced first, if
     at all.
 
@@ -339,20 +346,13 @@ def _groups(work: Work, tiling: Tiling, each: float) -> list[_Group]:
     order = np.lexsort((announced, turn))
     every, announced, turn = every[order], announced[order], turn[order]
     starts = np.flatnonzero(np.diff(turn) | np.diff(announced)) + 1
-    return [_Group(_ps(opens[of[:, 3].max() + 1]), of, columns) for of in np.split(every, starts)]
+    split = np.split(every, starts)
+    return tuple(_Group(_ps(opens[of[:, 3].max() + 1]), of, columns) for of in split)
 
 
 def _ps(seconds: float) -> int:
     """Times are added as integers, so that equal ones stay equal."""
     return round(seconds * 1e12)
-
-
-class _Share(NamedTuple):
-    """Steps [k0, k0 + kn) of a tile on the cluster at a place in the order of those free first."""
-
-    place: int
-    k0: int
-    kn: int
 
 
 class _Plan:
@@ -412,39 +412,47 @@ class _Plan:
 
     def _cut(self, tiles: Sequence[tuple[int, int]], opens: int) -> None:
         """Spread fewer tiles than there are clusters over all of them."""
-        ordered = np.argsort(self.free, kind="stable")
-        shares = self._shares(len(tiles), np.maximum(self.free[ordered], opens))
-        if all(len(pieces) == 1 for pieces in shares):
-            return self._whole(np.array(tiles).T, opens)
-        order = ordered.tolist()
-        free, count = np.maximum(self.free, opens).tolist(), self.count.tolist()
-        placed = []
+        count, order = len(tiles), np.argsort(self.free, kind="stable")
         # The first piece is the owner's, which waits for the others. No cluster of another piece
         # owns one, so that no circle of owners waits.
-        for tile, pieces in zip(tiles, shares, strict=True):
-            others, written = len(pieces) - 1, 0
-            for index, piece in reversed([*enumerate(pieces)]):
-                cluster = order[piece.place]
-                free[cluster] += piece.kn * self.step
-                self.busy += piece.kn * self.step
-                if index:
-                    free[cluster] += self.write
-                    written = max(written, free[cluster])
-                else:
-                    free[cluster] = max(free[cluster], written) + self.tile + others * self.add
-                cut = self.tiles, self.slots + max(0, index - 1), 0 if index else others
-                placed.append(
-                    (*tile, cluster, count[cluster], piece.k0, piece.kn)
-                    + (cut if others else (-1, 0, 0))
+        tile, place, k0, kn = self._pieces(count, np.maximum(self.free[order], opens))
+        if len(tile) == count:
+            return self._whole(np.array(tiles).T, opens)
+        cluster, work = order[place], kn * self.step
+        self.busy += int(work.sum())
+        first = np.diff(place, prepend=-1) > 0
+        start = np.flatnonzero(first)[np.cumsum(first) - 1]  # of the same cluster
+        turn, written = np.arange(len(tile)) - start, np.cumsum(work + self.write)
+        written -= (written - work - self.write)[start]
+        over = np.maximum(self.free[cluster], opens) + written
+        last = np.zeros(count, np.int64)
+        np.maximum.at(last, tile[count:], over[count:])
+        others = np.bincount(tile, minlength=count) - 1
+        mine = np.maximum(over[:count] - self.write, last) + self.tile + others * self.add
+        self.free[cluster[count:]] = over[count:]
+        self.free[cluster[:count]] = mine
+        # Slots of a tile follow each other, in the order of its pieces.
+        rank, by_tile = np.empty_like(tile), np.argsort(tile, kind="stable")
+        rank[by_tile] = np.arange(len(tile)) - np.repeat(np.cumsum(others) - others, others + 1)
+        rank -= tile  # each tile before has an owner, too
+        slot = self.slots + (np.cumsum(others) - others)[tile] + np.maximum(rank - 1, 0)
+        self.placed.append(
+            np.stack(
+                (
+                    *np.array(tiles).T[:, tile],
+                    *(cluster, self.count[cluster] + turn, k0, kn),
+                    *(self.tiles + tile, slot, np.where(rank, 0, others[tile])),
                 )
-                count[cluster] += 1
-            self.slots += others
-            self.tiles += others > 0
-        self.placed.append(np.array(placed).T)
-        self.free, self.count = np.array(free), np.array(count)
+            )
+        )
+        self.count += np.bincount(cluster, minlength=self.clusters)
+        self.slots += int(others.sum())
+        self.tiles += count
 
-    def _shares(self, count: int, starts: npt.NDArray[np.int64]) -> list[list[_Share]]:
-        """Of each tile its pieces, sized so that all end at the same time.
+    def _pieces(self, count: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of ``count`` tiles the pieces, sized so that all end at the same time: for each the tile,
+        the place of its cluster in the order of those that are free first, k0 and kn. The first
+        piece of each tile comes first; those of one cluster follow each other.
 
         Clusters that share rows or columns read them at the same time only if pieces begin and end
         at the same k in all tiles: where they do not, L2 is read so much more that products take up
@@ -474,8 +482,9 @@ class _Plan:
         _, helpers, lengths = min(options)
         parts, tail = len(lengths), round(steps - sum(lengths)) if helpers else 0
         ends = [0, *(round(sum(lengths[: p + 1])) for p in range(parts - 1)), steps - tail]
-        shares = [
-            [_Share(p * count + tile, ends[p], ends[p + 1] - ends[p]) for p in range(parts)]
+        pieces = [
+            (tile, p * count + tile, ends[p], ends[p + 1] - ends[p])
+            for p in range(parts)
             for tile in range(count)
         ]
         total, low = count * tail, 0
@@ -486,9 +495,9 @@ class _Plan:
             while low < high:
                 tile, begin = divmod(low, tail)
                 kn = min(high - low, tail - begin)
-                shares[tile].append(_Share(parts * count + helper, steps - tail + begin, kn))
+                pieces.append((tile, parts * count + helper, steps - tail + begin, kn))
                 low += kn
-        return shares
+        return np.array(pieces).T
 
     def listed(self) -> TileList:
         items = np.zeros((int(self.count.max()) + 1, self.clusters, ITEM_INTS), np.int32)
@@ -528,7 +537,7 @@ def _candidates(
         clusters = processors // tiling.blocks
         tiles = sum(-(-rows // tiling.rows) for rows in work.rows) * -(-work.n // tiling.columns)
         firsts = set()
-        for cut in Cut:
+        for cut in Cut if rates.cuts(tiling, work.n, b_rows, clusters) else [Cut.NONE]:
             active = min(clusters, tiles) if cut is Cut.NONE else clusters
             costs = rates.costs(tiling, work.n, work.k, b_rows, active)
             each, left, busy = -(-work.k // BK) * costs.step + costs.tile, tiles, 0.0

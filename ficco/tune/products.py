@@ -26,6 +26,8 @@ from ficco.workspace import workspace_of
 HEAT_SHARE = 0.1
 #: Columns of what the product whose tiles wait can address are multiples of this.
 TMA = 8
+#: Rows and columns of its tiles (ficco/tiled/worklist.py); two blocks of 128 rows can share loads.
+TILES = (128, 256), (128, 160, 192, 224, 256)
 #: Seconds for each kind of product where the rest of a machine is not measured.
 REFIT_S = 5.0
 #: As many rounds as fit into the seconds.
@@ -61,11 +63,12 @@ def tiled(site: Site) -> Gemm | None:
     shapes = [one for one in site.effort.gemms if one.plain and not (one.n % TMA or one.k % TMA)]
     heat = fits.Heat(gemm.burst, gemm.sustained, 0.0)
     measured = samples(site, shapes, row, heat)
-    return fitted(site, measured, heat, "burst and sustained as of gemm", peak=gemm.peak)
+    known = {"tiles": TILES, "peak": gemm.peak}
+    return fitted(site, measured, heat, "burst and sustained as of gemm", **known)
 
 
 def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **known: Any) -> Gemm:
-    """The model of products that take so long, of which ``known`` is what a fit begins with."""
+    """The model of products that take so long, from what is ``known`` of them."""
     model = fit(measured, units=units(site), **known)
     error = errors(model, measured)
     errs = f"{error.median:.1%} median, {error.mean:.1%} mean, {error.worst:.1%} worst"
