@@ -121,10 +121,7 @@ class _Staging:
 
 class GatherWorld(World):
     """What all ranks know: who sends what when, where it lands, and by which words that is
-    signalled.
-
-    ``scales`` are those of the rows of a, which travel with them, and of the columns of b.
-    """
+    signalled."""
 
     def __init__(
         self,
@@ -133,7 +130,6 @@ class GatherWorld(World):
         words: WordAllocator,
         cap: int | None = None,
         operands: tuple[Buffer, Buffer, Buffer] | None = None,
-        scales: tuple[Buffer, Buffer] | None = None,
         suffix: str = "",
         packs_columns: bool = False,
     ) -> None:
@@ -154,17 +150,6 @@ class GatherWorld(World):
         self.source = self.a  # where copies read
         if self.world > 1:
             self._add_slot_buffers(packs_columns)
-        self.scales = scales
-        self.scale_of: dict[str, str] = {}  # by buffer with rows of a, the one with their scales
-        if scales is not None:
-            # Each buffer in which rows of a lie has a counterpart for their scales.
-            scale, self.scale_of = scales[0], {self.a.name: scales[0].name}
-            for one in list(self.buffers):
-                name, shapes = (
-                    f"{one.name} {scale.name}",
-                    tuple((rows, 1) for rows, _ in one.shapes),
-                )
-                self.scale_of[one.name] = self.buffer(name, scale, shapes, leaves=one.leaves).name
         self.product = self.out  # where products go
         if (self.partial or problem.kind.inner) and self.out.itemsize < 4:
             self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
@@ -315,40 +300,12 @@ class GatherStage(Stage):
             for unit, name, room, signal, source, region in pieces:
                 move, label = new(Transfer, (source, region, 0, "")), f"{name}>{target}"
                 copy = Step("copy", lane, label, room, (signal,), transfer=move, mover=mover)
-                copies[unit.group] += self._with_scales(copy, unit)
+                copies[unit.group].append(copy)
         return copies
 
     def _pulls(self) -> list[list[Step]]:
-        return [
-            [
-                step
-                for unit in units
-                if unit.peer != self.me
-                for step in self._with_scales(self._pull(unit), unit)
-            ]
-            for units in self.groups
-        ]
-
-    def _with_scales(self, copy: Step, unit: Unit) -> list[Step]:
-        """A copy of rows after that of their scales, so that its signal is for both."""
-        if self.world.scales is None or copy.transfer is None:
-            return [copy]
-        if self.schedule.dims == 2 and unit.ordinal:  # they came with the first columns
-            return [copy]
-        ends = Transfer(self._scale(copy.transfer.src), self._scale(copy.transfer.dst))
-        first = copy._replace(label=f"scale {copy.label}", posts=(), transfer=ends)
-        return [first, copy._replace(waits=())]
-
-    def _scale(self, region: Region) -> Region:
-        """The scales of rows of a, wherever those are."""
-        return region._replace(buffer=self.world.scale_of[region.buffer], col=0, col_stop=1)
-
-    def _scales(self, region: Region) -> tuple[Region, ...]:
-        """The scales of a product with these rows of a."""
-        if self.world.scales is None:
-            return ()
-        right = self.world.scales[1].name
-        return self._scale(region), Region(right, self.me, 0, 1, 0, self.problem.n)
+        me = self.me
+        return [[self._pull(unit) for unit in units if unit.peer != me] for units in self.groups]
 
     def _pull(self, unit: Unit) -> Step:
         peer, ordinal, *_ = unit
@@ -422,11 +379,7 @@ class GatherStage(Stage):
         if world.source is world.a or not self.problem.left_rows(self.me):
             return ()
         here, there = (Region(name, self.me, *whole) for name in (world.a.name, world.source.name))
-        ends = [Transfer(here, there)]
-        if world.scales is not None:
-            ends.append(Transfer(self._scale(here), self._scale(there)))
-        steps = (Step("place", "compute0", "publish", transfer=each) for each in ends)
-        return tuple(map(self.add, steps))
+        return (self.add(Step("place", "compute0", "publish", transfer=Transfer(here, there))),)
 
     def _close_pull(self) -> None:
         for lane, peers in self.builder.copy_lanes():
@@ -452,7 +405,7 @@ class GatherStage(Stage):
     def _own_product(self) -> Product:
         rows, n, src = self._block(self.me, self.me), self.problem.n, self._own_rows()
         out = Region(self.world.out.name, self.me, *rows, 0, n)
-        return Product(src, self._right(0, self.problem.k, 0, n), out, scales=self._scales(src))
+        return Product(src, self._right(0, self.problem.k, 0, n), out)
 
     def _own_rows(self) -> Region:
         """The rank's own rows in its operand."""
@@ -507,11 +460,9 @@ class GatherStage(Stage):
     @cached_property
     def own_in_group(self) -> dict[int, list[Unit]]:
         """The rank's own units by group, for groups that hold units of peers, too."""
-        own = self.mine.units(self.me) if self.me in self.mine.set_of else []
-        units_of: dict[int, list[Unit]] = {}
-        for unit in own:
-            units_of.setdefault(unit.group, []).append(unit)
-        return {group: us for group, us in units_of.items() if len(us) < len(self.groups[group])}
+        own = [[unit for unit in units if unit.peer == self.me] for units in self.groups]
+        shared = zip(own, self.groups, strict=True)
+        return {i: some for i, (some, units) in enumerate(shared) if 0 < len(some) < len(units)}
 
     def _place_own(self, group: int, lane: str) -> None:
         """Copy the rank's own units next to those of its peers."""
@@ -519,11 +470,8 @@ class GatherStage(Stage):
         used = () if before is None else (self.last_use[before],)
         after = tuple(i for i in used if self.steps[i].lane != lane)
         for unit in self.own_in_group[group]:
-            there = self.regions[self.me][unit.ordinal]
-            here = self.shard[unit.ordinal]
+            here, there = self.shard[unit.ordinal], self.regions[self.me][unit.ordinal]
             self._place(lane, here, there, after)
-            if self.world.scales is not None and (self.schedule.dims == 1 or not unit.ordinal):
-                self._place(lane, self._scale(here), self._scale(there), after)
 
     def _products(self, group: int) -> tuple[Product, ...]:
         return merged(self.products[group])
@@ -541,8 +489,7 @@ class GatherStage(Stage):
         for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
             first, last = (start, stop) if by_columns else (0, k)
             out = new(Region, (buffer, me, row, row_stop, 0, n))
-            right, scales = self._right(first, last, 0, n), self._scales(a)
-            products.append(Product(a, right, out, adds and ordinal > 0, scales=scales))
+            products.append(Product(a, self._right(first, last, 0, n), out, adds and ordinal > 0))
         return products
 
     def completed(self, group: int) -> Iterable[Rows]:
