@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, cached_property
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-from weakref import ref
 
 from ficco.plan.model import Plan, Planned, Region, Signal, Step, Transfer
 from ficco.problem import Problem
@@ -20,16 +18,23 @@ Shapes = tuple[tuple[int, int], ...]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
-def remembered(method: Callable[Concatenate[Any, P], R]) -> cached_property[Callable[P, R]]:
+def remembered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """A method whose results its object keeps, by the arguments, which are positional."""
+    name = f"results of {method.__name__}"
 
-    def bound(this: Any) -> Any:
-        weakly = ref(this)  # a circle would leave the object to the garbage collector
-        return cache(lambda *given: method(weakly(), *given))  # type: ignore[call-arg]
+    def remembering(this: S, /, *given: P.args, **named: P.kwargs) -> R:
+        results: dict[object, R] | None = this.__dict__.get(name)
+        if results is None:
+            results = this.__dict__[name] = {}
+        elif given in results:
+            return results[given]
+        result = results[given] = method(this, *given, **named)
+        return result
 
-    return cached_property(bound)
+    return remembering
 
 
 class Block(NamedTuple):

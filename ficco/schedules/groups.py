@@ -118,6 +118,7 @@ class Groups:
         block: rows of a peer's shard or block.
         sets: sets of ranks whose pieces share groups.
         set_of, place_in_set: by rank, its set and its place there.
+        cuts: by rank, the pieces of its shard or block, along the dimension that is cut.
         rounds: most pieces of any shard or block.
         group_count: number of groups.
         tail: number of groups that the last one is cut into; fewer than asked for if its pieces are
@@ -139,18 +140,15 @@ class Groups:
         self.sets = [s for s in sets if s]
         self.set_of = {peer: i for i, s in enumerate(self.sets) for peer in s}
         self.place_in_set = {peer: i for s in self.sets for i, peer in enumerate(s)}
-        self.rounds = max((len(self.cuts(p)) for s in self.sets for p in s), default=0)
+        pieces = {rows: self._cut(rows) for rows in set(map(block, self.set_of))}
+        self.cuts = {peer: pieces[block(peer)] for peer in self.set_of}
+        self.rounds = max(map(len, pieces.values()), default=0)
         self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
-        ends = [self.cuts(p)[-1] for p in self.sets[-1] if self.cuts(p)] if self.sets else []
-        self.tail = max((len(cut(b - a, tail)) for a, b in ends), default=1) or 1
+        ends = [self.cuts[peer][-1] for s in self.sets[-1:] for peer in s if self.cuts[peer]]
+        self.tail = max((len(cut(n, tail)) for n in {b - a for a, b in ends}), default=1) or 1
         self.group_count = self.regular + (self.tail - 1 if self.regular else 0)
 
-    def cuts(self, peer: int) -> list[tuple[int, int]]:
-        """Pieces of a peer's shard or block, along the dimension that is cut."""
-        return self._cuts(self.block(peer))
-
-    @remembered
-    def _cuts(self, rows: int) -> list[tuple[int, int]]:
+    def _cut(self, rows: int) -> list[tuple[int, int]]:
         length = rows if self.schedule.dims == 1 else self.columns
         whole = [(0, length)]  # without columns there is still a product: zeros
         pieces = cut(length, self.schedule.pieces or self.problem.world) or whole
@@ -164,7 +162,7 @@ class Groups:
             first, stride = first * self.rounds, 1
         units = [
             new(Unit, (peer, i, start, stop, first + i * stride))
-            for i, (start, stop) in enumerate(self.cuts(peer))
+            for i, (start, stop) in enumerate(self.cuts[peer])
         ]
         if self.tail > 1 and units and units[-1].group == self.regular - 1:
             units += finer(units.pop(), self.schedule.tail)
@@ -172,7 +170,7 @@ class Groups:
 
     def count(self, peer: int) -> int:
         """How many units a peer has."""
-        return len(self.cuts(peer) if self.tail == 1 else self.units(peer))
+        return len(self.cuts[peer] if self.tail == 1 else self.units(peer))
 
     def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
         """The region of a unit in a buffer in which its block begins at a row."""

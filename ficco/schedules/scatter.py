@@ -405,8 +405,9 @@ class ScatterStage(Stage):
                 continue
             terms.append(1 << rank)
         reduction = Reduction(tuple(parts), tuple(terms), self.results[unit.ordinal])
-        step = Step("reduce", REDUCE_LANE, f"sum {unit.ordinal}", tuple(waits), reduction=reduction)
-        return self.add(step._replace(after=tuple(dict.fromkeys(after))))
+        label, once = f"sum {unit.ordinal}", tuple(dict.fromkeys(after))
+        step = Step("reduce", REDUCE_LANE, label, tuple(waits), after=once, reduction=reduction)
+        return self.add(step)
 
     def _gather_blocks(self) -> None:
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
@@ -437,11 +438,12 @@ class ScatterStage(Stage):
 
     def _send_back(self, unit: Unit, summed: int) -> None:
         source, everyone = self.results[unit.ordinal], _all(self.problem.world)
+        mover = self.schedule.mover
         for peer, lane in self.lane_of.items():
             move = Transfer(source, self.world.returning(self.me, peer, unit), everyone)
             posts = (self.world.of_units("summed", self.me, peer, self.me)[unit.ordinal],)
-            step = Step("copy", lane, f"sum {unit.ordinal}>{peer}", (), posts, transfer=move)
-            self.add(step._replace(after=(summed,), mover=self.schedule.mover))
+            label = f"sum {unit.ordinal}>{peer}"
+            self.add(Step("copy", lane, label, (), posts, (), (summed,), move, mover=mover))
 
     def _return(self) -> None:
         """Copy the sums of the peers to their places, in order of arrival."""
