@@ -125,11 +125,14 @@ class Watchdog:
         plan = program and program.plan
         missing = engine.missing(slot, program) if program else None
         signal = missing.signal if missing else None
+        step = plan.steps[missing.step] if plan and missing else None
+        if step and signal in step.gates:  # the piece that did not come
+            step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
         return SignalTimeout(
             operator=plan.problem.operator if plan else engine.operator,
             rank=engine.rank,
             peer=signal.poster if signal else None,
-            step=step_name(plan.steps[missing.step]) if plan and missing else "unknown",
+            step=step_name(step) if step else "unknown",
             schedule=plan.schedule if plan else "unknown",
             seconds=seconds,
             wanted=missing.wanted if missing else None,

@@ -255,6 +255,11 @@ class Driver(ABC):
     def capture_id(self, stream: Any) -> int:
         """Number of the capture that a stream is in, 0 if none."""
 
+    def external(self, event: Event) -> Event | None:
+        """The same event for graphs: recorded, or waited for, whenever one that captured that is
+        launched. None if the vendor's graphs cannot do so."""
+        return None
+
     def on_lane(self, lane: str, op: Op) -> Op:
         """The operation, with what PyTorch does in it ordered on a lane."""
         if lane == "compute0":
@@ -389,13 +394,14 @@ _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 class Streams(dict[str, Stream]):
     """Streams by lane, each made when first asked for. Several callers may take turns on them."""
 
-    def __init__(self, driver: Driver, prefix: str = "") -> None:
+    def __init__(self, driver: Driver, mode: str = "") -> None:
+        """``mode``: empty for eager calls, else what is done to these: captured, or recorded."""
         super().__init__()
-        self._driver, self._prefix = driver, prefix
+        self._driver, self.mode = driver, mode
 
     def __missing__(self, lane: str) -> Stream:
         with self._driver.aside():
-            made = self[lane] = self._driver.stream_for(self._prefix + lane)
+            made = self[lane] = self._driver.stream_for(f"{self.mode} {lane}")
         return made
 
 

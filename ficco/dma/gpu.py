@@ -65,7 +65,7 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, multiply
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
+from ficco.dma.tiles import LIMIT_S, TiledStep, order
 from ficco.dma.watch import MAX_WATCHED, Flights, Places, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels import MAX_PARTS, Kernels
@@ -146,7 +146,7 @@ class GpuEngine(StreamEngine):
         self._states: set[SlotState] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
-        self._streams = {False: Streams(driver), True: Streams(driver, "captured ")}
+        self._streams = {False: Streams(driver), True: Streams(driver, "captured")}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._read_into = 0, 0  # pinned memory for words: address and how many
         self._memory: MemorySource | None = None
@@ -484,13 +484,7 @@ class GpuEngine(StreamEngine):
         one, places = program.plan.steps[step], self._buffers(program)
         gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
-        spare = SHARED_SPARE if self.driver.shared else 0
-        with self.driver.aside():
-            made = TiledStep(
-                self.driver.tiled(),
-                *(program.plan, one, places, gates, words, late, spare),
-                None if program.slot and program.slot.captured else self.driver.event(),
-            )
+        made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
         program.state.setdefault("before", []).append(made.prepare)
         return made
 
@@ -576,10 +570,20 @@ class GpuEngine(StreamEngine):
                 lanes = self._lanes[key] = Lanes(self.driver, caller, self._streams[key[1]])
         call.state = lanes
         run = program.state.get("run") or self._run(program)
-        if run.before:
-            with self.driver.aside():
-                for prepare in run.before:
-                    prepare(call)
+        if not run.before:
+            return self._enqueue(program, run, call, key[0])
+        for prepare in run.before:
+            prepare(call)
+        turn = order(self.driver)
+        with turn.lock:
+            turn.begin(key[0])
+            self._enqueue(program, run, call, key[0], replays=not turn.elsewhere)
+
+    def _enqueue(
+        self, program: Program, run: Run, call: Call, raw: int, replays: bool = True
+    ) -> None:
+        """Enqueue a call on a stream of the caller; with ``replays``, as it was recorded, if so."""
+        slot, lanes = program.slot, call.state
         if slot is None:
             return enqueue(run, call)
         state: SlotState = slot.state
@@ -588,13 +592,12 @@ class GpuEngine(StreamEngine):
             state.retired.hold(lanes["compute0"])
         if isinstance(state.watch, Watch):
             return self._by_words(run, call, slot, state, state.watch)
-        flight = state.watch.begin(slot.number(program), key[0], lanes["compute0"])
+        flight = state.watch.begin(slot.number(program), raw, lanes["compute0"])
         try:
             # Calls that share nothing are collectives, and traced ones are looked at step by step.
-            replays = bool(slot.words) and "base" not in program.state
-            # A recorded launch of tiles that wait could not come after others of this process.
-            replays = replays and self.replays and self.replayed.possible and not run.before
-            self._by_events(run, call, key[0], state, replays)
+            replays = replays and bool(slot.words) and "base" not in program.state
+            replays = replays and self.replays and self.replayed.possible
+            self._by_events(run, call, raw, state, replays)
             # What peers are told is no business of the caller's stream.
             state.watch.end(flight, lanes["sync" if run.tail else "compute0"])
             state.retired = flight.after

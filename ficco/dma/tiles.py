@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ficco.accelerator import gpu
 from ficco.dma.buffers import Buffers
-from ficco.dma.driver import Event
+from ficco.dma.driver import Driver, Lanes
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
 from ficco.tiled.worklist import RowSpan, Work
 
 if TYPE_CHECKING:  # it needs cuda-bindings
-    from ficco.tiled.kernel import TiledLaunch, TiledProducts
+    from ficco.tiled.kernel import TiledLaunch
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
 #: Tiles go in the order of arrival in any case; this says which of them are worth cutting.
@@ -53,8 +54,52 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-#: By device, the latest launch of this process: what it is over with, and its stream.
-_latest: dict[int, tuple[Event, Any]] = {}
+class Order:
+    """How the launches of this process follow each other on a device. Two that wait at a time could
+    keep the processors from the work that a peer waits for, while that one's launch waits for this
+    rank. Launches of one stream follow each other anyway; those of graphs that others capture may
+    come on any.
+
+    Attributes:
+        lock: held from :meth:`begin` until the call is enqueued.
+        elsewhere: the launches before may be on another stream than the next one.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.lock, self.elsewhere = threading.RLock(), False
+        self._over = driver.event()
+        self._external = driver.external(self._over)
+        self._stream: int | None = None
+        self._captured = False
+
+    def begin(self, stream: int) -> None:
+        """A call on a stream, as PyTorch calls it, is about to be enqueued."""
+        self.elsewhere = self._captured or self._stream not in (None, stream)
+        self._stream = stream
+
+    def launch(self, launch: Callable[[], None], lanes: Lanes) -> None:
+        """Launch behind those before. Within a recording, which is replayed only where no launch is
+        elsewhere, what comes behind can wait for this one."""
+        mode, stream = lanes.streams.mode, lanes["compute0"]
+        event = self._external if mode else self._over
+        self._captured |= mode == "captured"
+        if event is not None and (mode == "captured" or (self.elsewhere and not mode)):
+            event.hold(stream)
+        launch()
+        if event is not None:
+            event.record(stream)
+
+
+#: By device.
+_orders: dict[int, Order] = {}
+
+
+def order(driver: Driver) -> Order:
+    """That of a driver's device."""
+    if driver.index not in _orders:
+        with driver.aside():
+            _orders.setdefault(driver.index, Order(driver))
+    return _orders[driver.index]
 
 
 class TiledStep:
@@ -62,46 +107,41 @@ class TiledStep:
 
     :meth:`prepare` comes before anything of a call is enqueued: it may compile, and load a module,
     which waits for the device. It does so once for each layout of B.
-
-    Launches of a process follow each other. Two that wait at a time could keep the processors from
-    the work that a peer waits for, while that one's launch waits for this rank. Captured ones
-    cannot wait for others: graphs that are replayed concurrently must be so in the same order on
-    all ranks.
     """
 
     def __init__(
         self,
-        products: TiledProducts,
         plan: Plan,
         step: Step,
         places: Buffers,
         gates: Sequence[int],
         words: Sequence[int],
         late: int,
-        spare: int,
-        over: Event | None,
+        driver: Driver,
     ) -> None:
         """
         Args:
             gates, words: addresses of the words of the step's gates and announcements.
             late: address of a word that is written when the launch gives up.
-            spare: processors that are left to others.
-            over: an event of its own; None for a captured call.
         """
         made = [product for product in step.products if product.out.rows]
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
-        self._products, self._gates, self._words = products, gates, words
-        self._late, self._dtype, self._over = late, places.dtype(made[0].a), over
-        self._work, self._spare = work_of(plan, step), spare
+        self._driver, self._gates, self._words = driver, gates, words
+        self._late, self._dtype, self._work = late, places.dtype(made[0].a), work_of(plan, step)
+        self._spare = SHARED_SPARE if driver.shared else 0
+        self._order = order(driver)
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
 
     def prepare(self, call: Call) -> None:
         b_rows = self._right(call).stride(1) == 1
-        if b_rows not in self._launches:
-            self._launches[b_rows] = self._products.prepare(
-                self._products.best(self._work, b_rows, self._spare),
+        if b_rows in self._launches:
+            return
+        with self._driver.aside():
+            products = self._driver.tiled()
+            self._launches[b_rows] = products.prepare(
+                products.best(self._work, b_rows, self._spare),
                 self._dtype,
                 b_rows,
                 late=self._late,
@@ -111,14 +151,7 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        b, stream, index = self._right(call), call.state["compute0"], self._products.device.index
-        launch = self._launches[b.stride(1) == 1]
+        b = self._right(call)
         left, out = ([view(call) for view in views] for views in (self._left, self._out))
-        if self._over is None:
-            return launch.launch(left, b, out, gpu.current_stream())
-        before, where = _latest.get(index, (None, None))
-        if before is not None and where != stream:
-            before.hold(stream)
-        launch.launch(left, b, out, gpu.current_stream())
-        self._over.record(stream)
-        _latest[index] = self._over, stream
+        launch, stream = self._launches[b.stride(1) == 1].launch, gpu.current_stream()
+        self._order.launch(lambda: launch(left, b, out, stream), call.state)
