@@ -10,11 +10,12 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import count
 from typing import Any
 
 import torch
+from interpreted import HostProducts
 
 from ficco.dma.choose import ENGINES
 from ficco.dma.driver import PLAIN, URGENT, Stream
@@ -23,6 +24,7 @@ from ficco.dma.gate import GATE
 from ficco.dma.gpu import GpuEngine
 from ficco.errors import BackendError
 from ficco.hip_kernels import Target
+from ficco.tiled.products import TiledProducts
 
 
 class HostTensors:
@@ -254,6 +256,10 @@ def _hip_on_host() -> type:
             except BackendError:
                 del self._waiting[ticket]
                 raise
+
+        @cached_property
+        def _tiled(self) -> TiledProducts:
+            return HostProducts()
 
         def forget_graphs(self) -> None:
             kept = [ticket for ticket, (_, keep) in self._waiting.items() if keep]

@@ -496,7 +496,8 @@ class GpuEngine(StreamEngine):
         with self.driver.aside():
             tiles = products.best(work, b_rows)
             made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
-        return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
+        driver = self.driver
+        return lambda: made.launch([a], b, [out], driver.stream(driver.caller()))
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
         places, batch = self._buffers(program), product.batch

@@ -12,6 +12,7 @@ from ficco.hip_kernels.build import Target
 from ficco.hip_kernels.launch import Packed
 
 _ATTRIBUTE = driver.CUdevice_attribute
+_MOST_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def check(call: str, result: Sequence[Any]) -> Any:
@@ -39,7 +40,7 @@ class CudaBinding:
         self.target = Target("cuda", f"sm_{major}{attribute('COMPUTE_CAPABILITY_MINOR')}")
         self.processors = attribute("MULTIPROCESSOR_COUNT")
 
-    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+    def load(self, image: bytes, names: Sequence[str], shared: int = 0) -> Mapping[str, Any]:
         # PyTorch's context. It is never released: the module lives in it.
         retained = driver.cuDevicePrimaryCtxRetain(self._index)
         context = check("cuDevicePrimaryCtxRetain", retained)
@@ -52,6 +53,9 @@ class CudaBinding:
                 kernels[name] = check("cuModuleGetFunction", lookup)
                 # Loaded now, since the first launch may be part of a graph capture.
                 check("cuFuncLoad", driver.cuFuncLoad(kernels[name]))
+                if shared:
+                    limit = kernels[name], _MOST_SHARED, shared
+                    check("cuFuncSetAttribute", driver.cuFuncSetAttribute(*limit))
             return kernels
         finally:
             driver.cuCtxPopCurrent()
@@ -60,9 +64,15 @@ class CudaBinding:
         return Packed(arguments)
 
     def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
+        self,
+        kernel: Any,
+        blocks: int,
+        threads: int,
+        arguments: Packed,
+        stream: Any,
+        shared: int = 0,
     ) -> None:
         at = arguments.address
-        result = driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, at, 0)
+        result = driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, at, 0)
         if result[0]:
             check("cuLaunchKernel", result)

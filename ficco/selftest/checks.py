@@ -260,6 +260,30 @@ def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
     return in_turn(at, group, names, ", push and pull, whole and in pieces")
 
 
+#: Schedules of one product whose tiles wait.
+TILES = "tiled tiled:pull tiled:pieces=3,order=piece tiled:pieces=2,tail=2".split()
+
+
+def tiles(at: Rank, group: ProcessGroup) -> Passed:
+    """Rows that wait, and rows that are announced; in a dtype and sizes that every kernel takes,
+    with numbers of rows that nothing divides."""
+    settings = at.settings
+
+    def operands(shape: Shape, operator: str) -> Operands:
+        rows, k, n = shape
+        case = Case("", (rows - 7) * at.world, n, k, "bfloat16", operator=operator)
+        return operands_of(at, case.problem(at.world))
+
+    small = operands(settings.small, GATHER)
+    if why := at.engine(group).refuses(small.problem, Schedule.parse("tiled")):
+        raise NotOffered(why)
+    calls = proven(at, group, TILES, (small, settings.repeat))
+    calls += proven(at, group, TILES[-1:], (operands(settings.large, GATHER), 1))
+    scattered = operands(settings.small, "matmul_reduce_scatter")
+    calls += proven(at, group, TILES, (scattered, settings.repeat))
+    return Passed(f"{calls} calls exact, gathers and sums")
+
+
 #: Schedules of each operator in its check: every named one, and knobs of each kind.
 VARIED = (
     [*NAMED]

@@ -63,7 +63,13 @@ CHECKS = (
             "another schedule=; 'auto' does not know that it fails",
         )
         for name in NAMED
-        if not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
+        if name != "tiled"  # whose sizes are not any
+        and not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
+    ),
+    Check(
+        "product whose tiles wait",
+        checks.tiles,
+        "another schedule= than tiled; 'auto' takes it only where it was measured",
     ),
     Check("schedule serial:collective", checks.collective, "schedule='serial'"),
     *(
