@@ -211,6 +211,18 @@ class HostEngine(GpuEngine):
             self._execute(program, call)
         driver.end(call, call.state["compute0"], self.interrupt)
 
+    @contextlib.contextmanager
+    def around(self, program: Program, call: Call) -> Iterator[None]:
+        driver, slot = self.work, program.slot
+        driver.use()
+        driver.begin(call, bool(slot and slot.captured))
+        with super().around(program, call):
+            yield
+        driver.end(call, call.state["compute0"], self.interrupt)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def close(self) -> None:
         self.work.forget_graphs()  # which look into memory that is to be freed
         super().close()

@@ -31,8 +31,8 @@ from ficco.hip_kernels import Kernels, Script, Signals, build
 from ficco.hip_kernels.launch import NAMES
 from ficco.launch import launch
 from ficco.machine import Fingerprint
-from ficco.selftest import CheckResult, SelftestSettings, report
-from ficco.selftest.rank import CheckFailed, NotOffered, Rank
+from ficco.selftest.rank import CheckFailed, NotOffered, Rank, SelftestSettings
+from ficco.selftest.run import CheckResult, report
 
 FAST = SelftestSettings(
     iterations=8,
@@ -172,7 +172,7 @@ def results(
     if only:
         checks = tuple(check for check in selftest.run.CHECKS if check.name.startswith(tuple(only)))
         monkeypatch.setattr(selftest.run, "CHECKS", checks)
-    run = selftest.selftest("cpu", 2, settings)
+    run = selftest.run.selftest("cpu", 2, settings)
     names = [result.check for result in run.results]
     assert names[: len(selftest.run.CHECKS)] == [check.name for check in selftest.run.CHECKS]
     assert len(names) == len(set(names))
@@ -222,7 +222,7 @@ def test_it_passes_here(
 
 
 def test_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = selftest.selftest("cpu", 1, FAST)
+    run = selftest.run.selftest("cpu", 1, FAST)
     assert run.failed == 0, run.results
     verdicts = {result.check: result.verdict for result in run.results}
     assert verdicts["timeouts"] == verdicts["bandwidth of pairs"] == "not offered"
@@ -250,7 +250,7 @@ def test_a_corrupted_byte(
     # The command says so, too.
     out = tmp_path / "report.md"
     monkeypatch.setattr(selftest.run, "CHECKS", selftest.run.CHECKS[:1])
-    monkeypatch.setattr(selftest, "about", dict)
+    monkeypatch.setattr(selftest.run, "about", dict)
     monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--out", str(out)]
     assert cli.run(arguments) == 1

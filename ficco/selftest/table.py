@@ -108,9 +108,6 @@ CHECKS = (
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
 
-#: What says how the end of a pulled copy is told, and how columns travel.
-OF_PULLED, OF_COLUMNS = "events", "columns"
-
 #: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
 #: told to go. Those of the other engines are not tried.
 WAYS = {
@@ -126,13 +123,7 @@ WAYS = {
         *(
             Check(
                 f"{variable(engine)}={what}={value}",
-                partial(
-                    checks.way,
-                    variable=variable(engine),
-                    value=f"{what}={value}",
-                    pull=what == OF_PULLED,
-                    columns=what == OF_COLUMNS,
-                ),
+                partial(checks.way, variable=variable(engine), what=what, value=value),
                 f"leave {what} out of {variable(engine)}, or name another of {', '.join(values)}",
             )
             for what, values in choices.items()
