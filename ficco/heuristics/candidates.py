@@ -114,6 +114,11 @@ TILED_MESH = _names("""
     tiled tiled:pieces=2,order=piece tiled:pieces=3,order=piece tiled:pieces=4,order=piece
 """)
 
+#: Rows that a rank must have for a peer. With one or two rows of tiles for each arrival (128 and 256
+#: rows) one product was never faster than the library's, with three and more it mostly was (one
+#: H200, docs/results/replay-h200-1.md).
+TILED_ROWS = 384
+
 #: Provenance of figures that were measured.
 MEASURED_SOURCES = ("measured", "fitted")
 
@@ -187,8 +192,11 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     if schedule.grouping == "tiled":
         tiled, sizes = machine.tiled, (problem.n, problem.k)
         measured = tiled is not None and tiled.provenance.source in MEASURED_SOURCES
+        ranks = range(problem.world)
+        rows = max(problem.block(i, j) for i in ranks for j in ranks if i != j or ranks.stop == 1)
         # What the kernel takes, but for its dtypes: those of two bytes.
-        return measured and problem.itemsize == 2 and not any(size % 8 for size in sizes)
+        served = problem.itemsize == 2 and not any(size % 8 for size in sizes)
+        return measured and served and rows >= TILED_ROWS
     if schedule.mover != "kernel":
         return True
     copies = machine.kernel_copies
