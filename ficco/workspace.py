@@ -340,7 +340,7 @@ class Workspace:
             if self.error is not None:  # calls that were broken off may wait forever
                 steps.append(partial(self.engine.release, self.slots, GRACE_S))
         steps += [partial(self._free, slot) for slot in self.slots]
-        steps += [partial(self.engine.free, memory) for memory in self._empty.values()]
+        steps += [memory.free for memory in self._empty.values()]
         try:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:

@@ -25,8 +25,7 @@ from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
 from ficco.board import LATE_S
-from ficco.dma import cpu
-from ficco.dma.collectives import Collectives
+from ficco.dma import collectives, cpu
 from ficco.errors import BackendError
 from ficco.ops import call as calls
 from ficco.workspace import Workspace, workspaces
@@ -764,7 +763,7 @@ def ended(fn: Callable[[], Any]) -> tuple[Any, float]:
 PLACES: dict[str, tuple[Any, str]] = {
     "copy thread": (ctypes, "memmove"),
     "caller's thread": (cpu, "_multiply"),
-    "collective": (Collectives, "starts"),
+    "collective": (collectives, "starts"),
     "memory": (Workspace, "slot"),
     "operations": (calls, "compile"),
 }

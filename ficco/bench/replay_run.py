@@ -35,6 +35,7 @@ from ficco.bench.run import Bench, BenchRow, BenchSettings, Tick
 from ficco.bench.series import Call, Stopwatch
 from ficco.bench.verify import Checked, Verifier
 from ficco.board import Board
+from ficco.dma.buffers import buffers_of
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Program
 from ficco.errors import FiccoError
@@ -121,7 +122,7 @@ def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace:
                 slot.memory.tensor[slot.data :].fill_(0xFF)
         every = plans_of(program.plan, engine.packs_columns)
         images = brought(every, operands.everyone, engine.rank)
-        engine.images = portable(engine.places(program), images)
+        engine.images = portable(buffers_of(program), images)
         try:
             result = run()
             engine.synchronize()

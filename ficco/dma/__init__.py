@@ -7,8 +7,7 @@ module                   subject
 engine                   the interface, and what it is given: slots, programs, calls
 choose                   which engine serves a device
 cpu                      the CPU engine: threads as queues
-cpu_lanes                its calls in flight: the threads, their shared state, how they fail
-cpu_memory               its memory as tensors, and the layout of a slot
+cpu_lanes                its memory and its calls in flight: the threads, how they fail
 cpu_collectives          its collectives, whose errors name the absent rank
 host                     host memory that ranks share, and semaphores in it
 gpu                      the GPU engine

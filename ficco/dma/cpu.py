@@ -12,20 +12,30 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from ficco.dma.blas import library
-from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives, out_of_step
-from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, Lane, timed_out
-from ficco.dma.cpu_memory import CpuMemory, data_offset
-from ficco.dma.engine import Call, Capabilities, Engine, Op, Program, Slot, Span, Symmetric
+from ficco.dma.buffers import buffers_of
+from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
+from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
+from ficco.dma.engine import (
+    Call,
+    Capabilities,
+    Engine,
+    Op,
+    Program,
+    Slot,
+    Span,
+    Symmetric,
+    timed_out,
+)
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.products import FUNCTIONS, multiply
-from ficco.plan import Product, Reduction, Region, Signal, Transfer
+from ficco.plan import Product, Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,7 +58,7 @@ class CpuEngine(Engine):
         super().__init__(group, device)
         self._serial = 0
         self._lanes: dict[str, Lane] = {}
-        self._collectives: CpuCollectives | None = None
+        self._counts: CpuMemory | None = None  # of collectives that were started
         self._in_flight = 0
 
     @property
@@ -61,12 +71,13 @@ class CpuEngine(Engine):
         self._serial += 1
         return CpuMemory(self, nbytes, self._serial)
 
-    def free(self, memory: Symmetric) -> None:
-        assert isinstance(memory, CpuMemory)
-        memory.free()
-
     def slot_bytes(self, words: int, nbytes: int) -> int:
-        return data_offset(words) + nbytes
+        return self._data(words) + nbytes
+
+    def _data(self, words: int) -> int:
+        """The byte of a slot at which its data begin, after its words and the marks of its
+        lanes."""
+        return (words + 1) * SEMAPHORE_STRIDE
 
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         assert isinstance(memory, CpuMemory)
@@ -75,10 +86,7 @@ class CpuEngine(Engine):
             # The words that hand the slot to the next call are 1 between calls: ficco.plan.Signal.
             semaphores().init(first + word * SEMAPHORE_STRIDE, int(word < self.world))
         memory.host.barrier(self.timeout_s)
-        return Slot(memory, words, nbytes, data_offset(words), captured)
-
-    def retire(self, slot: Slot) -> None:
-        pass  # calls are synchronous
+        return Slot(memory, words, nbytes, self._data(words), captured)
 
     # Signals.
 
@@ -123,9 +131,6 @@ class CpuEngine(Engine):
 
         return op
 
-    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
-        return None  # a wait decrements the semaphore
-
     def record(self, program: Program, step: int) -> Op:
         return lambda call: call.state.recorded[step].set()
 
@@ -151,12 +156,12 @@ class CpuEngine(Engine):
 
         step, signal, word, begin = min(list(state.blocked.values()), key=order)
         seconds = time.monotonic() - begin
-        raise timed_out(program, step, signal.poster, seconds, 1, semaphores().value(word))
+        raise timed_out(program.plan, step, signal.poster, seconds, 1, semaphores().value(word))
 
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        src, dst = (self._rectangle(program, region) for region in transfer[:2])
+        src, dst = map(buffers_of(program).view, transfer[:2])
         nbytes = program.plan.nbytes(transfer.src)
         move = _move if mover == "dma" else torch.Tensor.copy_
 
@@ -170,7 +175,7 @@ class CpuEngine(Engine):
         return op
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst = (self._rectangle(program, region) for region in transfer[:2])
+        src, dst = map(buffers_of(program).view, transfer[:2])
         function = FUNCTIONS.get(transfer.function)
 
         def op(call: Call) -> None:
@@ -181,65 +186,25 @@ class CpuEngine(Engine):
 
     def collective(self, program: Program, step: int) -> Op:
         """As on all engines, but an absent rank is named by a timeout of this call."""
-        if self._collectives is None:
-            self._collectives = CpuCollectives(self, self.symmetric(COUNT_BYTES))
-        return self._collectives.op(program, step)
-
-    def _rectangle(
-        self, program: Program, region: Region, batch: int = 1, stride: int = 0
-    ) -> Callable[[Call], torch.Tensor]:
-        """Looks up a region of a call: in shared memory the view is made once, in operands for each
-        call. With ``batch`` there are several, ``stride`` rows apart."""
-        buffer = program.plan.buffer[region.buffer]
-
-        def view(whole: torch.Tensor) -> torch.Tensor:
-            pitch, step = whole.stride()
-            start = whole.storage_offset() + region.row * pitch + region.col * step
-            if buffer.layout == "columns":
-                pitch = region.cols
-                start = whole.storage_offset() + region.col * buffer.rows + region.row * pitch
-            shape, strides = (region.rows, region.cols), (pitch, step)
-            if batch > 1:
-                return whole.as_strided((batch, *shape), (stride * pitch, *strides), start)
-            return whole.as_strided(shape, strides, start)
-
-        if buffer.memory == "slot" or region.rank != self.rank:
-            shared = view(self._shared(program, region))
-            return lambda call: shared
-        return lambda call: view(call.tensors[region.buffer])
-
-    def _shared(self, program: Program, region: Region) -> torch.Tensor:
-        """A symmetric buffer of any rank as a matrix."""
-        plan, slot = program.plan, program.slot
-        buffer = plan.buffer[region.buffer]
-        rows, cols = buffer.shapes[region.rank]
-        if buffer.memory == "slot":
-            assert slot is not None
-            memory, start = slot.memory, slot.data + plan.offsets[buffer.name]
-            rows = buffer.rows  # the most of any rank: a view must not exceed its storage
-        else:
-            assert program.source is not None
-            memory, start = program.source
-        assert isinstance(memory, CpuMemory)
-        part = memory.parts[region.rank][start : start + rows * cols * buffer.itemsize]
-        return part.view(getattr(torch, buffer.dtype)).view(rows, cols)
+        self._counts = self._counts or self.symmetric(COUNT_BYTES)
+        return collective(self, self._counts, program, step)
 
     # Products.
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
-        region = partial(self._rectangle, program)
+        places = buffers_of(program)
         parts = []
         for product in products:
             batch = product.batch, product.a_stride
-            pairs = zip(product.scales, (batch, ()), strict=False)
+            pairs = zip(product.scales, (batch, (1, 0)), strict=False)
             parts.append(
                 (
                     product,
-                    region(product.a, *batch),
-                    region(product.b),
-                    region(product.out, product.batch, product.out_stride),
-                    product.addend and region(product.addend),
-                    [region(scale, *each) for scale, each in pairs],
+                    places.batch(product.a, *batch),
+                    places.view(product.b),
+                    places.batch(product.out, product.batch, product.out_stride),
+                    product.addend and places.view(product.addend),
+                    [places.batch(scale, *each) for scale, each in pairs],
                 )
             )
 
@@ -253,8 +218,8 @@ class CpuEngine(Engine):
         return op
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
-        parts = [self._rectangle(program, part) for part in reduction.parts]
-        out = self._rectangle(program, reduction.out)
+        view = buffers_of(program).view
+        parts, out = [view(part) for part in reduction.parts], view(reduction.out)
         # Only this engine serves float64, which keeps its precision.
         dtype = program.plan.buffer[reduction.out.buffer].dtype
         wide = torch.float64 if dtype == "float64" else torch.float32
@@ -320,12 +285,6 @@ class CpuEngine(Engine):
             if not end and (step, True) in times
         ]
 
-    def capturing(self) -> int:
-        return 0
-
-    def synchronize(self) -> None:
-        pass  # calls are synchronous
-
     def capabilities(self) -> Capabilities:
         return Capabilities(
             engine="cpu",
@@ -353,9 +312,9 @@ class CpuEngine(Engine):
             # At exit a call of another thread may be stuck: do not wait for its lanes.
             lane.close(join=not self._in_flight)
         self._lanes.clear()
-        if self._collectives is not None:
-            self._collectives.memory.free()
-            self._collectives = None
+        if self._counts is not None:
+            self._counts.free()
+            self._counts = None
 
 
 def _move(dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ficco.dma.collectives import Collectives
-from ficco.errors import BackendError
+from ficco.dma import collectives
+from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
-from ficco.plan import Plan, Product, Reduction, Signal, Step, Transfer
+from ficco.plan import Plan, Product, Reduction, Signal, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 
@@ -72,11 +72,22 @@ class Symmetric(ABC):
         serial: number of the allocation, the same on every rank.
         nbytes: its size.
         tensor: this rank's part, as bytes.
+        addresses: of all ranks' parts, mapped here.
     """
 
     serial: int
     nbytes: int
     tensor: torch.Tensor
+    addresses: list[int]
+
+    @abstractmethod
+    def part(self, rank: int) -> torch.Tensor:
+        """A rank's part as bytes, to be read here."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give it back at once: a garbage collector may come while a graph is captured, when
+        freeing is forbidden. Not collective."""
 
 
 @dataclass
@@ -226,25 +237,20 @@ class Engine(ABC):
     def symmetric(self, nbytes: int) -> Symmetric:
         """Allocate symmetric memory, zeroed. Collective."""
 
-    @abstractmethod
-    def free(self, memory: Symmetric) -> None:
-        """Give memory back at once: a garbage collector may come while a graph is captured, when
-        freeing is forbidden. Not collective."""
-
     def discard(self, slot: Slot) -> None:
         """Give back what a slot holds. Not collective."""
         slot.programs.clear()
         if slot.memory is not None:
-            self.free(slot.memory)
+            slot.memory.free()
 
     @abstractmethod
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         """Make a slot of fresh symmetric memory: its words are at rest on every rank.
         Collective."""
 
-    @abstractmethod
     def retire(self, slot: Slot) -> None:
         """Wait until the latest call on a slot is over here, so that it can be freed."""
+        return None
 
     @abstractmethod
     def slot_bytes(self, words: int, nbytes: int) -> int:
@@ -279,9 +285,9 @@ class Engine(ABC):
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         """Post signals behind what the step's lane did."""
 
-    @abstractmethod
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
         """Put words back to their first value, if the engine needs it."""
+        return None
 
     def enter(self, program: Program, lane: str) -> Op | None:
         """Begin a lane behind what the caller did before the call."""
@@ -319,16 +325,15 @@ class Engine(ABC):
 
     def collective(self, program: Program, step: int) -> Op:
         """The collective of the group's library that does a Plan's whole exchange."""
-        exchange = Collectives(program.plan, step, self.rank, self.group)
-        name = program.plan.steps[step].label
+        plan, group, name = program.plan, self.group, program.plan.steps[step].label
 
         def op(call: Call) -> None:
             try:
-                for start in exchange.starts(call.tensors):
+                for start in collectives.starts(plan, step, group, call.tensors):
                     if (work := start()) is not None:
                         work.wait()
             except RuntimeError as error:
-                library = str(dist.get_backend(self.group))
+                library = str(dist.get_backend(group))
                 raise BackendError(f"{name} of {library}", "error", str(error)) from error
 
         return op
@@ -374,13 +379,13 @@ class Engine(ABC):
     def spans(self, program: Program, call: Call) -> list[Span]:
         """When the steps of a traced call ran. Waits for it."""
 
-    @abstractmethod
     def capturing(self) -> int:
         """A number that tells graph captures apart, 0 outside of one."""
+        return 0
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until every call of this rank is over."""
+        return None
 
     def idle(self, slots: Sequence[Slot]) -> bool:
         """Whether all calls on some slots are over. Does not wait."""
@@ -413,6 +418,22 @@ class Engine(ABC):
         """Free what the engine holds. Does not wait for peers."""
 
 
-def step_name(step: Step) -> str:
-    """How errors call a step."""
-    return f"{step.label} ({step.op} on {step.lane})"
+def timed_out(
+    plan: Plan,
+    step: int,
+    peer: int | None,
+    seconds: float,
+    wanted: int | None = None,
+    found: int | None = None,
+) -> SignalTimeout:
+    """The error of a step that has waited too long for a peer."""
+    return SignalTimeout(
+        operator=plan.problem.operator,
+        rank=plan.rank,
+        peer=peer,
+        step=f"{plan.steps[step].label} ({plan.steps[step].op} on {plan.steps[step].lane})",
+        schedule=plan.schedule,
+        seconds=seconds,
+        wanted=wanted,
+        found=found,
+    )

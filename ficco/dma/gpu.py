@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.dma.buffers import Buffers
+from ficco.dma.buffers import buffers_of
 from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, StreamEngine, Streams, drained
 from ficco.dma.engine import (
     Call,
@@ -54,9 +54,8 @@ from ficco.dma.memories import (
     MEMORIES,
     PAUSE_S,
     SCRATCH,
+    Allocate,
     Graveyard,
-    Mapped,
-    MemorySource,
     OwnWords,
     SlotWords,
     Words,
@@ -149,7 +148,7 @@ class GpuEngine(StreamEngine):
         self._streams = {False: Streams(driver), True: Streams(driver, "captured ")}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._read_into = 0, 0  # pinned memory for words: address and how many
-        self._memory: MemorySource | None = None
+        self._allocate: Allocate | None = None
         self._batch: MakeBatch = driver.batch
         self.means = Means()
         try:
@@ -169,12 +168,12 @@ class GpuEngine(StreamEngine):
         self.watched = driver.host((2 * MAX_WATCHED + 2) * WORD)
         self.means = driver.means(self)
         self.packs_columns = not self.means.rectangles
-        self._memory = self._source()
+        self._allocate = self._source()
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
 
-    def _source(self) -> MemorySource:
+    def _source(self) -> Allocate:
         return MEMORIES[self.means.memory](self, self.graveyard)
 
     def settle(self, stream: Any) -> None:
@@ -183,18 +182,14 @@ class GpuEngine(StreamEngine):
 
     # Memory.
 
-    def symmetric(self, nbytes: int) -> Mapped:
-        assert self._memory is not None
+    def symmetric(self, nbytes: int) -> Symmetric:
+        assert self._allocate is not None
         if not self.capturing():  # in which nothing may be freed
             with self.driver.aside():
                 self.graveyard.sweep(self.timeout_s)
         self._serial += 1
         with self.driver.aside():
-            return self._memory.allocate(nbytes, self._serial)
-
-    def free(self, memory: Symmetric) -> None:
-        assert self._memory is not None
-        self._memory.free(memory)
+            return self._allocate(nbytes, self._serial)
 
     def quiet(self) -> bool:
         with self.driver.aside():
@@ -217,7 +212,6 @@ class GpuEngine(StreamEngine):
         return align((words + SCRATCH) * WORD) if self.means.words == "slot" else 0
 
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
-        assert isinstance(memory, Mapped)
         with self.driver.aside():
             tried = self._writes_reach is None
             found: Words
@@ -332,14 +326,8 @@ class GpuEngine(StreamEngine):
 
     # Copies.
 
-    def _buffers(self, program: Program) -> Buffers:
-        found: Buffers | None = program.state.get("buffers")
-        if found is None:
-            found = program.state["buffers"] = Buffers(program, self.rank)
-        return found
-
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
-        plan, places = program.plan, self._buffers(program)
+        plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]
         targets = [places.place(transfer.dst) for transfer in transfers]
@@ -361,7 +349,7 @@ class GpuEngine(StreamEngine):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         if mover == "kernel":
             return self.copies(program, (step,))
-        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         width, height = places.row_bytes(src), src.rows
         to, dst_pitch = places.place(dst)
@@ -395,7 +383,7 @@ class GpuEngine(StreamEngine):
     ) -> Callable[[Call, int, int], None]:
         """Copies parts of rows where the vendor has no 2D copies: packs them where they arrive
         packed, else by ficco's kernel or row by row."""
-        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         ranks = dst.rank, src.rank
         width, height = places.row_bytes(src), src.rows
@@ -420,7 +408,7 @@ class GpuEngine(StreamEngine):
     def _pack(self, program: Program, lane: str, region: Region) -> Callable[[Call], int]:
         """Brings columns together for a copy of the same lane; returns where they will lie."""
         assert program.slot is not None
-        places = self._buffers(program)
+        places = buffers_of(program)
         packs: dict[str, tuple[int, torch.Tensor]] = program.slot.state.packs
         view, dtype = places.view(region), places.dtype(region)
         nbytes = places.row_bytes(region) * region.rows
@@ -462,7 +450,7 @@ class GpuEngine(StreamEngine):
     # Products and sums.
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        places = self._buffers(program)
+        places = buffers_of(program)
         src, dst = places.view(transfer.src), places.view(transfer.dst)
 
         def op(call: Call) -> None:
@@ -481,7 +469,7 @@ class GpuEngine(StreamEngine):
         return self._on_lane(program, step, parts[0] if len(parts) == 1 else op)
 
     def tiled(self, program: Program, step: int) -> Op:
-        one, places = program.plan.steps[step], self._buffers(program)
+        one, places = program.plan.steps[step], buffers_of(program)
         gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
         spare = SHARED_SPARE if self.driver.shared else 0
@@ -505,13 +493,10 @@ class GpuEngine(StreamEngine):
         return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
 
     def _product(self, program: Program, product: Product, lane: str) -> Op:
-        places, batch = self._buffers(program), product.batch
+        places, batch = buffers_of(program), product.batch
         right = places.view(product.b)
-        if batch > 1:
-            left = places.batch(product.a, batch, product.a_stride)
-            result = places.batch(product.out, batch, product.out_stride)
-        else:
-            left, result = places.view(product.a), places.view(product.out)
+        left = places.batch(product.a, batch, product.a_stride)
+        result = places.batch(product.out, batch, product.out_stride)
         before = None if product.addend is None else places.view(product.addend)
         accumulate, transposed = product.accumulate, product.transposed
         add_product = self.driver.add_product
@@ -532,7 +517,7 @@ class GpuEngine(StreamEngine):
         return op
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
-        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
         views = [places.view(part) for part in reduction.parts]
         result = places.view(reduction.out)
         kernels = self._kernels_or_none if self._sums_by_kernel else None
@@ -858,8 +843,7 @@ class GpuEngine(StreamEngine):
                 attempt(self.graveyard.sweep)
                 time.sleep(1e-3)
             self.graveyard.leave()
-            if self._memory is not None:
-                self._memory.close()
+            self._allocate = None
             self._lanes.clear()
             self.replayed.close()
             for streams_of in self._streams.values():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -54,36 +54,20 @@ class Meeting(HostMemory):
         return [bytes(part[first : self._used]) for part in self.maps]
 
 
-class Mapped(Symmetric):
-    """Symmetric memory that has an address here on every rank."""
-
-    addresses: list[int]  #: of all ranks' parts, mapped here
-
-    @abstractmethod
-    def part(self, rank: int) -> torch.Tensor:
-        """A rank's part as bytes, for kernels of this device to read."""
-
-
-class MemorySource(Protocol):
-    """Of one engine: where its symmetric memory comes from."""
-
-    def allocate(self, nbytes: int, serial: int) -> Mapped: ...
-
-    def free(self, memory: Any) -> None: ...
-
-    def close(self) -> None: ...
+#: Allocates symmetric memory of at least so many bytes, with a serial number. Collective.
+Allocate = Callable[[int, int], Symmetric]
 
 
 # PyTorch's.
 
 
-class TorchMapped(Mapped):
+class TorchMapped(Symmetric):
     """PyTorch's symmetric memory."""
 
     def __init__(
         self, engine: StreamEngine, rendezvous: Rendezvous, nbytes: int, serial: int
     ) -> None:
-        self.serial, self.nbytes = serial, nbytes
+        self._engine, self.serial, self.nbytes = engine, serial, (nbytes := align(nbytes))
         # Not on the caller's stream, which may be captured, nor in the caller's mode.
         with torch.cuda.stream(engine.side.torch), torch.inference_mode(False):
             self.tensor = symmetric(nbytes, engine.device)
@@ -100,33 +84,21 @@ class TorchMapped(Mapped):
         return part
 
     def free(self) -> None:
-        del self.tensor, self._handle
-
-
-class TorchMemory:
-    """Of one engine: PyTorch's. Making it is collective."""
-
-    def __init__(self, engine: StreamEngine, graveyard: Graveyard) -> None:
-        self._engine = engine
-        self._rendezvous = Rendezvous(engine.group, engine.timeout_s)
-
-    def allocate(self, nbytes: int, serial: int) -> TorchMapped:
-        return TorchMapped(self._engine, self._rendezvous, align(nbytes), serial)
-
-    def free(self, memory: TorchMapped) -> None:
-        """Free it at a standstill; where there is none, a later ``free`` does it."""
-        engine = self._engine
-        unwanted.append(memory)
-        with standstill(engine.timeout_s) as stands:
+        """At a standstill; where there is none, a later ``free`` does it."""
+        unwanted.append(self)
+        with standstill(self._engine.timeout_s) as stands:
             # Fails where another thread captures a graph of its own, or the device has.
             with contextlib.suppress(RuntimeError):
                 if stands:
-                    torch.cuda.synchronize(engine.device)
+                    torch.cuda.synchronize(self._engine.device)
                 while stands and unwanted:
-                    unwanted.pop().free()
+                    one = unwanted.pop()
+                    del one.tensor, one._handle
 
-    def close(self) -> None:
-        self._rendezvous.close()
+
+def torch_memory(engine: StreamEngine, graveyard: Graveyard) -> Allocate:
+    """PyTorch's symmetric memory for one engine. Collective."""
+    return partial(TorchMapped, engine, Rendezvous(engine.group, engine.timeout_s))
 
 
 #: PyTorch's memory to be freed once no call is in flight.
@@ -186,7 +158,7 @@ class Shared:
             self._meeting = None
             with contextlib.suppress(BackendError):  # the first error tells more
                 engine.settle(side)
-                self.free()
+                self.destroy()
             raise
 
     def mapped(self, rank: int, index: int) -> int:
@@ -210,7 +182,7 @@ class Shared:
         """Whether all ranks have let go."""
         return self._meeting is None or all(part[self._flag] for part in self._meeting.maps)
 
-    def free(self) -> None:
+    def destroy(self) -> None:
         """Give the memory back; nobody may map it any more."""
         while self.mine:
             self._handles.free(self.mine[-1])
@@ -219,19 +191,27 @@ class Shared:
             self._meeting.close()
 
 
-class SharedMapped(Shared, Mapped):
+class SharedMapped(Shared, Symmetric):
     """One allocation per rank, shared by its handle."""
 
-    def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
-        self.serial, self.nbytes, self._driver = serial, nbytes, engine.driver
+    def __init__(
+        self, engine: StreamEngine, graveyard: Graveyard, nbytes: int, serial: int
+    ) -> None:
+        self._driver, self._graveyard = engine.driver, graveyard
+        nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
+        self.serial, self.nbytes = serial, nbytes
         super().__init__(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
-        self.addresses = self.mine * engine.world
         self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
         #: Alive for as long as any tensor looks into the memory.
         self._keeper: weakref.ref[Any] = weakref.ref(keeper)
+        graveyard.living.append(self)
+        self.addresses = [self.mapped(rank, 0) for rank in range(engine.world)]
 
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)
+
+    def free(self) -> None:
+        self._graveyard.dead.append(self)
 
     def let_go(self) -> None:
         """Drop what this rank holds of it; tensors of the caller's keep it."""
@@ -243,30 +223,11 @@ class SharedMapped(Shared, Mapped):
         return self._keeper() is None and super().freeable()
 
 
-class SharedMemory:
-    """Of one engine: allocations of the vendor's that are shared by handles."""
-
-    def __init__(self, engine: StreamEngine, graveyard: Graveyard) -> None:
-        self._engine, self._graveyard = engine, graveyard
-
-    def allocate(self, nbytes: int, serial: int) -> SharedMapped:
-        nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
-        made = SharedMapped(self._engine, nbytes, serial)
-        self._graveyard.living.append(made)
-        made.addresses = [made.mapped(rank, 0) for rank in range(self._engine.world)]
-        return made
-
-    def free(self, memory: SharedMapped) -> None:
-        self._graveyard.dead.append(memory)
-
-    def close(self) -> None:
-        pass  # the graveyard does it
-
-
-#: Where buffers come from, by name.
-MEMORIES: dict[str, Callable[[StreamEngine, Graveyard], MemorySource]] = {
-    "ipc": SharedMemory,
-    "torch": TorchMemory,
+#: Where buffers come from, by name: the vendor's allocations, which are shared by handles, or
+#: PyTorch's.
+MEMORIES: dict[str, Callable[[StreamEngine, Graveyard], Allocate]] = {
+    "ipc": lambda engine, graveyard: partial(SharedMapped, engine, graveyard),
+    "torch": torch_memory,
 }
 
 
@@ -288,7 +249,7 @@ class Graveyard:
         for one in list(self.dead):
             one.let_go()
             if one.freeable():
-                one.free()
+                one.destroy()
                 self.dead.remove(one)
                 self.living.remove(one)
         for _ in range(len(_left)):
@@ -296,7 +257,7 @@ class Graveyard:
             with contextlib.suppress(IndexError, BackendError):
                 one = _left.popleft()
                 if one.freeable():
-                    one.free()
+                    one.destroy()
                 else:
                     _left.append(one)
 
@@ -322,7 +283,7 @@ class SlotWords:
         nobodys: address of a word of this rank that nobody reads.
     """
 
-    def __init__(self, memory: Mapped, count: int, rank: int) -> None:
+    def __init__(self, memory: Symmetric, count: int, rank: int) -> None:
         self.count, self._addresses = count, memory.addresses
         first = memory.addresses[rank]
         self.own = range(first, first + count * WORD)

@@ -43,9 +43,9 @@ class Rendezvous:
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
         self._group = group
         self.rank, self.world = group.rank(), group.size()
-        self._host = HostMemory(group, 8, timeout_s, "symmetric memory")
+        host = HostMemory(group, 8, timeout_s, "symmetric memory")
         # One 64-bit word per rank, written whole: number of the meeting, then the rank's count.
-        self._words = [np.frombuffer(part, np.int64, 1) for part in self._host.maps]
+        self._words = [np.frombuffer(part, np.int64, 1) for part in host.maps]
         self._meeting = 0
         self._operator = "ficco"
 
@@ -103,10 +103,6 @@ class Rendezvous:
             schedule="none yet",
             seconds=seconds,
         )
-
-    def close(self) -> None:
-        self._words.clear()
-        self._host.close()
 
 
 def _meet_alone(device: torch.device) -> None:
