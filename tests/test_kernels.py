@@ -443,15 +443,12 @@ class HostBinding:
         self.library = ctypes.CDLL(str(path))
         return {name: getattr(self.library, name) for name in names}
 
-    def pack(self, arguments: Sequence[Any]) -> Any:
-        return tuple(arguments)
-
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
         self.launches.append((kernel.__name__, blocks))
         for block in range(blocks):
             for thread in range(threads):
                 self.library.become(block, thread)
-                kernel(*arguments)
+                kernel(*arguments.arguments)
 
 
 def for_this_cpu() -> Compiler:
@@ -607,7 +604,7 @@ def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
                 assert not words[1:].any()
                 for thread in range(threads):
                     on_host.binding.library.become(block, thread)
-                    kernel(*arguments)
+                    kernel(*arguments.arguments)
             last = number == len(launches) - 1
             assert bool(words[1:].any()) == last
         assert torch.equal(found.dst, found.wanted)
@@ -661,7 +658,7 @@ def test_no_block_copies_before_what_is_in_front_is_there(on_host: Kernels, apar
         thread.start()
         for at in range(threads):
             on_host.binding.library.become(block, at)
-            kernel(*arguments)
+            kernel(*arguments.arguments)
         thread.join()
         assert said == [True, True] and not torch.equal(found.dst, before)
         assert words.tolist() == [1, 0, 0, 0, 0, 0, 5, 5] + 8 * [0]
@@ -906,7 +903,7 @@ def carry_out(library: ctypes.CDLL, some: Launched, block: int) -> None:
     kernel, threads, arguments = some.arguments
     for thread in range(threads):
         library.become(block, thread)
-        kernel(*arguments)
+        kernel(*arguments.arguments)
 
 
 def test_what_is_told_behind_a_sum_comes_behind_all_of_it(
@@ -984,11 +981,10 @@ def test_what_a_script_has_aside_is_carried_out_once(on_host: Kernels) -> None:
     at = [words.data_ptr() + 4 * i for i in range(4)]
     steps = ScriptStep(at[0], 8), ScriptStep(at[1], 9), ScriptStep(at[2], 7)
     script, library = Script(steps, aside=1, alone=3), on_host.binding.library
-    arguments = on_host.binding.pack((script.packed,))
     threads = []
     for thread in range(launch.SIGNAL_THREADS):
         library.become(0, thread)
-        library.ficco_script(*arguments)
+        library.ficco_script(script.packed)
         if words.any():
             threads.append((thread, words.tolist()))
             words.zero_()

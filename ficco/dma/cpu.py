@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ficco.dma.blas import library
 from ficco.dma.buffers import buffers_of
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
@@ -34,7 +33,7 @@ from ficco.dma.engine import (
     timed_out,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
-from ficco.dma.products import FUNCTIONS, multiply
+from ficco.dma.products import FUNCTIONS, add_up, library, multiply
 from ficco.plan import Product, Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
@@ -220,25 +219,7 @@ class CpuEngine(Engine):
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         view = buffers_of(program).view
         parts, out = [view(part) for part in reduction.parts], view(reduction.out)
-        # Only this engine serves float64, which keeps its precision.
-        dtype = program.plan.buffer[reduction.out.buffer].dtype
-        wide = torch.float64 if dtype == "float64" else torch.float32
-
-        def op(call: Call) -> None:
-            # No pass over memory but the sums themselves. The result is written last: it may alias
-            # a part.
-            first, *others = (part(call) for part in parts)
-            result, total = out(call), first.to(wide)
-            for i, other in enumerate(others[:-1]):
-                total = total + other if i == 0 else total.add_(other)
-            if not others:
-                result.copy_(total)
-            elif result.dtype == wide:
-                torch.add(total, others[-1], out=result)
-            else:
-                result.copy_(total + others[-1])
-
-        return op
+        return lambda call: add_up(out(call), [part(call) for part in parts])
 
     # Running.
 

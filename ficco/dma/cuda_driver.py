@@ -31,7 +31,7 @@ except ImportError as error:
         "pip install 'cuda-bindings==13.*', or 12.*"
     ) from error
 
-from ficco.hip_kernels.cuda_binding import check
+from ficco.hip_kernels.cuda_binding import attribute, check
 from ficco.tiled.kernel import TiledProducts
 
 _KIND = driver.CUstreamBatchMemOpType
@@ -42,15 +42,6 @@ _THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
-
-
-def attribute(name: str, device: int) -> int:
-    """A device attribute, 0 where the driver does not know it."""
-    found = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
-    if found is None:
-        return 0
-    error, value = driver.cuDeviceGetAttribute(found, device)
-    return 0 if error else int(value)
 
 
 class Batch:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from ficco.dma.blas import library
 from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
+from ficco.dma.products import library
 from ficco.hip_kernels import Kernels
 
 if TYPE_CHECKING:  # it needs cuda-bindings
@@ -386,31 +386,23 @@ class _Bytes:
 _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
-class Streams(dict[str, Stream]):
-    """Streams by lane, each made when first asked for. Several callers may take turns on them."""
-
-    def __init__(self, driver: Driver, prefix: str = "") -> None:
-        super().__init__()
-        self._driver, self._prefix = driver, prefix
-
-    def __missing__(self, lane: str) -> Stream:
-        with self._driver.aside():
-            made = self[lane] = self._driver.stream_for(self._prefix + lane)
-        return made
-
-
 class Lanes(dict[str, Any]):
     """Handles of the streams of a call's lanes, which begin at ``fork`` and end at ``joins``;
-    ``compute0`` is the caller's own stream."""
+    ``compute0`` is the caller's own stream, ``streams`` has the others, on which several callers
+    may take turns."""
 
-    def __init__(self, driver: Driver, caller: Any, streams: Streams) -> None:
+    def __init__(
+        self, driver: Driver, caller: Any, streams: dict[str, Stream], prefix: str = ""
+    ) -> None:
         super().__init__(compute0=caller)
-        self._driver, self.streams = driver, streams
+        self._driver, self.streams, self._prefix = driver, streams, prefix
         self.fork = driver.event()
         self.joins: dict[str, Event] = {}  # by lane
 
     def __missing__(self, lane: str) -> Any:
         with self._driver.aside():
+            if lane not in self.streams:
+                self.streams[lane] = self._driver.stream_for(self._prefix + lane)
             self.joins[lane] = self._driver.event()
         handle = self[lane] = self.streams[lane].handle
         return handle

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma.buffers import buffers_of
-from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, StreamEngine, Streams, drained
+from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, Stream, StreamEngine, drained
 from ficco.dma.engine import (
     Call,
     Capabilities,
@@ -37,12 +37,10 @@ from ficco.dma.engine import (
 )
 from ficco.dma.gate import GATE
 from ficco.dma.lane_ops import (
-    Copies,
     KernelBatch,
-    KernelCopies,
+    Launch,
     MakeBatch,
     Memops,
-    OneShot,
     Posts,
     Run,
     by_launches,
@@ -62,12 +60,12 @@ from ficco.dma.memories import (
     align,
     open_engines,
 )
-from ficco.dma.products import accumulation, multiply
+from ficco.dma.products import accumulation, add_up, multiply
 from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
-from ficco.dma.watch import MAX_WATCHED, Flights, Places, Watch
+from ficco.dma.watch import MAX_WATCHED, Flights, Watch
 from ficco.errors import BackendError
-from ficco.hip_kernels import MAX_PARTS, Kernels
+from ficco.hip_kernels import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -141,11 +139,11 @@ class GpuEngine(StreamEngine):
         self._asked = signals
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._serial = 0
-        self._places = Places()
+        self._unwatched = list(range(MAX_WATCHED))  # words that no slot has
         self._states: set[SlotState] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
-        self._streams = {False: Streams(driver), True: Streams(driver, "captured ")}
+        self._streams: dict[bool, dict[str, Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._read_into = 0, 0  # pinned memory for words: address and how many
         self._allocate: Allocate | None = None
@@ -199,7 +197,7 @@ class GpuEngine(StreamEngine):
         state: SlotState = slot.state
         self._states.discard(state)
         if isinstance(state.watch, Watch):
-            self._places.give_back(state.watch.index)
+            state.watch.give_back()
         if isinstance(state.words, OwnWords):
             self.graveyard.dead.append(state.words)
         super().discard(slot)
@@ -245,7 +243,7 @@ class GpuEngine(StreamEngine):
             if driver.watches_by_events and not captured:
                 watch = Flights(driver.event)
             else:
-                watch = Watch(self.watched, self._places.take())
+                watch = Watch(self.watched, self._unwatched)
             state = SlotState(watch, words, driver.event(), driver.event(), captured)
         self._states.add(state)
         return state
@@ -286,7 +284,7 @@ class GpuEngine(StreamEngine):
         if self._writes_reach or self.means.kernels:
             return self._memops(program, step, ops)
         sources = [self._words(program).constant(op.value) for op in ops]
-        return Posts(program.plan.steps[step].lane, ops, sources, self.driver)
+        return Memops(program.plan.steps[step].lane, Posts(ops, sources, self.driver))
 
     # Order.
 
@@ -333,11 +331,18 @@ class GpuEngine(StreamEngine):
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.row_bytes(transfers[0].src), transfers[0].src.rows
-        copies = KernelCopies(self._kernels, lane, targets, sources, width, height)
-        arrived = self._counter(program, lane)
-        if not arrived or not width * height:
-            return copies
-        return Copies(copies=copies, arrived=arrived, mine=self._words(program).own)
+        kernels, arrived = self._kernels, width and height and self._counter(program, lane)
+
+        def work(call: Call, signals: Signals | None) -> None:
+            found = [source(call) for source in sources]
+            ends = tuple((to, at) for (to, _), (at, _) in zip(targets, found, strict=True))
+            pitches = targets[0][1], found[0][1]
+            kernels.copies(ends, *pitches, width, height, call.state[lane], signals=signals)
+
+        if not arrived:
+            return Launch(work, 0, range(0))
+        spins = PEER_BLOCKS * len(targets) <= kernels.most_that_spin
+        return Launch(work, arrived, self._words(program).own, spins)
 
     def _counter(self, program: Program, lane: str) -> int:
         """Address of the word where blocks of a lane's launches are counted; 0 if there is none,
@@ -355,26 +360,20 @@ class GpuEngine(StreamEngine):
         to, dst_pitch = places.place(dst)
         source = places.source(src)
         whole = self.driver.copy(to, width * height, (dst.rank, src.rank))
-        if not self.means.rectangles:
-            cut = self._cut(program, step, transfer, whole)
-
-            def cut_op(call: Call) -> None:
-                at, pitch = source(call)
-                if (pitch == width == dst_pitch) or height == 1:
-                    whole(at, call.state[lane])
-                else:
-                    cut(call, at, pitch)
-
-            return cut_op
-        rectangle = self.driver.rectangle(to, dst_pitch, width, height)
+        rectangle = None
+        if self.means.rectangles:
+            rectangle = self.driver.rectangle(to, dst_pitch, width, height)
+        cut = None if rectangle else self._cut(program, step, transfer, whole)
 
         def op(call: Call) -> None:
             at, pitch = source(call)
             stream = call.state[lane]
             if (pitch == width == dst_pitch) or height == 1:
                 whole(at, stream)
-            else:
+            elif rectangle:
                 rectangle(at, pitch, stream)
+            elif cut:
+                cut(call, at, pitch)
 
         return op
 
@@ -522,16 +521,21 @@ class GpuEngine(StreamEngine):
         result = places.view(reduction.out)
         kernels = self._kernels_or_none if self._sums_by_kernel else None
         if kernels is None or len(views) > MAX_PARTS:
-            return self._on_lane(program, step, lambda call: _sum(result, views, call))
+            return self._on_lane(
+                program, step, lambda call: add_up(result(call), [one(call) for one in views])
+            )
 
-        def parts(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            return result(call), [view(call) for view in views]
+        def work(call: Call, signals: Signals) -> None:
+            parts = [view(call) for view in views]
+            kernels.one_shot(result(call), parts, signals, call.state[lane])
 
         at_peers = any(part.rank != self.rank for part in reduction.parts)
         if self.driver.fuses and at_peers and lane == "compute0":
             arrived, mine = self._counter(program, lane), self._words(program).own
-            return OneShot(kernels=kernels, parts=parts, arrived=arrived, mine=mine)
-        return lambda call: kernels.reduce(*parts(call), call.state[lane])
+            return Launch(work, arrived, mine, sums=True)
+        return lambda call: kernels.reduce(
+            result(call), [view(call) for view in views], call.state[lane]
+        )
 
     #: Whether ficco's kernel adds parts up, where it can be had.
     _sums_by_kernel = True
@@ -558,7 +562,8 @@ class GpuEngine(StreamEngine):
         if lanes is None:
             with self.driver.aside():
                 caller = self.driver.stream(key[0])
-                lanes = self._lanes[key] = Lanes(self.driver, caller, self._streams[key[1]])
+                streams, kind = self._streams[key[1]], "captured " * key[1]
+                lanes = self._lanes[key] = Lanes(self.driver, caller, streams, kind)
         call.state = lanes
         run = program.state.get("run") or self._run(program)
         if run.before:
@@ -851,16 +856,3 @@ class GpuEngine(StreamEngine):
             attempt(self.driver.close)
         if errors:
             raise errors[0]
-
-
-def _sum(
-    result: Callable[[Call], torch.Tensor],
-    parts: Sequence[Callable[[Call], torch.Tensor]],
-    call: Call,
-) -> None:
-    """A sum by PyTorch, rounded once. float64 is served on CPUs alone, and keeps its precision."""
-    first = parts[0](call)
-    total = first.to(torch.float64 if first.dtype == torch.float64 else torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part(call)
-    result(call).copy_(total)

@@ -57,9 +57,6 @@ class HipBinding:
         self._modules.append(module)
         return {name: hip.kernel(module, name.encode()) for name in names}
 
-    def pack(self, arguments: Sequence[Any]) -> Packed:
-        return Packed(arguments)
-
     def launch(
         self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
     ) -> None:

@@ -1,14 +1,48 @@
-"""Matrix products of the vendor's library, through PyTorch, on a GPU."""
+"""Matrix products and sums through PyTorch, and the name of the library behind the products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 #: The elementwise functions that a place operation may apply, by name.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": torch.relu}
+#: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
+_ON_CUDA = {"Cublas": "cuBLAS", "Cublaslt": "cuBLASLt"}
+_ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck": "CK"}
+#: The libraries by their names in the configuration of a build for CPUs.
+_ON_CPU = {"mkl": "MKL", "open": "OpenBLAS", "accelerate": "Accelerate", "generic": "a plain BLAS"}
+
+
+def library(device: torch.device) -> str:
+    """The library of matrix products on a device, as PyTorch reports it; initializes no GPU."""
+    return _cpu_library() if device.type == "cpu" else _gpu_library()
+
+
+def _gpu_library() -> str:
+    by_name = _ON_ROCM if torch.version.hip else _ON_CUDA
+    names = " or ".join(by_name.values())
+    if not torch.cuda.is_initialized():  # a build for ROCm decides by the devices
+        return f"{names}, as PyTorch decides when it first uses a GPU"
+    try:
+        preferred: Any = torch.backends.cuda.preferred_blas_library()  # an enum of C++
+        name = str(preferred.name)
+    except (AttributeError, RuntimeError):
+        return f"{names}; this PyTorch does not tell"
+    return f"{by_name.get(name, name)}, which PyTorch prefers"
+
+
+def _cpu_library() -> str:
+    try:
+        info = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+        has_onednn = torch.backends.mkldnn.is_available()
+    except (AttributeError, RuntimeError):
+        return "this PyTorch does not tell"
+    name = _ON_CPU.get(info[1], info[1]) if info else "PyTorch's own loops"
+    return name + (", oneDNN for the dtypes that PyTorch gives it" if has_onednn else "")
 
 
 def accumulation() -> str:
@@ -42,3 +76,20 @@ def multiply(
         (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
     else:
         (torch.baddbmm if batched else torch.addmm)(addend, a, b, **widened, out=out)
+
+
+def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """The sum of parts in their order, in float32, rounded once. ``result`` may be one of them.
+    float64 is served on CPUs alone, and keeps its precision."""
+    wide = torch.float64 if result.dtype == torch.float64 else torch.float32
+    first, *others = parts
+    # No pass over memory but the sums themselves. The result is written last.
+    total = first.to(wide)
+    for i, other in enumerate(others[:-1]):
+        total = total + other if i == 0 else total.add_(other)
+    if not others:
+        result.copy_(total)
+    elif result.dtype == wide:
+        torch.add(total, others[-1], out=result)
+    else:
+        result.copy_(total + others[-1])

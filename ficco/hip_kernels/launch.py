@@ -150,7 +150,8 @@ class SignalWords(ctypes.Structure):
 
 
 class Packed:
-    """Arguments of a kernel, and an array of their addresses, which drivers take."""
+    """Arguments of a kernel, values of ctypes in its order, and an array of their addresses, which
+    drivers take. Used for many launches."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.arguments = tuple(arguments)
@@ -178,12 +179,9 @@ class Binding(Protocol):
         """Load compiled code and look its kernels up."""
         ...
 
-    def pack(self, arguments: Sequence[Any]) -> Any:
-        """Arguments for :meth:`launch`, given as values of ctypes in the kernel's order. They are
-        used for many launches."""
-        ...
-
-    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
+    def launch(
+        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
+    ) -> None:
         """Enqueue one kernel. Raises :class:`ficco.errors.BackendError`."""
         ...
 
@@ -358,8 +356,7 @@ class Kernels:
             else:
                 kernel = self._kernels[f"ficco_exchange_{kind}"]
                 rest = _U32(total), *_packed(signals)
-            packed = self.binding.pack((addresses, *sizes, *numbers, *rest))
-            return kernel, total, COPY_THREADS, packed
+            return kernel, total, COPY_THREADS, Packed((addresses, *sizes, *numbers, *rest))
 
         each = [strips(dst, dst_pitch, src, src_pitch, width, height) for dst, src in ends]
         groups: list[tuple[Strip, ...]] = [(strip,) for column in each for strip in column]
@@ -383,9 +380,8 @@ class Kernels:
             return
         arguments, work = self._sum(out, parts)
         blocks = min(8 * self.binding.processors, -(-work // REDUCE_THREADS))
-        kernel = self._kernels[f"ficco_reduce_{_text(parts[0].dtype)}_{_text(out.dtype)}"]
-        packed = self.binding.pack(arguments(blocks))
-        self.binding.launch(kernel, blocks, REDUCE_THREADS, packed, stream)
+        name = f"ficco_reduce_{_text(parts[0].dtype)}_{_text(out.dtype)}"
+        self._launch(name, blocks, REDUCE_THREADS, arguments(blocks), stream)
 
     def one_shot(
         self,
@@ -400,9 +396,8 @@ class Kernels:
         check_reduce(out, parts)
         arguments, work = self._sum(out, parts)
         blocks = max(1, min(blocks, self.most_that_spin, -(-work // ONE_SHOT_THREADS)))
-        kernel = self._kernels[f"ficco_one_shot_{_text(out.dtype)}"]
-        packed = self.binding.pack((*arguments(blocks), *_packed(signals)))
-        self.binding.launch(kernel, blocks, ONE_SHOT_THREADS, packed, stream)
+        name, given = f"ficco_one_shot_{_text(out.dtype)}", (*arguments(blocks), *_packed(signals))
+        self._launch(name, blocks, ONE_SHOT_THREADS, given, stream)
 
     def _sum(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor]
@@ -428,8 +423,7 @@ class Kernels:
     def script(self, script: Script, stream: Any) -> None:
         """Execute a script after all earlier work of the stream. While it waits, one block spins on
         the device, as with :class:`Signals`."""
-        packed = self.binding.pack((script.packed,))
-        self.binding.launch(self._kernels["ficco_script"], 1, SIGNAL_THREADS, packed, stream)
+        self._launch("ficco_script", 1, SIGNAL_THREADS, (script.packed,), stream)
 
     def post(self, words: Sequence[tuple[int, int]], stream: Any) -> None:
         """Write 32-bit words, (address, value), after all earlier work of the stream, whose writes
@@ -463,8 +457,13 @@ class Kernels:
             batch, packed = words[first : first + SIGNAL_THREADS], SignalWords()
             for index, (address, value) in enumerate(batch):
                 packed.at[index], packed.value[index] = address, value
-            arguments = self.binding.pack((packed, _U32(len(batch)), *rest(first)))
-            self.binding.launch(self._kernels[name], 1, SIGNAL_THREADS, arguments, stream)
+            given = packed, _U32(len(batch)), *rest(first)
+            self._launch(name, 1, SIGNAL_THREADS, given, stream)
+
+    def _launch(
+        self, name: str, blocks: int, threads: int, arguments: Sequence[Any], stream: Any
+    ) -> None:
+        self.binding.launch(self._kernels[name], blocks, threads, Packed(arguments), stream)
 
 
 def _packed(signals: Signals) -> tuple[Any, ...]:
