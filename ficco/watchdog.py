@@ -130,9 +130,7 @@ class Watchdog:
             return SignalTimeout(
                 operator=operator, rank=engine.rank, schedule=schedule, seconds=seconds
             )
-        peer = missing.signal.poster if missing.signal else None
-        found = missing.wanted, missing.found
-        return timed_out(program.plan, missing.step, peer, seconds, *found)
+        return timed_out(program.plan, missing, seconds)
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace

@@ -247,25 +247,25 @@ def texts(at: Rank) -> None:
         dist.barrier()
     else:
         dist.barrier()
-        assert mine._pages.text(0, digest("first")) == "first"
-        assert mine._pages.text(0, digest(f"text {TEXTS - 2}")) == f"text {TEXTS - 2}"
-        assert "unknown" in mine._pages.text(1, digest("first"))
+        assert mine._text(0, digest("first")) == "first"
+        assert mine._text(0, digest(f"text {TEXTS - 2}")) == f"text {TEXTS - 2}"
+        assert "unknown" in mine._text(1, digest("first"))
         dist.barrier()
         dist.barrier()
-        assert mine._pages.text(0, digest("one more")) == "one more"
-        assert "unknown" in mine._pages.text(0, digest("first"))
+        assert mine._text(0, digest("one more")) == "one more"
+        assert "unknown" in mine._text(0, digest("first"))
         dist.barrier()
         dist.barrier()
-        assert mine._pages.text(0, digest("first")) == "first"
+        assert mine._text(0, digest("first")) == "first"
     long = "\N{SNOWMAN} long " * TEXT_BYTES
     short = "\N{SNOWMAN}" * 10
     mine.describe(long)
     mine.describe(short)
     dist.barrier()
     peer = 1 - at.rank
-    assert mine._pages.text(peer, digest(long)).endswith(f"(digest {digest(long):010x})")
-    assert mine._pages.text(peer, digest(long)).startswith("? long ? long")
-    assert mine._pages.text(peer, digest(short)) == short
+    assert mine._text(peer, digest(long)).endswith(f"(digest {digest(long):010x})")
+    assert mine._text(peer, digest(long)).startswith("? long ? long")
+    assert mine._text(peer, digest(short)) == short
 
 
 def test_texts_are_shown_as_long_as_there_is_room() -> None:

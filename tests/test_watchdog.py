@@ -38,7 +38,7 @@ class Engine:
         for index, step in enumerate(program.plan.steps):
             for signal in step.waits:
                 if signal.kind == "ready":
-                    return Missing(index, signal, 1, 0)
+                    return Missing(index, signal.poster, 1, 0)
         raise AssertionError("the plan waits for nobody")
 
     def idle(self, slots: list[Slot]) -> bool:

@@ -25,6 +25,7 @@ from ficco.dma.engine import (
     Call,
     Capabilities,
     Engine,
+    Missing,
     Op,
     Program,
     Slot,
@@ -154,8 +155,8 @@ class CpuEngine(Engine):
             return not dead(state.pids[peer]), bool(state.marks[peer].any()), wait[3]
 
         step, signal, word, begin = min(list(state.blocked.values()), key=order)
-        seconds = time.monotonic() - begin
-        raise timed_out(program.plan, step, signal.poster, seconds, 1, semaphores().value(word))
+        missing = Missing(step, signal.poster, 1, semaphores().value(word))
+        raise timed_out(program.plan, missing, time.monotonic() - begin)
 
     # Copies.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ficco.dma import collectives
 from ficco.dma.cpu_lanes import SLICE_S, CallState, CpuMemory
-from ficco.dma.engine import Call, Engine, Op, Program, timed_out
+from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
 from ficco.dma.host import dead
 from ficco.errors import BackendError
 
@@ -96,7 +96,7 @@ def collect(
                 seconds = time.monotonic() - begin
                 late = work is not None and not work.is_completed()
                 if failed or (late and seconds > state.timeout_s):
-                    raise timed_out(program.plan, step, missing(), seconds) from error
+                    raise timed_out(program.plan, Missing(step, missing()), seconds) from error
     except BaseException:
         _unfinished[:] = [pair for pair in _unfinished if not pair[0].is_completed()]
         if work is not None:

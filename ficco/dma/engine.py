@@ -165,13 +165,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Missing:
-    """The first signal that a program waits for in vain; ``signal`` is None for a collective.
-
-    ``wanted`` and ``found`` are the values of its word.
-    """
+    """What a step waits for in vain: a signal of a peer's, with the values of its word that are
+    wanted and found, or a collective, of which it may know the peer that is absent."""
 
     step: int
-    signal: Signal | None = None
+    peer: int | None = None
     wanted: int | None = None
     found: int | None = None
 
@@ -418,22 +416,16 @@ class Engine(ABC):
         """Free what the engine holds. Does not wait for peers."""
 
 
-def timed_out(
-    plan: Plan,
-    step: int,
-    peer: int | None,
-    seconds: float,
-    wanted: int | None = None,
-    found: int | None = None,
-) -> SignalTimeout:
-    """The error of a step that has waited too long for a peer."""
+def timed_out(plan: Plan, missing: Missing, seconds: float) -> SignalTimeout:
+    """The error of a step that has waited too long."""
+    step = plan.steps[missing.step]
     return SignalTimeout(
         operator=plan.problem.operator,
         rank=plan.rank,
-        peer=peer,
-        step=f"{plan.steps[step].label} ({plan.steps[step].op} on {plan.steps[step].lane})",
+        peer=missing.peer,
+        step=f"{step.label} ({step.op} on {step.lane})",
         schedule=plan.schedule,
         seconds=seconds,
-        wanted=wanted,
-        found=found,
+        wanted=missing.wanted,
+        found=missing.found,
     )

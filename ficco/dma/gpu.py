@@ -709,14 +709,13 @@ class GpuEngine(StreamEngine):
         if not words:
             return None
         late = [
-            Missing(index, signal, wanted(signal), words[signal.word])
+            (signal, Missing(index, signal.poster, wanted(signal), words[signal.word]))
             for index, step in enumerate(steps)
             for signal in (*step.waits, *step.gates)
             if words[signal.word] != wanted(signal)
         ]
         # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
-        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
-        return late[0] if late else None
+        return min(late, key=lambda one: one[0].released, default=(None, None))[1]
 
     def _read(self, slot: Slot) -> list[int]:
         """The words of a slot of this rank, from any thread; empty if that takes too long."""
