@@ -316,7 +316,7 @@ def _microseconds(at: Rank, repeat: int = 20) -> dict[tuple[str, int], float]:
             movers: dict[str, Callable[[], None]] = {"dma": lambda copy=copy: copy(begin, stream)}
             for blocks in (4, 8, 16, 32):
                 movers[f"kernel {blocks}"] = lambda size=size, blocks=blocks: mine.copies(
-                    ((end, begin),), size, size, size, 1, handle, blocks
+                    ((end, begin),), (size, size, size, 1), handle, blocks
                 )
             for name, move in movers.items():
                 torch.cuda.synchronize()

@@ -242,13 +242,12 @@ class ThreadKernels:
     def copies(
         self,
         ends: tuple[tuple[int, int], ...],
-        dst_pitch: int,
-        src_pitch: int,
-        width: int,
-        height: int,
+        shape: tuple[int, int, int, int],
         stream: Stream,
         signals: Signals | None = None,
     ) -> None:
+        dst_pitch, src_pitch, width, height = shape
+
         def rows() -> None:
             for dst, src in ends:
                 for row in range(height):

@@ -23,7 +23,7 @@ lane_ops                 the operations of a call on a lane, and how they become
 memops                   waits and writes of words, and which of them a launch can carry out
 replays                  calls that are recorded and replayed
 gate                     what threads may not do to a device at the same time
-products                 products of the vendor's library, and its name
+products                 products, sums and placement by PyTorch
 tiles                    a product whose tiles wait, as one launch
 cublaslt                 ``c + a @ b`` without a copy of c
 collectives              the exchange by the group's own library

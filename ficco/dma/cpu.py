@@ -34,7 +34,7 @@ from ficco.dma.engine import (
     timed_out,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
-from ficco.dma.products import FUNCTIONS, add_up, library, multiply
+from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
 from ficco.plan import Product, Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
@@ -175,14 +175,7 @@ class CpuEngine(Engine):
         return op
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst = map(buffers_of(program).view, transfer[:2])
-        function = FUNCTIONS.get(transfer.function)
-
-        def op(call: Call) -> None:
-            placed = src(call)
-            dst(call).copy_(function(placed) if function else placed)
-
-        return op
+        return place_op(program, transfer)
 
     def collective(self, program: Program, step: int) -> Op:
         """As on all engines, but an absent rank is named by a timeout of this call."""
@@ -192,30 +185,7 @@ class CpuEngine(Engine):
     # Products.
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
-        places = buffers_of(program)
-        parts = []
-        for product in products:
-            batch = product.batch, product.a_stride
-            pairs = zip(product.scales, (batch, (1, 0)), strict=False)
-            parts.append(
-                (
-                    product,
-                    places.batch(product.a, *batch),
-                    places.view(product.b),
-                    places.batch(product.out, product.batch, product.out_stride),
-                    product.addend and places.view(product.addend),
-                    [places.batch(scale, *each) for scale, each in pairs],
-                )
-            )
-
-        def op(call: Call) -> None:
-            for product, a, b, out, addend, scales in parts:
-                left, result = a(call), out(call)
-                added = addend(call) if addend else result if product.accumulate else None
-                left = left.t() if product.transposed else left
-                _multiply(left, b(call), result, added, [scale(call) for scale in scales])
-
-        return op
+        return matmul_op(program, products)
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         view = buffers_of(program).view
@@ -312,22 +282,3 @@ def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
         rows, width = 1, rows * width
     for row in range(rows):
         ctypes.memmove(to + row * to_pitch, at + row * at_pitch, width)
-
-
-def _multiply(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    addend: torch.Tensor | None,
-    scales: Sequence[torch.Tensor] = (),
-) -> None:
-    """``out = (addend +) a @ b``, or a batch of such products with a common b, in out's dtype;
-    scaled products in float32."""
-    dtype = torch.float32 if scales else out.dtype
-    a, b = a.to(dtype), b.to(dtype)
-    b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if a.dim() == 3 else b
-    if not scales:
-        return multiply(a, b, out, addend)
-    rows, cols = scales
-    product = a @ b * rows * cols
-    out.copy_(product if addend is None else product + addend)

@@ -30,10 +30,15 @@ WORD = 4
 URGENT, PLAIN, RESCUE = -1, 0, 1
 
 
-def drained(idle: Callable[[], bool], seconds: float) -> bool:
-    """Ask again and again whether something is idle; False if it takes too long."""
+def drained(
+    idle: Callable[[], bool], seconds: float, interrupt: Callable[[], None] | None = None
+) -> bool:
+    """Ask again and again whether something is idle; False if it takes too long. ``interrupt`` is
+    called meanwhile, and may raise."""
     end, pause = time.monotonic() + seconds, 1e-5
     while not idle():
+        if interrupt is not None:
+            interrupt()
         if time.monotonic() > end:
             return False
         time.sleep(pause)

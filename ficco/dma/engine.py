@@ -315,11 +315,7 @@ class Engine(ABC):
             elif step.transfer.src.elements:
                 found.append(self.copy(program, index, step.transfer, step.mover))
 
-        def op(call: Call) -> None:
-            for copy in found:
-                copy(call)
-
-        return op
+        return in_turn(found)
 
     def collective(self, program: Program, step: int) -> Op:
         """The collective of the group's library that does a Plan's whole exchange."""
@@ -414,6 +410,18 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what the engine holds. Does not wait for peers."""
+
+
+def in_turn(ops: Sequence[Op]) -> Op:
+    """Several operations as one."""
+    if len(ops) == 1:
+        return ops[0]
+
+    def op(call: Call) -> None:
+        for one in ops:
+            one(call)
+
+    return op
 
 
 def timed_out(plan: Plan, missing: Missing, seconds: float) -> SignalTimeout:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,7 +51,6 @@ from ficco.dma.lane_ops import (
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import (
     MEMORIES,
-    PAUSE_S,
     SCRATCH,
     Allocate,
     Graveyard,
@@ -60,7 +60,7 @@ from ficco.dma.memories import (
     align,
     open_engines,
 )
-from ficco.dma.products import accumulation, add_up, multiply
+from ficco.dma.products import accumulation, add_up, matmul_op, place_op
 from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
 from ficco.dma.watch import MAX_WATCHED, Flights, Watch
@@ -249,10 +249,8 @@ class GpuEngine(StreamEngine):
         return state
 
     def retire(self, slot: Slot) -> None:
-        retired = slot.state.retired
-        while retired is not None and not retired.over():
-            self.interrupt()
-            time.sleep(PAUSE_S)
+        if slot.state.retired is not None:
+            drained(slot.state.retired.over, math.inf, self.interrupt)
 
     # Signals.
 
@@ -336,8 +334,8 @@ class GpuEngine(StreamEngine):
         def work(call: Call, signals: Signals | None) -> None:
             found = [source(call) for source in sources]
             ends = tuple((to, at) for (to, _), (at, _) in zip(targets, found, strict=True))
-            pitches = targets[0][1], found[0][1]
-            kernels.copies(ends, *pitches, width, height, call.state[lane], signals=signals)
+            shape = targets[0][1], found[0][1], width, height
+            kernels.copies(ends, shape, call.state[lane], signals=signals)
 
         if not arrived:
             return Launch(work, 0, range(0))
@@ -449,23 +447,12 @@ class GpuEngine(StreamEngine):
     # Products and sums.
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        places = buffers_of(program)
-        src, dst = places.view(transfer.src), places.view(transfer.dst)
-
-        def op(call: Call) -> None:
-            dst(call).copy_(src(call))
-
-        return self._on_lane(program, step, op)
+        return self._on_lane(program, step, place_op(program, transfer))
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane
-        parts = [self._product(program, product, lane) for product in products]
-
-        def op(call: Call) -> None:
-            for part in parts:
-                part(call)
-
-        return self._on_lane(program, step, parts[0] if len(parts) == 1 else op)
+        made = matmul_op(program, products, self.driver.add_product, lane)
+        return self._on_lane(program, step, made)
 
     def tiled(self, program: Program, step: int) -> Op:
         one, places = program.plan.steps[step], buffers_of(program)
@@ -490,30 +477,6 @@ class GpuEngine(StreamEngine):
             tiles = products.best(work, b_rows)
             made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
         return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
-
-    def _product(self, program: Program, product: Product, lane: str) -> Op:
-        places, batch = buffers_of(program), product.batch
-        right = places.view(product.b)
-        left = places.batch(product.a, batch, product.a_stride)
-        result = places.batch(product.out, batch, product.out_stride)
-        before = None if product.addend is None else places.view(product.addend)
-        accumulate, transposed = product.accumulate, product.transposed
-        add_product = self.driver.add_product
-
-        def op(call: Call) -> None:
-            a, b, out = left(call), right(call), result(call)
-            if batch > 1:
-                b = b.unsqueeze(0).expand(batch, -1, -1)
-            elif transposed:
-                a = a.t()
-            addend = out if accumulate else None
-            if before is not None:
-                addend = before(call)
-                if add_product(addend, a, b, out, call.state[lane]):
-                    return
-            multiply(a, b, out, addend)
-
-        return op
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         lane, places = program.plan.steps[step].lane, buffers_of(program)

@@ -103,8 +103,7 @@ class HipDriver(Driver):
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
         self._asked = asked(self.name)
-        self._copy_name = self._asked.get("copy", "dtod")
-        self._copy = hip.COPIES[self._copy_name]
+        self._copy = self._asked.get("copy", "dtod")
         self._indices: list[int] = []  # of all ranks' devices in this process
         self._locals: list[int] = []
         self._hosts: list[int] = []
@@ -158,7 +157,7 @@ class HipDriver(Driver):
             wait=names["signals"][way]
             + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
             + "; relies on a peer's word arriving behind the copy in front of it",
-            copy=f"{names['copy'][self._copy_name]} in memory of {names['memory'][memory]}, "
+            copy=f"{names['copy'][self._copy]} in memory of {names['memory'][memory]}, "
             f"columns by {columns}, ends told by {names['events'][events]}; "
             f"HIP {hip.runtime_version()}",
         )
@@ -294,11 +293,14 @@ class HipDriver(Driver):
     def copy(
         self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
     ) -> Callable[[int, Any], None]:
-        if ranks is None:
-            return lambda src, stream: hip.copy(dst, src, nbytes, stream)
-        to, at = (self._indices[rank] for rank in ranks)
-        copy = self._copy
-        return lambda src, stream: copy(dst, src, nbytes, stream, to, at)
+        if ranks is not None and self._copy == "peer":
+            to, at = (self._indices[rank] for rank in ranks)
+            peer = hip.calls.hipMemcpyPeerAsync
+            return lambda src, stream: peer(dst, to, src, at, nbytes, stream)
+        if ranks is not None and self._copy == "nocu":
+            plain, kind = hip.calls.hipMemcpyAsync, hip.WITHOUT_UNITS
+            return lambda src, stream: plain(dst, src, nbytes, kind, stream)
+        return lambda src, stream: hip.copy(dst, src, nbytes, stream)
 
     def rectangle(
         self, dst: int, dst_pitch: int, width: int, height: int

@@ -1,4 +1,4 @@
-"""Matrix products and sums through PyTorch, and the name of the library behind the products."""
+"""What PyTorch does of a Plan: products, sums and placement; and the name of its library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 
+from ficco.dma.buffers import buffers_of
+from ficco.dma.engine import Call, Op, Program, in_turn
+from ficco.plan import Product, Transfer
+
+#: Does ``out = addend + a @ b`` without a copy of the addend, on a stream; False if it cannot.
+AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
 #: The elementwise functions that a place operation may apply, by name.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": torch.relu}
 #: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
@@ -61,7 +67,7 @@ def _has_out_dtype() -> bool:
 def multiply(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None
 ) -> None:
-    """``out = a @ b``, or ``addend + a @ b``, for matrices or batches.
+    """``out = a @ b``, or ``addend + a @ b``, for matrices or a batch of ``a`` and ``out``.
 
     ``out`` is of the operands' dtype or a wider one. ``addend`` may be ``out``; PyTorch copies any
     other to ``out`` first.
@@ -72,6 +78,7 @@ def multiply(
             return multiply(a.float(), b.float(), out, addend)
         widened = {"out_dtype": out.dtype}
     batched = a.dim() == 3
+    b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if batched else b
     if addend is None:
         (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
     else:
@@ -93,3 +100,58 @@ def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         torch.add(total, others[-1], out=result)
     else:
         result.copy_(total + others[-1])
+
+
+def place_op(program: Program, transfer: Transfer) -> Op:
+    """A copy within this rank, through a function if the transfer names one."""
+    src, dst = map(buffers_of(program).view, transfer[:2])
+    function = FUNCTIONS.get(transfer.function)
+
+    def op(call: Call) -> None:
+        placed = src(call)
+        dst(call).copy_(function(placed) if function else placed)
+
+    return op
+
+
+def matmul_op(
+    program: Program,
+    products: Sequence[Product],
+    add_product: AddProduct | None = None,
+    lane: str = "compute0",
+) -> Op:
+    """Products one after the other; ``add_product`` is tried on those that add to another buffer,
+    on the stream of a lane."""
+    return in_turn([_product(program, product, add_product, lane) for product in products])
+
+
+def _product(program: Program, product: Product, add_product: AddProduct | None, lane: str) -> Op:
+    places, batch = buffers_of(program), (product.batch, product.a_stride)
+    left, right = places.batch(product.a, *batch), places.view(product.b)
+    result = places.batch(product.out, product.batch, product.out_stride)
+    before = None if product.addend is None else places.view(product.addend)
+    accumulate, transposed = product.accumulate, product.transposed
+
+    def op(call: Call) -> None:
+        a, b, out = left(call), right(call), result(call)
+        if transposed:
+            a = a.t()
+        addend = out if accumulate else None
+        if before is not None:
+            addend = before(call)
+            if add_product is not None and add_product(addend, a, b, out, call.state[lane]):
+                return
+        multiply(a, b, out, addend)
+
+    if not product.scales:
+        return op
+    rows, cols = places.batch(product.scales[0], *batch), places.view(product.scales[1])
+
+    def scaled(call: Call) -> None:
+        a, out = left(call), result(call)
+        total = (a.t() if transposed else a).float() @ right(call).float()
+        total = total * rows(call) * cols(call)
+        addend = before(call) if before else out if accumulate else None
+        out.copy_(total if addend is None else total + addend)
+
+    return scaled

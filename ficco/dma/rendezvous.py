@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
+from ficco.dma.driver import drained
 from ficco.dma.host import HostMemory
 from ficco.errors import SignalTimeout
 
@@ -86,13 +87,11 @@ class Rendezvous:
     def _await(
         self, peer: int, deadline: float, timeout_s: float, interrupt: Callable[[], None]
     ) -> None:
-        pause = 1e-5
-        while int(self._words[peer][0]) >> 32 < self._meeting:
-            interrupt()
-            if time.monotonic() > deadline:
-                raise self._timeout(peer, timeout_s)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
+        def come() -> bool:
+            return int(self._words[peer][0]) >> 32 >= self._meeting
+
+        if not drained(come, deadline - time.monotonic(), interrupt):
+            raise self._timeout(peer, timeout_s)
 
     def _timeout(self, peer: int | None, seconds: float) -> SignalTimeout:
         return SignalTimeout(

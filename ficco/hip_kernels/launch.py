@@ -186,6 +186,10 @@ class Binding(Protocol):
         ...
 
 
+#: Of copies: row pitches of destination and source, and width of a row, in bytes; rows.
+Shape = tuple[int, int, int, int]
+
+
 class Strip(NamedTuple):
     """Rows that one launch copies.
 
@@ -209,10 +213,9 @@ class Strip(NamedTuple):
         return self.aligned, self.width, self.height, self.head
 
 
-def strips(
-    dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
-) -> list[Strip]:
-    """The launches that copy ``height`` rows of ``width`` bytes."""
+def strips(dst: int, src: int, shape: Shape) -> list[Strip]:
+    """The launches that copy rows."""
+    dst_pitch, src_pitch, width, height = shape
     if not width or not height:
         return []
     if width == dst_pitch == src_pitch:
@@ -225,8 +228,8 @@ def strips(
     units = (width - head) // 16 if aligned else (width + 30) // 16
     if units > MAX_UNITS:
         first = head + (MAX_UNITS - 2) * 16
-        rest = dst + first, dst_pitch, src + first, src_pitch, width - first, height
-        return strips(dst, dst_pitch, src, src_pitch, first, height) + strips(*rest)
+        rest = strips(dst + first, src + first, (dst_pitch, src_pitch, width - first, height))
+        return strips(dst, src, (dst_pitch, src_pitch, first, height)) + rest
     rows = MAX_UNITS // units
     made = []
     for row in range(0, height, rows):
@@ -302,21 +305,17 @@ class Kernels:
     def copies(
         self,
         ends: tuple[tuple[int, int], ...],
-        dst_pitch: int,
-        src_pitch: int,
-        width: int,
-        height: int,
+        shape: Shape,
         stream: Any,
         blocks: int = PEER_BLOCKS,
         signals: Signals | None = None,
     ) -> None:
-        """Copy ``height`` rows of ``width`` bytes between ranks for each pair of destination and
-        source, all concurrently with ``blocks`` blocks each: by one launch if their addresses are
-        aligned alike. A write that follows on the stream tells a peer that the rows have arrived.
-        With ``signals`` there must be something to copy, and the stream must wait for nothing that
-        is launched after it on this device."""
-        shape = dst_pitch, src_pitch, width, height
-        for prepared in self._copies(ends, *shape, blocks, True, signals):
+        """Copy rows between ranks for each pair of destination and source, all concurrently with
+        ``blocks`` blocks each: by one launch if their addresses are aligned alike. A write that
+        follows on the stream tells a peer that the rows have arrived. With ``signals`` there must
+        be something to copy, and the stream must wait for nothing that is launched after it on this
+        device."""
+        for prepared in self._copies(ends, shape, blocks, True, signals):
             self.binding.launch(*prepared, stream)
 
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
@@ -326,16 +325,13 @@ class Kernels:
         at, src_pitch, _, _ = address_of(src)
         blocks = BLOCKS_PER_PROCESSOR * self.binding.processors
         shape = dst_pitch, src_pitch, width, height
-        for prepared in self._copies(((to, at),), *shape, blocks, False, None):
+        for prepared in self._copies(((to, at),), shape, blocks, False, None):
             self.binding.launch(*prepared, stream)
 
     def _prepare(
         self,
         ends: tuple[tuple[int, int], ...],
-        dst_pitch: int,
-        src_pitch: int,
-        width: int,
-        height: int,
+        shape: Shape,
         blocks: int,
         release: bool,
         signals: Signals | None,
@@ -349,7 +345,7 @@ class Kernels:
                 addresses.dst[index], addresses.src[index] = one.dst, one.src
             count = min(blocks, -(-strip.units * strip.height // COPY_THREADS))
             numbers = map(_U32, (strip.units, *divisor(strip.units), strip.height, count))
-            sizes = map(_U64, (dst_pitch, src_pitch, strip.width))
+            sizes = map(_U64, (*shape[:2], strip.width))
             kind, total = "aligned" if strip.aligned else "shifted", count * len(group)
             if signals is None:
                 kernel, rest = self._kernels[f"ficco_copy_{kind}"], (_U32(release),)
@@ -358,7 +354,7 @@ class Kernels:
                 rest = _U32(total), *_packed(signals)
             return kernel, total, COPY_THREADS, Packed((addresses, *sizes, *numbers, *rest))
 
-        each = [strips(dst, dst_pitch, src, src_pitch, width, height) for dst, src in ends]
+        each = [strips(dst, src, shape) for dst, src in ends]
         groups: list[tuple[Strip, ...]] = [(strip,) for column in each for strip in column]
         alike = len({tuple(strip.shape for strip in column) for column in each}) == 1
         if alike and len(ends) <= MAX_ENDS:

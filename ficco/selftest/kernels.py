@@ -120,8 +120,8 @@ class _Trial:
             places = zip(wide[:, :, first:], source, strict=True)
             ends = tuple((to.data_ptr(), begin.data_ptr()) for to, begin in places)
             size = source.element_size()
-            how = pitch * size, pitch * size, cols * size, rows, self.stream
-            self.kernels.copies(ends, *how, signals=signals)
+            shape = pitch * size, pitch * size, cols * size, rows
+            self.kernels.copies(ends, shape, self.stream, signals=signals)
             wrong = [n for n in range(PLACES) if not torch.equal(wide[n], wanted[n])]
             if wrong:
                 problems.append(
