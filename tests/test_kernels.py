@@ -26,8 +26,9 @@ from programs import Program
 
 from ficco import warn
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, build, launch
+from ficco.hip_kernels import build, launch
 from ficco.hip_kernels.build import Compiler, CompilerNotFound, Target
+from ficco.hip_kernels.launch import Kernels, Script, ScriptStep, Signals
 
 ON_HOST = Path(__file__).parent / "kernels_on_host"
 HALVES = (torch.bfloat16, torch.float16)

@@ -26,8 +26,8 @@ from test_kernels import (
 
 import ficco
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
-from ficco.hip_kernels import Kernels, kernels
-from ficco.hip_kernels.launch import REDUCTIONS
+from ficco.hip_kernels import kernels
+from ficco.hip_kernels.launch import REDUCTIONS, Kernels
 from ficco.workspace import workspaces
 
 pytestmark = pytest.mark.gpu

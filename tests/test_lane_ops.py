@@ -16,7 +16,7 @@ from ficco.dma.lane_ops import Launch, Memops, Posts, Scripted
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.memories import COUNTED_LANES, SlotWords
 from ficco.dma.watch import Watch
-from ficco.hip_kernels import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep
+from ficco.hip_kernels.launch import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep
 
 #: Words below are the rank's own, and these a peer's.
 PEER = 2000

@@ -22,7 +22,7 @@ from ficco.dma.choose import ENGINES
 from ficco.dma.driver import Driver, Means
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
-from ficco.hip_kernels import Kernels, Script, Signals
+from ficco.hip_kernels.launch import Kernels, Script, Signals
 
 HANDLE_BYTES = 64
 #: Seconds between two looks at a word.

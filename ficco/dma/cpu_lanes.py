@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import torch
 
 from ficco.dma.engine import Call, Engine, Op, Slot, Symmetric
-from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory
+from ficco.dma.host import SEMAPHORE_STRIDE, EngineMemory
 from ficco.plan import Signal
 
 #: Seconds after which a waiting lane checks for failures of other lanes, the timeout and
@@ -29,15 +29,7 @@ class CpuMemory(Symmetric):
 
     def __init__(self, engine: Engine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
-        self.host = HostMemory(
-            engine.group,
-            max(nbytes, 1),
-            engine.timeout_s,
-            f"allocation {serial}",
-            engine.operator,
-            # If only this rank allocates, here it learns that its call differs from its peers'.
-            interrupt=lambda: engine.interrupt(),
-        )
+        self.host = EngineMemory(engine, f"allocation {serial}", max(nbytes, 1))
         self.parts = [
             torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
             for part in self.host.maps

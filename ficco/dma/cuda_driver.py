@@ -21,7 +21,9 @@ from ficco.dma.driver import URGENT, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, can_compile, kernels
+from ficco.hip_kernels import kernels
+from ficco.hip_kernels.build import can_compile
+from ficco.hip_kernels.launch import Kernels
 
 try:
     from cuda.bindings import driver
@@ -76,7 +78,6 @@ class Batch:
         return param
 
     def enqueue(self, stream: Any) -> None:
-        """Enqueue the batch."""
         if self._single is not None:
             call, address, value, flags = self._single
             if (result := call(stream, address, value, flags))[0]:
@@ -99,7 +100,6 @@ class Event:
             check("cuEventRecord", result)
 
     def hold(self, stream: Any) -> None:
-        """Let a stream wait for the event; at once if it was never recorded."""
         if (result := driver.cuStreamWaitEvent(stream, self._event, 0))[0]:
             check("cuStreamWaitEvent", result)
 
@@ -134,7 +134,6 @@ class GraphRecording:
             driver.cuGraphDestroy(graph)
 
     def replay(self, stream: Any) -> None:
-        """Enqueue everything on a stream."""
         if (result := driver.cuGraphLaunch(self._graph, stream))[0]:
             check("cuGraphLaunch", result)
 

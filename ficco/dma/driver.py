@@ -18,7 +18,7 @@ import torch
 from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.dma.products import library
-from ficco.hip_kernels import Kernels
+from ficco.hip_kernels.launch import Kernels
 
 if TYPE_CHECKING:  # it needs cuda-bindings
     from ficco.tiled.kernel import TiledProducts
@@ -418,6 +418,7 @@ class StreamEngine(Engine):
 
     driver: Driver
     side: Stream  #: for what must not wait for calls
+    graveyard: Any  #: memory that is freed once peers let go of it
     watched: int  #: pinned memory of words that watched calls write
 
     @abstractmethod

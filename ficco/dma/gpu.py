@@ -65,7 +65,7 @@ from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
 from ficco.dma.watch import MAX_WATCHED, Flights, Watch
 from ficco.errors import BackendError
-from ficco.hip_kernels import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
+from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -126,7 +126,6 @@ class GpuEngine(StreamEngine):
 
     Attributes:
         means: what was agreed on with the other ranks.
-        graveyard: memory that is freed once peers let go of it.
     """
 
     asynchronous = True
@@ -172,7 +171,7 @@ class GpuEngine(StreamEngine):
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
 
     def _source(self) -> Allocate:
-        return MEMORIES[self.means.memory](self, self.graveyard)
+        return MEMORIES[self.means.memory](self)
 
     def settle(self, stream: Any) -> None:
         if not drained(partial(self.driver.idle, stream), self.timeout_s):
@@ -199,7 +198,7 @@ class GpuEngine(StreamEngine):
         if isinstance(state.watch, Watch):
             state.watch.give_back()
         if isinstance(state.words, OwnWords):
-            self.graveyard.dead.append(state.words)
+            state.words.free()
         super().discard(slot)
 
     def slot_bytes(self, words: int, nbytes: int) -> int:
@@ -222,7 +221,6 @@ class GpuEngine(StreamEngine):
                 found = OwnWords(
                     self, self.means.words, words + tried, self._serial, self.means.constants
                 )
-                self.graveyard.living.append(found)
             if tried:
                 # Not a signal's word: the peer's first call may have begun. Pairs may differ.
                 self._writes_reach = self.means.kernels or all(

@@ -303,7 +303,6 @@ class Event:
         calls.hipEventRecord(self._event, stream)
 
     def hold(self, stream: Any) -> None:
-        """Let a stream wait for the event; at once if it was never recorded."""
         calls.hipStreamWaitEvent(stream, self._event, 0)
 
     def over(self) -> bool:

@@ -29,8 +29,8 @@ from ficco.dma.memops import WAIT_32, MemOp
 from ficco.dma.memories import Meeting
 from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import carry_out
-from ficco.hip_kernels import Kernels, Target, can_compile
-from ficco.hip_kernels.launch import Packed
+from ficco.hip_kernels.build import Target, can_compile
+from ficco.hip_kernels.launch import Kernels, Packed
 
 #: What each of the ways of signals needs.
 _NEEDS = {

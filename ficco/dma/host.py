@@ -358,6 +358,16 @@ class HostMemory:
         return BackendError("open", code, why)
 
 
+class EngineMemory(HostMemory):
+    """For the ranks of an engine."""
+
+    def __init__(self, engine: Any, purpose: str, nbytes: int = 512) -> None:
+        self.timeout_s = engine.timeout_s
+        what = engine.group, nbytes, engine.timeout_s, purpose, engine.operator
+        # If only this rank allocates, here it learns that its call differs from its peers'.
+        super().__init__(*what, interrupt=lambda: engine.interrupt())
+
+
 def _map(fd: int, nbytes: int) -> mmap.mmap:
     # Older Pythons keep a duplicate of the descriptor open as long as the map.
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}

@@ -14,7 +14,7 @@ from typing import Any
 from ficco.dma.driver import WORD, Batch, Driver, Recording
 from ficco.dma.engine import Call, Op
 from ficco.dma.memops import WAIT_32, Around, MemOp, behind, in_front, script
-from ficco.hip_kernels import Kernels, Script, Signals
+from ficco.hip_kernels.launch import Kernels, Script, Signals
 
 #: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
 KERNEL_WAIT_S = 86400.0

@@ -15,7 +15,7 @@ import torch
 from ficco.dma.driver import WORD, StreamEngine
 from ficco.dma.engine import Symmetric
 from ficco.dma.gate import GATE
-from ficco.dma.host import HostMemory
+from ficco.dma.host import EngineMemory
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.errors import BackendError
 
@@ -37,20 +37,17 @@ def align(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
 
 
-class Meeting(HostMemory):
+class Meeting(EngineMemory):
     """Where the ranks of a group tell each other little things. Making it is collective."""
 
-    def __init__(self, engine: StreamEngine, purpose: str, room: int = 512) -> None:
-        self._timeout_s, self._used = engine.timeout_s, 0
-        what = engine.group, room, engine.timeout_s, purpose, engine.operator
-        super().__init__(*what, interrupt=lambda: engine.interrupt())
+    _used = 0
 
     def gather(self, data: bytes) -> list[bytes]:
         """``data`` of every rank, by rank; equally long on all. Collective."""
         first, self._used = self._used, self._used + len(data)
         assert self._used <= self.nbytes
         self.maps[self.rank][first : self._used] = data
-        self.barrier(self._timeout_s)
+        self.barrier(self.timeout_s)
         return [bytes(part[first : self._used]) for part in self.maps]
 
 
@@ -96,7 +93,7 @@ class TorchMapped(Symmetric):
                     del one.tensor, one._handle
 
 
-def torch_memory(engine: StreamEngine, graveyard: Graveyard) -> Allocate:
+def torch_memory(engine: StreamEngine) -> Allocate:
     """PyTorch's symmetric memory for one engine. Collective."""
     return partial(TorchMapped, engine, Rendezvous(engine.group, engine.timeout_s))
 
@@ -139,6 +136,7 @@ class Shared:
         self, engine: StreamEngine, kind: str, count: int, nbytes: int, purpose: str
     ) -> None:
         """``count`` allocations of ``nbytes`` each, zeroed."""
+        self._graveyard: Graveyard = engine.graveyard
         self.mine: list[int] = []
         self._handles, self._rank = engine.driver.handles, engine.rank
         self._open: dict[tuple[int, int], int] = {}
@@ -160,6 +158,7 @@ class Shared:
                 engine.settle(side)
                 self.destroy()
             raise
+        self._graveyard.living.append(self)
 
     def mapped(self, rank: int, index: int) -> int:
         """Where an allocation of a rank is mapped here; a peer's is mapped when first asked for."""
@@ -169,6 +168,10 @@ class Shared:
             handle = self._shared[rank][index * self._each :][: self._each]
             self._open[rank, index] = self._handles.open_shared(handle)
         return self._open[rank, index]
+
+    def free(self) -> None:
+        """Once peers let go of it, too."""
+        self._graveyard.dead.append(self)
 
     def let_go(self) -> None:
         """Unmap what is the peers', and tell them."""
@@ -194,24 +197,20 @@ class Shared:
 class SharedMapped(Shared, Symmetric):
     """One allocation per rank, shared by its handle."""
 
-    def __init__(
-        self, engine: StreamEngine, graveyard: Graveyard, nbytes: int, serial: int
-    ) -> None:
-        self._driver, self._graveyard = engine.driver, graveyard
+    #: Gives what lives for as long as any tensor looks into the memory.
+    _keeper: Callable[[], Any] = staticmethod(lambda: None)
+
+    def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
+        self._driver = engine.driver
         nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
         self.serial, self.nbytes = serial, nbytes
         super().__init__(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
         self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
-        #: Alive for as long as any tensor looks into the memory.
-        self._keeper: weakref.ref[Any] = weakref.ref(keeper)
-        graveyard.living.append(self)
+        self._keeper = weakref.ref(keeper)
         self.addresses = [self.mapped(rank, 0) for rank in range(engine.world)]
 
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)
-
-    def free(self) -> None:
-        self._graveyard.dead.append(self)
 
     def let_go(self) -> None:
         """Drop what this rank holds of it; tensors of the caller's keep it."""
@@ -225,8 +224,8 @@ class SharedMapped(Shared, Symmetric):
 
 #: Where buffers come from, by name: the vendor's allocations, which are shared by handles, or
 #: PyTorch's.
-MEMORIES: dict[str, Callable[[StreamEngine, Graveyard], Allocate]] = {
-    "ipc": lambda engine, graveyard: partial(SharedMapped, engine, graveyard),
+MEMORIES: dict[str, Callable[[StreamEngine], Allocate]] = {
+    "ipc": lambda engine: partial(SharedMapped, engine),
     "torch": torch_memory,
 }
 

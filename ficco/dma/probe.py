@@ -14,7 +14,8 @@ import torch
 
 from ficco.dma.driver import URGENT
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, can_compile
+from ficco.hip_kernels.build import can_compile
+from ficco.hip_kernels.launch import Kernels
 
 #: Attributes of a device that engines go by, and what is used where one is 0.
 ATTRIBUTES: dict[str, dict[str, str]] = {

@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.dma import probe
-from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals
-from ficco.hip_kernels.launch import REDUCTIONS
+from ficco.hip_kernels.launch import REDUCTIONS, Kernels, Script, ScriptStep, Signals
 from ficco.selftest.rank import Passed, Rank
 
 HALVES = (torch.bfloat16, torch.float16)
