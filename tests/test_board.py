@@ -39,6 +39,9 @@ def same(at: Rank) -> None:
     mine.close()
     assert mine.mismatch(number) is None
     mine.post(number + 1, 5)  # a late watchdog or call finds nothing to break
+    mine.describe("too late")
+    agree(mine, number + 2, 0.0)
+    assert mine.posted(number + 2) and not mine.refused(number + 2)
 
 
 @ranks(1, 2, 4)

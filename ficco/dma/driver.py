@@ -117,7 +117,7 @@ class Means:
             that is allocated for them.
         kernels: ficco's kernels post and wait, not the stream.
         rectangles: the vendor copies columns; without, Plans have to pack them.
-        captures: whether graphs capture signals; otherwise ``uncaptured`` says what to do.
+        uncaptured: why graphs do not capture signals, and what to do; empty if they do.
         writes_before_events: a stream write goes between a copy and an event, which would be seen
             late otherwise.
         constants: address of a 0 and a 1 to copy from, and a word that nobody reads, where words
@@ -130,7 +130,6 @@ class Means:
     words: str = "slot"
     kernels: bool = False
     rectangles: bool = True
-    captures: bool = True
     uncaptured: str = ""
     writes_before_events: bool = False
     constants: int = 0

@@ -639,7 +639,7 @@ class GpuEngine(StreamEngine):
 
     def capturing(self) -> int:
         number = self.driver.capturing()
-        if number and not self.means.captures:
+        if number and self.means.uncaptured:
             raise NotImplementedError(self.means.uncaptured)
         return number
 
@@ -762,7 +762,7 @@ class GpuEngine(StreamEngine):
             movers=("dma", "kernel") if self.driver.has_kernels else ("dma",),
             products=self.driver.products(),
             accumulate="float32 sums of m x n by " + accumulation(),
-            capture=means.captures,
+            capture=not means.uncaptured,
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
         )

@@ -130,7 +130,7 @@ class HipDriver(Driver):
         ends = constants + 40, 4, constants + 32, 4, 2, 2
         rectangles = hip.tried(hip.copy_2d, *ends, side) and hip.drain(side)
         engine.settle(side)
-        captures = self._captures_writes(engine, constants + 56)
+        uncaptured = self._uncaptured(engine, constants + 56)
         meeting = Meeting(engine, "hip engine")
         self._indices = self._find(engine, meeting.gather(hip.bus_id(self.index)))
         way = self._way(engine, meeting)
@@ -146,10 +146,7 @@ class HipDriver(Driver):
             words="signal" if way == "signal" else "uncached",
             kernels=kernels,
             rectangles=rectangles,
-            captures=captures or kernels,
-            uncaptured="this ROCm carries stream writes out at once in place of capturing them in "
-            f"a graph; set {variable(self.name)}=signals=kernel on all ranks, so that kernels "
-            "signal, update ROCm, or make the call outside of the capture",
+            uncaptured="" if kernels else uncaptured,
             writes_before_events=events == "write",
             constants=constants,
             post="hipStreamWriteValue32",
@@ -162,17 +159,22 @@ class HipDriver(Driver):
             f"HIP {hip.runtime_version()}",
         )
 
-    def _captures_writes(self, engine: StreamEngine, word: int) -> bool:
-        """Whether graphs capture stream writes, and so waits. AMD's runtime carried them out at
-        once until July 2026 (ROCm/rocm-systems #8911): captured calls would have no signals."""
-        side = engine.side.handle
-        if not hip.try_capture(side, word):
-            return False
-        hip.copy_to_host(engine.watched, word, WORD, side)  # nobody watches yet
-        engine.settle(side)
-        left = ctypes.c_uint32.from_address(engine.watched)
-        carried_out, left.value = bool(left.value), 0
-        return not carried_out
+    def _uncaptured(self, engine: StreamEngine, word: int) -> str:
+        """Why graphs do not capture stream writes, and so waits; empty if they do. AMD's runtime
+        carried them out at once until July 2026 (ROCm/rocm-systems #8911): captured calls would
+        have no signals."""
+        side, left = engine.side.handle, ctypes.c_uint32.from_address(engine.watched)
+        if hip.try_capture(side, word):
+            hip.copy_to_host(engine.watched, word, WORD, side)  # nobody watches yet
+            engine.settle(side)
+            if not left.value:
+                return ""
+            left.value = 0
+        return (
+            "this ROCm carries stream writes out at once in place of capturing them in a graph; "
+            f"set {variable(self.name)}=signals=kernel on all ranks, so that kernels signal, "
+            "update ROCm, or make the call outside of the capture"
+        )
 
     def _find(self, engine: StreamEngine, places: list[bytes]) -> list[int]:
         """The number of every rank's device in this process, this rank's where it is not seen."""
