@@ -1211,6 +1211,41 @@ def test_replays_of_tiled_sums(world: int, schedule: str) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("schedule", ["tiled:pieces=2", "tiled:pull"])
+def test_recorded_tiled_products(schedule: str) -> None:
+    for before, after in run(2, _recorded_calls, schedule, "plain", device="cuda"):
+        assert before == 0 and after >= 4
+    assert min(run(2, _recorded_on_streams, schedule, device="cuda")) >= 2
+
+
+def _tiled_graphs_in_any_order(at: Rank) -> None:
+    """Graphs of two groups, each on a stream of its own, which no two ranks replay in one order."""
+    local, cases = random.Random(at.rank), [equal(at.world, 512, 2048, 512, dtype="bfloat16")] * 2
+    cases = [case.on(schedule=name) for case, name in zip(cases, TILED, strict=False)]
+    groups = [everyone(at) for _ in cases]
+    graphs = [Graphed(at, case, group) for case, group in zip(cases, groups, strict=True)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    kept = []
+    for iteration in range(40):
+        for which in local.sample(range(2), 2):
+            made = make(at, cases[which], 2 * iteration + which, groups[which])
+            streams[which].wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(streams[which]):
+                kept.append((cases[which], graphs[which].replay(made), made))
+    torch.cuda.synchronize()
+    for case, results, made in kept:
+        verify(case, results, made, f"rank {at.rank}:")
+    graphs.clear()
+    leave(*groups)
+
+
+@hopper
+@ranks(2, 4)
+def test_tiled_graphs_in_any_order(world: int) -> None:
+    run(world, _tiled_graphs_in_any_order, device="cuda")
+
+
+@hopper
 @ranks(2, 4)
 def test_jittered_tiled_calls(world: int) -> None:
     calls = 2000 if world == 4 else 500

@@ -139,7 +139,7 @@ def test_products_are_exact(
 ) -> None:
     began = time.perf_counter()
     for shape in SHAPES:
-        for cut in (Cut.NONE, Cut.END_EVENLY, Cut.END_EQUALLY):
+        for cut in (Cut.NONE, Cut.END):
             tiles = listed(Work(*shape), tiling, cut, clusters(products, tiling), COSTS)
             call = Call(products, tiles, dtype, b_rows)
             call.fill(1)
@@ -155,9 +155,7 @@ def test_products_are_exact(
 @pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
 def test_the_same_list_gives_the_same_bits(products: Any, tiling: Tiling) -> None:
     """With values whose sums are rounded."""
-    tiles = listed(
-        Work((513, 130), 520, 4096), tiling, Cut.END_EVENLY, clusters(products, tiling), COSTS
-    )
+    tiles = listed(Work((513, 130), 520, 4096), tiling, Cut.END, clusters(products, tiling), COSTS)
     call = Call(products, tiles, torch.bfloat16, True)
     for tensor in (*call.a, call.b):
         tensor.copy_(torch.randn(tensor.shape, device="cuda"))
@@ -309,7 +307,7 @@ def test_announced_rows_are_stored(products: Any, tiling: Tiling, cut: Cut) -> N
         print(f"{tiling} {cut.name} {rows}: exact", flush=True)
 
 
-@pytest.mark.parametrize("cut", [Cut.NONE, Cut.END_EVENLY], ids=lambda cut: cut.name)
+@pytest.mark.parametrize("cut", [Cut.NONE, Cut.END], ids=lambda cut: cut.name)
 @pytest.mark.parametrize("tiling", TILINGS, ids=NAMES)
 def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> None:
     gates = tuple((RowSpan(0, first, first + 128),) for first in range(0, 1024, 128))
@@ -335,7 +333,7 @@ def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> Non
 def test_replays_of_a_graph(products: Any, tiling: Tiling) -> None:
     rng = random.Random(3)
     work = gated_work(rng, (513, 300), 5, 5)
-    tiles = listed(work, tiling, Cut.END_EVENLY, clusters(products, tiling), COSTS)
+    tiles = listed(work, tiling, Cut.END, clusters(products, tiling), COSTS)
     call = Call(products, tiles, torch.bfloat16, True)
     call.fill(0)
     graph = torch.cuda.CUDAGraph()

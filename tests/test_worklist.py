@@ -202,14 +202,14 @@ def test_predictions() -> None:
     assert base.seconds == pytest.approx(COSTS.call + 64 * COSTS.step + COSTS.tile)
     late = replace(work, gates=((RowSpan(0, 128, 256),),), opens=(1e-3,))
     assert listed(late, tiling, Cut.NONE, 4, COSTS).seconds == pytest.approx(base.seconds + 1e-3)
-    halves = listed(work, tiling, Cut.END_EQUALLY, 8, COSTS)
+    halves = listed(work, tiling, Cut.END, 8, COSTS)
     half = 32 * COSTS.step + COSTS.write + COSTS.add + COSTS.tile
     assert halves.slots == 4 and halves.seconds == pytest.approx(COSTS.call + half)
     hot = replace(COSTS, slowdown=0.1, settles=1e-9)
     assert listed(work, tiling, Cut.NONE, 4, hot).seconds == pytest.approx(1.1 * base.seconds)
 
 
-@pytest.mark.parametrize("cut", [Cut.END_EVENLY, Cut.END_EQUALLY], ids=lambda cut: cut.name)
+@pytest.mark.parametrize("cut", [Cut.END, Cut.END], ids=lambda cut: cut.name)
 def test_pieces_of_all_tiles_begin_at_the_same_k(cut: Cut) -> None:
     """But for those that helpers compute, of which no tile has more than two, at its end."""
     for count, clusters in ((5, 8), (40, 132), (36, 132), (12, 132), (120, 132), (3, 8)):
@@ -222,7 +222,7 @@ def test_pieces_of_all_tiles_begin_at_the_same_k(cut: Cut) -> None:
                 begins.setdefault(item.row, []).append(item.k0)
         firsts = {tuple(sorted(ks)[:parts]) for ks in begins.values()}
         assert len(begins) == count and len(firsts) == 1
-        helped = cut is Cut.END_EVENLY and parts < 8 and clusters % count
+        helped = cut is Cut.END and parts < 8 and clusters % count
         extra = {len(ks) - parts for ks in begins.values()}
         assert extra <= ({1, 2} if helped else {0})
         busy = [sum(item.kn for item in items) for items in lists]
@@ -335,7 +335,7 @@ def test_the_check_finds(name: str) -> None:
     rows = (300, 300)
     halves = tuple((RowSpan(p, 0, 150), RowSpan(1 - p, 150, 300)) for p in range(2))
     work = Work(rows, 520, 4096, halves[:1], halves)
-    tiles = listed(work, TILINGS[0], Cut.END_EVENLY, 26, COSTS)
+    tiles = listed(work, TILINGS[0], Cut.END, 26, COSTS)
     assert tiles.slots
     check(tiles)
     mutant = MUTANTS[name](tiles)

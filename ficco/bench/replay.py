@@ -35,7 +35,7 @@ from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
 from ficco.machine import Machine, Provenance
-from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer, in_parts
+from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer, in_parts
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
 from ficco.simulate.events import Simulation
@@ -52,6 +52,8 @@ LEAST_BYTES = 4
 PEER_WORDS = 1 << 20
 #: Sizes of the copies by which a pace is measured, copies in a row, and rows of each size.
 PACE_BYTES, PACE_COPIES, PACE_ROWS = (64 << 10, 256 << 10, 1 << 20, 2 << 20), 8, 9
+#: Weight of the latest call in what the courier learns.
+LEARNS = 0.5
 
 #: What copies to a rank bring.
 Images = Mapping[Transfer, torch.Tensor]
@@ -378,23 +380,52 @@ class Pace:
         return max(int((seconds - self.start) * self.rate), LEAST_BYTES)
 
 
-class Piece(NamedTuple):
-    """What the courier does for some arrivals: copies, writes their words, and stamps the time."""
+#: Where a second moves a byte.
+NO_PACES = Pace(0.0, 1.0), Pace(0.0, 1.0)
 
-    passes: Callable[[Any], None]
+
+class Piece(NamedTuple):
+    """What the courier does for some arrivals: copies that end ``at`` so many seconds after the
+    begin, then it writes their words, and stamps the time."""
+
+    at: float
     arrivals: tuple[Arrival, ...]
     words: Batch
     stamp: Event
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timetable:
     """What the courier does in one call: it takes over this rank's slot and hands on those of the
-    peers, waits for the begin, then goes piece by piece."""
+    peers, waits for the begin, then goes piece by piece.
+
+    Attributes:
+        inward: its copies come from the host.
+        delays: of each piece the seconds that it takes besides what its copy takes on an idle
+            device: until the begin is seen, and what other work costs the copy. Learnt from calls
+            of all timetables that share them.
+    """
 
     opening: Batch
-    began: Event
     pieces: tuple[Piece, ...]
+    inward: bool
+    delays: list[float]
+
+    def durations(self) -> list[float]:
+        """Seconds of the copy of each piece. None is early; a copy cannot be shorter than none."""
+        now, durations = 0.0, []
+        for piece, delay in zip(self.pieces, self.delays, strict=True):
+            durations.append(max(piece.at - now - delay, 0.0))
+            now += durations[-1] + delay
+        return durations
+
+    def learn(self, begun: Event) -> None:
+        """From the latest call, which is over."""
+        before = 0.0
+        for index, duration in enumerate(self.durations()):
+            after = begun.seconds_to(self.pieces[index].stamp)
+            self.delays[index] += LEARNS * (after - before - duration - self.delays[index])
+            before = after
 
 
 class Courier:
@@ -403,14 +434,13 @@ class Courier:
     Attributes:
         machine: says when they post.
         paces: of copies to the host, and of those from it.
-        leads: by mode, seconds from the begin of a call until the courier has seen it.
         mode: ``"queued"`` or ``"idle"``, of the calls from now on.
     """
 
     def __init__(self, engine: ReplayEngine, machine: Machine, paces: tuple[Pace, Pace]) -> None:
         driver = engine.driver
         self.engine, self.machine, self.paces = engine, machine, paces
-        self.leads, self.mode = {"queued": 0.0, "idle": 0.0}, "queued"
+        self.mode = "queued"
         self.stream = driver.stream_for("courier").handle
         self._host, self._room = (room.data_ptr() for room in _rooms(engine.device))
         self._words = torch.zeros(2, dtype=torch.int32, device=engine.device)
@@ -419,6 +449,7 @@ class Courier:
         self._go = driver.batch([MemOp(WRITE_32, self._flag, 1)])
         self._begun = driver.event(timing=True)
         self._played: Timetable | None = None
+        self._delays: dict[tuple[Planned, str, str], list[float]] = {}
         self._prepared: Program | None = None
 
     # Around a call.
@@ -447,8 +478,8 @@ class Courier:
             raise RuntimeError(f"the courier was prepared for {prepared.plan.schedule}")
 
     def errors(self) -> list[float]:
-        """By how many seconds the words of the latest call that was prepared came later than
-        planned, in the order of the plan. The call is over."""
+        """By how many seconds the words of the latest call came later than planned, in the order of
+        the plan. The call is over."""
         pieces = self._played.pieces if self._played else ()
         return [
             self._begun.seconds_to(piece.stamp) - arrival.at
@@ -456,13 +487,17 @@ class Courier:
             for arrival in piece.arrivals
         ]
 
+    def learn(self) -> None:
+        """Let the next call of the kind of the latest one, which is over, be closer to its plan."""
+        if self._played is not None:
+            self._played.learn(self._begun)
+
     def _enqueue(self, timetable: Timetable, places: Buffers | None) -> None:
         images, stream = self.engine.images, self.stream
         timetable.opening.enqueue(stream)
-        timetable.began.record(stream)
-        for piece in timetable.pieces:
+        for piece, seconds in zip(timetable.pieces, timetable.durations(), strict=True):
             if images is None or places is None:
-                piece.passes(stream)
+                self.passage(seconds, timetable.inward)(stream)
             else:
                 for arrival in piece.arrivals:
                     if arrival.transfer is not None:
@@ -477,9 +512,11 @@ class Courier:
         """What accompanies the calls of a program in the mode in force."""
         key = "courier", self.mode
         if key not in program.state:
-            program.state[key] = self._timetable(program)
-        made: Timetable = program.state[key]
-        return made
+            made = program.state[key] = self._timetable(program)
+            kind = program.plan.problem, program.plan.schedule, self.mode
+            made.delays = self._delays.setdefault(kind, made.delays)  # of both slots
+        timetable: Timetable = program.state[key]
+        return timetable
 
     def _timetable(self, program: Program) -> Timetable:
         engine, plan = self.engine, program.plan
@@ -496,20 +533,18 @@ class Courier:
         ]
         # The direction in which the rank's own copies do not go.
         pulls = any(step.op == "copy" and _to(me, step) for step in plan.steps)
-        return self._of(opening, self._pieces(coming, words, inward=not pulls))
+        return self._of(opening, self._pieces(coming, words, self.paces[not pulls]), not pulls)
 
-    def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece]) -> Timetable:
-        driver = self.engine.driver
+    def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece], inward: bool) -> Timetable:
         begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
-        batch = driver.batch([*opening, *begin])
-        return Timetable(batch, driver.event(timing=True), tuple(pieces))
+        batch = self.engine.driver.batch([*opening, *begin])
+        return Timetable(batch, tuple(pieces), inward, [0.0] * len(pieces))
 
-    def _pieces(self, coming: Sequence[Arrival], words: Words, inward: bool) -> list[Piece]:
-        """None comes early; one that follows the one before sooner than a copy can is late."""
-        driver, start = self.engine.driver, self.paces[inward].start
-        now, left, pieces = self.leads[self.mode], deque(coming), []
+    def _pieces(self, coming: Sequence[Arrival], words: Words, pace: Pace) -> list[Piece]:
+        """Those that follow each other sooner than copies can come together."""
+        driver, now, left, pieces = self.engine.driver, 0.0, deque(coming), []
         while left:
-            at = max(left[0].at, now + start)
+            at = max(left[0].at, now + pace.start)
             together = []
             while left and left[0].at <= at:
                 together.append(left.popleft())
@@ -517,8 +552,8 @@ class Courier:
                 MemOp(WRITE_32, words.address(one.waiter, one.word), wanted(one))
                 for one in (arrival.signal for arrival in together)
             ]
-            passes, stamp = self.passage(at - now, inward), driver.event(timing=True)
-            pieces.append(Piece(passes, tuple(together), driver.batch(posts), stamp))
+            stamp = driver.event(timing=True)
+            pieces.append(Piece(at, tuple(together), driver.batch(posts), stamp))
             now = at
         return pieces
 
@@ -539,15 +574,16 @@ class Courier:
 
     # Its clock.
 
-    def measure(self) -> None:
+    def measure(self) -> tuple[Pace, Pace]:
         """Measure the paces of both directions on an idle device."""
         paces = []
         for inward in (False, True):
-            self.paces = (Pace(0.0, 1.0), Pace(0.0, 1.0))  # a second moves a byte
+            self.paces = NO_PACES
             each = [self._row(nbytes, inward) for nbytes in PACE_BYTES]
             slope, start = np.polyfit(PACE_BYTES, each, 1)
             paces.append(Pace(max(float(start), 0.0), 1 / float(slope)))
         self.paces = paces[0], paces[1]
+        return self.paces
 
     def _row(self, nbytes: int, inward: bool) -> float:
         """Seconds of one of several copies of a size in a row."""
@@ -555,27 +591,11 @@ class Courier:
         taken = []
         for _ in range(PACE_ROWS):
             pieces = [
-                Piece(
-                    self.passage(nbytes, inward), (), driver.batch(words), driver.event(timing=True)
-                )
-                for _ in range(PACE_COPIES + 1)
+                Piece(nbytes * after, (), driver.batch(words), driver.event(timing=True))
+                for after in range(1, PACE_COPIES + 2)
             ]
-            self._enqueue(self._of((), pieces), None)
+            self._enqueue(self._of((), pieces, inward), None)
             self.go()
             driver.synchronize()
             taken.append(pieces[0].stamp.seconds_to(pieces[-1].stamp) / PACE_COPIES)
-        return median(taken)
-
-    def lead(self, line_up: Callable[[], None]) -> float:
-        """Seconds after the begin of a call at which the courier sees it; ``line_up`` is what comes
-        in front of a call."""
-        driver = self.engine.driver
-        taken = []
-        for _ in range(PACE_ROWS):
-            timetable = self._of((), ())
-            self._enqueue(timetable, None)
-            line_up()
-            self.go()
-            driver.synchronize()
-            taken.append(self._begun.seconds_to(timetable.began))
         return median(taken)

@@ -20,8 +20,9 @@ from ficco.bench.candidates import COMPARED, BenchCandidate
 from ficco.bench.cases import Case
 from ficco.bench.frames import REPLAY
 from ficco.bench.inputs import Draw, Operands
-from ficco.bench.measure import HOST_ROWS, SLEEP_LEAST_S, DeviceClock, Item, peak_bytes
+from ficco.bench.measure import HOST_ROWS, DeviceClock, Item, peak_bytes
 from ficco.bench.replay import (
+    NO_PACES,
     Courier,
     Pace,
     ReplayEngine,
@@ -155,6 +156,7 @@ class ReplayClock(DeviceClock):
         if engine.latest is not None:
             self._programs[item.name, id(engine.latest.slot)] = engine.latest
             off = max(map(abs, engine.courier.errors()), default=0.0)
+            engine.courier.learn()
             self.off_s.setdefault((item.mode, item.name), []).append(off)
         return taken
 
@@ -173,14 +175,11 @@ class ReplayClock(DeviceClock):
         program = self._programs.get((item.name, id(slot)))
         prepared = program is not None and program.slot is slot  # and not that of one that is gone
         courier.prepare(program if prepared else None)
-        self.rest(item.mode, item.sleep_s)
+        if item.mode != "idle":
+            # And enqueue nothing else: the courier may hold a hardware queue up.
+            gpu._sleep(int(item.sleep_s * self._hertz))
         if prepared:
             courier.go()
-
-    def rest(self, mode: str, seconds: float) -> None:
-        """Let the GPU sleep, and enqueue nothing else: the courier may hold a hardware queue up."""
-        if mode != "idle":
-            gpu._sleep(int(seconds * self._hertz))
 
 
 class ReplayWatch(Stopwatch):
@@ -200,7 +199,7 @@ class ReplayWatch(Stopwatch):
                 f"machine: required a name or a file, since none is of {host.accelerator}"
             )
         self.machine = link(machine, settings.link_gb_s, settings.latency_us, settings.gap_us)
-        self._timing: tuple[tuple[Pace, Pace], dict[str, float]] | None = None
+        self._paces: tuple[Pace, Pace] | None = None
         self.clock = ReplayClock(self)
         self._begin()
         if settings.products is not None:
@@ -242,16 +241,9 @@ class ReplayWatch(Stopwatch):
         adopt(self.group, self.device, Board(dist.group.WORLD, options.timeout_s), engine)
 
     def _play(self, engine: ReplayEngine) -> None:
-        unknown = Pace(0.0, 1.0)
-        courier = engine.courier = Courier(engine, self.machine, (unknown, unknown))
-        if self._timing is None:
-            courier.measure()
-            leads = {
-                mode: courier.lead(partial(self.clock.rest, mode, SLEEP_LEAST_S))
-                for mode in courier.leads
-            }
-            self._timing = courier.paces, leads
-        courier.paces, courier.leads = self._timing
+        engine.courier = Courier(engine, self.machine, self._paces or NO_PACES)
+        if self._paces is None:
+            self._paces = engine.courier.measure()
 
 
 class ReplayVerifier(Verifier):

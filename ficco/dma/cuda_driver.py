@@ -41,6 +41,8 @@ _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 _WAIT_FLUSH = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
 _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_RECORD_EXTERNAL = int(driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
+_WAIT_EXTERNAL = int(driver.CUevent_wait_flags.CU_EVENT_WAIT_EXTERNAL)
 
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
@@ -117,6 +119,21 @@ class Event:
             driver.cuEventDestroy(self._event)  # what waits for it still does
 
 
+class ExternalEvent(Event):
+    """The event of another, for graphs."""
+
+    def __init__(self, event: Any) -> None:
+        self._of, self._shared = event, event._event
+
+    def record(self, stream: Any) -> None:
+        if (result := driver.cuEventRecordWithFlags(self._shared, stream, _RECORD_EXTERNAL))[0]:
+            check("cuEventRecordWithFlags", result)
+
+    def hold(self, stream: Any) -> None:
+        if (result := driver.cuStreamWaitEvent(stream, self._shared, _WAIT_EXTERNAL))[0]:
+            check("cuStreamWaitEvent", result)
+
+
 class GraphRecording:
     """What a stream was given, as a graph that gives it again."""
 
@@ -163,7 +180,7 @@ class CudaDriver(Driver):
     fuses = True
     records = True
     event, uncaptured = staticmethod(Event), staticmethod(uncaptured)
-    record = staticmethod(GraphRecording)
+    record, external = staticmethod(GraphRecording), staticmethod(ExternalEvent)
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -259,6 +259,11 @@ class Driver(ABC):
     def capture_id(self, stream: Any) -> int:
         """Number of the capture that a stream is in, 0 if none."""
 
+    def external(self, event: Event) -> Event | None:
+        """The same event for graphs: recorded, or waited for, whenever one that captured that is
+        launched. None if the vendor's graphs cannot do so."""
+        return None
+
     def on_lane(self, lane: str, op: Op) -> Op:
         """The operation, with what PyTorch does in it ordered on a lane."""
         if lane == "compute0":
@@ -398,8 +403,10 @@ class Lanes(dict[str, Any]):
     def __init__(
         self, driver: Driver, caller: Any, streams: dict[str, Stream], prefix: str = ""
     ) -> None:
+        """``prefix``: of the names of streams that graphs capture."""
         super().__init__(compute0=caller)
-        self._driver, self.streams, self._prefix = driver, streams, prefix
+        self._driver, self.streams = driver, streams
+        self._prefix, self.captured = prefix, bool(prefix)
         self.fork = driver.event()
         self.joins: dict[str, Event] = {}  # by lane
 

@@ -62,7 +62,7 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, add_up, matmul_op, place_op
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import LIMIT_S, SHARED_SPARE, TiledStep
+from ficco.dma.tiles import LIMIT_S, TiledStep
 from ficco.dma.watch import MAX_WATCHED, Flights, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
@@ -456,13 +456,8 @@ class GpuEngine(StreamEngine):
         one, places = program.plan.steps[step], buffers_of(program)
         gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
-        spare = SHARED_SPARE if self.driver.shared else 0
         with self.driver.aside():
-            made = TiledStep(
-                self.driver.tiled(),
-                *(program.plan, one, places, gates, words, late, spare),
-                None if program.slot and program.slot.captured else self.driver.event(),
-            )
+            made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
         program.state.setdefault("before", []).append(made.prepare)
         return made
 
@@ -543,8 +538,7 @@ class GpuEngine(StreamEngine):
         try:
             # Calls that share nothing are collectives, and traced ones are looked at step by step.
             replays = bool(slot.words) and "base" not in program.state
-            # A recorded launch of tiles that wait could not come after others of this process.
-            replays = replays and self.replays and self.replayed.possible and not run.before
+            replays = replays and self.replays and self.replayed.possible
             self._by_events(run, call, key[0], state, replays)
             # What peers are told is no business of the caller's stream.
             state.watch.end(flight, lanes["sync" if run.tail else "compute0"])

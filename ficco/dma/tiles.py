@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ficco.accelerator import gpu
 from ficco.dma.buffers import Buffers
-from ficco.dma.driver import Event
+from ficco.dma.driver import Driver, Event
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
 from ficco.tiled.worklist import RowSpan, Work
 
 if TYPE_CHECKING:  # it needs cuda-bindings
-    from ficco.tiled.kernel import TiledLaunch, TiledProducts
+    from ficco.tiled.kernel import TiledLaunch
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
 #: Tiles go in the order of arrival in any case; this says which of them are worth cutting.
@@ -53,8 +53,8 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-#: By device, the latest launch of this process: what it is over with, and its stream.
-_latest: dict[int, tuple[Event, Any]] = {}
+#: By device, what is over when the latest launch of this process is.
+_over: dict[int, Event] = {}
 
 
 class TiledStep:
@@ -64,37 +64,35 @@ class TiledStep:
     which waits for the device. It does so once for each layout of B.
 
     Launches of a process follow each other. Two that wait at a time could keep the processors from
-    the work that a peer waits for, while that one's launch waits for this rank. Captured ones
-    cannot wait for others: graphs that are replayed concurrently must be so in the same order on
-    all ranks.
+    the work that a peer waits for, while that one's launch waits for this rank.
     """
 
     def __init__(
         self,
-        products: TiledProducts,
         plan: Plan,
         step: Step,
         places: Buffers,
         gates: Sequence[int],
         words: Sequence[int],
         late: int,
-        spare: int,
-        over: Event | None,
+        driver: Driver,
     ) -> None:
         """
         Args:
             gates, words: addresses of the words of the step's gates and announcements.
             late: address of a word that is written when the launch gives up.
-            spare: processors that are left to others.
-            over: an event of its own; None for a captured call.
         """
         made = [product for product in step.products if product.out.rows]
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
-        self._products, self._gates, self._words = products, gates, words
-        self._late, self._dtype, self._over = late, places.dtype(made[0].a), over
-        self._work, self._spare = work_of(plan, step), spare
+        self._products, self._gates, self._words = driver.tiled(), gates, words
+        self._late, self._dtype, self._work = late, places.dtype(made[0].a), work_of(plan, step)
+        self._spare = SHARED_SPARE if driver.shared else 0
+        if driver.index not in _over:
+            _over[driver.index] = driver.event()
+        over = _over[driver.index]
+        self._over = {False: over, True: driver.external(over)}  # by whether it is captured
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
 
     def prepare(self, call: Call) -> None:
@@ -111,14 +109,11 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        b, stream, index = self._right(call), call.state["compute0"], self._products.device.index
-        launch = self._launches[b.stride(1) == 1]
+        b, lanes = self._right(call), call.state
         left, out = ([view(call) for view in views] for views in (self._left, self._out))
-        if self._over is None:
-            return launch.launch(left, b, out, gpu.current_stream())
-        before, where = _latest.get(index, (None, None))
-        if before is not None and where != stream:
-            before.hold(stream)
-        launch.launch(left, b, out, gpu.current_stream())
-        self._over.record(stream)
-        _latest[index] = self._over, stream
+        over = self._over[lanes.captured]
+        if over is not None:
+            over.hold(lanes["compute0"])
+        self._launches[b.stride(1) == 1].launch(left, b, out, gpu.current_stream())
+        if over is not None:
+            over.record(lanes["compute0"])

@@ -73,25 +73,22 @@ class RowSpan(NamedTuple):
 
 
 class Cut(Enum):
-    """Which tiles are cut along k: none, or what does not fill a round of all clusters. Equally is
-    into as many equal parts of each tile as there are clusters for; evenly leaves the end of each
-    tile to the clusters that remain then."""
+    """Which tiles are cut along k: none; what does not fill a round of all clusters in the end; or
+    what does not fill one in each group, from the first, or in the last part of them."""
 
     NONE = "none"
-    END_EVENLY = "at the end, evenly"
-    END_EQUALLY = "at the end, equally"
-    EACH_EVENLY = "of each group, evenly"
-    EACH_EQUALLY = "of each group, equally"
-    LAST_EVENLY = "of the last group, evenly"
-    LAST_EQUALLY = "of the last group, equally"
+    END = "at the end"
+    EACH = "of each group"
+    HALF = "of each group in the second half"
+    QUARTER = "of each group in the last quarter"
+    LAST = "of the last group"
 
-    @property
-    def equally(self) -> bool:
-        return self.value.endswith("equally")
-
-    @property
-    def at_end(self) -> bool:
-        return self in (Cut.END_EVENLY, Cut.END_EQUALLY)
+    def first(self, groups: int) -> int:
+        """The first group whose tiles may be cut."""
+        parts = {Cut.EACH: 1, Cut.HALF: 2, Cut.QUARTER: 4}.get(self)
+        if parts is None:
+            return groups - (self is Cut.LAST)
+        return groups - -(-groups // parts)
 
 
 @dataclass(frozen=True)
@@ -366,25 +363,20 @@ class _Plan:
         #: For arrays of tiles of a group: group, tile, cluster, index in its list, then k0, kn,
         #: tile, slot and others.
         self.placed: list[npt.NDArray[np.int64]] = []
-        left = sum(map(len, self.groups)) % clusters
-        if cut.at_end:
-            keep = []
-            for group in reversed(self.groups):
-                keep.append(max(0, len(group) - left))
-                left -= len(group) - keep[-1]
-            keep.reverse()
+        keep = [len(group) for group in self.groups]  # of each group, tiles that stay whole
+        if cut is Cut.END:
+            left = sum(keep) % clusters
+            for index in reversed(range(len(keep))):
+                fewer = min(left, keep[index])
+                keep[index], left = keep[index] - fewer, left - fewer
         else:
-            each = cut in (Cut.EACH_EVENLY, Cut.EACH_EQUALLY)
-            last = cut in (Cut.LAST_EVENLY, Cut.LAST_EQUALLY)
-            keep = [
-                len(group) - len(group) % clusters * (each or (last and group is self.groups[-1]))
-                for group in self.groups
-            ]
+            for index in range(cut.first(len(keep)), len(keep)):
+                keep[index] -= keep[index] % clusters
         rest: list[tuple[int, int]] = []
         for index, (group, end) in enumerate(zip(self.groups, keep, strict=True)):
             self._whole(np.stack((np.full(end, index), np.arange(end))), group.opens)
             rest += ((index, tile) for tile in range(end, len(group)))
-            if rest and (not cut.at_end or group is self.groups[-1]):
+            if rest and (cut is not Cut.END or group is self.groups[-1]):
                 self._cut(rest, group.opens)
                 rest = []
         self.seconds = costs.seconds(int(self.free.max()) * 1e-12)
@@ -408,10 +400,11 @@ class _Plan:
 
     def _cut(self, tiles: Sequence[tuple[int, int]], opens: int) -> None:
         """Spread fewer tiles than there are clusters over all of them."""
-        shares = self._shares(len(tiles))
+        ordered = np.argsort(self.free, kind="stable")
+        shares = self._shares(len(tiles), np.maximum(self.free[ordered], opens))
         if all(len(pieces) == 1 for pieces in shares):
             return self._whole(np.array(tiles).T, opens)
-        order = np.argsort(self.free, kind="stable").tolist()
+        order = ordered.tolist()
         free, count = np.maximum(self.free, opens).tolist(), self.count.tolist()
         placed = []
         # The first piece is the owner's, which waits for the others. No cluster of another piece
@@ -437,22 +430,37 @@ class _Plan:
         self.placed.append(np.array(placed).T)
         self.free, self.count = np.array(free), np.array(count)
 
-    def _shares(self, count: int) -> list[list[_Share]]:
-        """Of each tile its pieces. Clusters that share rows or columns read them at the same time
-        only if pieces begin and end at the same k in all tiles: where they do not, L2 is read so
-        much more that products take up to twice as long."""
-        steps, parts = self.steps, max(1, self.clusters // count)
-        parts = min(parts, PARTS, max(1, steps // PART_STEPS))
-        helpers = 0 if self.cut.equally else self.clusters - parts * count
-        tail = 0
-        if 0 < helpers < count:
-            # Of each tile the end is for helpers, which should end when the others do.
-            tiles = count / helpers
-            own = tiles * (steps * self.step + self.write) - self.add * parts
-            tail = steps - round(own / (self.step * (1 + parts * tiles))) * parts
-        if not EDGE_STEPS <= tail <= steps - parts * PART_STEPS:
-            tail = 0
-        ends = [(steps - tail) * i // parts for i in range(parts + 1)]
+    def _shares(self, count: int, starts: npt.NDArray[np.int64]) -> list[list[_Share]]:
+        """Of each tile its pieces, sized so that all end at the same time.
+
+        Clusters that share rows or columns read them at the same time only if pieces begin and end
+        at the same k in all tiles: where they do not, L2 is read so much more that products take up
+        to twice as long. So piece p of all tiles is as long, and is for the clusters that are free
+        p-th. Those that are left may help with the end of each tile.
+
+        Args:
+            starts: when the clusters are free, the first of them first.
+        """
+        steps, most = self.steps, max(1, self.clusters // count)
+        options: list[tuple[float, int, list[float]]] = []
+        for parts in range(1, min(most, PARTS, max(1, steps // PART_STEPS)) + 1):
+            begins = starts[: parts * count].reshape(parts, count).max(1).astype(float)
+            begins[1:] += self.write
+            left = starts[parts * count :][:count]
+            for helpers in {0, len(left)}:
+                # Helpers write a piece of each tile that they work on.
+                theirs = (left[:helpers] + count / max(helpers, 1) * self.write).sum() / count
+                work = steps * self.step + begins.sum() + theirs
+                end = work / (parts + helpers / count)
+                lengths = (end - begins) / self.step
+                tail = steps - lengths.sum()
+                if (parts > 1 and lengths.min() < PART_STEPS) or (helpers and tail < EDGE_STEPS):
+                    continue
+                over = end + self.tile + (parts - 1 + (helpers > 0)) * self.add
+                options.append((over, helpers, lengths.tolist()))
+        _, helpers, lengths = min(options)
+        parts, tail = len(lengths), round(steps - sum(lengths)) if helpers else 0
+        ends = [0, *(round(sum(lengths[: p + 1])) for p in range(parts - 1)), steps - tail]
         shares = [
             [_Share(p * count + tile, ends[p], ends[p + 1] - ends[p]) for p in range(parts)]
             for tile in range(count)
@@ -507,16 +515,16 @@ def _candidates(
         clusters = processors // tiling.blocks
         tiles = sum(-(-rows // tiling.rows) for rows in work.rows) * -(-work.n // tiling.columns)
         whole = rates.bound_by_loads(tiling, work.n, b_rows, clusters)
+        firsts = set()
         for cut in [Cut.NONE] if whole else Cut:
             active = min(clusters, tiles) if cut is Cut.NONE else clusters
             costs = rates.costs(tiling, work.n, b_rows, active)
             each, left, busy = -(-work.k // BK) * costs.step + costs.tile, tiles, 0.0
             groups = _groups(work, tiling, each / clusters)
-            if len(groups) == 1:  # which is each, the last, and the end
-                if cut not in (Cut.NONE, Cut.END_EVENLY, Cut.END_EQUALLY):
-                    continue
-                if cut is not Cut.NONE and tiles % clusters == 0:
-                    continue
+            first = cut.first(len(groups))
+            if cut not in (Cut.NONE, Cut.END) and (first in firsts or len(groups) == 1):
+                continue  # of one group it is the end
+            firsts.add(first)
             for group in groups:
                 rounds = left / clusters if cut is not Cut.NONE else -(-left // clusters)
                 busy = max(busy, group.opens * 1e-12 + rounds * each)
