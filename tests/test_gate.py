@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -191,5 +192,12 @@ def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_count", 0)
     monkeypatch.setattr(rendezvous.symm_mem, "rendezvous", lambda tensor, group: tensor)
     forever = float("inf")
-    made = rendezvous.Rendezvous(alone, forever)
-    assert made.meet(memory, forever, "empty", lambda: None) is memory
+    engine: Any = SimpleNamespace(
+        group=alone,
+        rank=0,
+        world=1,
+        timeout_s=forever,
+        operator="empty",
+        interrupt=lambda: None,
+    )
+    assert rendezvous.Rendezvous(engine).meet(memory) is memory

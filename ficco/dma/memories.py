@@ -71,9 +71,7 @@ class TorchMapped(Symmetric):
             self.tensor.zero_()
             engine.settle(engine.side.handle)
             # Every rank has zeroed its part before any rank learns of it.
-            self._handle = rendezvous.meet(
-                self.tensor, engine.timeout_s, engine.operator, engine.interrupt
-            )
+            self._handle = rendezvous.meet(self.tensor)
         self.addresses = list(self._handle.buffer_ptrs)
 
     def part(self, rank: int) -> torch.Tensor:
@@ -95,7 +93,7 @@ class TorchMapped(Symmetric):
 
 def torch_memory(engine: StreamEngine) -> Allocate:
     """PyTorch's symmetric memory for one engine. Collective."""
-    return partial(TorchMapped, engine, Rendezvous(engine.group, engine.timeout_s))
+    return partial(TorchMapped, engine, Rendezvous(engine))
 
 
 #: PyTorch's memory to be freed once no call is in flight.
