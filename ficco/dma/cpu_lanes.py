@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import torch
 
 from ficco.dma.engine import Call, Engine, Op, Slot, Symmetric
-from ficco.dma.host import SEMAPHORE_STRIDE, EngineMemory
+from ficco.dma.host import SEMAPHORE_STRIDE, Meeting
 from ficco.plan import Signal
 
 #: Seconds after which a waiting lane checks for failures of other lanes, the timeout and
@@ -29,7 +29,7 @@ class CpuMemory(Symmetric):
 
     def __init__(self, engine: Engine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
-        self.host = EngineMemory(engine, f"allocation {serial}", max(nbytes, 1))
+        self.host = Meeting(engine, f"allocation {serial}", max(nbytes, 1))
         self.parts = [
             torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
             for part in self.host.maps

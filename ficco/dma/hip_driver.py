@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from ficco.dma import hip_api as hip
 from ficco.dma.driver import WORD, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
+from ficco.dma.host import Meeting
 from ficco.dma.memops import WAIT_32, MemOp
-from ficco.dma.memories import Meeting
 from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile

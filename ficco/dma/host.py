@@ -358,14 +358,22 @@ class HostMemory:
         return BackendError("open", code, why)
 
 
-class EngineMemory(HostMemory):
-    """For the ranks of an engine."""
+class Meeting(HostMemory):
+    """Memory of the ranks of an engine, in which they may tell each other little things."""
 
     def __init__(self, engine: Any, purpose: str, nbytes: int = 512) -> None:
-        self.timeout_s = engine.timeout_s
+        self._timeout_s, self._used = engine.timeout_s, 0
         what = engine.group, nbytes, engine.timeout_s, purpose, engine.operator
         # If only this rank allocates, here it learns that its call differs from its peers'.
         super().__init__(*what, interrupt=lambda: engine.interrupt())
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank, by rank; equally long on all. Collective."""
+        first, self._used = self._used, self._used + len(data)
+        assert self._used <= self.nbytes
+        self.maps[self.rank][first : self._used] = data
+        self.barrier(self._timeout_s)
+        return [bytes(part[first : self._used]) for part in self.maps]
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

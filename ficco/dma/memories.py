@@ -15,7 +15,7 @@ import torch
 from ficco.dma.driver import WORD, StreamEngine
 from ficco.dma.engine import Symmetric
 from ficco.dma.gate import GATE
-from ficco.dma.host import EngineMemory
+from ficco.dma.host import Meeting
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.errors import BackendError
 
@@ -35,20 +35,6 @@ PAUSE_S = 1e-4
 def align(nbytes: int, to: int = 512) -> int:
     """``nbytes``, rounded up to a multiple of ``to``."""
     return -(-nbytes // to) * to
-
-
-class Meeting(EngineMemory):
-    """Where the ranks of a group tell each other little things. Making it is collective."""
-
-    _used = 0
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, by rank; equally long on all. Collective."""
-        first, self._used = self._used, self._used + len(data)
-        assert self._used <= self.nbytes
-        self.maps[self.rank][first : self._used] = data
-        self.barrier(self.timeout_s)
-        return [bytes(part[first : self._used]) for part in self.maps]
 
 
 #: Allocates symmetric memory of at least so many bytes, with a serial number. Collective.
