@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from disturbance import Disturbance, disturb
-from ranks import Failure, Rank, caught, ranks, run
+from ranks import Failure, Rank, caught, ranks, run, serves_tiled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -275,6 +275,12 @@ SCHEDULES = (
 )
 #: Those for operators of any kind.
 ANY_OPERATORS = SCHEDULES[: SCHEDULES.index("ring")]
+#: For forwards, where a product whose tiles wait has any size.
+TILED = "tiled:pieces=2"
+
+
+def also_tiled(operator: str, device: str) -> tuple[str, ...]:
+    return (TILED,) if serves_tiled(device) and not operator.endswith("transposed_matmul") else ()
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -282,7 +288,7 @@ def test_gradients_under_named_schedules(operator: str, device: str) -> None:
     sums = operator in ("matmul_reduce_scatter", "matmul_all_reduce")
     cases = [
         case.on(schedule=name, dtype="bfloat16")
-        for name in (SCHEDULES if sums else ANY_OPERATORS)
+        for name in (*(SCHEDULES if sums else ANY_OPERATORS), *also_tiled(operator, device))
         for case in cases_of(operator, 3, device)[:4]
     ]
     assert run(3, all_exact, cases, device=device) == [len(cases)] * 3
@@ -294,9 +300,10 @@ def test_gradients_of_b_alone(operator: str, world: int, device: str) -> None:
     """Summed over rows while they travel, in either layout of b."""
     plain = case_of(operator, world, 4, 6, 8, needs="b")
     ragged = plain.on(rows=uneven(operator, world))
+    more = "uniform-fused-2d:pieces=2", "growing:pull", *also_tiled(operator, device)
     cases = [
         case.on(schedule=schedule, dtype=dtype, transposed=transposed)
-        for schedule in (*ANY_OPERATORS, "uniform-fused-2d:pieces=2", "growing:pull")
+        for schedule in (*ANY_OPERATORS, *more)
         for dtype in ("bfloat16", "float32")
         for case, transposed in ((plain, True), (plain, False), (ragged, True))
     ]

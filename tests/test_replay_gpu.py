@@ -25,7 +25,7 @@ from ficco.workspace import workspace_of
 pytestmark = pytest.mark.gpu
 
 WORLD = 4
-#: Microseconds by which a signal may be off: own copies and those of the courier slow each other down.
+#: Microseconds by which a signal may be off: own copies and those of the courier meet.
 OFF_US = 10.0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from disturbance import Disturbance, disturb
 from ranks import Rank, ranks, run
 from stages import Chained, Scaled, chained, scaled
 from test_cpu_engine import at_rest, engine, slot_for
@@ -23,6 +24,7 @@ from ficco.plan import (
     Plan,
     PlanError,
     Product,
+    Signal,
     Step,
     Transfer,
     check,
@@ -410,56 +412,157 @@ def test_scales_behind_the_signal_are_caught() -> None:
         check([plans[0], replace(plans[1], steps=tuple(steps)), *plans[2:]])
 
 
-def without_gate(step: Step) -> Step:
-    """The last gate is waited for where the call ends."""
-    return step._replace(gates=step.gates[:-1])
+# Mutants of what the builder makes of one product: each has one thing wrong, on rank 1 or wherever
+# a signal is named.
+
+Plans = list[Plan]
 
 
-def test_rows_without_their_gate_are_caught() -> None:
-    plans = tiled(gathered((16,) * 4))
-    last = next(step for step in plans[2].steps if step.gates).gates[-1]
-    broken = edited(plans, 2, without_gate)
-    broken = edited(
-        broken, 2, lambda s: s._replace(waits=(*s.waits, last)) if s.label == "retire" else s
+def renamed(plans: Plans, other: Callable[[Signal], Signal]) -> Plans:
+    """Other signals, wherever they are named."""
+    fields = ("waits", "clears", "posts", "gates", "announces")
+
+    def edit(step: Step) -> Step:
+        return step._replace(**{of: tuple(map(other, getattr(step, of))) for of in fields})
+
+    return [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in plans]
+
+
+def partial_signals(plans: Plans) -> tuple[Signal, ...]:
+    """The gates, or announcements, of rank 1."""
+    return next(
+        (*step.gates, *step.announces) for step in plans[1].steps if step.gates or step.announces
     )
-    with pytest.raises(PlanError, match="before it is written"):
-        check(broken)
 
 
-def test_gates_of_other_rows_are_caught() -> None:
-    plans = tiled(gathered((16,) * 4))
+def without(signal: Signal, of: str) -> Callable[[Step], Step]:
+    def edit(step: Step) -> Step:
+        left = tuple(one for one in getattr(step, of) if one != signal)
+        return step._replace(**{of: left})
 
-    def swapped(step: Step) -> Step:
-        if not step.gates:
-            return step
-        one, two, *rest = step.gates
-        first, last = (one.first, one.last), (two.first, two.last)
-        one = one._replace(first=last[0], last=last[1])
-        two = two._replace(first=first[0], last=first[1])
-        return step._replace(gates=(one, two, *rest))
-
-    with pytest.raises(PlanError, match="shares its word"):
-        check(edited(plans, 2, swapped))
+    return edit
 
 
-@pytest.mark.parametrize("rows", [(0, 0), (0, 8)])
-def test_blocks_announced_too_early_are_caught(rows: tuple[int, int]) -> None:
-    """A signal for other rows than those that the copy sends."""
-    plans = tiled(summed((16,) * 4))
-    wrong = next(step for step in plans[1].steps if step.announces).announces[-1]
+def late(plans: Plans, signal: Signal) -> Plans:
+    """A signal is waited for where the call of rank 1 ends."""
+    return edited(
+        plans, 1, lambda s: s._replace(waits=(*s.waits, signal)) if s.label == "retire" else s
+    )
 
-    def renamed(step: Step) -> Step:
-        def kept(signals: tuple[Any, ...]) -> tuple[Any, ...]:
-            bounds = {"first": rows[0], "last": rows[1]}
-            return tuple(s._replace(**bounds) if s == wrong else s for s in signals)
 
-        return step._replace(
-            waits=kept(step.waits), clears=kept(step.clears), announces=kept(step.announces)
-        )
+def no_gate(plans: Plans) -> Plans:
+    gate = partial_signals(plans)[-1]
+    return late(edited(plans, 1, without(gate, "gates")), gate)
 
-    steps = tuple(map(renamed, plans[1].steps))
-    with pytest.raises(PlanError, match="before it is written"):
-        check([plans[0], replace(plans[1], steps=steps), *plans[2:]])
+
+def few_rows(plans: Plans) -> Plans:
+    last = partial_signals(plans)[-1]
+    return renamed(plans, lambda s: s._replace(last=s.last - 4) if s == last else s)
+
+
+def few_rows_here(plans: Plans) -> Plans:
+    """The poster means all of them."""
+    last = partial_signals(plans)[-1]
+
+    def edit(step: Step) -> Step:
+        gates = tuple(s._replace(last=s.last - 4) if s == last else s for s in step.gates)
+        return step._replace(gates=gates)
+
+    return edited(plans, 1, edit)
+
+
+def few_and_told(plans: Plans) -> Plans:
+    """A signal about the first rows of what it tells of."""
+    first = partial_signals(plans)[0]
+    return renamed(plans, lambda s: s._replace(last=s.first + 2) if s == first else s)
+
+
+def swapped(plans: Plans) -> Plans:
+    """Two signals are about each other's rows."""
+    one, two, *_ = partial_signals(plans)
+    rows = {one: (two.first, two.last), two: (one.first, one.last)}
+    return renamed(
+        plans, lambda s: s._replace(first=rows[s][0], last=rows[s][1]) if s in rows else s
+    )
+
+
+def swapped_words(plans: Plans) -> Plans:
+    """The product posts each other's words."""
+    one, two, *_ = partial_signals(plans)
+    words = {one: two.word, two: one.word}
+
+    def edit(step: Step) -> Step:
+        told = (s._replace(word=words.get(s, s.word)) for s in step.announces)
+        return step._replace(announces=tuple(told))
+
+    return edited(plans, 1, edit)
+
+
+def one_word(plans: Plans) -> Plans:
+    one, two, *_ = partial_signals(plans)
+    return renamed(plans, lambda s: s._replace(word=one.word) if s == two else s)
+
+
+def sent_at_once(plans: Plans) -> Plans:
+    """A copy does not wait for the announcement of its rows."""
+    made = partial_signals(plans)[0]
+
+    def edit(step: Step) -> Step:
+        return without(made, "waits")(step) if step.op == "copy" else step
+
+    return late(edited(plans, 1, edit), made)
+
+
+def reordered(first: Callable[[Step], Any]) -> Callable[[Plans], Plans]:
+    """Some steps are enqueued before all others, and wait for none of them."""
+
+    def edit(plan: Plan) -> Plan:
+        order = sorted(range(len(plan.steps)), key=lambda i: not first(plan.steps[i]))
+        place = {old: new for new, old in enumerate(order)}
+        steps = [
+            plan.steps[i]._replace(
+                after=tuple(place[j] for j in plan.steps[i].after if place[j] < place[i])
+            )
+            for i in order
+        ]
+        return replace(plan, steps=tuple(steps))
+
+    return lambda plans: [edit(plan) for plan in plans]
+
+
+READ = "before it is written"
+GATHER, SCATTER = gathered((16,) * 4), summed((16,) * 4)
+PUSH, PULL = "tiled:pieces=2", "tiled:pieces=2,pull"
+MUTANTS: dict[str, tuple[Problem, tuple[str, ...], Callable[[Plans], Plans], str]] = {
+    "a gate missing": (GATHER, (PUSH, PULL), no_gate, READ),
+    "a gate and its copy about too few rows": (GATHER, (PUSH, PULL), few_rows, "gates other rows"),
+    "a gate about too few rows": (GATHER, (PUSH, PULL), few_rows_here, "shares its word"),
+    "gates swapped": (GATHER, (PUSH, PULL), swapped, "gates other rows"),
+    "a word for two gates": (GATHER, (PUSH, PULL), one_word, "word used twice"),
+    "the product before the copies": (
+        GATHER, (PUSH,), reordered(lambda s: s.products), "share one hardware queue",
+    ),
+    "an announcement too early": (SCATTER, (PUSH, PULL), few_and_told, READ),
+    "announcements swapped": (SCATTER, (PUSH, PULL), swapped, READ),
+    "words of announcements swapped": (SCATTER, (PUSH, PULL), swapped_words, "shares its word"),
+    "a word for two announcements": (SCATTER, (PUSH, PULL), one_word, "word used twice"),
+    "a copy that does not wait": (SCATTER, (PUSH,), sent_at_once, READ),
+    "the copies before the product": (
+        SCATTER, (PUSH,), reordered(lambda s: s.op in ("copy", "sync") and s.lane == "copy0"),
+        "share one hardware queue",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [(what, name) for what, (_, names, *_) in MUTANTS.items() for name in names]
+)
+def test_mutants_of_one_product_are_caught(what: str, name: str) -> None:
+    problem, _, mutate, words = MUTANTS[what]
+    plans = tiled(problem, name)
+    check(plans)
+    with pytest.raises(PlanError, match=words):
+        check(mutate(plans))
 
 
 def test_a_tile_that_waits_for_a_later_one_is_a_deadlock() -> None:
@@ -756,8 +859,11 @@ def exact_parts(at: Rank, rows: tuple[int, ...]) -> None:
             else:
                 a = everyone[at.rank]
                 wanted = sum(x @ y for x, y in zip(everyone, b, strict=True))[mine]
-            out = on_cpu(made, plan, slot, {"a": a.float(), "b": b[at.rank].float()})
-            assert torch.equal(out.double(), wanted), plan.schedule
+            # Blocks of rows one after the other, then each as soon as its own gate is open.
+            for parts in (plan, in_parts(plan, concurrent=True)):
+                with disturb(Disturbance(delay_s=0.002, seed=turn)):
+                    out = on_cpu(made, parts, slot, {"a": a.float(), "b": b[at.rank].float()})
+                assert torch.equal(out.double(), wanted), plan.schedule
         if slot.words:
             at_rest(made, slot)
 

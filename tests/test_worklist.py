@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
 
 from ficco.tiled.worklist import (
+    BEGIN,
     BK,
     ITEM_INTS,
     STORE_WARPS,
@@ -195,43 +197,73 @@ def test_gates_that_open_early_are_no_reason_to_read_b_again() -> None:
 
 
 def test_predictions() -> None:
-    """One round of whole tiles; a late gate delays what it gates; parts are written and added."""
+    """One round of whole tiles; a late gate delays what it gates; parts are written and added; B
+    that does not stay in the cache is read for each group; a GPU that waits does not get hot."""
     tiling = TILINGS[0]
     work = Work((256,), 512, 4096)
     base = listed(work, tiling, Cut.NONE, 4, COSTS)
-    assert base.seconds == pytest.approx(COSTS.call + 64 * COSTS.step + COSTS.tile)
+    tile = 64 * COSTS.step + COSTS.tile
+    assert base.seconds == pytest.approx(COSTS.call + tile, rel=1e-6)
     late = replace(work, gates=((RowSpan(0, 128, 256),),), opens=(1e-3,))
-    assert listed(late, tiling, Cut.NONE, 4, COSTS).seconds == pytest.approx(base.seconds + 1e-3)
+    waited = listed(late, tiling, Cut.NONE, 4, COSTS)
+    end = (1 - BEGIN) * COSTS.call + 1e-3 + tile
+    assert waited.seconds == pytest.approx(end)
     halves = listed(work, tiling, Cut.END, 8, COSTS)
     half = 32 * COSTS.step + COSTS.write + COSTS.add + COSTS.tile
-    assert halves.slots == 4 and halves.seconds == pytest.approx(COSTS.call + half)
+    assert halves.slots == 4
+    assert halves.seconds == pytest.approx(COSTS.call + half, abs=COSTS.write)
     hot = replace(COSTS, slowdown=0.1, settles=1e-9)
-    assert listed(work, tiling, Cut.NONE, 4, hot).seconds == pytest.approx(1.1 * base.seconds)
+    share = tile / (BEGIN * COSTS.call + tile)
+    assert listed(work, tiling, Cut.NONE, 4, hot).seconds == pytest.approx(
+        base.seconds + 0.1 * share**2 * tile, rel=1e-6
+    )
+    assert listed(late, tiling, Cut.NONE, 4, hot).seconds < 1.001 * waited.seconds
+    fetched = replace(COSTS, fetch=2e-3)
+    assert listed(late, tiling, Cut.NONE, 4, fetched).seconds == pytest.approx(4e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize("cut", [Cut.END, Cut.END], ids=lambda cut: cut.name)
-def test_pieces_of_all_tiles_begin_at_the_same_k(cut: Cut) -> None:
+def begins(tiles: TileList) -> dict[int, list[int]]:
+    """Of each row block the steps at which its pieces begin."""
+    found: dict[int, list[int]] = {}
+    for item in chain.from_iterable(items_of(tiles)):
+        found.setdefault(item.row, []).append(item.k0)
+    return found
+
+
+def test_pieces_of_all_tiles_begin_at_the_same_k() -> None:
     """But for those that helpers compute, of which no tile has more than two, at its end."""
+    helped = 0
     for count, clusters in ((5, 8), (40, 132), (36, 132), (12, 132), (120, 132), (3, 8)):
-        work = Work((128 * count,), 256, 16384)
-        lists = items_of(listed(work, TILINGS[0], cut, clusters, COSTS))
-        parts = min(8, clusters // count)
-        begins: dict[int, list[int]] = {}
-        for items in lists:
-            for item in items:
-                begins.setdefault(item.row, []).append(item.k0)
-        firsts = {tuple(sorted(ks)[:parts]) for ks in begins.values()}
-        assert len(begins) == count and len(firsts) == 1
-        helped = cut is Cut.END and parts < 8 and clusters % count
-        extra = {len(ks) - parts for ks in begins.values()}
-        assert extra <= ({1, 2} if helped else {0})
-        busy = [sum(item.kn for item in items) for items in lists]
-        assert not helped or min(busy) > 0.7 * max(busy)
+        tiles = listed(Work((128 * count,), 256, 16384), TILINGS[0], Cut.END, clusters, COSTS)
+        pieces = begins(tiles)
+        common = set.intersection(*map(set, pieces.values()))
+        assert len(pieces) == count and len(common) > 1
+        for ks in pieces.values():
+            assert sorted(ks)[: len(common)] == sorted(common) and len(ks) <= len(common) + 2
+        helped += any(len(ks) > len(common) for ks in pieces.values())
+        busy = [sum(item.kn for item in items) for items in items_of(tiles)]
+        assert min(filter(None, busy)) > 0.7 * max(busy)
+    assert helped
+
+
+def test_clusters_that_are_free_early_take_more_of_a_tile() -> None:
+    """Rows that arrive while others are multiplied: of each of their tiles, the longest piece is
+    for clusters that have nothing to do until then."""
+    gates = ((RowSpan(0, 128, 256),),)
+    work = Work((256,), 2048, 16384, gates, opens=(100e-6,))
+    tiles = listed(work, TILINGS[0], Cut.LAST, 24, COSTS)
+    late = [item for item in chain.from_iterable(items_of(tiles)) if item.row]
+    lengths = sorted({item.kn for item in late})
+    assert len(late) == 3 * 8 and lengths[-1] > 2 * lengths[0]
+    first = {item.k0 for item in late if item.others}
+    assert first == {0} and all(item.kn == lengths[-1] for item in late if item.others)
 
 
 RATES = TileRates(
     multiply={TILINGS[0]: 0.5e-6, TILINGS[1]: 0.52e-6, Tiling(128, 128, 6): 0.27e-6},
     bytes_per_s=12e12,
+    memory=3e12,
+    cache=1e5,
     call=4e-6,
     tile=0.5e-6,
     write=2e-6,
@@ -247,10 +279,9 @@ def test_the_best_list_is_the_least_of_all(seed: int) -> None:
     for tiling in RATES.multiply:
         clusters = 132 // tiling.blocks
         tiles = sum(-(-rows // tiling.rows) for rows in work.rows) * -(-work.n // tiling.columns)
-        bound = RATES.bound_by_loads(tiling, work.n, False, clusters)
-        for cut in (Cut.NONE,) if bound else Cut:
+        for cut in Cut:
             active = min(tiles, clusters) if cut is Cut.NONE else clusters
-            costs = RATES.costs(tiling, work.n, False, active)
+            costs = RATES.costs(tiling, work.n, work.k, False, active)
             every.append(listed(work, tiling, cut, clusters, costs).seconds)
     chosen = ranked(work, RATES, 132, False, 3)
     assert best(work, RATES, 132, False).seconds == chosen[0].seconds == min(every)
@@ -259,12 +290,14 @@ def test_the_best_list_is_the_least_of_all(seed: int) -> None:
 
 def test_rows_of_b_that_split_lines_cost_more() -> None:
     tiling = TILINGS[0]
-    whole = RATES.costs(tiling, 1344, True, 132)
-    assert whole == RATES.costs(tiling, 1376, False, 132)
-    assert RATES.costs(tiling, 1376, True, 132).step > 1.1 * whole.step
-    assert whole.step > RATES.costs(tiling, 1344, True, 40).step > RATES.multiply[tiling]
-    assert RATES.bound_by_loads(tiling, 1376, True, 132)
-    assert not RATES.bound_by_loads(tiling, 1376, False, 66)
+
+    def step(n: int, b_rows: bool, clusters: int) -> float:
+        return RATES.costs(tiling, n, 64, b_rows, clusters).step
+
+    whole = step(1344, True, 132)
+    assert whole == step(1376, False, 132)
+    assert step(1376, True, 132) > 1.1 * whole
+    assert whole > step(1344, True, 40) > RATES.multiply[tiling]
 
 
 FIELDS = {name: index for index, name in enumerate(TileItem._fields)}

@@ -1,28 +1,38 @@
-"""Time the tiled product against the library's, all rows there; writes ``tiled.csv`` to a folder.
+"""Time the tiled product against the library's; writes ``tiled.csv`` to a folder.
 
-    python tests/tiled_bench.py FOLDER [--next N]
+    python tests/tiled_bench.py FOLDER [--next N] [--pieces P ...]
 
 Each shape's lists (every tiling and cut, or the chosen one and the N next best), for both layouts
 of B, the chosen one with gates and with announcements, and the library's product are timed in
-shuffled rounds, the host ahead, as the median of the rounds.
+shuffled rounds, the host ahead, as the median of the rounds. All rows are there; with ``--pieces``
+also the lists of a gather of 4 ranks, P pieces a shard. Its gates are opened, when a link would
+bring the rows (``ficco.dma.tiles.LINK_BYTES_PER_S``), by a courier: a kernel of one warp. It asks
+for the largest share of shared memory, without which no block of the product fits beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from cuda.bindings import driver
 
+from ficco.dma.tiles import work_of
 from ficco.hip_kernels.build import compiled
+from ficco.hip_kernels.cuda_binding import CudaBinding, check
+from ficco.hip_kernels.launch import Packed
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plans
 from ficco.tiled.kernel import TARGET, TiledProducts, source
 from ficco.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
 
@@ -51,6 +61,89 @@ WARM_UP = 2
 AHEAD = 200_000
 DTYPE = torch.bfloat16
 BUDGET_S = 60.0
+COURIER = r"""
+typedef unsigned int u32;
+typedef unsigned long long u64;
+__device__ u64 now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
+__device__ void post(u32* at, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+// Opens gate i so many nanoseconds after the start word is set; gives up after 50 ms.
+extern "C" __global__ void courier(u32* start, u32* gates, const int* ns, int count) {
+  u32 set = 0;
+  for (u64 limit = now() + 50000000; !set && now() < limit; __nanosleep(40))
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(set) : "l"(start) : "memory");
+  u64 begun = now();
+  for (int i = 0; i < count; ++i) {
+    while (now() < begun + ns[i]) __nanosleep(40);
+    post(gates + i, 1);
+  }
+  *start = 0;
+}
+extern "C" __global__ void mark(u32* start) { post(start, 1); }
+"""
+
+
+class Courier:
+    """Opens the gates of launches: :meth:`line_up`, then :meth:`go` right before a launch."""
+
+    def __init__(self) -> None:
+        names = "courier", "mark"
+        self._kernels = CudaBinding(0).load(compiled(TARGET, text=COURIER), names)
+        carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        for kernel in self._kernels.values():
+            check("cuFuncSetAttribute", driver.cuFuncSetAttribute(kernel, carveout, 100))
+        self._side, self._start = torch.cuda.Stream(), torch.zeros(1, dtype=torch.int32).cuda()
+
+    def line_up(self, gates: torch.Tensor, ns: torch.Tensor) -> None:
+        gates.zero_()
+        self._side.wait_stream(torch.cuda.current_stream())
+        at = [ctypes.c_uint64(tensor.data_ptr()) for tensor in (self._start, gates, ns)]
+        self._launch("courier", self._side, *at, ctypes.c_int32(len(ns)))
+
+    def go(self) -> None:
+        at = ctypes.c_uint64(self._start.data_ptr())
+        self._launch("mark", torch.cuda.current_stream(), at)
+
+    def _launch(self, name: str, stream: torch.cuda.Stream, *arguments: Any) -> None:
+        packed, raw = Packed(arguments), stream.cuda_stream
+        shape = 1, 1, 1, 1, 1, 1, 0
+        launched = driver.cuLaunchKernel(self._kernels[name], *shape, raw, packed.address, 0)
+        check("cuLaunchKernel", launched)
+
+
+class Gated(NamedTuple):
+    """A launch whose gates a courier opens."""
+
+    launch: Callable[[], object]
+    gates: torch.Tensor
+    ns: torch.Tensor
+
+    def __call__(self) -> object:
+        """With all gates open."""
+        self.gates.fill_(1)
+        return self.launch()
+
+
+def gathered(m: int, n: int, k: int, pieces: int) -> Work:
+    """The product of one of 4 ranks."""
+    problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
+    plan = plans(problem, Schedule.parse(f"tiled:pieces={pieces}"))[0]
+    return work_of(plan, next(step for step in plan.steps if step.gates))
+
+
+def arriving(products: TiledProducts, tiles: TileList, operands: Any, late: torch.Tensor) -> Gated:
+    """A launch of a list of :func:`gathered` work."""
+    work, (a, b, out) = tiles.work, operands
+    gates = torch.zeros(len(work.gates), dtype=torch.int32, device="cuda")
+    at = [gates.data_ptr() + 4 * i for i in range(len(gates))]
+    ns = torch.tensor([round(seconds * 1e9) for seconds in work.opens], dtype=torch.int32).cuda()
+    prepared = products.prepare(
+        tiles, DTYPE, b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
+    )
+    split = a.split(work.rows), out.split(work.rows)
+    launch = partial(prepared.launch, split[0], b, split[1], torch.cuda.current_stream())
+    return Gated(launch, gates, ns)
 
 
 def launcher(
@@ -72,7 +165,9 @@ def launcher(
     return launch
 
 
-def rounds(calls: dict[Any, Callable[[], object]], ahead: int = AHEAD) -> dict[Any, list[float]]:
+def rounds(
+    calls: dict[Any, Callable[[], object]], ahead: int = AHEAD, courier: Courier | None = None
+) -> dict[Any, list[float]]:
     """Microseconds of each call in each round."""
     rng, names = random.Random(5), list(calls)
     times: dict[Any, list[float]] = {name: [] for name in names}
@@ -81,9 +176,15 @@ def rounds(calls: dict[Any, Callable[[], object]], ahead: int = AHEAD) -> dict[A
         events = []
         for name in names:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            call = calls[name]
+            if gated := isinstance(call, Gated) and courier is not None:
+                courier.line_up(call.gates, call.ns)
+                call = call.launch
             torch.cuda._sleep(ahead)
+            if gated:
+                courier.go()
             begin.record()
-            calls[name]()
+            call()
             end.record()
             events.append((name, begin, end))
         torch.cuda.synchronize()
@@ -104,16 +205,15 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def cases(
-    m: int, n: int, k: int, b_rows: bool, processors: int, following: int | None
+    m: int, n: int, k: int, b_rows: bool, processors: int, most: int
 ) -> dict[tuple[Tiling, Cut, str], TileList]:
     """The lists to time by tiling, cut and what their rows do, the chosen one first."""
     ends = [m * i // RANGES for i in range(RANGES + 1)]
     spans = tuple((RowSpan(0, *pair),) for pair in zip(ends[:-1], ends[1:], strict=True))
-    most = 99 if following is None else 1 + following
     lists = ranked(Work((m,), n, k), H100, processors, b_rows, most)
     timed = {(tiles.tiling, tiles.cut, ""): tiles for tiles in lists}
     tiling, cut = lists[0].tiling, lists[0].cut
-    costs = H100.costs(tiling, n, b_rows, lists[0].clusters)
+    costs = H100.costs(tiling, n, k, b_rows, lists[0].clusters)
     for what, waits in (("announced", ((), spans)), ("gated", (spans, ()))):
         work = Work((m,), n, k, *waits)
         timed[tiling, cut, what] = listed(work, tiling, cut, lists[0].clusters, costs)
@@ -121,22 +221,36 @@ def cases(
 
 
 def line(times: pd.DataFrame) -> str:
-    """One shape and layout of B: the library's time and shares of it."""
+    """One shape and layout of B: the library's time and shares of it, or of the last arrival."""
     library, rest = times[times.tiling == "library"].iloc[0], times[times.tiling != "library"]
-    chosen = rest[rest.chosen & (rest.what == "")].iloc[0]
-    top = rest.loc[rest[rest.what == ""].share.idxmax()]
-    whats = {what: rest[rest.what == what].share.iloc[0] for what in ("gated", "announced")}
-    shape = f"{library.m}x{library.n}x{library.k} {'rows' if library.b_rows else 'columns'}"
-    return (
-        f"{shape:24} {library.us:7.1f} us  chosen {chosen.share:.3f} {chosen.tiling} {chosen.cut} "
-        f"(predicted {chosen.predicted_us / chosen.us:.2f})  best {top.share:.3f} {top.tiling} "
-        f"{top.cut}  gated {whats['gated']:.3f}  announced {whats['announced']:.3f}"
-    )
+    kind = "rows" if library.b_rows else "columns"
+    text = f"{library.m}x{library.n}x{library.k} {kind:7} {library.us:7.1f} us"
+    for pieces, lists in rest[rest.what == ""].groupby("pieces"):
+        chosen, top = lists[lists.chosen].iloc[0], lists.loc[lists.share.idxmax()]
+        text += (
+            f" | pieces {pieces}: chosen {chosen.share:.3f} {chosen.tiling} {chosen.cut} "
+            f"(predicted {chosen.predicted_us / chosen.us:.2f}) best {top.share:.3f} {top.tiling} "
+            f"{top.cut}"
+        )
+    for what in ("gated", "announced"):
+        text += f" | {what} {rest[rest.what == what].share.iloc[0]:.3f}"
+    return text
 
 
-def main(folder: Path, following: int | None) -> None:
+def timed_lists(
+    shape: tuple[int, int, int], b_rows: bool, processors: int, most: int, pieces: Sequence[int]
+) -> dict[tuple[Tiling, Cut, str, int], TileList]:
+    """All lists of one shape and layout of B; of each number of pieces the chosen one first."""
+    lists = {(*name, 0): of for name, of in cases(*shape, b_rows, processors, most).items()}
+    for number in pieces:
+        for of in ranked(gathered(*shape, number), H100, processors, b_rows, most):
+            lists[of.tiling, of.cut, "", number] = of
+    return lists
+
+
+def main(folder: Path, most: int, pieces: Sequence[int]) -> None:
     began = time.perf_counter()
-    products = TiledProducts(0)
+    products, courier = TiledProducts(0), Courier()
     configurations = [(til, DTYPE, b_rows) for til in H100.multiply for b_rows in (False, True)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))
@@ -144,58 +258,64 @@ def main(folder: Path, following: int | None) -> None:
     late = torch.zeros(1, dtype=torch.int32, device="cuda")
     rows: list[dict[str, Any]] = []
     folder.mkdir(parents=True, exist_ok=True)
-    for m, n, k in SHAPES:
+    for shape in SHAPES:
         if time.perf_counter() - began > BUDGET_S:
             print("out of time", flush=True)
             break
+        m, n, k = shape
         a = torch.randn(m, k, device="cuda").to(DTYPE)
         b = torch.randn(k, n, device="cuda").to(DTYPE)
         out = torch.empty(m, n, device="cuda", dtype=DTYPE)
         right = torch.mm(a, b).float()
-        calls: dict[Any, Callable[[], object]] = {}
-        lists: dict[Any, TileList] = {}
         for b_rows, operand in ((False, b.t().contiguous().t()), (True, b)):
-            calls["library", b_rows] = partial(torch.mm, a, operand, out=out)
-            for name, tiles in cases(m, n, k, b_rows, products.processors, following).items():
-                lists[name, b_rows] = tiles
-                operands = a, operand, out
-                calls[name, b_rows] = launcher(products, tiles, b_rows, operands, late)
-        wrong = []
-        for name, call in calls.items():
-            out.fill_(torch.nan)
-            call()
-            if not float((out.float() - right).norm() / right.norm()) < 5e-3:
-                wrong.append(name)
-        times = rounds(calls)
-        for (name, b_rows), samples in times.items():
-            library = times["library", b_rows]
-            row = {"m": m, "n": n, "k": k, "b_rows": b_rows, "us": statistics.median(samples)}
-            row["share"] = statistics.median(x / y for x, y in zip(library, samples, strict=True))
-            row |= {"tiling": "library", "wrong": (name, b_rows) in wrong, "chosen": False}
-            if name != "library":
-                tiling, cut, what = name
-                tiles = lists[name, b_rows]
-                row |= {"tiling": "x".join(map(str, tiling)), "cut": cut.name, "what": what}
-                row |= {"predicted_us": tiles.seconds * 1e6, "slots": tiles.slots}
-                first = next(key for key, other in lists if other == b_rows)
-                row["chosen"] = (tiling, cut) == first[:2]
-                row["host_us"] = host_us(calls[name, b_rows])
-            rows.append(row)
-        frame = pd.DataFrame(rows)
-        frame.to_csv(folder / "tiled.csv", index=False, float_format="%.4g")
-        here = frame[(frame.m == m) & (frame.n == n) & (frame.k == k)]
-        for _, times_of in here.groupby("b_rows"):
-            print(line(times_of), flush=True)
-        if wrong or late.item():
-            print("WRONG", wrong, "late", late.item(), flush=True)
-    plain = frame[frame.chosen & (frame.what == "")]
-    print(f"geometric mean of the chosen: {statistics.geometric_mean(plain.share):.3f}")
+            operands = a, operand, out
+            lists = timed_lists(shape, b_rows, products.processors, most, pieces)
+            calls: dict[Any, Callable[[], object]] = {
+                name: arriving(products, tiles, operands, late)
+                if name[-1]
+                else launcher(products, tiles, b_rows, operands, late)
+                for name, tiles in lists.items()
+            }
+            calls["library"] = partial(torch.mm, a, operand, out=out)
+            wrong = []
+            for name, call in calls.items():
+                out.fill_(torch.nan)
+                call()
+                if not float((out.float() - right).norm() / right.norm()) < 5e-3:
+                    wrong.append(name)
+            times = rounds(calls, courier=courier)
+            at = {"m": m, "n": n, "k": k, "b_rows": b_rows, "pieces": 0, "tiling": "library"}
+            here = [at | {"us": statistics.median(times["library"]), "share": 1.0, "wrong": False}]
+            chosen = {name[-1]: name[:2] for name in reversed(lists)}
+            for name, tiles in lists.items():
+                last = max(tiles.work.opens, default=0.0) * 1e6
+                pairs = zip(times["library"], times[name], strict=True)
+                tiling, cut, what, number = name
+                here.append(
+                    at
+                    | {"pieces": number, "tiling": "x".join(map(str, tiling)), "cut": cut.name}
+                    | {"what": what, "chosen": name[:2] == chosen[number]}
+                    | {"us": statistics.median(times[name]), "last_us": last}
+                    | {"share": statistics.median(max(x, last) / y for x, y in pairs)}
+                    | {"predicted_us": tiles.seconds * 1e6, "slots": tiles.slots}
+                    | {"host_us": host_us(calls[name]), "wrong": name in wrong}
+                )
+            rows += here
+            pd.DataFrame(rows).to_csv(folder / "tiled.csv", index=False, float_format="%.4g")
+            print(line(pd.DataFrame(here)), flush=True)
+            if wrong or late.item():
+                print("WRONG", wrong, "late", late.item(), flush=True)
+    frame = pd.DataFrame(rows)
+    plain = frame[(frame.tiling != "library") & frame.chosen & (frame.what == "")]
+    for number, of in plain.groupby("pieces"):
+        print(f"pieces {number}: geometric mean {statistics.geometric_mean(of.share):.3f}")
     print(f"{time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--next", type=int, metavar="N", help="lists after the chosen one; all")
+    parser.add_argument("--next", type=int, default=98, metavar="N", help="lists after the chosen")
+    parser.add_argument("--pieces", type=int, nargs="+", default=(), metavar="P")
     given = parser.parse_args()
-    main(given.folder, given.next)
+    main(given.folder, 1 + given.next, given.pieces)

@@ -5,7 +5,7 @@
 
 Prints a ``TileRates`` for the GPU that the file was measured on, then what the lists that it would
 choose lose against the best measured, for each shape and layout of B. With ``--each-left-out`` each
-shape is chosen for with rates that were fitted to the others.
+shape is chosen for with rates that were fitted to the others. ``TileRates.cache`` stays as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,21 +21,37 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ficco.dma.tiles import work_of
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plans
 from ficco.tiled.worklist import H100, Cut, TileRates, Tiling, Work, listed
 
 #: Lists so much slower than the best of their product count for 1 / e of it.
 SCALE = 1 / 3
 #: How much the level of a product's times counts against their ratios, which decide the choice.
 LEVEL = 0.3
-SCALARS = [field.name for field in fields(TileRates) if field.name != "multiply"]
+SCALARS = [field.name for field in fields(TileRates) if field.name not in ("multiply", "cache")]
 Floats = npt.NDArray[np.float64]
 
 
 class Product(NamedTuple):
+    """``pieces``: of each of 4 shards, that rows arrive in; 0 if all are there."""
+
     m: int
     n: int
     k: int
     b_rows: bool
+    pieces: int
+
+
+@cache
+def _work(product: Product) -> Work:
+    m, n, k, _, pieces = product
+    if not pieces:
+        return Work((m,), n, k)
+    problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
+    plan = plans(problem, Schedule.parse(f"tiled:pieces={pieces}"))[0]
+    return work_of(plan, next(step for step in plan.steps if step.gates))
 
 
 class TimedList(NamedTuple):
@@ -44,12 +61,13 @@ class TimedList(NamedTuple):
     us: float
 
     def predicted_us(self, rates: TileRates, processors: int) -> float:
-        m, n, k, b_rows = self.product
+        work, b_rows = _work(self.product), self.product.b_rows
         clusters = processors // self.tiling.blocks
-        tiles = -(-m // self.tiling.rows) * -(-n // self.tiling.columns)
-        active = min(clusters, tiles) if self.cut is Cut.NONE else clusters
-        costs = rates.costs(self.tiling, n, b_rows, active)
-        return listed(Work((m,), n, k), self.tiling, self.cut, clusters, costs).seconds * 1e6
+        tiles = sum(-(-rows // self.tiling.rows) for rows in work.rows)
+        active = min(clusters, tiles * -(-work.n // self.tiling.columns))
+        active = active if self.cut is Cut.NONE else clusters
+        costs = rates.costs(self.tiling, work.n, work.k, b_rows, active)
+        return listed(work, self.tiling, self.cut, clusters, costs).seconds * 1e6
 
 
 def read(path: Path) -> list[TimedList]:
@@ -57,7 +75,7 @@ def read(path: Path) -> list[TimedList]:
     frame = frame[(frame.tiling != "library") & frame.what.isna() & ~frame.wrong]
     return [
         TimedList(
-            Product(row.m, row.n, row.k, row.b_rows),
+            Product(row.m, row.n, row.k, row.b_rows, row.pieces),
             Tiling(*map(int, row.tiling.split("x"))),
             Cut[row.cut],
             row.us,
@@ -116,13 +134,7 @@ def losses(
     for product in sorted({of.product for of in timed}):
         every = [of for of in timed if of.product == product]
         best = min(of.us for of in every)
-
-        def may(of: TimedList) -> bool:
-            clusters = processors // of.tiling.blocks
-            bound = rates.bound_by_loads(of.tiling, of.product.n, of.product.b_rows, clusters)
-            return of.cut is Cut.NONE or not bound
-
-        chosen = min(filter(may, every), key=lambda of: of.predicted_us(rates, processors))
+        chosen = min(every, key=lambda of: of.predicted_us(rates, processors))
         result[product] = chosen.us / best - 1, chosen
     return result
 

@@ -289,7 +289,8 @@ def _compared(query: _Query) -> tuple[Prediction, ...]:
 @lru_cache(maxsize=4096)
 def _modelled(query: _Query) -> tuple[Schedule, str]:
     """What the model takes, and why."""
-    choice = choose(_compared(query), query.machine, query.mode)
+    scatters = query.problem.kind.scatters
+    choice = choose(_compared(query), query.machine, query.mode, scatters)
     return choice.chosen.schedule, choice.reason
 
 

@@ -1,16 +1,17 @@
 """Schedules beyond the named ones, found by prediction (after FlashOverlap, sections 3.4 and 4).
 
 The search starts at the best candidates and changes one thing at a time, as long as the prediction
-falls: uneven pieces, a finely cut end, sizes that end on whole waves of the GEMM, one or two
-compute lanes, groups that grow; where products travel, pieces of columns, and own products that add
-themselves to sums. It counts predictions instead of seconds, so that every rank and every process
-finds the same.
+falls: uneven pieces, a finely cut end, sizes that end on whole waves of the GEMM, groups of waves
+of one product whose tiles wait, one or two compute lanes, groups that grow; where products travel,
+pieces of columns, and own products that add themselves to sums. It counts predictions instead of
+seconds, so that every rank and every process finds the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import gcd
 
 from ficco.heuristics.candidates import predictable, serves, suited
@@ -91,11 +92,13 @@ def _neighbours(schedule: Schedule, problem: Problem, machine: Machine) -> Itera
 
 def _changes(schedule: Schedule, problem: Problem, machine: Machine) -> Iterator[Schedule]:
     kind, tiled = problem.kind, schedule.grouping == "tiled"
+    for sizes in wave_groups(schedule, problem, machine) if tiled else ():
+        yield replace(schedule, pieces=sizes)
     for lanes in () if tiled else (1, 2):
         yield replace(schedule, compute=lanes)
     for tail in sorted(TAILS, key=lambda other: abs(other - schedule.tail)):
         yield replace(schedule, tail=tail)
-    if schedule.dims == 1 and not kind.inner:
+    if schedule.dims == 1 and not (kind.inner or tiled):
         for sizes in waves(schedule, problem, machine):
             yield replace(schedule, pieces=sizes)
     for pieces in UNEVEN:
@@ -139,3 +142,38 @@ def waves(schedule: Schedule, problem: Problem, machine: Machine) -> list[tuple[
 
     best = sorted(range(1, PARTS), key=lambda part: (round(spent(part), 9), abs(part - 12)))[:2]
     return [(part // gcd(part, PARTS), (PARTS - part) // gcd(part, PARTS)) for part in best]
+
+
+def wave_groups(
+    schedule: Schedule, problem: Problem, machine: Machine
+) -> Iterator[tuple[int, ...]]:
+    """Relative sizes of pieces that are groups of whole waves of tiles, one step from those of a
+    schedule: its own, moved to ends of waves; with a first or a last wave of their own; with one
+    group that ends a wave sooner or later, or that joins the next; with one more group.
+
+    Ends of waves are those of the block that is multiplied first. None where all tiles of a block
+    are done in one wave.
+    """
+    ranks = range(problem.world)
+    rows = max(problem.block(i, j) for i in ranks for j in ranks)
+    if machine.tiled is None or not problem.flops:
+        return
+    most, units = max(map(problem.product_rows, ranks)), machine.tiled.units
+    how = {"itemsize": problem.itemsize}
+    height, width, split = machine.tiled.tile(most, problem.n, problem.k, **how)
+    blocks, across = -(-rows // height), -(-problem.n // width)
+    waves = range(1, blocks * across // units + 1)
+    ends = sorted({wave * units // across for wave in waves} - {0, blocks})
+    if split > 1 or not ends:
+        return
+    pieces = schedule.pieces or problem.world
+    weights = pieces if isinstance(pieces, tuple) else (1,) * pieces
+    parts = [part / sum(weights) for part in accumulate(weights[:-1])]
+    now = {min(ends, key=lambda end: abs(end / blocks - part)) for part in parts}
+    steps = [now, now | {ends[0]}, now | {ends[-1]}]
+    for one, two in pairwise(ends):
+        steps += [now - {a} | {b} for a, b in ((one, two), (two, one)) if a in now]
+    steps += [now - {end} if end in now else now | {end} for end in ends]
+    for bounds in steps:
+        sizes = [b - a for a, b in pairwise((0, *sorted(bounds), blocks))]
+        yield tuple(size // gcd(*sizes) for size in sizes)

@@ -63,6 +63,7 @@ def fit(
     samples: Sequence[Sample],
     *,
     units: int = 1,
+    tiles: tuple[tuple[int, ...], tuple[int, ...]] = (TILE_ROWS, TILE_COLS),
     peak: float | None = None,
     launch: float = 0.0,
     known: Gemm | None = None,
@@ -77,6 +78,7 @@ def fit(
         samples: measured products; times of a queue of them give a ``start`` that holds what lies
             between two, and ``launch`` is then 0.
         units: processors that work on one tile each.
+        tiles: rows and columns that tiles may have.
         peak: operations per second of the smallest dtype that was measured; the highest rate that
             was seen where it is not known.
         launch: seconds between two products that are not in the samples' times.
@@ -108,8 +110,8 @@ def fit(
         start=float(seconds.min()) / 2,
         bandwidth=float((memory_seconds(_UNIT, *columns) / seconds).max()),
         provenance=provenance or Provenance("fitted"),
-        tile_rows=TILE_ROWS if waves else (1,),
-        tile_cols=TILE_COLS if waves else (1,),
+        tile_rows=tiles[0] if waves else (1,),
+        tile_cols=tiles[1] if waves else (1,),
         splits=SPLITS if waves else (1,),
         prologue=0.5e-6 if waves else 0.0,
         step=20e-9 if waves else 0.0,

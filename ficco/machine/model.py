@@ -362,11 +362,20 @@ class Gemm:
         The batch shares its right operand. ``wide``: the result is float32 and is added to.
         ``adds``: it is added to, and of the operands' dtype.
         """
-        return _times(self, m, n, k, batch, itemsize, wide, adds)
+        return _times(self, m, n, k, batch, itemsize, wide, adds)[:2]
 
     def seconds(self, m: int, n: int, k: int, **how: Any) -> float:
         """The first of :meth:`times`."""
         return self.times(m, n, k, **how)[0]
+
+    def tile(self, m: int, n: int, k: int, *, itemsize: int = 2) -> tuple[int, int, int]:
+        """Rows and columns of the tiles of a product, and the parts of k in which each is made."""
+        return _times(self, m, n, k, 1, itemsize, False, False)[2]
+
+    def waves(self, rows: int, m: int, n: int, k: int, *, itemsize: int = 2) -> int:
+        """Waves of tiles after which the first ``rows`` of a product's m rows are complete."""
+        height, width, split = self.tile(m, n, k, itemsize=itemsize)
+        return -(-(-(-rows // height) * -(-n // width) * split) // self.units)
 
     def heated(self, seconds: float) -> float:
         """Seconds that all products of a call take, of so many seconds one by one.
@@ -426,10 +435,12 @@ def both(busy: Any, memory: Any) -> Any:
 @lru_cache(maxsize=1 << 16)
 def _times(
     gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool, adds: bool
-) -> tuple[float, float]:
-    """Seconds on an otherwise idle rank, and on one that other products keep busy."""
+) -> tuple[float, float, tuple[int, int, int]]:
+    """Seconds on an otherwise idle rank, and on one that other products keep busy; rows and columns
+    of the tiles, and the parts of k."""
+    tile = 1, 1, 1
     if not (m and n and k and batch):
-        return 0.0, 0.0
+        return 0.0, 0.0, tile
     rate = gemm.peak * gemm.efficiency * interpolate(gemm.shares, itemsize)
     best = best_filled = inf
     for rows in gemm.tile_rows:
@@ -446,8 +457,9 @@ def _times(
                 joined = join_seconds(gemm, m, n, batch, split)
                 if busy + joined < best:
                     best, best_filled = busy + joined, filled + joined
+                    tile = rows, cols, split
     memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide, adds)
-    return gemm.start + both(best, memory), both(best_filled, memory)
+    return gemm.start + both(best, memory), both(best_filled, memory), tile
 
 
 @dataclass(frozen=True)

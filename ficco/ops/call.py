@@ -219,7 +219,7 @@ def _cached_call(
     chosen = decision.schedule
     if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:
         warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
-    if schedule == "auto" and options.workspace_bytes is not None:
+    if schedule == "auto":
         fit = first_fit(workspace, problem, decision, options.workspace_bytes)
     else:
         fit = fitted(workspace, problem, chosen, options.workspace_bytes)
@@ -229,7 +229,7 @@ def _cached_call(
     agreed = [str(problem), f"schedule {made.schedule}", str(known)]
     if options.workspace_bytes is not None:
         agreed.append(f"workspace_bytes={options.workspace_bytes}")
-    if source is not None and chosen.pull:
+    if source is not None and Schedule.parse(made.schedule).pull:
         left, (memory, start) = left_of(problem.operator), source
         agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
     digest = workspace.board.describe(", ".join(agreed))

@@ -6,6 +6,7 @@ Gathering operators turn their staging into a ring of steps; scattering ones go 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ficco.errors import FiccoError
@@ -51,13 +52,21 @@ def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int 
         raise ValueError(str(error)) from None
 
 
-def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int) -> Fit:
-    """The same for the schedule that was decided on; if that does not keep to the cap, for the best
-    of those that do; if none does, for the collective of the group's library."""
-    for schedule in (decision.schedule, *decision.others, *map(Schedule.parse, FINER)):
-        with contextlib.suppress(_NoRoom):
-            return _fitted(workspace, problem, schedule, cap)
+def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int | None) -> Fit:
+    """The same for the schedule that was decided on; if the engine refuses that or it does not keep
+    to the cap, for the best of those that it does not refuse and that do; if none does, for the
+    collective of the group's library."""
+    for schedule in _in_order(decision):
+        if not workspace.engine.refuses(problem, schedule):
+            with contextlib.suppress(_NoRoom):
+                return _fitted(workspace, problem, schedule, cap)
     return _fitted(workspace, problem, Schedule.parse("serial:collective"), cap)
+
+
+def _in_order(decision: Decision) -> Iterator[Schedule]:
+    yield decision.schedule
+    yield from decision.others  # predicted only if asked for
+    yield from map(Schedule.parse, FINER)
 
 
 def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:

@@ -206,7 +206,7 @@ def _transposed_product(
 ) -> torch.Tensor:
     """The product by the operator of ``TRANSPOSED``, which has the same exchange; its result has
     ``rows`` rows, and is column-major if ``columns``."""
-    operator, schedule = TRANSPOSED[call.operator], _schedule(call.schedule)
+    operator, schedule = TRANSPOSED[call.operator], _schedule(call.schedule, whole_rows=False)
     out = right.new_empty((right.shape[1], rows)).t() if columns else None
     return run(operator, left, right, call.group, schedule, call.rows, out=out)[0]
 
@@ -262,13 +262,15 @@ def _dual_of(call: OperatorCall) -> OperatorCall:
 
 
 @cache
-def _schedule(schedule: str | Schedule) -> str | Schedule:
+def _schedule(schedule: str | Schedule, whole_rows: bool = True) -> str | Schedule:
     """The schedule of a backward: that of the forward, or "auto" if only sums have that one, such
-    as a ``one-shot`` or one with ``beta``: the dual of a sum is not a sum."""
+    as a ``one-shot`` or one with ``beta``: the dual of a sum is not a sum. ``tiled`` is for
+    ``whole_rows``, each of which is one product."""
     if schedule == "auto":
         return schedule
     parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
-    return "auto" if parsed.beta or parsed.grouping == "one-shot" else schedule
+    lacks = parsed.beta or parsed.grouping == "one-shot"
+    return "auto" if lacks or (parsed.grouping == "tiled" and not whole_rows) else schedule
 
 
 def _dual(call: OperatorCall, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
@@ -279,7 +281,7 @@ def _dual(call: OperatorCall, grad: torch.Tensor, b: torch.Tensor, return_gather
 def _gathered(call: OperatorCall, a: torch.Tensor) -> torch.Tensor:
     """Only the gathered or exchanged A, from a call whose ``b`` has no columns."""
     nothing = a.new_empty((a.shape[1], 0))
-    schedule = _schedule(call.schedule)
+    schedule = _schedule(call.schedule, whole_rows=False)
     return _there(run(call.operator, a, nothing, call.group, schedule, call.rows, True)[1])
 
 

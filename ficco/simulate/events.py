@@ -45,6 +45,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from math import comb, floor
 from typing import Any
@@ -95,9 +96,12 @@ class _SimulatedLane:
     served: float = 0.0
     ends: float = 0.0
     #: Of a part of a product: seconds by which it is over after the next one begins, and when all
-    #: parts so far are over, on its rank's clock.
+    #: parts so far are over, on its rank's clock; the rows since the processors all began at once,
+    #: and when that was.
     late: float = 0.0
     parts_end: float = 0.0
+    rows: int = 0
+    rows_begin: float = 0.0
     #: Of a copy: bytes left at the time ``since``, bytes per second now and without contention,
     #: the ports that it shares with others, and the ranks whose products it slows down.
     remaining: float = 0.0
@@ -140,7 +144,8 @@ class _SimulatedRank:
     launches: list[tuple[int, ...]] = field(default_factory=list)
     launch_bytes: dict[int, int] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)  # steps that a launch of copies does, too
-    tiled_rows: dict[int, int] = field(default_factory=dict)  # by part of a product, those of all
+    #: By part of a product, the rows of all its parts, and whether some wait.
+    tiled: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         steps = self.plan.steps
@@ -156,7 +161,8 @@ class _SimulatedRank:
             lane.order.append(index + len(steps) * (index in sent and step.op == "matmul"))
         for parts in _launches_in_parts(steps):
             rows = sum(product.out.rows for i in parts for product in steps[i].products)
-            self.tiled_rows.update(dict.fromkeys(parts, rows))
+            gated = any(steps[i].waits for i in parts)
+            self.tiled.update(dict.fromkeys(parts, (rows, gated)))
 
     def launch_together(self) -> None:
         """Launch copies together as a GPU does. What a launch brings to its place within the rank
@@ -559,21 +565,33 @@ class Simulation:
         """Seconds before the next part of a product can begin, or the whole product is over."""
         index, here = lane.steps[lane.position], lane.position + 1
         last = here == len(lane.steps) or rank.plan.steps[lane.steps[here]].part <= step.part
-        rows, itemsize = rank.tiled_rows[index], self.itemsize[step.products[0].a.buffer]
+        (rows, gated), itemsize = rank.tiled[index], self.itemsize[step.products[0].a.buffer]
         n, k = step.products[0].out.cols, step.products[0].b.rows
         mine = sum(product.out.rows for product in step.products)
+        begin = max(now, rank.served)
+        if step.part == 1:
+            lane.rows, lane.rows_begin, lane.parts_end = 0, begin, 0.0
         if not (mine and n and k):
             return 0.0
         whole, dense = self.tiled.times(rows, n, k, itemsize=itemsize)
-        share = alone = dense * mine / rows
-        waited = step.part > 1 and self.now > lane.free
-        if waited:  # the processors begin with these rows, all at once
-            alone = self.tiled.seconds(mine, n, k, itemsize=itemsize) - self.tiled.start
-        begin = max(now, rank.served)
-        before = lane.parts_end if step.part > 1 else 0.0
-        lane.parts_end = max(before, begin + max(share, alone))
-        lane.late = max(alone - share, 0.0) * (not last)
-        return max(share + whole - dense, lane.parts_end - begin) if last else share
+        share, start = dense * mine / rows, self.tiled.start
+        waves = partial(self.tiled.waves, itemsize=itemsize)
+        lane.rows += mine
+        if not gated:  # whole waves of tiles that suit all rows
+            waved = waves(lane.rows, rows, n, k) / waves(rows, rows, n, k)
+            ends = [lane.rows_begin + (whole - start) * waved]
+        else:  # of tiles that suit the rows that are there
+            seconds = partial(self.tiled.seconds, n=n, k=k, itemsize=itemsize)
+            ends = [lane.rows_begin + seconds(lane.rows) - start]
+            keys = [self._wait_key(gate) for gate in step.waits if gate.kind != "released"]
+            if keys:
+                opened = max(self.known[key] for key in keys) - self.now
+                ends.append(now + opened / rank.slowdown + seconds(mine) - start)
+            if self.now > lane.free:
+                lane.rows, lane.rows_begin = mine, begin  # the processors begin with these at once
+        lane.parts_end = max(lane.parts_end, begin + share, *ends)
+        lane.late = max(max(ends) - begin - share, 0.0) * (not last)
+        return max(share + whole - dense, lane.parts_end + start - begin) if last else share
 
     def _move_seconds(self, step: Step) -> float:
         """Seconds to read here, or at the peers, and write here."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ PARTS = 8
 PART_STEPS, EDGE_STEPS = 8, 4
 #: Gates whose expected time, so many times over, is before a group begins are taken for open then.
 EARLY = 1.5
+#: Share of the time of an empty call before its clusters begin.
+BEGIN = 0.7
 #: How sharply the time of a step turns from that of multiplying to that of loading.
 _SHARP = 8
 
@@ -183,7 +186,8 @@ class TileCosts:
     """Seconds of a call that computes nothing, and of a cluster's work for one tiling: one step of
     ``BK`` along k, what a tile costs besides, and writing or adding one part of a tile.
 
-    ``slowdown`` is the share by which calls of any length slow down as the GPU reaches its power
+    ``fetch`` is the time in which the device's memory delivers B once, 0 if B stays in L2.
+    ``slowdown`` is the share by which work of any length slows down as the GPU reaches its power
     limit, ``settles`` the time that this takes.
     """
 
@@ -192,13 +196,17 @@ class TileCosts:
     tile: float = 0.0
     write: float = 0.0
     add: float = 0.0
+    fetch: float = 0.0
     slowdown: float = 0.0
     settles: float = 400e-6
 
-    def seconds(self, busy: float) -> float:
-        """Of a call whose last cluster is busy for this long."""
-        limited = 1 + self.slowdown * (1 - math.exp(-busy / self.settles))
-        return (self.call + busy) * limited
+    def seconds(self, end: float, busy: float, groups: int) -> float:
+        """Of a call whose last cluster ends so long after the first begins, whose clusters are busy
+        so long on average, and that reads B for so many groups."""
+        end = (end**_SHARP + (groups * self.fetch) ** _SHARP) ** (1 / _SHARP)
+        # A GPU that waits does not get hot.
+        hot = self.slowdown * (1 - math.exp(-busy / self.settles)) * (busy / end) ** 2
+        return (1 - BEGIN) * self.call + end + hot * busy
 
 
 @dataclass(frozen=True)
@@ -208,12 +216,16 @@ class TileRates:
     Attributes:
         multiply: for each tiling the seconds of one step if operands are in shared memory.
         bytes_per_s: at which all processors together load operands.
+        memory: bytes per second of the device's memory.
+        cache: bytes of B that stay in L2.
         call, slowdown: as in :class:`TileCosts`.
         tile, write, add: likewise, for 256 columns of a block.
     """
 
     multiply: Mapping[Tiling, float]
     bytes_per_s: float
+    memory: float
+    cache: float
     call: float
     tile: float
     write: float
@@ -226,22 +238,19 @@ class TileRates:
         split = 1.5 if b_rows and (n * 2 % 128 or tiling.bn * 2 % 128) else 1.0
         return (tiling.rows + tiling.columns * split) * BK * 2 * clusters / self.bytes_per_s
 
-    def bound_by_loads(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> bool:
-        """Whether a step takes the time of its loads. Such tiles are not cut: clusters at different
-        k share fewer loads, and 128 columns took 23 % longer than predicted."""
-        return self._loads(tiling, n, b_rows, clusters) > self.multiply[tiling]
-
-    def costs(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> TileCosts:
+    def costs(self, tiling: Tiling, n: int, k: int, b_rows: bool, clusters: int) -> TileCosts:
         """With so many clusters at work; ``b_rows`` if B is given with contiguous rows."""
         loads = self._loads(tiling, n, b_rows, clusters)
         step = (self.multiply[tiling] ** _SHARP + loads**_SHARP) ** (1 / _SHARP)
         of = tiling.bn / 256
-        rest = self.tile * of, self.write * of, self.add * of, self.slowdown
+        fetch = n * k * 2 / self.memory if n * k * 2 > self.cache else 0.0
+        rest = self.tile * of, self.write * of, self.add * of, fetch, self.slowdown
         return TileCosts(self.call, step, *rest)
 
 
 #: Tilings worth compiling, and what they cost (tools/tiled_rates.py; H100 80GB HBM3, driver 580,
-#: 2026-11-24, commit f18dd30). Wide tiles load the least per step; blocks one below another
+#: 2026-11-24, commit f18dd30; memory, cache, add and BEGIN by products whose gates opened one after
+#: the other, on an H200). Wide tiles load the least per step; blocks one below another
 #: (``cm``) load half of B each; narrow ones are for few rows or columns.
 H100 = TileRates(
     multiply={
@@ -253,10 +262,12 @@ H100 = TileRates(
         Tiling(128, 128, 6): 0.288e-6,
     },
     bytes_per_s=14.1e12,
+    memory=3.0e12,
+    cache=30e6,
     call=7.85e-6,
     tile=1.13e-6,
     write=3.73e-6,
-    add=1.77e-6,
+    add=3.2e-6,
     slowdown=0.178,
 )
 
@@ -299,7 +310,8 @@ class _Group:
         return block[order], column[order]
 
 
-def _groups(work: Work, tiling: Tiling, each: float) -> list[_Group]:
+@lru_cache(maxsize=64)
+def _groups(work: Work, tiling: Tiling, each: float) -> tuple[_Group, ...]:
     """In the order in which they begin: by what arrives first, then by what is announced first, if
     at all.
 
@@ -329,20 +341,13 @@ def _groups(work: Work, tiling: Tiling, each: float) -> list[_Group]:
     order = np.lexsort((announced, turn))
     every, announced, turn = every[order], announced[order], turn[order]
     starts = np.flatnonzero(np.diff(turn) | np.diff(announced)) + 1
-    return [_Group(_ps(opens[of[:, 3].max() + 1]), of, columns) for of in np.split(every, starts)]
+    split = np.split(every, starts)
+    return tuple(_Group(_ps(opens[of[:, 3].max() + 1]), of, columns) for of in split)
 
 
 def _ps(seconds: float) -> int:
     """Times are added as integers, so that equal ones stay equal."""
     return round(seconds * 1e12)
-
-
-class _Share(NamedTuple):
-    """Steps [k0, k0 + kn) of a tile on the cluster at a place in the order of those free first."""
-
-    place: int
-    k0: int
-    kn: int
 
 
 class _Plan:
@@ -355,9 +360,9 @@ class _Plan:
         self.steps = -(-work.k // BK)
         self.step, self.tile = _ps(costs.step), _ps(costs.tile)
         self.write, self.add = _ps(costs.write), _ps(costs.add)
-        self.free = np.zeros(clusters, np.int64)
+        self.free = np.full(clusters, _ps(BEGIN * costs.call))
         self.count = np.zeros(clusters, np.int64)
-        self.slots = self.tiles = 0
+        self.slots = self.tiles = self.busy = 0
         each = (self.steps * costs.step + costs.tile) / clusters
         self.groups = _groups(work, tiling, each)
         #: For arrays of tiles of a group: group, tile, cluster, index in its list, then k0, kn,
@@ -379,7 +384,8 @@ class _Plan:
             if rest and (cut is not Cut.END or group is self.groups[-1]):
                 self._cut(rest, group.opens)
                 rest = []
-        self.seconds = costs.seconds(int(self.free.max()) * 1e-12)
+        last, busy = int(self.free.max()) * 1e-12, self.busy * 1e-12 / clusters
+        self.seconds = costs.seconds(last, busy, len(self.groups))
 
     def _whole(self, tiles: npt.NDArray[np.int64], opens: int) -> None:
         total = tiles.shape[1]
@@ -397,41 +403,51 @@ class _Plan:
         taken = np.bincount(cluster, minlength=self.clusters)
         self.free = np.where(taken > 0, begin + taken * each, self.free)
         self.count += taken
+        self.busy += total * each
 
     def _cut(self, tiles: Sequence[tuple[int, int]], opens: int) -> None:
         """Spread fewer tiles than there are clusters over all of them."""
-        ordered = np.argsort(self.free, kind="stable")
-        shares = self._shares(len(tiles), np.maximum(self.free[ordered], opens))
-        if all(len(pieces) == 1 for pieces in shares):
-            return self._whole(np.array(tiles).T, opens)
-        order = ordered.tolist()
-        free, count = np.maximum(self.free, opens).tolist(), self.count.tolist()
-        placed = []
+        count, order = len(tiles), np.argsort(self.free, kind="stable")
         # The first piece is the owner's, which waits for the others. No cluster of another piece
         # owns one, so that no circle of owners waits.
-        for tile, pieces in zip(tiles, shares, strict=True):
-            others, written = len(pieces) - 1, 0
-            for index, piece in reversed([*enumerate(pieces)]):
-                cluster = order[piece.place]
-                free[cluster] += piece.kn * self.step
-                if index:
-                    free[cluster] += self.write
-                    written = max(written, free[cluster])
-                else:
-                    free[cluster] = max(free[cluster], written) + self.tile + others * self.add
-                cut = self.tiles, self.slots + max(0, index - 1), 0 if index else others
-                placed.append(
-                    (*tile, cluster, count[cluster], piece.k0, piece.kn)
-                    + (cut if others else (-1, 0, 0))
+        tile, place, k0, kn = self._pieces(count, np.maximum(self.free[order], opens))
+        if len(tile) == count:
+            return self._whole(np.array(tiles).T, opens)
+        cluster, work = order[place], kn * self.step
+        self.busy += int(work.sum())
+        first = np.diff(place, prepend=-1) > 0
+        start = np.flatnonzero(first)[np.cumsum(first) - 1]  # of the same cluster
+        turn, written = np.arange(len(tile)) - start, np.cumsum(work + self.write)
+        written -= (written - work - self.write)[start]
+        over = np.maximum(self.free[cluster], opens) + written
+        last = np.zeros(count, np.int64)
+        np.maximum.at(last, tile[count:], over[count:])
+        others = np.bincount(tile, minlength=count) - 1
+        mine = np.maximum(over[:count] - self.write, last) + self.tile + others * self.add
+        self.free[cluster[count:]] = over[count:]
+        self.free[cluster[:count]] = mine
+        # Slots of a tile follow each other, in the order of its pieces.
+        rank, by_tile = np.empty_like(tile), np.argsort(tile, kind="stable")
+        rank[by_tile] = np.arange(len(tile)) - np.repeat(np.cumsum(others) - others, others + 1)
+        rank -= tile  # each tile before has an owner, too
+        slot = self.slots + (np.cumsum(others) - others)[tile] + np.maximum(rank - 1, 0)
+        self.placed.append(
+            np.stack(
+                (
+                    *np.array(tiles).T[:, tile],
+                    *(cluster, self.count[cluster] + turn, k0, kn),
+                    *(self.tiles + tile, slot, np.where(rank, 0, others[tile])),
                 )
-                count[cluster] += 1
-            self.slots += others
-            self.tiles += others > 0
-        self.placed.append(np.array(placed).T)
-        self.free, self.count = np.array(free), np.array(count)
+            )
+        )
+        self.count += np.bincount(cluster, minlength=self.clusters)
+        self.slots += int(others.sum())
+        self.tiles += count
 
-    def _shares(self, count: int, starts: npt.NDArray[np.int64]) -> list[list[_Share]]:
-        """Of each tile its pieces, sized so that all end at the same time.
+    def _pieces(self, count: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of ``count`` tiles the pieces, sized so that all end at the same time: for each the tile,
+        the place of its cluster in the order of those that are free first, k0 and kn. The first
+        piece of each tile comes first; those of one cluster follow each other.
 
         Clusters that share rows or columns read them at the same time only if pieces begin and end
         at the same k in all tiles: where they do not, L2 is read so much more that products take up
@@ -461,8 +477,9 @@ class _Plan:
         _, helpers, lengths = min(options)
         parts, tail = len(lengths), round(steps - sum(lengths)) if helpers else 0
         ends = [0, *(round(sum(lengths[: p + 1])) for p in range(parts - 1)), steps - tail]
-        shares = [
-            [_Share(p * count + tile, ends[p], ends[p + 1] - ends[p]) for p in range(parts)]
+        pieces = [
+            (tile, p * count + tile, ends[p], ends[p + 1] - ends[p])
+            for p in range(parts)
             for tile in range(count)
         ]
         total, low = count * tail, 0
@@ -473,9 +490,9 @@ class _Plan:
             while low < high:
                 tile, begin = divmod(low, tail)
                 kn = min(high - low, tail - begin)
-                shares[tile].append(_Share(parts * count + helper, steps - tail + begin, kn))
+                pieces.append((tile, parts * count + helper, steps - tail + begin, kn))
                 low += kn
-        return shares
+        return np.array(pieces).T
 
     def listed(self) -> TileList:
         items = np.zeros((int(self.count.max()) + 1, self.clusters, ITEM_INTS), np.int32)
@@ -514,11 +531,10 @@ def _candidates(
     for tiling in rates.multiply:
         clusters = processors // tiling.blocks
         tiles = sum(-(-rows // tiling.rows) for rows in work.rows) * -(-work.n // tiling.columns)
-        whole = rates.bound_by_loads(tiling, work.n, b_rows, clusters)
         firsts = set()
-        for cut in [Cut.NONE] if whole else Cut:
+        for cut in Cut:
             active = min(clusters, tiles) if cut is Cut.NONE else clusters
-            costs = rates.costs(tiling, work.n, b_rows, active)
+            costs = rates.costs(tiling, work.n, work.k, b_rows, active)
             each, left, busy = -(-work.k // BK) * costs.step + costs.tile, tiles, 0.0
             groups = _groups(work, tiling, each / clusters)
             first = cut.first(len(groups))
@@ -529,7 +545,9 @@ def _candidates(
                 rounds = left / clusters if cut is not Cut.NONE else -(-left // clusters)
                 busy = max(busy, group.opens * 1e-12 + rounds * each)
                 left -= len(group)
-            candidates.append((costs.seconds(busy), (tiling, cut, clusters, costs)))
+            candidates.append(
+                (costs.seconds(max(busy, 1e-9), 0.0, len(groups)), (tiling, cut, clusters, costs))
+            )
     return sorted(candidates, key=lambda candidate: candidate[0])
 
 

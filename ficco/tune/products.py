@@ -26,6 +26,8 @@ from ficco.workspace import workspace_of
 HEAT_SHARE = 0.1
 #: Columns of what the product whose tiles wait can address are multiples of this.
 TMA = 8
+#: Rows and columns of its tiles (ficco/tiled/worklist.py); two blocks of 128 rows can share loads.
+TILES = (128, 256), (128, 160, 192, 224, 256)
 #: Seconds for each kind of product where the rest of a machine is not measured.
 REFIT_S = 5.0
 #: As many rounds as fit into the seconds.
@@ -74,7 +76,7 @@ def tiled(site: Site) -> Gemm | None:
     shapes = [one for one in whole if not (one.n % TMA or one.k % TMA)]
     heat = fits.Heat(gemm.burst, gemm.sustained, 0.0)
     measured = samples(site, "tiled", shapes, row, heat)
-    fitted = fit(measured, units=units(site), peak=gemm.peak)
+    fitted = fit(measured, units=units(site), tiles=TILES, peak=gemm.peak)
     error = errors(fitted, measured)
     note = (
         f"{len(measured)} products of {site.effort.dtype}, errors {error.median:.1%} median, "

@@ -1,0 +1,225 @@
+"""What is predicted and decided of one product whose tiles wait for pieces, or announce rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import inf
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ficco
+from ficco.bench.cases import SETS
+from ficco.dma.tiles import work_of
+from ficco.heuristics import Decision, decide, problem_of_sizes
+from ficco.heuristics.candidates import predictable
+from ficco.heuristics.model import TIE, TILED_MARGIN, Prediction, choose
+from ficco.heuristics.search import wave_groups
+from ficco.machine import Gemm, Machine, Provenance, find
+from ficco.machine.fit import Sample, errors, fit
+from ficco.ops.fit import first_fit
+from ficco.plan import Plan, Step, check
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import Schedule, plans
+from ficco.simulate import predict
+from ficco.simulate.events import Simulation
+from ficco.tiled.worklist import H100, Work, best
+from ficco.tune.effort import GPU
+from ficco.tune.products import TILES
+
+PROCESSORS = 132
+#: Rates of a card that does not heat up, as Machine.tiled describes it.
+RATES = replace(H100, slowdown=0.0)
+SCATTERS = ("matmul_reduce_scatter", "matmul_all_to_all", "matmul_all_reduce")
+SERVED = [name for name, kind in OPERATORS.items() if not kind.inner]
+#: Copies whose signals cost little: many pieces pay.
+PROMPT = {"latency": 2e-6, "gap": 0.2e-6}
+
+
+@cache
+def fitted() -> Gemm:
+    """What `ficco tune` would write of a card with these rates."""
+    samples = [
+        Sample(
+            s.m,
+            s.n,
+            s.k,
+            1,
+            2,
+            False,
+            best(Work((s.m,), s.n, s.k), RATES, PROCESSORS, True).seconds,
+        )
+        for s in GPU.gemms[::2]
+        if s.batch == 1 and not s.wide and not (s.n % 8 or s.k % 8)
+    ]
+    found = fit(samples, units=PROCESSORS, tiles=TILES, peak=989e12)
+    assert errors(found, samples).median < 0.03 and errors(found, samples).mean < 0.05
+    return found
+
+
+def machine(tiled: Gemm | None = None, **copies: float) -> Machine:
+    """Four H200 on which nothing slows another thing down."""
+    known = find("h200-4", None)
+    assert known is not None and known.gemm and known.contention and known.copies
+    contention = replace(known.contention, gemm_under_copies=1.0, copies_under_gemm=1.0)
+    return replace(
+        known,
+        tiled=tiled or fitted(),
+        gemm=replace(known.gemm, burst=inf),
+        contention=contention,
+        copies=replace(known.copies, **copies),
+    )
+
+
+def ran(problem: Problem, name: str, on: Machine) -> tuple[Plan, Step, Simulation, float]:
+    """The plan of rank 0, its product, the simulation, and when the product ends."""
+    every = plans(problem, Schedule.parse(name))
+    (product,) = (step for step in every[0].steps if not step.whole)
+    simulation = Simulation(every, on, "queued")
+    ends = [stop for step, _, stop in simulation.run()[0] if step.op == "matmul"]
+    return every[0], product, simulation, max(ends)
+
+
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_products_take_as_long_as_their_lists_say(operator: str) -> None:
+    """Fifteen shapes: 2 % in the median, where the gates open when the simulator says."""
+    off = []
+    for number, case in enumerate(SETS["waiting"]()):
+        name = "tiled:pieces=2" if number % 2 else "tiled"
+        plan, step, simulation, end = ran(case.on(operator).problem(4), name, machine())
+        opens = tuple(simulation.known[gate.waiter, gate.word] for gate in step.gates)
+        work = replace(work_of(plan, step), opens=opens)
+        off.append(end / best(work, RATES, PROCESSORS, True).seconds - 1)
+    assert median(map(abs, off)) < 0.03, off
+    assert sum(abs(one) < 0.1 for one in off) >= 13 and max(map(abs, off)) < 0.2, off
+
+
+#: Tiles of 128 x 256 take 100 us, all else nothing.
+SIMPLE = Gemm(
+    peak=2 * 128 * 256 * 4096 * 132 / 100e-6,
+    units=132,
+    launch=0.0,
+    efficiency=1.0,
+    start=0.0,
+    bandwidth=1e30,
+    provenance=Provenance("measured"),
+    tile_rows=(128,),
+    tile_cols=(256,),
+)
+
+
+def test_rows_are_announced_after_whole_waves() -> None:
+    """66 tiles in a row: a wave is two rows of tiles, and a piece is one."""
+    problem = problem_of_sizes("matmul_reduce_scatter", 2048, 66 * 256, 4096, "bfloat16", 4)
+    _, step, simulation, end = ran(problem, "tiled:pieces=4", machine(SIMPLE))
+    told = [simulation.known[one.waiter, one.word] * 1e6 for one in step.announces]
+    assert told == pytest.approx([100.0 * (1 + number // 2) for number in range(12)])
+    assert end == pytest.approx(800e-6)
+
+
+def test_rows_that_come_late_take_a_product_of_their_own() -> None:
+    """At best: processors that have nothing else cannot do more than their tiles."""
+    problem = problem_of_sizes("all_gather_matmul", 2048, 256, 4096, "bfloat16", 4)
+    _, step, simulation, end = ran(problem, "tiled", machine(SIMPLE))
+    last = max(simulation.known[gate.waiter, gate.word] for gate in step.gates)
+    assert end == pytest.approx(last + 100e-6)
+
+
+# Groups of waves.
+
+
+def test_groups_of_waves_are_found_step_by_step() -> None:
+    """Blocks of 16 rows of tiles, of which a wave is four."""
+    problem = problem_of_sizes("matmul_reduce_scatter", 8192, 33 * 256, 4096, "bfloat16", 4)
+
+    def near(name: str) -> set[tuple[int, ...]]:
+        return set(wave_groups(Schedule.parse(name), problem, machine(SIMPLE)))
+
+    assert near("tiled") == {(1,), (1, 3), (3, 1), (1, 1)}
+    assert near("tiled:pieces=2") == {
+        (1, 1), (1, 1, 2), (2, 1, 1), (1, 3), (3, 1), (1,),
+    }  # fmt: skip
+    assert near("tiled:pieces=3") >= {(1, 2, 1), (1, 1, 1, 1), (1, 3)}
+    short = replace(problem, rows=(128,) * 4)
+    assert not [*wave_groups(Schedule.parse("tiled"), short, machine(SIMPLE))]
+    assert not [*wave_groups(Schedule.parse("tiled"), problem, replace(machine(), tiled=None))]
+
+
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [
+        ("matmul_reduce_scatter", (2048, 2560, 13312)),
+        ("matmul_all_to_all", (3584, 16384, 1376)),
+        ("matmul_all_reduce", (5632, 3584, 1792)),
+    ],
+)
+def test_a_search_finds_groups_of_waves(operator: str, sizes: tuple[int, int, int]) -> None:
+    problem, on = problem_of_sizes(operator, *sizes, "bfloat16", 4), machine(**PROMPT)
+    named, found = (decide(problem, machine=on, mode="queued", search=it) for it in (False, True))
+    assert found.schedule.grouping == "tiled" and isinstance(found.schedule.pieces, tuple)
+    assert predict(problem, found.schedule, on) < (1 - TIE) * predict(problem, named.schedule, on)
+    check(plans(problem, found.schedule))
+    m, n, k = sizes
+    explained = ficco.explain(operator, m=m, n=n, k=k, world=4, machine=on, search=True)
+    assert any("+" in one.schedule for one in explained.candidates)
+
+
+# Decisions.
+
+
+def of(name: str, seconds: float) -> Prediction:
+    return Prediction(Schedule.parse(name), {"queued": seconds})
+
+
+def test_it_is_taken_where_it_gains_a_margin() -> None:
+    enough = 1.0 / (1 + TIE + TILED_MARGIN + 1e-6)
+    for tiled, taken in ((enough, "tiled"), (0.98, "growing"), (1.0, "growing")):
+        predicted = [of("serial", 2.0), of("growing", 1.0), of("tiled", tiled)]
+        assert str(choose(predicted, machine(), "queued").chosen.schedule) == taken, tiled
+
+
+@pytest.mark.parametrize("operator", SERVED)
+def test_the_reason_says_what_its_tiles_do(operator: str) -> None:
+    scatters = OPERATORS[operator].scatters
+    sizes = (8192, 4096, 7168) if scatters else (8192, 7168, 4096)
+    problem = problem_of_sizes(operator, *sizes, "bfloat16", 4)
+    fast = machine(replace(fitted(), efficiency=1.0, start=2e-6))
+    found = decide(problem, machine=fast)
+    does = "announce what is done" if scatters else "wait for what arrives"
+    assert found.schedule.grouping == "tiled", found
+    assert f"one product whose tiles {does}, predicted to take" in found.reason
+    library = decide(problem, machine=fast, offers=("dma",)).schedule
+    assert f"times as fast as products of the library ({library})" in found.reason
+
+
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if name not in SERVED])
+def test_products_that_add_up_are_left_to_other_schedules(operator: str) -> None:
+    problem = problem_of_sizes(operator, 8192, 3584, 4096, "bfloat16", 4)
+    for search in (False, True):
+        found = decide(problem, machine=machine(), search=search)
+        assert found.source == "model" and found.candidates
+        assert not any(one.schedule.startswith("tiled") for one in found.candidates)
+
+
+def test_what_the_engine_refuses_is_passed_over() -> None:
+    """As for a tuned entry of another card, or with more pieces than a launch can wait for."""
+    problem = problem_of_sizes("all_gather_matmul", 8192, 3584, 4096, "bfloat16", 4)
+    decision = decide(problem, machine=machine())
+    assert decision.schedule.grouping == "tiled"
+
+    def fit(refused: Any) -> str:
+        engine: Any = SimpleNamespace(
+            refuses=lambda _, schedule: refused(schedule) and "no",
+            rank=0, packs_columns=False, out_of_step=False,
+        )  # fmt: skip
+        workspace: Any = SimpleNamespace(engine=engine)
+        return first_fit(workspace, problem, decision, None).plan.schedule
+
+    assert fit(lambda one: False) == str(decision.schedule)
+    library = [one for one in decision.others if one.grouping != "tiled"]
+    assert fit(lambda one: one.grouping == "tiled") == str(library[0])
+    assert isinstance(decision, Decision) and predictable(decision.schedule, problem, machine())
+    assert fit(lambda one: one.mover != "collective") == "serial:collective"
