@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -263,6 +264,8 @@ def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[s
         (1, "serial:collective", 0),
         (1, "hetero-fused-1d:pieces=4", 1),
         (2, "growing:pull", 2),
+        (1, "tiled:pieces=2", 1),
+        (1, "tiled:pieces=2,pull", 0),
     ],
 )
 def test_stalled_rank(victim: int, schedule: str, step: int, warm: bool) -> None:
@@ -270,6 +273,8 @@ def test_stalled_rank(victim: int, schedule: str, step: int, warm: bool) -> None
     found = run(3, _stalled, case, victim, step, warm)
     for rank in {0, 1, 2} - {victim}:
         assert_timed_out(found[rank], rank, victim, case)
+        if schedule == "tiled:pieces=2":  # the piece that did not come: its rows
+            assert re.match(r"all (8:12|12:16) \(", found[rank]["first"].fields["step"])
     # The stalled rank itself: its own call ends, too.
     assert found[victim]["first"].type == "SignalTimeout"
     assert found[victim]["waited"] < 2 * PATIENCE_S + SLACK_S
@@ -292,7 +297,8 @@ def _absent(at: Rank, case: Case, victim: int, warm: bool) -> dict[str, Any] | N
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 @pytest.mark.parametrize(
-    ("victim", "schedule"), [(0, "shard-overlap"), (2, "hetero-fused-1d"), (2, "serial:collective")]
+    ("victim", "schedule"),
+    [(0, "shard-overlap"), (2, "hetero-fused-1d"), (2, "serial:collective"), (1, "tiled")],
 )
 def test_rank_that_never_calls(victim: int, schedule: str, warm: bool) -> None:
     case = equal(3, 8, 8, 8, schedule=schedule)

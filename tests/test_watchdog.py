@@ -36,9 +36,9 @@ class Engine:
     def missing(self, slot: Slot, program: Program) -> Missing:
         assert program is self.program
         for index, step in enumerate(program.plan.steps):
-            for signal in step.waits:
+            for signal in (*step.waits, *step.gates):
                 if signal.kind == "ready":
-                    return Missing(index, signal.poster, 1, 0)
+                    return Missing(index, signal.poster, 1, 0, signal)
         raise AssertionError("the plan waits for nobody")
 
     def idle(self, slots: list[Slot]) -> bool:
@@ -61,9 +61,11 @@ class Board:
 class Workspace:
     calls = 7
 
-    def __init__(self, running: int, ending: bool, error: RankMismatch | None) -> None:
+    def __init__(
+        self, running: int, ending: bool, error: RankMismatch | None, schedule: str
+    ) -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
-        program = Program(plan(problem, NAMED["growing"], 0), None, [])
+        program = Program(plan(problem, NAMED[schedule], 0), None, [])
         slot = Slot(None, programs={7: program})  # type: ignore
         self.slots = [slot]
         self.engine = Engine(program, running, ending)
@@ -78,8 +80,13 @@ class Workspace:
 def watch() -> Iterator[Callable[..., Workspace]]:
     dogs: list[Watchdog] = []
 
-    def start(running: int, ending: bool = False, error: RankMismatch | None = None) -> Workspace:
-        workspace = Workspace(running, ending, error)
+    def start(
+        running: int,
+        ending: bool = False,
+        error: RankMismatch | None = None,
+        schedule: str = "growing",
+    ) -> Workspace:
+        workspace = Workspace(running, ending, error, schedule)
         dog = Watchdog(workspace)  # type: ignore[arg-type]
         dog.timeout_s, dog.on_timeout = TIMEOUT_S, "raise"
         dogs.append(dog)
@@ -112,6 +119,13 @@ def test_a_stuck_call_is_named_and_released(
     time.sleep(2 * PERIOD_S)
     assert workspace.engine.released == workspace.slots
     assert str(error) in capfd.readouterr().err
+
+
+def test_a_piece_that_a_product_waits_for_is_named(watch: Callable[..., Workspace]) -> None:
+    workspace = watch(running=7, schedule="tiled")
+    until(workspace, 10 * TIMEOUT_S)
+    assert isinstance(workspace.error, SignalTimeout)
+    assert workspace.error.step == "all 8:16 (matmul on compute0)" and workspace.error.peer == 1
 
 
 @pytest.mark.parametrize(("running", "ending"), [(0, False), (7, True)])

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,7 @@ def decide_next(problems: Iterator[Problem], machine: Machine, search: bool) -> 
 def deciding() -> Iterator[Limit]:
     machine = find("h200-4", None)
     assert machine is not None
+    machine = replace(machine, tiled=machine.tiled or machine.gemm)
     for operator in OPERATORS:
         # A size that was not seen before for each repeat.
         for search, limit in ((False, 0.05), (True, 0.2)):

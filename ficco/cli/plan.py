@@ -107,6 +107,10 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                 "label": step.label,
                 "waits": [signal.name for signal in step.waits],
                 "posts": [signal.name for signal in step.posts],
+                **{
+                    key: [{"signal": one.name, "rows": (one.first, one.last)} for one in signals]
+                    for key, signals in (("gates", step.gates), ("announces", step.announces))
+                },
                 "after": step.after,
                 "transfer": step.transfer and [end._asdict() for end in step.transfer[:2]],
                 "products": [

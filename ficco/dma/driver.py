@@ -401,19 +401,18 @@ class Lanes(dict[str, Any]):
     may take turns."""
 
     def __init__(
-        self, driver: Driver, caller: Any, streams: dict[str, Stream], prefix: str = ""
+        self, driver: Driver, caller: Any, streams: dict[str, Stream], mode: str = ""
     ) -> None:
-        """``prefix``: of the names of streams that graphs capture."""
+        """``mode``: empty for eager calls, else what is done to these: captured, or recorded."""
         super().__init__(compute0=caller)
-        self._driver, self.streams = driver, streams
-        self._prefix, self.captured = prefix, bool(prefix)
+        self._driver, self.streams, self.mode = driver, streams, mode
         self.fork = driver.event()
         self.joins: dict[str, Event] = {}  # by lane
 
     def __missing__(self, lane: str) -> Any:
         with self._driver.aside():
             if lane not in self.streams:
-                self.streams[lane] = self._driver.stream_for(self._prefix + lane)
+                self.streams[lane] = self._driver.stream_for(f"{self.mode} {lane}")
             self.joins[lane] = self._driver.event()
         handle = self[lane] = self.streams[lane].handle
         return handle

@@ -166,12 +166,14 @@ class Program:
 @dataclass(frozen=True)
 class Missing:
     """What a step waits for in vain: a signal of a peer's, with the values of its word that are
-    wanted and found, or a collective, of which it may know the peer that is absent."""
+    wanted and found, or a collective, of which it may know the peer that is absent. ``signal`` is
+    known if it may be one of several that the step waits for piece by piece."""
 
     step: int
     peer: int | None = None
     wanted: int | None = None
     found: int | None = None
+    signal: Signal | None = None
 
 
 @dataclass(frozen=True)
@@ -426,7 +428,9 @@ def in_turn(ops: Sequence[Op]) -> Op:
 
 def timed_out(plan: Plan, missing: Missing, seconds: float) -> SignalTimeout:
     """The error of a step that has waited too long."""
-    step = plan.steps[missing.step]
+    step, signal = plan.steps[missing.step], missing.signal
+    if signal is not None and signal in step.gates:  # the piece that did not come
+        step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
     return SignalTimeout(
         operator=plan.problem.operator,
         rank=plan.rank,

@@ -62,7 +62,7 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, add_up, matmul_op, place_op
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import LIMIT_S, TiledStep
+from ficco.dma.tiles import LIMIT_S, TiledStep, order
 from ficco.dma.watch import MAX_WATCHED, Flights, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
@@ -456,8 +456,7 @@ class GpuEngine(StreamEngine):
         one, places = program.plan.steps[step], buffers_of(program)
         gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
-        with self.driver.aside():
-            made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
+        made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
         program.state.setdefault("before", []).append(made.prepare)
         return made
 
@@ -518,14 +517,24 @@ class GpuEngine(StreamEngine):
         if lanes is None:
             with self.driver.aside():
                 caller = self.driver.stream(key[0])
-                streams, kind = self._streams[key[1]], "captured " * key[1]
-                lanes = self._lanes[key] = Lanes(self.driver, caller, streams, kind)
+                streams, mode = self._streams[key[1]], "captured" * key[1]
+                lanes = self._lanes[key] = Lanes(self.driver, caller, streams, mode)
         call.state = lanes
         run = program.state.get("run") or self._run(program)
-        if run.before:
-            with self.driver.aside():
-                for prepare in run.before:
-                    prepare(call)
+        if not run.before:
+            return self._enqueue(program, run, call, key[0])
+        for prepare in run.before:
+            prepare(call)
+        turn = order(self.driver)
+        with turn.lock:
+            turn.begin(key[0])
+            self._enqueue(program, run, call, key[0], replays=not turn.elsewhere)
+
+    def _enqueue(
+        self, program: Program, run: Run, call: Call, raw: int, replays: bool = True
+    ) -> None:
+        """Enqueue a call on a stream of the caller; with ``replays``, as it was recorded, if so."""
+        slot, lanes = program.slot, call.state
         if slot is None:
             return enqueue(run, call)
         state: SlotState = slot.state
@@ -534,12 +543,12 @@ class GpuEngine(StreamEngine):
             state.retired.hold(lanes["compute0"])
         if isinstance(state.watch, Watch):
             return self._by_words(run, call, slot, state, state.watch)
-        flight = state.watch.begin(slot.number(program), key[0], lanes["compute0"])
+        flight = state.watch.begin(slot.number(program), raw, lanes["compute0"])
         try:
             # Calls that share nothing are collectives, and traced ones are looked at step by step.
-            replays = bool(slot.words) and "base" not in program.state
+            replays = replays and bool(slot.words) and "base" not in program.state
             replays = replays and self.replays and self.replayed.possible
-            self._by_events(run, call, key[0], state, replays)
+            self._by_events(run, call, raw, state, replays)
             # What peers are told is no business of the caller's stream.
             state.watch.end(flight, lanes["sync" if run.tail else "compute0"])
             state.retired = flight.after
@@ -664,13 +673,13 @@ class GpuEngine(StreamEngine):
         if not words:
             return None
         late = [
-            (signal, Missing(index, signal.poster, wanted(signal), words[signal.word]))
+            Missing(index, signal.poster, wanted(signal), words[signal.word], signal)
             for index, step in enumerate(steps)
             for signal in (*step.waits, *step.gates)
             if words[signal.word] != wanted(signal)
         ]
         # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
-        return min(late, key=lambda one: one[0].released, default=(None, None))[1]
+        return min(late, key=lambda one: bool(one.signal and one.signal.released), default=None)
 
     def _read(self, slot: Slot) -> list[int]:
         """The words of a slot of this rank, from any thread; empty if that takes too long."""

@@ -48,7 +48,7 @@ class _Recorder:
 
     def __init__(self, driver: Driver) -> None:
         self.stream, self.pool = driver.stream_for("recorded compute0"), torch.cuda.MemPool()
-        self.lanes = Lanes(driver, self.stream.handle, {}, "recorded ")
+        self.lanes = Lanes(driver, self.stream.handle, {}, "recorded")
 
 
 class Replays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 
 from ficco.accelerator import gpu
 from ficco.dma.buffers import Buffers
-from ficco.dma.driver import Driver, Event
+from ficco.dma.driver import Driver, Lanes
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
 from ficco.tiled.worklist import RowSpan, Work
@@ -53,8 +54,52 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-#: By device, what is over when the latest launch of this process is.
-_over: dict[int, Event] = {}
+class Order:
+    """How the launches of this process follow each other on a device. Two that wait at a time could
+    keep the processors from the work that a peer waits for, while that one's launch waits for this
+    rank. Launches of one stream follow each other anyway; those of graphs that others capture may
+    come on any.
+
+    Attributes:
+        lock: held from :meth:`begin` until the call is enqueued.
+        elsewhere: the launches before may be on another stream than the next one.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.lock, self.elsewhere = threading.RLock(), False
+        self._over = driver.event()
+        self._external = driver.external(self._over)
+        self._stream: int | None = None
+        self._captured = False
+
+    def begin(self, stream: int) -> None:
+        """A call on a stream, as PyTorch calls it, is about to be enqueued."""
+        self.elsewhere = self._captured or self._stream not in (None, stream)
+        self._stream = stream
+
+    def launch(self, launch: Callable[[], None], lanes: Lanes) -> None:
+        """Launch behind those before. Within a recording, which is replayed only where no launch is
+        elsewhere, what comes behind can wait for this one."""
+        mode, stream = lanes.mode, lanes["compute0"]
+        event = self._external if mode else self._over
+        self._captured |= mode == "captured"
+        if event is not None and (mode == "captured" or (self.elsewhere and not mode)):
+            event.hold(stream)
+        launch()
+        if event is not None:
+            event.record(stream)
+
+
+#: By device.
+_orders: dict[int, Order] = {}
+
+
+def order(driver: Driver) -> Order:
+    """That of a driver's device."""
+    if driver.index not in _orders:
+        with driver.aside():
+            _orders.setdefault(driver.index, Order(driver))
+    return _orders[driver.index]
 
 
 class TiledStep:
@@ -62,9 +107,6 @@ class TiledStep:
 
     :meth:`prepare` comes before anything of a call is enqueued: it may compile, and load a module,
     which waits for the device. It does so once for each layout of B.
-
-    Launches of a process follow each other. Two that wait at a time could keep the processors from
-    the work that a peer waits for, while that one's launch waits for this rank.
     """
 
     def __init__(
@@ -86,20 +128,20 @@ class TiledStep:
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
-        self._products, self._gates, self._words = driver.tiled(), gates, words
+        self._driver, self._gates, self._words = driver, gates, words
         self._late, self._dtype, self._work = late, places.dtype(made[0].a), work_of(plan, step)
         self._spare = SHARED_SPARE if driver.shared else 0
-        if driver.index not in _over:
-            _over[driver.index] = driver.event()
-        over = _over[driver.index]
-        self._over = {False: over, True: driver.external(over)}  # by whether it is captured
+        self._order = order(driver)
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
 
     def prepare(self, call: Call) -> None:
         b_rows = self._right(call).stride(1) == 1
-        if b_rows not in self._launches:
-            self._launches[b_rows] = self._products.prepare(
-                self._products.best(self._work, b_rows, self._spare),
+        if b_rows in self._launches:
+            return
+        with self._driver.aside():
+            products = self._driver.tiled()
+            self._launches[b_rows] = products.prepare(
+                products.best(self._work, b_rows, self._spare),
                 self._dtype,
                 b_rows,
                 late=self._late,
@@ -109,11 +151,7 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        b, lanes = self._right(call), call.state
+        b = self._right(call)
         left, out = ([view(call) for view in views] for views in (self._left, self._out))
-        over = self._over[lanes.captured]
-        if over is not None:
-            over.hold(lanes["compute0"])
-        self._launches[b.stride(1) == 1].launch(left, b, out, gpu.current_stream())
-        if over is not None:
-            over.record(lanes["compute0"])
+        launch, stream = self._launches[b.stride(1) == 1].launch, gpu.current_stream()
+        self._order.launch(lambda: launch(left, b, out, stream), call.state)
