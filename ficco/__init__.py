@@ -1,6 +1,6 @@
 """ficco hides communication behind the matrix product that depends on it."""
 
-from ficco.api import close, empty, explain, memory, synchronize
+from ficco.api import addresses, close, empty, explain, memory, synchronize
 from ficco.errors import (
     BackendError,
     ConfigError,
@@ -10,6 +10,7 @@ from ficco.errors import (
     SignalTimeout,
 )
 from ficco.heuristics import Decision
+from ficco.ops.arriving import Arriving, arriving
 from ficco.ops.operators import (
     all_gather_matmul,
     all_gather_transposed_matmul,
@@ -24,6 +25,7 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule
 
 __all__ = [
+    "Arriving",
     "BackendError",
     "ConfigError",
     "Decision",
@@ -34,10 +36,12 @@ __all__ = [
     "RankMismatch",
     "Schedule",
     "SignalTimeout",
+    "addresses",
     "all_gather_matmul",
     "all_gather_transposed_matmul",
     "all_to_all_matmul",
     "all_to_all_transposed_matmul",
+    "arriving",
     "close",
     "empty",
     "explain",
@@ -52,11 +56,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load ``__version__`` and ``nn`` on first use, which keeps importing ficco cheap."""
+    """Load ``__version__``, ``nn`` and ``tile`` on first use: importing ficco stays cheap, and does
+    not need Triton."""
     if name == "nn":
         import ficco.nn as nn
 
         return nn
+    if name == "tile":
+        import ficco.tile as tile
+
+        return tile
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ficco.version import version

@@ -61,6 +61,32 @@ def empty(
     return workspace.empty(tuple(map(int, shape)), dtype or torch.get_default_dtype())
 
 
+def addresses(tensor: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
+    """Where the same element of every rank's memory is mapped in this process, for kernels that
+    store to their peers (:func:`ficco.tile.push`).
+
+    Args:
+        tensor: from :func:`empty`, or a view of such a tensor.
+        group: the ranks that it was allocated for; default WORLD.
+
+    Returns:
+        int64 [W] on the tensor's device: by rank, the address that belongs to the first element of
+        ``tensor``. Valid until the group is closed. Make it before a graph is captured.
+
+    Raises:
+        ValueError: the tensor is not in symmetric memory of the group.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"tensor: required a torch.Tensor, got {type(tensor).__name__}")
+    for workspace in workspaces(process_group(group)):
+        if (found := workspace.addresses(tensor)) is not None:
+            return torch.tensor(found, dtype=torch.int64, device=tensor.device)
+    raise ValueError(
+        "tensor: required one from ficco.empty of this group, or a view of one, got memory that "
+        "peers cannot reach"
+    )
+
+
 def explain(
     operator: str,
     *,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -60,11 +61,14 @@ def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any
     }
 
 
-def _tried(ask: Callable[[], Any]) -> Any:
+def _tried(
+    ask: Callable[[], Any],
+    said: Callable[[Exception], str] = lambda e: f"cannot be told: {type(e).__name__}: {e}",
+) -> Any:
     try:
         return ask()
     except Exception as error:  # whatever a half-installed driver may raise
-        return f"cannot be told: {type(error).__name__}: {error}"
+        return said(error)
 
 
 def versions() -> dict[str, str]:
@@ -100,12 +104,10 @@ def _nccl() -> str:
 
 def driver() -> str:
     """Version of the GPU driver; empty if there is none."""
-    if Path("/proc/driver/nvidia/version").exists():
-        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-        numbers = [w for w in line.split() if w.count(".") >= 1 and w.replace(".", "").isdigit()]
-        if numbers:
-            return numbers[0]
-    amd = Path("/sys/module/amdgpu/version")
+    nvidia, amd = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
+    text = nvidia.read_text() if nvidia.exists() else ""
+    if number := re.search(r"(?<!\S)\d+(\.\d+)+(?!\S)", text):
+        return number[0]
     return amd.read_text().strip() if amd.exists() else ""
 
 
@@ -129,12 +131,9 @@ def _gpu(index: int) -> dict[str, Any]:
 
 def cpu_name() -> str:
     """The processor's model name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with suppress(OSError):
+        if name := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M):
+            return name[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -157,13 +156,10 @@ def _run(tool: list[str]) -> str:
 
 def engines() -> dict[str, Any]:
     """What each engine can do here, or why it cannot be used."""
-    found: dict[str, Any] = {}
-    for name in ENGINES:
-        try:
-            found[name] = capabilities(name)
-        except Exception as error:
-            found[name] = f"cannot be used here: {error}"
-    return found
+    return {
+        name: _tried(partial(capabilities, name), lambda error: f"cannot be used here: {error}")
+        for name in ENGINES
+    }
 
 
 def capabilities(name: str) -> dict[str, Any]:
@@ -245,16 +241,14 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
     if gpu.is_available():
         build = "ROCm" if torch.version.hip else "CUDA"
         name = engine_name(torch.device("cuda"), wanted)
-        found["tensors on cuda"] = f"{name}: {why}, and this torch is built for {build}"
-    else:
-        built = torch.backends.cuda.is_built()
-        found["tensors on cuda"] = "none: " + (
-            "torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
-            if built
-            else "this torch is built for CPUs only"
+        on_cuda = f"{name}: {why}, and this torch is built for {build}"
+    elif torch.backends.cuda.is_built():
+        on_cuda = (
+            "none: torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
         )
-    found["schedule='auto'"] = _auto(ranks, device)
-    return found
+    else:
+        on_cuda = "none: this torch is built for CPUs only"
+    return {**found, "tensors on cuda": on_cuda, "schedule='auto'": _auto(ranks, device)}
 
 
 def _auto(ranks: int | None, device: str | None) -> str:
@@ -278,31 +272,23 @@ def _auto(ranks: int | None, device: str | None) -> str:
 def show(found: dict[str, Any]) -> None:
     """Print a report as text."""
     width = shutil.get_terminal_size((110, 24)).columns
-
-    def section(title: str, values: Any) -> None:
+    devices = found["devices"]
+    if isinstance(devices, list):
+        devices = {one["kind"]: _device(one) for one in devices}
+    parts = {"Versions": found["versions"], "Devices": devices, "Links": found["links"]}
+    parts |= {f"Engine {name}": value for name, value in found["engines"].items()}
+    parts["What would be used"] = found["use"]
+    if "call" in found:
+        parts["A call"] = found["call"]
+    for title, values in parts.items():
         values = values if isinstance(values, dict) else {"": values}
-        indent = 4 + max((len(str(name)) for name in values), default=0)
+        blank = " " * (4 + max((len(str(name)) for name in values), default=0))
         print(f"\n{title}")
         for name, value in values.items():
+            start = f"  {name}".ljust(len(blank))
             for line in _text(value).splitlines():
-                start = f"  {name}".ljust(indent)
-                print(
-                    textwrap.fill(line, width, initial_indent=start, subsequent_indent=" " * indent)
-                )
-                name = ""
-
-    section("Versions", found["versions"])
-    devices = found["devices"]
-    section(
-        "Devices",
-        {one["kind"]: _device(one) for one in devices} if isinstance(devices, list) else devices,
-    )
-    section("Links", found["links"])
-    for name, value in found["engines"].items():
-        section(f"Engine {name}", value)
-    section("What would be used", found["use"])
-    if "call" in found:
-        section("A call", found["call"])
+                print(textwrap.fill(line, width, initial_indent=start, subsequent_indent=blank))
+                start = blank
 
 
 def _device(one: dict[str, Any]) -> list[str]:

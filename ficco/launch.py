@@ -42,8 +42,6 @@ START_S = 60.0
 #: timeout is up to three times the measurement.
 LONGEST_S = 604_800.0
 
-Report = tuple[str, Any]
-
 
 class RankFailed(FiccoError):
     """A rank raised an exception, died or ran out of time.
@@ -51,15 +49,11 @@ class RankFailed(FiccoError):
     Attributes:
         rank: the rank that failed first.
         kind: name of the exception's type, ``"exit"`` or ``"timeout"``.
-        text: its message; this exception's own has the first line of it.
         details: its traceback; empty if there is none.
     """
 
     def __init__(self, rank: int, kind: str, text: str, details: str = "") -> None:
-        self.rank = rank
-        self.kind = kind
-        self.text = text
-        self.details = details
+        self.rank, self.kind, self.details = rank, kind, details
         line = next(iter(text.splitlines()), "")
         super().__init__(f"rank {rank} failed: {kind}: {line}")
 
@@ -120,9 +114,18 @@ def launch(
         ValueError: that many ranks cannot run here.
         RankFailed: a rank failed; the others have been terminated.
     """
-    if under_torchrun():
-        return _join(fn, ranks, args, device, timeout_s)
     ranks = check_ranks(ranks, device)
+    if under_torchrun():
+        rank = own_rank()
+        local = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+        try:
+            with _group(rank, ranks, local, device, timeout_s, None):
+                return fn(*args)
+        except (ValueError, NotImplementedError):
+            raise
+        except Exception as error:
+            details = traceback.format_exc()
+            raise RankFailed(rank, type(error).__name__, str(error), details) from error
     # This process hosts the store, so that it outlives any rank that fails.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     # Ranks are forks of a process that has imported torch but uses no device: they start in
@@ -135,11 +138,9 @@ def launch(
     try:
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
+            told = (there, rank, ranks, store.port, device, timeout_s, fn, args)
             process = context.Process(
-                target=_rank,
-                args=(there, rank, ranks, store.port, device, timeout_s, fn, args),
-                name=f"ficco rank {rank}",
-                daemon=True,
+                target=_rank, args=told, name=f"ficco rank {rank}", daemon=True
             )
             process.start()
             there.close()
@@ -153,8 +154,8 @@ def launch(
             pipe.close()
 
 
-def check_ranks(ranks: int | None, device: str) -> int:
-    """The number of ranks to start here; ``ValueError`` if they cannot run."""
+def check_ranks(ranks: int | None, device: str, least: int = 1) -> int:
+    """The number of ranks to start here, at least so many; ``ValueError`` if they cannot run."""
     if device not in ("cpu", "cuda"):
         raise InvalidArgument("device", f"required cpu or cuda, got {device!r}")
     gpus = gpu.device_count() if device == "cuda" else 0
@@ -164,17 +165,17 @@ def check_ranks(ranks: int | None, device: str) -> int:
             raise InvalidArgument(
                 "ranks", f"required {world}, as torchrun started, got {ranks}; leave --ranks out"
             )
-        return world
-    if device == "cuda" and gpus == 0:
+        ranks = world
+    elif device == "cuda" and gpus == 0:
         raise InvalidArgument(
             "device", "required a GPU that torch sees, got none; use --device cpu"
         )
-    if ranks is None:
-        return gpus or 4
-    if ranks < 1:
-        raise InvalidArgument("ranks", f"required at least 1, got {ranks}")
-    if device == "cuda" and ranks > gpus:
+    elif device == "cuda" and ranks is not None and ranks > gpus:
         raise InvalidArgument("ranks", f"required at most {gpus}, one per GPU, got {ranks}")
+    if ranks is None:
+        ranks = gpus or 4
+    if ranks < least:
+        raise InvalidArgument("ranks", f"required at least {least}, got {ranks}")
     return ranks
 
 
@@ -193,10 +194,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout_s: f
     results: dict[int, Any] = {}
     failed: list[RankFailed] = []
     left = dict(enumerate(pipes))
-    while left:
-        ready = wait(list(left.values()), max(deadline - time.monotonic(), 0))
-        if not ready:
-            break
+    while left and (ready := wait(list(left.values()), max(deadline - time.monotonic(), 0))):
         new: list[RankFailed] = []
         for rank in [rank for rank, pipe in left.items() if pipe in ready]:
             outcome = _outcome(rank, processes[rank], left.pop(rank))
@@ -223,11 +221,9 @@ def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> tuple[Any] | 
         kind, value = pipe.recv()
     except EOFError:
         process.join(TERMINATE_S)
-        code = process.exitcode
-        how = f"exit code {code}"
-        if code is not None and code < 0:
-            with contextlib.suppress(ValueError):
-                how = f"signal {signal.Signals(-code).name}"
+        how = f"exit code {process.exitcode}"
+        with contextlib.suppress(ValueError):  # it is of no signal
+            how = f"signal {signal.Signals(-(process.exitcode or 0)).name}"
         return RankFailed(rank, "exit", f"the process ended with {how}")
     return (value,) if kind == "result" else RankFailed(rank, *value)
 
@@ -263,10 +259,10 @@ def _rank(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.TCPStore("127.0.0.1", port, None, False)
         with _group(rank, world, rank, device, timeout_s, store):
-            report: Report = ("result", fn(*args))
-        _send(pipe, report)
+            result = fn(*args)
+        _send(pipe, "result", result)
     except Exception as error:
-        _send(pipe, ("failure", (type(error).__name__, str(error), traceback.format_exc())))
+        _send(pipe, "failure", (type(error).__name__, str(error), traceback.format_exc()))
         raise SystemExit(1) from None
     finally:
         pipe.close()
@@ -280,7 +276,7 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _send(pipe: Connection, report: Report) -> None:
+def _send(pipe: Connection, *report: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is about to exit
     pipe.send(report)
 
@@ -295,25 +291,6 @@ def _on_terminate(handler: Any) -> Any:
 def _terminate(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
-
-
-def _join(
-    fn: Callable[..., Any],
-    ranks: int | None,
-    args: tuple[Any, ...],
-    device: str,
-    timeout_s: float,
-) -> Any:
-    rank, world = own_rank(), check_ranks(ranks, device)
-    local = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-    try:
-        with _group(rank, world, local, device, timeout_s, None):
-            return fn(*args)
-    except (ValueError, NotImplementedError):
-        raise
-    except Exception as error:
-        details = traceback.format_exc()
-        raise RankFailed(rank, type(error).__name__, str(error), details) from error
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ficco.dma.engine import Engine, Op, Program, Slot, Symmetric
+from ficco.dma.engine import Engine, Op, Program, Slot, Symmetric, callers
 from ficco.plan import Plan, in_parts, together, unknown
 
 
@@ -63,6 +63,9 @@ def _operations(
         yield (
             engine.matmul(program, index, step.products) if whole else engine.tiled(program, index)
         )
+    elif step.op == "call":
+        yield callers
+        yield engine.arrived(program, index) if step.gates else None
     elif step.op == "reduce":
         if step.reduction and step.reduction.out.elements:
             yield engine.reduce(program, index, step.reduction)
@@ -79,7 +82,7 @@ def _operations(
 def _taken_apart(plan: Plan, engine: Engine) -> Plan:
     """The Plan as the engine carries it out."""
     steps = plan.steps
-    whole = all(step.whole for step in steps)
+    whole = all(step.whole or step.op == "call" for step in steps)
     scaled = any(product.scales for step in steps for product in step.products)
     functions = {step.transfer.function for step in steps if step.transfer} - {""}
     if whole and not scaled and not functions:

@@ -111,7 +111,11 @@ class Workspace:
         calls: number of the latest call, the same on every rank.
         programs: what is kept for each kind of call, by a key of all that distinguishes kinds.
         error: why the group can no longer be used; None if it can.
+        block_open: the latest call is a block of the caller's that is not over
+            (:func:`ficco.arriving`).
     """
+
+    block_open = False
 
     def __init__(
         self,
@@ -194,6 +198,15 @@ class Workspace:
             raise FiccoError("the workspace of this group is closed; make a new group")
         if self.error is not None:
             raise copy.copy(self.error)
+
+    def refuse_within_block(self, what: str) -> None:
+        """``FiccoError`` within a block of :func:`ficco.arriving`: calls of a group follow each
+        other."""
+        if self.block_open:
+            raise FiccoError(
+                f"{what}: a block of ficco.arriving on this group is not over; leave it first, or "
+                "use another group"
+            )
 
     def known(self, wanted: str | None) -> Known:
         """What is known about this kind of host, or about the machine of a name or path.
@@ -315,6 +328,16 @@ class Workspace:
             return None
         return memory, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
 
+    def addresses(self, tensor: torch.Tensor) -> list[int] | None:
+        """By rank, where what belongs to a tensor from :meth:`empty` is mapped here; None for any
+        other tensor."""
+        start = tensor.untyped_storage().data_ptr()
+        memory = self._empty.get(start)
+        if memory is None:
+            return None
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return [address + offset for address in memory.addresses]
+
     def settle(self) -> None:
         """Wait for this rank's calls, at most until the watchdog has had time to find a fault."""
         if self.watchdog is None:
@@ -377,6 +400,7 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
             raise
         finally:
             _begun.discard(key)
+    workspace.refuse_within_block(operator)
     return workspace
 
 
@@ -400,9 +424,11 @@ def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
 
 def close(group: ProcessGroup | None = None) -> None:
     """As :func:`ficco.close`."""
+    wanted = [key for key in _workspaces if group is None or key[0] is group]
+    for key in wanted:
+        _workspaces[key].refuse_within_block("close")
     for key in [key for key in _failed if group is None or key[0] is group]:
         del _failed[key]
-    wanted = [key for key in _workspaces if group is None or key[0] is group]
     carry_out(partial(_leave, key) for key in wanted)
 
 

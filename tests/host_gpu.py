@@ -10,11 +10,12 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import count
 from typing import Any
 
 import torch
+from interpreted import HostProducts
 
 from ficco.dma.choose import ENGINES
 from ficco.dma.driver import PLAIN, URGENT, Stream
@@ -23,6 +24,7 @@ from ficco.dma.gate import GATE
 from ficco.dma.gpu import GpuEngine
 from ficco.errors import BackendError
 from ficco.hip_kernels.build import Target
+from ficco.tiled.products import TiledProducts
 
 
 class HostTensors:
@@ -209,6 +211,18 @@ class HostEngine(GpuEngine):
             self._execute(program, call)
         driver.end(call, call.state["compute0"], self.interrupt)
 
+    @contextlib.contextmanager
+    def around(self, program: Program, call: Call) -> Iterator[None]:
+        driver, slot = self.work, program.slot
+        driver.use()
+        driver.begin(call, bool(slot and slot.captured))
+        with super().around(program, call):
+            yield
+        driver.end(call, call.state["compute0"], self.interrupt)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def close(self) -> None:
         self.work.forget_graphs()  # which look into memory that is to be freed
         super().close()
@@ -254,6 +268,10 @@ def _hip_on_host() -> type:
             except BackendError:
                 del self._waiting[ticket]
                 raise
+
+        @cached_property
+        def _tiled(self) -> TiledProducts:
+            return HostProducts()
 
         def forget_graphs(self) -> None:
             kept = [ticket for ticket, (_, keep) in self._waiting.items() if keep]

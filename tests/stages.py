@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ficco.plan import Plan, Step, Transfer
-from ficco.plan.model import Region
+from ficco.plan.model import Product, Region
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
@@ -163,18 +163,74 @@ class Scaled:
         )
 
 
+class ScaledWorld(GatherWorld):
+    """Each buffer in which rows of a lie has a counterpart for their scales."""
+
+    def __init__(self, row_scale: Buffer, column_scale: Buffer, *rest) -> None:
+        super().__init__(*rest)
+        self.column_scale, self.scale_of = column_scale.name, {self.a.name: row_scale.name}
+        for one in [one for one in self.buffers if one.holds == self.a.holds]:
+            name, shapes = (
+                f"{one.name} {row_scale.name}",
+                tuple((rows, 1) for rows, _ in one.shapes),
+            )
+            self.scale_of[one.name] = self.buffer(name, row_scale, shapes, leaves=one.leaves).name
+
+
+class ScaledStage(GatherStage):
+    """One rank's steps. The scales of rows go before the rows, so that a signal is for both; those
+    of pieces of columns go with the first one."""
+
+    world: ScaledWorld
+
+    def _scale(self, region: Region) -> Region:
+        return region._replace(buffer=self.world.scale_of[region.buffer], col=0, col_stop=1)
+
+    def _scaled(self, product: Product) -> Product:
+        right = Region(self.world.column_scale, self.me, 0, 1, 0, self.problem.n)
+        return product._replace(scales=(self._scale(product.a), right))
+
+    def _own_product(self) -> Product:
+        return self._scaled(super()._own_product())
+
+    def _of_peer(self, peer: int) -> list[Product]:
+        return [self._scaled(product) for product in super()._of_peer(peer)]
+
+    def _open(self, tell, published: tuple[int, ...]) -> list[list[Step]]:
+        copies = super()._open(tell, published)
+        return [[one for copy in group for one in self._with_scales(copy)] for group in copies]
+
+    def _with_scales(self, copy: Step) -> list[Step]:
+        assert copy.transfer is not None
+        if copy.transfer.src.col:
+            return [copy]
+        ends = Transfer(self._scale(copy.transfer.src), self._scale(copy.transfer.dst))
+        first = copy._replace(label=f"scale {copy.label}", posts=(), transfer=ends)
+        return [first, copy._replace(waits=())]
+
+    def _publish(self) -> tuple[int, ...]:
+        published = super()._publish()
+        scales = [self._with_scales(self.steps[step])[0] for step in published]
+        return (*published, *(self.add(step._replace(label="publish")) for step in scales))
+
+    def _place(self, lane: str, src: Region, dst: Region, *rest, **how) -> int:
+        placed = super()._place(lane, src, dst, *rest, **how)
+        if src.buffer == self.world.a.name and not src.col:
+            super()._place(lane, self._scale(src), self._scale(dst), *rest, **how)
+        return placed
+
+
 def scaled(problem: Scaled, name: str, cap: int | None = None) -> list[Plan]:
     """The Plans of all ranks: with each piece of A travel the factors of its rows."""
     a, b, row_scale, column_scale, out = problem.buffers.values()
     words = WordAllocator(problem.world)
     schedule = Schedule.parse(name)
-    world = GatherWorld(
-        problem.whole, schedule, words, cap, (a, b, out), scales=(row_scale, column_scale)
-    )
+    rest = problem.whole, schedule, words, cap, (a, b, out)
+    world = ScaledWorld(row_scale, column_scale, *rest)
     found = []
     for rank in range(problem.world):
         builder = Builder(problem, rank)
-        gather = GatherStage(world, builder)
+        gather = ScaledStage(world, builder)
         gather.run()
         if builder.peers:
             builder.retire(gather.silent())

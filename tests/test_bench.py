@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import doctest
 import json
 import math
@@ -712,8 +711,7 @@ def test_a_schedule_that_no_operator_takes_is_refused(
 
 
 def test_shapes_of_the_command_line() -> None:
-    parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
+    parser = cli._parser()
 
     def shapes(*words: str, device: str = "cuda") -> tuple[list[tuple[str, str]], str]:
         found, name = command.chosen(parser.parse_args(["bench", *words]), device)

@@ -662,6 +662,13 @@ def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
     assert decide(short, machine=slow).schedule == library.schedule
 
 
+def test_the_model_takes_no_tiles_that_wait_where_nothing_was_measured() -> None:
+    """A machine's file that describes no such product, on an engine that offers it."""
+    known, asked = find("mi300x-8", None), problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 8)
+    assert known.tiled is None and "tiled" in ALL_OFFERS
+    assert decide(asked, machine=known, offers=ALL_OFFERS).schedule.grouping != "tiled"
+
+
 def test_a_search_keeps_to_what_tiles_can() -> None:
     asked = problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 4)
     found = decide(asked, machine=tiles(find("h200-4", None)), search=True)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from cases import (
     make,
     verify,
 )
-from hip_ranks import SERIES, calls, clean, double, run
+from hip_ranks import SERIES, calls, clean, double, missing, run
 from ranks import Died, Failure, Rank, caught
 from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, _two_groups_at_once, named
 
@@ -131,6 +132,51 @@ def test_layouts() -> None:
         for case in (equal(3, 12, 20, 8, gathered=True), Case((5, 8, 2), 11, 6, dtype="bfloat16"))
     ]
     run(3, _exact, cases, series="10")
+
+
+# One product whose tiles wait, by Triton's interpreter.
+
+TILED = ("tiled", "tiled:pieces=3,order=piece", "tiled:pieces=2,pull", "tiled:tail=2")
+
+
+def _tiled(at: Rank, cases: list[Case], scattered: list[operators.Case]) -> int:
+    with clean():
+        all_exact(at, cases)
+        operators.all_exact(at, scattered)
+        ficco.synchronize()
+        assert engine().capabilities().tiles
+    return len(cases) + len(scattered)
+
+
+def test_tiled_products() -> None:
+    if find_spec("triton") is None:
+        missing("triton")
+    dtypes = ("bfloat16", "float16")
+    cases = [
+        Case((33, 7), 72, 40, dtype=dtypes[i % 2], schedule=name, gathered=True)
+        for i, name in enumerate(TILED[:3])
+    ]
+    scattered = [
+        operators.Case(operator, operators.rows_for(operator, 2, "ragged"), 24, 40, dtype, name)
+        for operator, dtype, name in zip(
+            ("matmul_reduce_scatter", "matmul_all_to_all"), dtypes, TILED[2:], strict=True
+        )
+    ]
+    counts = run(2, _tiled, cases, scattered, series="10", timeout=120)
+    assert counts == [len(cases) + len(scattered)] * 2
+
+
+def _untiled(at: Rank) -> Failure:
+    with clean():
+        case = equal(2, 16, 16, 8, dtype="float32", schedule="tiled")
+        return caught(lambda: exact(at, case, 0))
+
+
+def test_tiled_products_are_refused_by_name() -> None:
+    if find_spec("triton") is None:
+        missing("triton")
+    for found in run(2, _untiled):
+        assert found.type == "NotImplementedError" and "bfloat16 or float16" in found.text, found
 
 
 # The other operators.

@@ -43,7 +43,7 @@ LAYERS = (
     ("runtime",),
     ("ops",),
     ("api", "passes"),
-    ("nn",),
+    ("nn", "tile"),
     ("ficco",),
     ("launch", "doctor"),
     ("bench",),
@@ -90,6 +90,7 @@ VENDORS_ALLOWED = {
     "tiled": "a kernel for one vendor's devices",
     "machine": "data of a machine",
     "doctor": "prints what a machine has",
+    "tile": "device functions for the GPUs of each vendor",
 }
 #: Code that is no vendor's business although the word is in it: (unit, string).
 VENDOR_WORDS_ALLOWED = {

@@ -410,7 +410,7 @@ def test_wrong_use_says_what_is_required() -> None:
     words = (
         "out_features: required a multiple of the group's 4 ranks, got 6",
         "in_features: required a multiple of the group's 4 ranks, got 6",
-        'mesh["tp"]',
+        "mesh['tp']",
         "required an unsharded torch.nn.Linear",
         "required shape [..., 8]",
         "required shape [..., 2], this rank's columns",

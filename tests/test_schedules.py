@@ -1,9 +1,11 @@
-"""The names of schedules, how shards are cut and ordered, and the timelines in the docstrings."""
+"""The names of schedules, how shards are cut and ordered, and the page that draws them."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,10 +284,17 @@ def test_tail_cuts_the_last_shard_alone() -> None:
     assert sizes == [[64], [64], [16], [16], [16], [16]]
 
 
-@pytest.mark.parametrize("name", ["ficco.amounts", "ficco.schedules", "ficco.schedules.groups"])
+@pytest.mark.parametrize("name", ["ficco.amounts", "ficco.schedules.groups"])
 def test_docstrings_show_what_is_so(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed
+
+
+def test_every_name_is_drawn() -> None:
+    page = Path(__file__).parents[1] / "docs" / "schedules.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert found.attempted and not found.failed
+    assert set(re.findall(r'show\("([^":]+)', page.read_text())) == set(NAMED)
 
 
 LANES = ["compute0", "copy0", "reduce0", "sync"]

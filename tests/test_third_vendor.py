@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import ranks
 import test_faults
 import thread_driver
-from cases import all_exact, call, equal, exact, make, verify
+import torch
+from cases import all_exact, call, equal, exact, gathered_a, make, shard_of, verify
 from ranks import Rank
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     NAMES,
@@ -104,6 +106,38 @@ def _traced(at: Rank) -> None:
 
 def test_times_of_steps() -> None:
     ranks.run(3, _traced)
+
+
+def _blocks(at: Rank) -> None:
+    """The caller polls the words, as its kernels would."""
+    case = equal(3, 16, 16, 8)
+    words: set[int] = set()
+    for iteration in range(12):
+        for _ in range(iteration % 2):
+            exact(at, case.on(schedule="growing"), 100 + iteration)
+        shard = shard_of(case, at.rank, iteration, at.device)
+        if iteration > 5 and at.rank == iteration % 4:
+            time.sleep(0.1)  # the others are through with the block before it sends anything
+        with ficco.arriving(shard, pieces=2, pull=iteration % 4 > 1) as rows:
+            words.add(rows.words.data_ptr())
+            end = time.monotonic() + 10
+            while iteration % 3 and not rows.words.all() and time.monotonic() < end:
+                time.sleep(1e-4)
+            if iteration % 3:  # otherwise nobody waits for any word before the end
+                for piece in range(len(rows.pieces)):
+                    rows.wait(piece)
+                whole = gathered_a(case, iteration, at.device)
+                for first, last, _ in rows.pieces:  # what brings the own rows is on a queue
+                    assert torch.equal(rows.buffer[first:last], whole[first:last])
+            at_rest = rows.words
+        ficco.synchronize()
+        at.barrier()
+        assert not at_rest.any()
+    assert len(words) > 1  # calls take two slots by turns
+
+
+def test_blocks_of_the_caller() -> None:
+    ranks.run(3, _blocks)
 
 
 def _pending(at: Rank) -> None:

@@ -14,7 +14,6 @@ from ficco.tiled.worklist import (
     BEGIN,
     BK,
     ITEM_INTS,
-    STORE_WARPS,
     Cut,
     RowSpan,
     TileCosts,
@@ -94,7 +93,7 @@ def check(tiles: TileList, seed: int = 0) -> None:
         out[item.product][rows, columns] = value
         stored[item.product][rows, columns] += 1
         for index in range(item.announce_first, item.announce_last + 1):
-            counters[index] += STORE_WARPS * tiling.blocks
+            counters[index] += tiling.blocks
             if counters[index] == tiles.targets[index]:
                 counters[index] = 0
                 posted.append(index)
@@ -172,7 +171,7 @@ def test_rows_of_the_first_announcement_come_first_and_rows_without_last() -> No
     tiles = listed(Work((1024,), 512, 512, (), announces), TILINGS[0], Cut.NONE, 1, COSTS)
     (items,) = items_of(tiles)
     assert list(dict.fromkeys(item.row // 256 for item in items)) == [2, 0, 1, 3]
-    assert tiles.targets == (8, 8)
+    assert tiles.targets == (4, 4)
 
 
 def test_gates_that_open_early_are_no_reason_to_read_b_again() -> None:

@@ -33,7 +33,8 @@ from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
-from ficco.tiled.kernel import TARGET, TiledProducts, source
+from ficco.tiled.hopper import TARGET, hopper_products, source
+from ficco.tiled.products import TiledProducts
 from ficco.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
 
 SHAPES = (
@@ -142,7 +143,9 @@ def arriving(products: TiledProducts, tiles: TileList, operands: Any, late: torc
         tiles, DTYPE, b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
     )
     split = a.split(work.rows), out.split(work.rows)
-    launch = partial(prepared.launch, split[0], b, split[1], torch.cuda.current_stream())
+    launch = partial(
+        prepared.launch, split[0], b, split[1], torch.cuda.current_stream().cuda_stream
+    )
     return Gated(launch, gates, ns)
 
 
@@ -156,7 +159,7 @@ def launcher(
     prepared = products.prepare(
         tiles, DTYPE, b_rows, late=late.data_ptr(), limit_s=1.0, gates=gates, words=posts
     )
-    stream = torch.cuda.current_stream()
+    stream = torch.cuda.current_stream().cuda_stream
     a, b, out = operands
 
     def launch(words: torch.Tensor = words) -> None:  # which must live as long
@@ -250,7 +253,7 @@ def timed_lists(
 
 def main(folder: Path, most: int, pieces: Sequence[int]) -> None:
     began = time.perf_counter()
-    products, courier = TiledProducts(0), Courier()
+    products, courier = hopper_products(0), Courier()
     configurations = [(til, DTYPE, b_rows) for til in H100.multiply for b_rows in (False, True)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))

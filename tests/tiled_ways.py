@@ -29,7 +29,8 @@ import tiled_bench
 import torch
 
 from ficco.bench.tables import cells, markdown
-from ficco.tiled import kernel
+from ficco.tiled import hopper
+from ficco.tiled.products import TiledProducts
 from ficco.tiled.worklist import H100, RowSpan, TileList, Tiling, Work, ranked
 
 try:
@@ -101,9 +102,7 @@ def library(b_rows: bool, operands: Operands) -> Making:
     yield Variant("library", b_rows, False, "", ""), lambda: partial(torch.mm, a, b, out=out)
 
 
-def cuda(
-    products: kernel.TiledProducts, late: torch.Tensor, b_rows: bool, operands: Operands
-) -> Making:
+def cuda(products: TiledProducts, late: torch.Tensor, b_rows: bool, operands: Operands) -> Making:
     for variant, tiles in lists("CUDA C++", tuple(H100.multiply), b_rows, operands):
         yield variant, partial(tiled_bench.launcher, products, tiles, b_rows, operands, late)
 
@@ -133,7 +132,7 @@ def timed(
     m: int,
     n: int,
     k: int,
-    products: kernel.TiledProducts,
+    products: TiledProducts,
     images: set[Variant],
     without: Sequence[str],
 ) -> Iterator[dict[str, object]]:
@@ -185,7 +184,7 @@ def timed(
 
 def lines_of_code() -> dict[str, int]:
     """Of each way, without empty lines and comments; the work lists are not counted."""
-    path = Path(kernel.__file__)
+    path = Path(hopper.__file__)
     texts = {
         "CUDA C++": path.read_text() + (path.parent / "hopper.cpp").read_text(),
         "Gluon": Path(tiled_gluon.__file__).read_text() if tiled_gluon else "",
@@ -232,7 +231,7 @@ def page(frame: pd.DataFrame) -> str:
 def main(folder: Path, without: Sequence[str]) -> None:
     began = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
-    products, images = kernel.TiledProducts(0), set[Variant]()
+    products, images = hopper.hopper_products(0), set[Variant]()
     versions = {"torch": torch.__version__, "triton": version("triton")}
     versions |= {"quack-kernels": quack.__version__} if quack else {}
     machine = f"{torch.cuda.get_device_name()}, {versions}"

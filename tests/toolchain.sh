@@ -22,6 +22,10 @@ if ! command -v nvcc > /dev/null && [ ! -x /usr/local/cuda/bin/nvcc ]; then
 fi
 .venv/bin/python -m pip install -q "${wheels[@]}"
 
+# Triton compiles for AMD's and NVIDIA's GPUs, and interprets on CPUs. Those of PyTorch for GPUs
+# bring their own.
+.venv/bin/python -c 'import triton' 2> /dev/null || .venv/bin/python -m pip install -q triton==3.6.0
+
 # hip-python of both series that are served, each in a folder of its own: they share names. They
 # come without ROCm, whose library tests/hip_double stands for.
 for version in 7.2.2.562.43 10.0.0.0.1.2; do

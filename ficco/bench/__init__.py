@@ -3,7 +3,6 @@
 ============  ======================================================================
 module        subject
 ============  ======================================================================
-extra         the packages that figures, pictures and tables need
 cases         shapes, in sets
 inputs        operands with one right product, calls compared exactly in shuffled order
 candidates    what is compared, as one table, and the movement without the product

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,10 +139,6 @@ def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
     return move
 
 
-def _gemm(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    return Runner(lambda: torch.mm(operands.multiplied_PK, operands.b_KN), "product")
-
-
 def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     move = exchange(operands, group)
     kind = operands.problem.kind
@@ -174,16 +171,11 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
         moved.append((one, a, operands.empty(one.b_rows(rank), 0)))
 
     def run() -> torch.Tensor:
-        for one, a, b in moved:
-            result: torch.Tensor = call(one, a, b, group, schedule)
-        return result
-
-    def gathered() -> torch.Tensor:
-        whole: torch.Tensor = call(*moved[0], group, schedule, return_gathered=True)[1]
-        return whole
+        return [call(*one, group, schedule) for one in moved][-1]
 
     if problem.operator == "all_gather_matmul":
-        return Runner(run, "whole", proof=gathered)
+        gathered = partial(call, *moved[0], group, schedule, return_gathered=True)
+        return Runner(run, "whole", proof=lambda: gathered()[1])
     # The same copies with products, which show whether rows arrive.
     return Runner(run, proof=_ficco(candidate, operands, group).run)
 
@@ -209,8 +201,7 @@ def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
     The collective runs on its own stream, and each product waits for its own piece.
     """
     problem = operands.problem
-    world, k, n = problem.world, problem.k, problem.n
-    rows = problem.rows[0]
+    world, k, n, rows = problem.world, problem.k, problem.n, problem.rows[0]
     cuts = cut(rows, world)
 
     def run() -> torch.Tensor:
@@ -245,36 +236,30 @@ def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup)
         a, b = operands.a_LK, operands.b_KN
         return op(a, [b], 0, group.group_name, return_A=False)[1][0]
 
-    return Runner(run)
-
-
-def _pytorch_native(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """PyTorch's native path, chosen by a variable that it reads in every call."""
-    run = _pytorch(candidate, operands, group).run
+    if candidate.kind == "pytorch":
+        return Runner(run)
+    # The native path is chosen by a variable that is read in every call.
     return Runner(run, context=lambda: variable(NATIVE_SWITCH, "1"))
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
     """A variable of the environment, which is as it was afterwards."""
-    before = os.environ.get(name)
+    before = {name: os.environ[name]} if name in os.environ else {}
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        del os.environ[name]
+        os.environ.update(before)
 
 
 def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     name = "a_symmetric_LK" if candidate.symmetric else "a_LK"
 
-    def run() -> torch.Tensor:
+    def run() -> Any:
         a = getattr(operands, name)
-        result: torch.Tensor = call(operands.problem, a, operands.b_KN, group, candidate.schedule)
-        return result
+        return call(operands.problem, a, operands.b_KN, group, candidate.schedule)
 
     if not candidate.stages:
         return Runner(run)
@@ -297,12 +282,14 @@ def step_bytes(plan: Plan) -> int:
 
 
 BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
-    "gemm": _gemm,
+    "gemm": lambda _, operands, __: Runner(
+        lambda: torch.mm(operands.multiplied_PK, operands.b_KN), "product"
+    ),
     "collective": _collective,
     "copies": _copies,
     "serial-collective": _serial_collective,
     "pieces": _pieces,
     "pytorch": _pytorch,
-    "pytorch-native": _pytorch_native,
+    "pytorch-native": _pytorch,
     "ficco": _ficco,
 }

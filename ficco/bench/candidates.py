@@ -44,16 +44,15 @@ def parse(name: str) -> BenchCandidate:
     schedule, *marks = name.split("@")
     if schedule != "auto":
         schedule = str(Schedule.parse(schedule))
-    symmetric, stages = False, 0
+    stages = 0
     for mark in marks:
-        key, _, value = mark.partition("=")
-        if mark == "symmetric":
-            symmetric = True
-        elif key == "stages" and value.isdecimal() and int(value) > 0:
+        if mark != "symmetric":
+            key, _, value = mark.partition("=")
+            if key != "stages" or not value.isdecimal() or not int(value):
+                raise ValueError(f"{name!r}: required @symmetric or @stages=2, got @{mark}")
             stages = int(value)
-        else:
-            raise ValueError(f"{name!r}: required @symmetric or @stages=2, got @{mark}")
-    return BenchCandidate("@".join([schedule, *marks]), "ficco", schedule, symmetric, stages)
+    name = "@".join([schedule, *marks])
+    return BenchCandidate(name, "ficco", schedule, "symmetric" in marks, stages)
 
 
 #: What every shape is held against.
@@ -103,9 +102,9 @@ def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchC
     ours = SCHEDULES
     if names is not None:
         ours = tuple(_stands_for(name) or parse(name) for name in names)
-    serial = parse("serial")  # it is a reference, too
     references = [one for one in REFERENCES if one.name not in without]
-    return tuple(dict.fromkeys((*references, serial, *ours)))
+    references.append(parse("serial"))  # it is a reference, too
+    return tuple(dict.fromkeys((*references, *ours)))
 
 
 def _stands_for(name: str) -> BenchCandidate | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ficco.errors import ConfigError
@@ -18,7 +17,6 @@ PAPER_WORLD = 8
 
 #: Part of the free memory of a device that a shape may need.
 MEMORY_SHARE = 0.9
-
 
 #: The operator that is benched unless another is named.
 OPERATOR = "all_gather_matmul"
@@ -88,10 +86,9 @@ class Case:
         right = max(map(problem.b_rows, range(world)))
         elements = right * problem.n + 4 * left + 3 * result * problem.n
         if problem.kind.scatters:
-            elements += 8 * multiplied * problem.n + result * problem.k
-            return elements * problem.itemsize
-        elements += 4 * multiplied * problem.k
-        return elements * problem.itemsize + 4 * result * problem.n
+            more = 8 * multiplied * problem.n + result * problem.k
+            return (elements + more) * problem.itemsize
+        return (elements + 4 * multiplied * problem.k) * problem.itemsize + 4 * result * problem.n
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
@@ -112,10 +109,6 @@ class Case:
         if need > MEMORY_SHARE * free_bytes:
             return f"needs {need / 2**30:.0f} GiB on a rank, {free_bytes / 2**30:.0f} are free"
         return ""
-
-
-def _shipped(name: str) -> list[Case]:
-    return read(configs() / "shapes.csv", name)
 
 
 def scenarios() -> list[Case]:
@@ -148,13 +141,15 @@ def weight_gradients() -> list[Case]:
     """Scenarios of the paper whose k are tokens, each as it is listed and as the gradient of a
     weight that it stands for: tokens are gathered by rows, as in the forward, and summed over."""
     both = []
-    for case in scenarios():
-        if case.name in ("g1", "g3", "g5", "g7"):
-            label = f"{case.label}; its k are the rows that are gathered"
-            sizes = (case.k, case.n, case.m, case.dtype)
-            turned = Case(f"{case.name}-gradient", *sizes, label, operator=WEIGHT_GRADIENT)
-            both += [case, turned]
+    for case in (case for case in scenarios() if case.name in ("g1", "g3", "g5", "g7")):
+        label = f"{case.label}; its k are the rows that are gathered"
+        what = {"name": f"{case.name}-gradient", "label": label, "operator": WEIGHT_GRADIENT}
+        both += [case, replace(case, m=case.k, k=case.m, **what)]
     return both
+
+
+def _shipped(name: str) -> tuple[str, Callable[[], list[Case]]]:
+    return name, lambda: read(configs() / "shapes.csv", name)
 
 
 #: By name: layers of dense models, large and small, at four ranks; products of less than about half
@@ -163,11 +158,11 @@ def weight_gradients() -> list[Case]:
 #: experts whose products take about as long as their rows travel; fifteen of the first sets, mostly
 #: short ones, for products whose tiles wait; shapes for the CPU engine.
 SETS: dict[str, Callable[[], list[Case]]] = {
-    **{name: partial(_shipped, name) for name in ("measured", "small", "decode", "unseen")},
+    **dict(map(_shipped, ("measured", "small", "decode", "unseen"))),
     "scenarios": scenarios,
     "weight-gradients": weight_gradients,
     "experts": experts,
-    **{name: partial(_shipped, name) for name in ("experts-gain", "waiting", "cpu")},
+    **dict(map(_shipped, ("experts-gain", "waiting", "cpu"))),
 }
 
 
@@ -210,13 +205,9 @@ def _case(path: Path, line: int, row: dict[str, str]) -> Case:
         raise ConfigError(str(path), f"line {line}, column op", wanted)
     label = ""
     if row.get("parallelism"):
+        blocks = OPERATORS[operator].blocks
+        m, n = (m // PAPER_WORLD, n) if blocks else (m, n // PAPER_WORLD)
         label = f"{row['parallelism']} {row.get('model') or ''}".strip()
-        label += f", one rank of {PAPER_WORLD}: "
-        if OPERATORS[operator].blocks:
-            m //= PAPER_WORLD
-            label += f"m / {PAPER_WORLD}"
-        else:
-            n //= PAPER_WORLD
-            label += f"n / {PAPER_WORLD}"
+        label += f", one rank of {PAPER_WORLD}: {'m' if blocks else 'n'} / {PAPER_WORLD}"
     name = row.get("name") or f"{m}x{n}x{k}"
     return Case(name, m, n, k, row.get("dtype") or "bfloat16", label, operator=operator)

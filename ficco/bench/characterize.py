@@ -7,22 +7,23 @@ are taken round by round, of the slowest rank's times.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import ficco
 from ficco.bench.cases import Case
 from ficco.bench.frames import LOSSES, RunSettings
 from ficco.bench.series import MeasuredCalls, Stopwatch, Times, timed_during
+from ficco.bench.tables import bar
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 
@@ -37,7 +38,6 @@ TIMEOUT_S = 30.0
 
 #: Parts of the seconds of a run that pure communication and each shape may take.
 COMMUNICATION_SHARE = 0.15
-
 
 #: One loss, as columns of ``ficco.bench.frames.LOSSES``.
 Loss = dict[str, Any]
@@ -78,24 +78,19 @@ class LossBench:
         return rows
 
     def _steps(self) -> Iterator[list[Loss]]:
-        settings, began = self.settings, time.monotonic()
+        settings, console = self.settings, Console(stderr=True, quiet=self.rank != 0)
         each = settings.seconds * (1 - COMMUNICATION_SHARE) / max(len(settings.cases), 1)
-        steps = [
-            ("communication", self.communication, settings.seconds * COMMUNICATION_SHARE),
-            *((case.name, partial(self.shape, case), each) for case in settings.cases),
-        ]
-        for number, (name, action, seconds) in enumerate(steps, 1):
-            self._say(f"[{number}/{len(steps)}] {name} ...")
-            rows = self.attempt(name, partial(action, seconds))
-            left = (time.monotonic() - began) / number * (len(steps) - number)
-            self._say(f"[{number}/{len(steps)}] {name}: about {left:.0f} s left")
+        actions = {"communication": (self.communication, settings.seconds * COMMUNICATION_SHARE)}
+        actions |= {case.name: (partial(self.shape, case), each) for case in settings.cases}
+        left = settings.seconds
+        for number, (name, (action, seconds)) in enumerate(actions.items()):
+            title = f"[{number + 1}/{len(actions)}] {name}, about {left:.0f} s left"
+            left -= seconds
+            with bar(console, title, len(actions), number):
+                rows = self.attempt(name, partial(action, seconds))
             yield rows
             for row in rows:
-                self._say(f"  {line(row)}")
-
-    def _say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+                console.print(f"  {line(row)}", markup=False, highlight=False, soft_wrap=True)
 
     def attempt(self, name: str, action: Callable[[], list[Loss]]) -> list[Loss]:
         """The rows of a step, or one that says why there are none; the same on every rank."""
@@ -107,11 +102,13 @@ class LossBench:
         self.watch.release()
         return list(rows)
 
+    def _calls(self, dtype: str) -> MeasuredCalls:
+        return MeasuredCalls(self.group, self.device, getattr(torch, dtype))
+
     def communication(self, seconds: float) -> list[Loss]:
         """Whole shards against pieces, by copies and by the collective (figure 8)."""
         dtype = "float32" if self.settings.device == "cpu" else "bfloat16"
-        parts = MeasuredCalls(self.group, self.device, getattr(torch, dtype))
-        sizes, world = self.settings.sizes, self.world
+        parts, sizes, world = self._calls(dtype), self.settings.sizes, self.world
         parts.collective(max(sizes))  # grows the memory that the others share
         calls: dict[str, Any] = {}
         for size in sizes:
@@ -146,37 +143,35 @@ class LossBench:
 
     def _decomposed(self, case: Case, seconds: float) -> Iterator[Loss]:
         """The product cut by rows and by columns into W and W * W parts (figure 7)."""
-        operands = MeasuredCalls(self.group, self.device, getattr(torch, case.dtype))
-        m, n, k = case.m, case.n, case.k
-        calls: dict[str, Any] = {"whole": operands.matmul(m, n, k)}
+        operands, sizes = self._calls(case.dtype), (case.m, case.n, case.k)
+        calls: dict[str, Any] = {"whole": operands.matmul(*sizes)}
         numbers = tuple(dict.fromkeys((self.world, self.world**2)))
         for parts in numbers:
-            calls[f"rows {parts}"] = operands.matmul(m, n, k, parts=parts)
-            calls[f"columns {parts}"] = operands.accumulated(m, n, k, parts, rounding=True)
+            calls[f"rows {parts}"] = operands.matmul(*sizes, parts=parts)
+            calls[f"columns {parts}"] = operands.accumulated(*sizes, parts, rounding=True)
         times = self._time(calls, seconds)
-        for cut in ("rows", "columns"):
-            for parts in numbers:
-                measured = ratio(times, "whole", f"{cut} {parts}")
-                yield {"loss": GEMM_DIL, "cut": cut, "parts": parts, **measured}
+        for cut, parts in product(("rows", "columns"), numbers):
+            measured = ratio(times, "whole", f"{cut} {parts}")
+            yield {"loss": GEMM_DIL, "cut": cut, "parts": parts, **measured}
 
     def _contended(self, case: Case, seconds: float) -> Iterator[Loss]:
         """The product in W parts and the communication of A, each under the other (figure 9)."""
-        operands = MeasuredCalls(self.group, self.device, getattr(torch, case.dtype))
-        m, n, k, world = case.m, case.n, case.k, self.world
-        nbytes = m // world * k * operands.dtype.itemsize
-        product = operands.matmul(m, n, k, parts=world)
-        moves = {
+        operands, world = self._calls(case.dtype), self.world
+        nbytes = case.m // world * case.k * operands.dtype.itemsize
+        calls = {
+            "product": operands.matmul(case.m, case.n, case.k, parts=world),
             PIECES: operands.copies(pieces(world), nbytes),
             SHARDS: operands.copies("shard-overlap", nbytes),
             COLLECTIVE: operands.collective(nbytes),
         }
-        pairs = [pair for move in moves for pair in (("product", move), (move, "product"))]
+        _, *moves = calls
+        under = {GEMM_CIL: [("product", move) for move in moves]}
+        under[COPY_CIL] = [(move, "product") for move in moves]
         time = partial(self._time, seconds=seconds)
-        times = timed_during(time, {"product": product, **moves}, pairs, self.device)
+        times = timed_during(time, calls, [*under[GEMM_CIL], *under[COPY_CIL]], self.device)
         what = {"nbytes": nbytes, "cut": "rows", "parts": world}
-        for loss in (GEMM_CIL, COPY_CIL):
-            for mover in moves:
-                one, other = ("product", mover) if loss == GEMM_CIL else (mover, "product")
+        for loss, pairs in under.items():
+            for mover, (one, other) in zip(moves, pairs, strict=True):
                 measured = ratio(times, one, f"{one} during {other}")
                 yield {"loss": loss, "mover": mover, **what, **measured}
 

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
@@ -161,36 +162,32 @@ def _times(
     """
     served: dict[str, Callable[[], torch.Tensor]] = {}
     outcomes: list[ExactCall] = []
-    notes: dict[str, str] = {}
+    table = pd.DataFrame({"schedule": [one.name for one in candidates], "note": ""})
     measure = seconds(group, operands.device)
     for number, candidate in enumerate(candidates):
         one = {candidate.name: build(candidate, operands, group).run}
         try:
             outcomes += exact_calls(one, operands, 1, first=number, measure=measure)
         except NotImplementedError as error:
-            notes[candidate.name] = str(error)
+            table.loc[number, "note"] = str(error)
         else:
             served |= one
             advance()
     for outcome in exact_calls(served, operands, rounds, first=len(candidates), measure=measure):
         outcomes.append(outcome)
         advance()
-    mine = [(name, not wrong.item(), taken_s * 1e3) for name, wrong, taken_s in outcomes]
+    names, wrong, taken_s = zip(*outcomes, strict=True)
     by_rank: list[Any] = [None] * group.size()
+    mine = [int(one) for one in wrong], taken_s
     dist.all_gather_object(by_rank, mine, group=group)
-    calls = pd.concat(
-        [pd.DataFrame(one, columns=["schedule", "exact", "ms"]) for one in by_rank],
-        keys=range(group.size()),
-        names=["rank", "call"],
-    )
-    calls = calls.groupby("call").agg({"schedule": "first", "exact": "min", "ms": "max"})
-    exact = calls.groupby("schedule")["exact"].min().astype(object)
-    ms = calls.iloc[len(served) :].groupby("schedule")["ms"].median()
-    names = [candidate.name for candidate in candidates]
-    table = pd.DataFrame({"exact": exact.reindex(names), "ms": ms.reindex(names)})
-    table["exact"] = table["exact"].where(table["exact"].notna(), None)
-    table["note"] = table.index.map(lambda name: notes.get(name, ""))
-    return table.rename_axis("schedule").reset_index()
+    wrong, taken_s = np.max(by_rank, axis=0)  # of every call the worst rank
+    calls = pd.DataFrame({"exact": wrong == 0, "ms": taken_s * 1e3}, index=names)
+    exact = calls["exact"].groupby(level=0).min().astype(object)
+    ms = calls["ms"].iloc[len(served) :].groupby(level=0).median()
+    exact = table["schedule"].map(exact)
+    table.insert(1, "exact", exact.where(exact.notna(), None))
+    table.insert(2, "ms", table["schedule"].map(ms))
+    return table
 
 
 def _show(title: str, rows: pd.DataFrame, torch_ms: Any) -> None:

@@ -46,6 +46,7 @@ def picture(path: Path, width: float, height: float, title: str = "") -> Iterato
 #: Colours of the kinds of bars, also where hues are hard to tell apart: dark, middle, light.
 COLOURS = {
     "matmul": BLUE,
+    "call": BLUE,
     "copy": ORANGE,
     "collective": PURPLE,
     "place": GREEN,
@@ -140,28 +141,18 @@ def _draw_one(
 def trace(timelines: Sequence[Timeline], path: str | Path) -> Path:
     """Write Timelines as a trace file for Perfetto or ``chrome://tracing``."""
     events: list[dict[str, Any]] = []
-    process = 0
-    for timeline in timelines:
-        for rank, bars in enumerate(timeline.ranks):
-            process += 1
-            name = {"name": f"{timeline.title} rank {rank}"}
-            events.append({"ph": "M", "pid": process, "name": "process_name", "args": name})
-            threads = {lane: i for i, lane in enumerate(dict.fromkeys(bar.lane for bar in bars))}
-            for lane, thread in threads.items():
-                meta = {"ph": "M", "pid": process, "tid": thread, "name": "thread_name"}
-                events.append({**meta, "args": {"name": lane}})
-            for bar in bars:
-                events.append(
-                    {
-                        "ph": "X",
-                        "pid": process,
-                        "tid": threads[bar.lane],
-                        "name": bar.label,
-                        "cat": bar.kind,
-                        "ts": bar.start_s * 1e6,  # microseconds, by the format
-                        "dur": (bar.stop_s - bar.start_s) * 1e6,
-                    }
-                )
+    ranks = [(one.title, *rank) for one in timelines for rank in enumerate(one.ranks)]
+    for process, (title, rank, bars) in enumerate(ranks, 1):
+        meta = {"ph": "M", "pid": process}
+        name = {"name": f"{title} rank {rank}"}
+        events.append({**meta, "name": "process_name", "args": name})
+        threads = {lane: i for i, lane in enumerate(dict.fromkeys(bar.lane for bar in bars))}
+        for lane, thread in threads.items():
+            events.append({**meta, "tid": thread, "name": "thread_name", "args": {"name": lane}})
+        for bar in bars:
+            start, stop = bar.start_s * 1e6, bar.stop_s * 1e6  # microseconds, by the format
+            what = {"ph": "X", "pid": process, "tid": threads[bar.lane], "name": bar.label}
+            events.append({**what, "cat": bar.kind, "ts": start, "dur": stop - start})
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -11,6 +11,7 @@ import math
 import subprocess
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -103,9 +104,7 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
             )
     except OSError as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, pd.errors.EmptyDataError) as error:
-        raise ConfigError(str(path), "file", f"required a CSV file as text: {error}") from None
-    except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
+    except (ValueError, pd.errors.ParserWarning) as error:  # also of text that cannot be decoded
         raise ConfigError(str(path), "file", f"required a CSV file: {error}") from None
     if missing := [name for name in required if name not in cells]:
         there = ", ".join(map(str, cells.columns))
@@ -257,21 +256,17 @@ def commit() -> str:
     """The commit of the checkout that ficco is imported from; empty outside of one."""
     folder = Path(__file__).resolve().parent
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(
-            git, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    how: dict[str, Any] = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+    with suppress(OSError, subprocess.SubprocessError):
+        return str(subprocess.check_output(git, **how)).strip()
+    return ""
 
 
 def read_description(path: Path) -> dict[str, Any]:
     """The description next to a CSV file; empty if there is none."""
     file = path.with_suffix(".json")
-    if not file.exists():
-        return {}
     try:
-        description = json.loads(file.read_text())
+        description = json.loads(file.read_text()) if file.exists() else {}
     except ValueError as error:
         raise ConfigError(str(file), "file", f"required JSON: {error}") from None
     if not isinstance(description, dict):

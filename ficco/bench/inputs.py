@@ -74,11 +74,9 @@ class Operands:
 
         B depends only on the sizes; :meth:`exact_b` sets it.
         """
-
-        def draw(tensor: torch.Tensor, generator: torch.Generator) -> None:
-            tensor.random_(-LARGEST, LARGEST + 1, generator=generator)
-
-        self._fill(iteration, draw)
+        self._fill(
+            iteration, lambda a, numbers: a.random_(-LARGEST, LARGEST + 1, generator=numbers)
+        )
 
     def exact_b(self) -> None:
         """A sparse B of 1 and -1 whose columns take their terms from different rows."""
@@ -159,11 +157,6 @@ class ExactCall(NamedTuple):
     figure: float
 
 
-def enqueue(call: Call) -> tuple[torch.Tensor, float]:
-    """Make a call and wait for nothing."""
-    return call(), 0.0
-
-
 def seconds(group: ProcessGroup, device: torch.device) -> Measure:
     """Times calls by the host's clock, each begun by all ranks together and waited for."""
 
@@ -196,7 +189,7 @@ def exact_calls(
     *,
     first: int = 0,
     compare: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    measure: Measure = enqueue,
+    measure: Measure = lambda call: (call(), 0.0),
     seed: int = 0,
 ) -> Iterator[ExactCall]:
     """Make all calls ``count`` times, in an order that is shuffled anew each time: the first has
@@ -212,12 +205,10 @@ def exact_calls(
         compare: gives the number of wrong elements of a result; by default those that differ from
             ``operands.reference()``.
     """
-    order = random.Random(seed)
-    iteration = first
-    for _ in range(count):
-        for name in order.sample(list(calls), len(calls)):
-            operands.exact(iteration)
-            iteration += 1
-            result, figure = measure(calls[name])
-            wrong = compare(result) if compare else wrong_elements(result, operands.reference())
-            yield ExactCall(name, wrong, figure)
+    order, names = random.Random(seed), list(calls)
+    shuffled = (name for _ in range(count) for name in order.sample(names, len(names)))
+    for iteration, name in enumerate(shuffled, first):
+        operands.exact(iteration)
+        result, figure = measure(calls[name])
+        wrong = compare(result) if compare else wrong_elements(result, operands.reference())
+        yield ExactCall(name, wrong, figure)

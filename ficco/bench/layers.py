@@ -252,20 +252,14 @@ class LayerStep:
     device: torch.device
 
     def __post_init__(self) -> None:
-        layer, world = self.layer, self.world
-
-        def empty(rows: int, cols: int) -> torch.Tensor:
-            dtype = getattr(torch, layer.dtype)
-            return torch.empty(rows, cols, dtype=dtype, device=self.device)
-
-        self.x = empty(layer.tokens // world, layer.hidden).requires_grad_()
-        self.first = empty(layer.columns // world, layer.hidden).requires_grad_()
-        self.second = empty(layer.hidden, layer.inner // world).requires_grad_()
-        self.grad = empty(layer.tokens // world, layer.hidden)
-
-    @property
-    def operands(self) -> Tensors:
-        return self.x, self.first, self.second
+        layer, world, dtype = self.layer, self.world, getattr(torch, self.layer.dtype)
+        rows = layer.tokens // world
+        shapes = (
+            *((rows, layer.hidden), (layer.columns // world, layer.hidden)),
+            *((layer.hidden, layer.inner // world), (rows, layer.hidden)),
+        )
+        *operands, self.grad = (torch.empty(s, dtype=dtype, device=self.device) for s in shapes)
+        self.operands = tuple(one.requires_grad_() for one in operands)
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
@@ -274,8 +268,9 @@ class LayerStep:
         generator.manual_seed(seed * self.world + self.rank)
         for tensor in (*self.operands, self.grad):
             tensor.normal_(generator=generator)
-        self.first.mul_(self.layer.hidden**-0.5)
-        self.second.mul_(self.layer.inner**-0.5)
+        _, first, second = self.operands
+        first.mul_(self.layer.hidden**-0.5)
+        second.mul_(self.layer.inner**-0.5)
 
     def run(self, forward: Forward) -> torch.Tensor:
         """One step; its result. The gradients stay with the operands."""
@@ -303,9 +298,7 @@ def difference(results: Tensors, wanted: Tensors) -> float:
 
 def layers(settings: LayerSettings) -> pd.DataFrame | None:
     """Measure; collective. The rows on rank 0, None elsewhere."""
-    group = dist.group.WORLD
-    assert group is not None
-    watch = Stopwatch(group, local_device(settings.device))
+    watch = Stopwatch(dist.group.WORLD, local_device(settings.device))
     end = time.monotonic() + settings.seconds
 
     def steps() -> Iterator[Iterator[dict[str, Any]]]:

@@ -55,7 +55,6 @@ SLEEP_FACTOR = 2.0
 SLEEP_LEAST_S = 200e-6
 SLEEP_MOST_S = 5e-3
 
-
 #: Turns of a waiting rank between two looks at the clock.
 LOOK = 1 << 10
 
@@ -144,14 +143,9 @@ class Item:
     times_s: list[float] = field(default_factory=list)
     host_s: float = math.nan
 
-    @property
-    def call(self) -> Callable[[], Any]:
-        return self.replay or self.runner.run
-
-    @property
-    def calls(self) -> int:
-        """How many ``call`` makes."""
-        return 1 if self.replay is None else CALLS_IN_GRAPH
+    def __post_init__(self) -> None:
+        self.call: Callable[[], Any] = self.replay or self.runner.run
+        self.calls = 1 if self.replay is None else CALLS_IN_GRAPH  # that ``call`` makes
 
 
 class HostClock:
@@ -164,12 +158,11 @@ class HostClock:
 
     def time(self, item: Item) -> tuple[float, float]:
         """Seconds of the item's calls, and of the host in them."""
-        call = item.call
         self._barrier.wait()
         start = time.perf_counter()
-        call()
-        stop = time.perf_counter()
-        return stop - start, stop - start
+        item.call()
+        seconds = time.perf_counter() - start
+        return seconds, seconds
 
     def host(self, item: Item) -> float:
         """Not told apart from the call's own time."""

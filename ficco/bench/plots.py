@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +137,17 @@ MOVERS = (
 
 
 def _draw_losses(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
-    pictures: dict[str, tuple[Callable[..., Any], set[str]]] = {
-        "gemm-dil": (gemm_dil, {GEMM_DIL}),
-        "communication-dil": (communication_dil, {COPY_DIL}),
-        "cil": (cil, {GEMM_CIL, COPY_CIL}),
-        "proportion": (proportion, {GEMM_DIL, GEMM_CIL, COPY_DIL, COPY_CIL}),
-    }
     drawn = []
-    for name, (make, needs) in pictures.items():
+    for name, make, needs in (
+        ("gemm-dil", gemm_dil, {GEMM_DIL}),
+        ("communication-dil", communication_dil, {COPY_DIL}),
+        ("cil", cil, {GEMM_CIL, COPY_CIL}),
+        ("proportion", proportion, {GEMM_DIL, GEMM_CIL, COPY_DIL, COPY_CIL}),
+    ):
         if needs <= set(rows["loss"]):
             drawn.append(stem.with_name(f"{stem.name}_{name}.png"))
             make(rows, drawn[-1], title)
     return drawn
-
-
-def _cases(rows: pd.DataFrame) -> list[str]:
-    return list(rows["case"][rows["m"] > 0].unique())
 
 
 def _loss_bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]]) -> None:
@@ -175,7 +170,7 @@ def _ratios(rows: pd.DataFrame, names: Sequence[str], **where: Any) -> list[floa
 def gemm_dil(rows: pd.DataFrame, path: Path, title: str) -> Any:
     """Decomposition loss of products by shape and cut (figure 7)."""
     of = rows[rows["loss"] == GEMM_DIL]
-    names = _cases(of)
+    names = list(of["case"].unique())
     colours = {"rows": (BLUE, LIGHT), "columns": (ORANGE, SAND)}
     series = [
         (f"{parts} parts by {cut}", _ratios(of, names, cut=cut, parts=parts), colours[cut][i % 2])
@@ -209,7 +204,7 @@ def communication_dil(rows: pd.DataFrame, path: Path, title: str) -> Any:
 
 def cil(rows: pd.DataFrame, path: Path, title: str) -> Any:
     """Contention loss of products and of communication (figure 9)."""
-    names = _cases(rows)
+    names = list(rows["case"][rows["m"] > 0].unique())
     losses = ((GEMM_CIL, "product in W parts"), (COPY_CIL, "communication"))
     with picture(path, max(9.0, 2.2 * len(names) + 2), HEIGHT, title) as figure:
         for axes, (loss, what) in zip(figure.subplots(1, 2), losses, strict=True):

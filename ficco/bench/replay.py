@@ -35,7 +35,7 @@ from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
 from ficco.machine import Machine, Provenance
-from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer, in_parts
+from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
 from ficco.simulate.events import Simulation
@@ -170,13 +170,16 @@ def _to(rank: int, step: Step) -> Transfer | None:
 
 
 def brought(
-    every: Sequence[Plan], operands: Sequence[Mapping[str, torch.Tensor]], rank: int
+    every: Sequence[Plan],
+    machine: Machine,
+    operands: Sequence[Mapping[str, torch.Tensor]],
+    rank: int,
 ) -> dict[Transfer, torch.Tensor]:
-    """The rows that copies bring to a rank, from the steps of all ranks, carried out one by one.
+    """The rows that copies bring to a rank, from the steps of all ranks, carried out one by one in
+    the order in which they end on a Machine.
 
     ``operands``: the tensors ``a`` and ``b`` of every rank.
     """
-    every = [in_parts(plan) for plan in every]
     memory = {(name, r): tensor for r, own in enumerate(operands) for name, tensor in own.items()}
     for plan in every:
         for buffer in plan.buffers:
@@ -185,27 +188,12 @@ def brought(
                 like = operands[plan.rank]["a"]
                 memory[buffer.name, plan.rank] = like.new_empty(shape, dtype=dtype)
     images: dict[Transfer, torch.Tensor] = {}
-    posted: set[tuple[int, int]] = set()
-    over: set[tuple[int, int]] = set()
-    queues: dict[tuple[int, str], deque[int]] = {}
-    for plan in every:
-        for index, step in enumerate(plan.steps):
-            queues.setdefault((plan.rank, step.lane), deque()).append(index)
-    while any(queues.values()):
-        before = len(over)
-        for (r, _), queue in queues.items():
-            while queue:
-                step = every[r].steps[queue[0]]
-                waits = {(one.waiter, one.word) for one in step.waits if not one.released}
-                if not waits <= posted or not {(r, i) for i in step.after} <= over:
-                    break
-                _carry_out(step, memory)
-                if step.op == "copy" and (transfer := _to(rank, step)) is not None:
-                    images[transfer] = _part(memory, transfer.src).clone()
-                posted |= {(one.waiter, one.word) for one in step.posts if not one.released}
-                over.add((r, queue.popleft()))
-        if len(over) == before:
-            raise ValueError(f"{every[0].schedule}: the plans wait for each other for ever")
+    ran = Simulation(every, machine, "queued").run()
+    timed = [(stop, r, step) for r, steps in enumerate(ran) for step, _, stop in steps]
+    for _, _, step in sorted(timed, key=lambda one: one[:2]):  # each after what it waits for
+        _carry_out(step, memory)
+        if step.op == "copy" and (transfer := _to(rank, step)) is not None:
+            images[transfer] = _part(memory, transfer.src).clone()
     return images
 
 

@@ -93,12 +93,6 @@ class ReplayOperands(Operands):
         ranks = range(self.problem.world)
         self.peers = {r: Operands(self.problem, r, self.device) for r in ranks if r != self.rank}
 
-    @property
-    def everyone(self) -> list[dict[str, torch.Tensor]]:
-        """The operands of all ranks, as :func:`ficco.bench.replay.brought` takes them."""
-        ranks = {**self.peers, self.rank: self}
-        return [{"a": one.a_LK, "b": one.b_KN} for _, one in sorted(ranks.items())]
-
     def exact_b(self) -> None:
         super().exact_b()
         for peer in self.peers.values():
@@ -122,7 +116,9 @@ def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace:
             if slot.memory is not None:
                 slot.memory.tensor[slot.data :].fill_(0xFF)
         every = plans_of(program.plan, engine.packs_columns)
-        images = brought(every, operands.everyone, engine.rank)
+        ranks = sorted({**operands.peers, operands.rank: operands}.items())
+        everyone = [{"a": one.a_LK, "b": one.b_KN} for _, one in ranks]
+        images = brought(every, engine.courier.machine, everyone, engine.rank)
         engine.images = portable(buffers_of(program), images)
         try:
             result = run()
@@ -237,13 +233,10 @@ class ReplayWatch(Stopwatch):
         made = (self.group, self.device, options.signals, options.timeout_s)
         name = engine_name(self.device, options.engine)
         engine: Any = make_engine(name, *made, kind=ReplayEngine)
-        self._play(engine)
-        adopt(self.group, self.device, Board(dist.group.WORLD, options.timeout_s), engine)
-
-    def _play(self, engine: ReplayEngine) -> None:
         engine.courier = Courier(engine, self.machine, self._paces or NO_PACES)
         if self._paces is None:
             self._paces = engine.courier.measure()
+        adopt(self.group, self.device, Board(dist.group.WORLD, options.timeout_s), engine)
 
 
 class ReplayVerifier(Verifier):

@@ -113,14 +113,13 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
     heads = list(table)
     if shapes["auto", "ms"].notna().any():
         table["auto"] = cells(shapes["auto", "ms"], ".3f")
-        of_auto = {f"auto: {RATIOS[name]}": name for name in ("speedup", "vs_pytorch")}
-        ratios |= {head: shapes["auto", name] for head, name in of_auto.items()}
-        table = table.assign(**{head: cells(ratios[head]) for head in of_auto})
-        heads += ["auto: ms", *(RATIOS[name] for name in of_auto.values())]
-    sizes = _sizes(rows["operator"].iloc[0])
-    return f"Milliseconds; ({sizes}). {HINDSIGHT}\n\n" + markdown(
-        heads, with_means(table, ratios, "**{}**")
-    )
+        heads.append("auto: ms")
+        for name in ("speedup", "vs_pytorch"):
+            ratios[f"auto: {name}"] = shapes["auto", name]
+            table[f"auto: {name}"] = cells(shapes["auto", name])
+            heads.append(RATIOS[name])
+    first = f"Milliseconds; ({_sizes(rows['operator'].iloc[0])}). {HINDSIGHT}"
+    return f"{first}\n\n{markdown(heads, with_means(table, ratios, '**{}**'))}"
 
 
 def _punctual(rows: pd.DataFrame) -> str:
@@ -142,31 +141,27 @@ def _tiled(rows: pd.DataFrame, mode: str) -> str:
     shapes = lines(rows, mode)
     if shapes["tiled", "ms"].isna().all():
         return ""
-    roles = {"serial": "serial", "library": "library", "tiled": "tiled", "auto": "auto"}
-    table = pd.DataFrame(
-        {"shape": shape_text(shapes), "ideal": cells(shapes["ideal", "ms"], ".3f")}
-    )
-    shares = {f"{head}: of ideal": shapes[role, "share"] for head, role in roles.items()}
-    for head, role in roles.items():
+    ideal = cells(shapes["ideal", "ms"], ".3f")
+    table, ratios = pd.DataFrame({"shape": shape_text(shapes), "ideal": ideal}), {}
+    for role in ("serial", "library", "tiled", "auto"):
         if role in ("library", "tiled"):
-            table[head] = shapes[role, "candidate"].fillna("")
+            table[role] = shapes[role, "candidate"].fillna("")
         if role == "auto":
             note = shapes[role, "note"].astype(object).fillna("").astype(str)
-            table[head] = note.str.extract(r"^is (\S+)", expand=False)
-        table[f"{head}: ms"] = cells(shapes[role, "ms"], ".3f")
-        table[f"{head}: of ideal"] = cells(shares[f"{head}: of ideal"])
-    gain = {"tiled x library": shapes["library", "ms"] / shapes["tiled", "ms"]}
-    table = table.assign(**{head: cells(values) for head, values in gain.items()}).fillna("")
+            table[role] = note.str.extract(r"^is (\S+)", expand=False)
+        table[f"{role}: ms"] = cells(shapes[role, "ms"], ".3f")
+        ratios[f"{role}: of ideal"] = shapes[role, "share"]
+        table[f"{role}: of ideal"] = cells(shapes[role, "share"])
+    gain = ratios["tiled x library"] = shapes["library", "ms"] / shapes["tiled", "ms"]
+    table = table.assign(**{"tiled x library": cells(gain)}).fillna("")
     long = shapes["gemm", "ms"] >= LONG_MS
-    means = ", ".join(
-        f"{head} {stats.geomean(values[long]):.3f}" for head, values in (shares | gain).items()
-    )
+    means = [f"{head} {stats.geomean(values[long]):.3f}" for head, values in ratios.items()]
     return (
         "One product whose tiles wait (`tiled`) compared with the fastest schedule of library "
         "products.\n\n"
-        + markdown(list(table), with_means(table, shares | gain, "**{}**"))
+        + markdown(list(table), with_means(table, ratios, "**{}**"))
         + f"\n\nGeometric means over the {int(long.sum())} shapes whose GEMM takes at least "
-        f"{LONG_MS * 1e3:.0f} us: {means}."
+        f"{LONG_MS * 1e3:.0f} us: {', '.join(means)}."
     )
 
 
@@ -180,8 +175,13 @@ def _sizes(operator: str) -> str:
 
 def _costs(rows: pd.DataFrame) -> str:
     """Host microseconds and memory by candidate, over the shapes."""
+
+    def moved_by(row: pd.Series) -> int:
+        case = Case("", row["m"], row["n"], row["k"], row["dtype"], operator=row["operator"])
+        return moved_bytes(case.problem(row["world"]))
+
     there = measured(rows)
-    moved = there.apply(_moved_bytes, axis=1) if len(there) else 0
+    moved = there.apply(moved_by, axis=1) if len(there) else 0
     there = there.assign(memory=(there["extra_bytes"] / moved).where(moved != 0))
     by_name = there.groupby("candidate", sort=False)
     host = there[there["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()
@@ -201,11 +201,6 @@ def _costs(rows: pd.DataFrame) -> str:
         "for the one before, and one where its memory is capped."
         f"\n\n{markdown(heads, text.reset_index())}"
     )
-
-
-def _moved_bytes(row: pd.Series) -> int:
-    case = Case("", row["m"], row["n"], row["k"], row["dtype"], operator=row["operator"])
-    return moved_bytes(case.problem(row["world"]))
 
 
 def _accuracy(rows: pd.DataFrame) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -127,7 +126,13 @@ class Bench:
         again = named_again(candidates, problem)
         candidates = tuple(one for one in candidates if one not in again)
         title = f"[{number + 1}/{len(self.settings.cases)}] {case.operator} {case.name}"
-        with self._progress(title, len(candidates)) as tick:
+        steps = len(candidates) * (1 + ("graph" in self.settings.modes)) + self.settings.rounds
+        with bar(self.console, title, steps) as show:
+            done_steps = count(1)
+
+            def tick(what: str) -> None:
+                show(next(done_steps), what)
+
             checked = self._verify(candidates, operands, tick)
             operands.random(self.settings.seed)
             if problem.kind.sums:
@@ -140,16 +145,10 @@ class Bench:
                 for one in checked
                 if one.runner is not None and (mode != "graph" or one.replay is not None)
             ]
-            done = rounds(
-                items,
-                self.watch.clock,
-                self.watch.barrier,
-                self.settings.rounds,
-                # The first preparation is that of the libraries, too, and no reason for few rounds.
-                max(left / cases - spent, left / cases * LEAST_SHARE),
-                seed=self.settings.seed + number,
-                tick=tick,
-            )
+            # The first preparation is that of the libraries, too, and no reason for few rounds.
+            seconds = max(left / cases - spent, left / cases * LEAST_SHARE)
+            where = self.watch.clock, self.watch.barrier, self.settings.rounds, seconds
+            done = rounds(items, *where, seed=self.settings.seed + number, tick=tick)
         rows = self._rows(case, checked, items, done)
         rows += [
             {**row, "candidate": one.name, "note": f"the same steps as {timed.name}"}
@@ -215,24 +214,21 @@ class Bench:
         by_name = {one.name: one for one in checked}
         rows = []
         for mode, series in times.items():
-            shape = {**self._shape(case), "mode": mode}
             queued = times.get("queued") if mode == "graph" else None
             figures = summarise(series, queued).to_dict("index") if series else {}
-            for name, own in figures.items():
+            for name in dict.fromkeys((*figures, *by_name)):
                 one = by_name.get(name) or Checked(BenchCandidate(name, "bound"))
-                what = {"candidate": name, "kind": one.candidate.kind, "status": "ok"}
-                what |= {"note": self._chosen(case, one, mode), "rounds": done}
-                seen = {"extra_bytes": one.extra_bytes, "error": one.error}
-                rows.append({**shape, **what, **own, **seen})
-                if (mode, name) in host:
-                    rows[-1]["host_us"] = host[mode, name]
-            for one in checked:
-                if one.name not in figures:
-                    status, note = one.status, one.note
-                    if one.runner is not None:
-                        status, note = one.graph_status, one.graph_note
-                    what = {"candidate": one.name, "kind": one.candidate.kind}
-                    rows.append({**shape, **what, "status": status, "note": note})
+                row = {**self._shape(case), "mode": mode, "candidate": name}
+                row["kind"] = one.candidate.kind
+                if name in figures:
+                    row |= {"status": "ok", "note": self._chosen(case, one, mode), "rounds": done}
+                    row |= {**figures[name], "extra_bytes": one.extra_bytes, "error": one.error}
+                    row["host_us"] = host.get((mode, name), math.nan)
+                elif one.runner is None:
+                    row |= {"status": one.status, "note": one.note}
+                else:
+                    row |= {"status": one.graph_status, "note": one.graph_note}
+                rows.append(row)
         return rows
 
     def _chosen(self, case: Case, one: Checked, mode: str) -> str:
@@ -256,12 +252,3 @@ class Bench:
             draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
             trace(timelines, f"{stem}_trace.json")
             Path(f"{stem}_timelines.json").write_text(dumps(timelines))
-
-    @contextmanager
-    def _progress(self, title: str, candidates: int) -> Iterator[Tick]:
-        """A bar over the steps of one shape with so many candidates."""
-        graphs = "graph" in self.settings.modes
-        total = candidates * (1 + graphs) + self.settings.rounds
-        steps = count(1)
-        with bar(self.console, title, total) as show:
-            yield lambda what: show(next(steps), what)

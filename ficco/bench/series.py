@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,9 @@ COVER = 2.0
 #: ficco's is up to fifty of them.
 MOST_IN_BACKGROUND = 24
 
-
 #: Seconds after which Python's threads take turns while several run: by default they
 #: may keep each other waiting for longer than what is timed takes.
 SWITCH_S = 50e-6
-
 
 #: Seconds that a rank waits for its peers before it takes them to have failed.
 PEERS_S = 45.0
@@ -80,7 +79,6 @@ class Stopwatch:
         most: int = 25,
         least: int = 3,
         mode: str = "",
-        seed: int = 0,
         tick: Callable[[str], None] = lambda what: None,
     ) -> dict[str, Times]:
         """Time all calls for about so many seconds; by name, the same on every rank."""
@@ -88,7 +86,7 @@ class Stopwatch:
             name: Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
             for name, call in calls.items()
         }
-        rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, seed, tick)
+        rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, tick=tick)
         everyone = self.gather({name: item.times_s for name, item in items.items()})
         return {name: slowest([one[name] for one in everyone]) for name in items}
 
@@ -175,11 +173,8 @@ def contended(front: Call, back: Call, count: int, device: torch.device) -> Runn
 
     On a GPU they run on a stream of their own, on a CPU on a thread of their own.
     """
-    make = _on_stream if device.type == "cuda" else _on_thread
-    return make(front, back, count)
-
-
-def _on_stream(front: Call, back: Call, count: int) -> Runner:
+    if device.type != "cuda":
+        return _on_thread(front, back, count)
     side, fork = gpu.Stream(), gpu.Event()
 
     def run() -> Any:
@@ -245,8 +240,11 @@ class MeasuredCalls:
     def world(self) -> int:
         return self.group.size()
 
-    def _matrix(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    def matrix(
+        self, name: str, rows: int, cols: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """A matrix of normal numbers: products take longer on them than on small integers."""
+        dtype = dtype or self.dtype
         key = f"{name} {dtype}"
         numbers = self.memory.get(key)
         if numbers is None or numbers.numel() < rows * cols:
@@ -257,30 +255,31 @@ class MeasuredCalls:
             numbers = self.memory[key] = made.normal_(generator=generator)
         return numbers[: rows * cols].view(rows, cols)
 
-    def matrix(self, name: str, rows: int, cols: int) -> torch.Tensor:
-        return self._matrix(name, rows, cols, self.dtype)
-
     def shard(self, nbytes: int) -> torch.Tensor:
         """A shard of about so many bytes, in whole rows of 2 KiB."""
         return self.matrix("shard", max(nbytes // 2048, 1), 2048 // self.dtype.itemsize)
+
+    def gathered(self, nbytes: int) -> torch.Tensor:
+        """As many bytes of every rank."""
+        rows, cols = self.shard(nbytes).shape
+        return self.matrix("gathered", rows * self.world, cols)
 
     def copies(self, schedule: str, nbytes: int) -> Call:
         """The copies of a schedule with a shard of so many bytes, without products."""
         shard = self.shard(nbytes)
         none = shard.new_empty((shard.shape[1], 0))
-        group = self.group
-        return lambda: ficco.all_gather_matmul(shard, none, group=group, schedule=schedule)
+        return partial(ficco.all_gather_matmul, shard, none, group=self.group, schedule=schedule)
 
     def collective(self, nbytes: int, parts: int = 1) -> Call:
         """The vendor's all-gather of shards of so many bytes, at once or in parts."""
         shard = self.shard(nbytes)
+        gathered, world = self.gathered(nbytes), self.world
         cuts = cut(len(shard), parts)
-        gathered = self.matrix("gathered", len(shard) * self.world, shard.shape[1])
-        group, world = self.group, self.world
 
         def run() -> None:
             for first, last in cuts:
-                all_gather(gathered[first * world : last * world], shard[first:last], group=group)
+                whole = gathered[first * world : last * world]
+                all_gather(whole, shard[first:last], group=self.group)
 
         return run
 
@@ -313,7 +312,7 @@ class MeasuredCalls:
     def accumulated(self, m: int, n: int, k: int, parts: int, rounding: bool = False) -> Call:
         """A product cut by columns of A into parts that add up in float32, then rounded."""
         a, b = self.matrix("a", m, k), self.matrix("b", k, n)
-        sums = self._matrix("sums", m, n, torch.float32)
+        sums = self.matrix("sums", m, n, torch.float32)
         out = self.matrix("out", m, n)
         cuts = cut(k, parts)
         single = parts > 1  # the first of several parts needs no sum

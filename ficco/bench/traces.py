@@ -55,10 +55,10 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
 
 def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:
     """The Timeline of a traced call: a Plan and its Spans for every rank."""
-    ranks = []
-    for plan, mine in zip(plans, spans, strict=True):
-        in_order = sorted(mine, key=lambda span: span.start)
-        ranks.append([(plan.steps[span.step], span.start, span.stop) for span in in_order])
+    ranks = [
+        [(plan.steps[one.step], one.start, one.stop) for one in sorted(mine, key=lambda s: s.start)]
+        for plan, mine in zip(plans, spans, strict=True)
+    ]
     return assemble(title, ranks)
 
 
@@ -77,14 +77,9 @@ def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
     done["place"] = 2 * done["place"] + done["reduce"]  # read and written
     spent["place"] += spent["reduce"]
 
-    def rate(kind: str) -> float:
-        return done[kind] / spent[kind] if done[kind] and spent[kind] else UNSEEN
-
-    return flat(
-        rate("matmul"),
-        rate("copy"),
-        rate("place"),
-        ranks=len(plans),
-        kind="mesh",  # copies to one peer come one after the other, so that none share a link
-        source="measured",
-    )
+    rates = [
+        done[kind] / spent[kind] if done[kind] and spent[kind] else UNSEEN
+        for kind in ("matmul", "copy", "place")
+    ]
+    # A mesh: copies to one peer come one after the other, so that none share a link.
+    return flat(*rates, ranks=len(plans), kind="mesh", source="measured")

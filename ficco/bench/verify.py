@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ ERROR_ROWS = 64
 #: Elements of B that are converted to float64 at once.
 FLOAT64_ELEMENTS = 1 << 26
 
-
 #: After one of ficco's own errors peers may be stuck: there is no way on.
 FATAL = (FiccoError,)
 
@@ -42,9 +41,7 @@ class Checked:
 
     Attributes:
         runner: it, ready to be called; None if it is not to be timed.
-        status, note: as in a :class:`ficco.bench.table.Row`.
-        extra_bytes: most memory besides operands and result, on the rank that takes most.
-        error: as in a Row.
+        status, note, extra_bytes, error: as columns of ``ficco.bench.frames.BENCH``.
         replay: it, captured in a graph.
         graph_status, graph_note: why there is no replay.
     """
@@ -115,8 +112,8 @@ class Verifier:
             refused = why.startswith(("NotImplementedError", "ValueError"))
             return Checked(candidate, status="skipped" if refused else "failed", note=why)
         runner, right, extra = value
-        if wrong := self._wrong(right):
-            return Checked(candidate, status="wrong", note=wrong)
+        if not all(rights := self.watch.gather(right)):
+            return Checked(candidate, status="wrong", note=_wrong(rights))
         counted = (self.watch.on_gpu or candidate.ours) and runner.proof is None
         extra_bytes = float(max(self.watch.gather(extra))) if counted else math.nan
         return Checked(candidate, runner, extra_bytes=extra_bytes)
@@ -136,15 +133,14 @@ class Verifier:
                 replay()
                 return result
 
-            if runner.proof is not None:  # its result shows nothing; the eager call's did
-                return replay, True
-            return replay, self._prove(runner, operands, again)[0]
+            # Where another call is the proof, this result shows nothing; the eager call's did.
+            return replay, bool(runner.proof) or self._prove(runner, operands, again)[0]
 
         value, why = self.watch.together(action, fatal=FATAL)
         if value is None:
             checked.graph_note = why
-        elif wrong := self._wrong(value[1]):
-            checked.graph_status, checked.graph_note = "wrong", wrong
+        elif not all(rights := self.watch.gather(value[1])):
+            checked.graph_status, checked.graph_note = "wrong", _wrong(rights)
         else:
             checked.replay = value[0]
 
@@ -152,23 +148,15 @@ class Verifier:
         self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
     ) -> tuple[bool, int]:
         """Whether calls with inputs never used before are right, and the last one's peak memory."""
-        outcomes = list(
-            exact_calls(
-                {"": call},
-                operands,
-                CHECKS,
-                first=self.iteration,
-                compare=lambda result: wrong_elements(result, expected(runner, operands)),
-                measure=lambda one: peak_bytes(one, self.watch.device),
-            )
-        )
+        how: dict[str, Any] = {
+            "first": self.iteration,
+            "compare": lambda result: wrong_elements(result, expected(runner, operands)),
+            "measure": lambda one: peak_bytes(one, self.watch.device),
+        }
+        outcomes = list(exact_calls({"": call}, operands, CHECKS, **how))
         self.iteration += CHECKS
         right = not any(outcome.wrong.item() for outcome in outcomes)
         return right, int(outcomes[-1].figure)
-
-    def _wrong(self, right: bool) -> str:
-        ranks = [rank for rank, equal in enumerate(self.watch.gather(right)) if not equal]
-        return f"wrong result on ranks {ranks}" if ranks else ""
 
     def _symmetric_bytes(self, candidate: BenchCandidate, problem: Problem) -> int:
         if candidate.ours:
@@ -178,6 +166,10 @@ class Verifier:
             width = 2 * problem.n if problem.kind.scatters else problem.k
             return max(problem.rows) * width * problem.itemsize
         return 0
+
+
+def _wrong(rights: Sequence[bool]) -> str:
+    return f"wrong result on ranks {[rank for rank, right in enumerate(rights) if not right]}"
 
 
 def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], float]:

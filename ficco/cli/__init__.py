@@ -14,8 +14,8 @@ import select
 import sys
 from collections.abc import Sequence
 
-from ficco.bench import extra
 from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, simulate, tune
+from ficco.cli.site import PACKAGES, not_installed, require_extra
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.launch import RankFailed
 from ficco.version import version
@@ -28,8 +28,10 @@ WITH_EXTRA = ("demo", "bench", "characterize", "simulate", "plot", "tune")
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
 
-#: In the order in which the help lists them.
-COMMANDS = (demo, bench, characterize, explain, plan, simulate, plot, tune, doctor)
+#: In the order in which the help lists them. Each has ``options``, which adds its options to a
+#: parser, and ``run``, which takes what is parsed and gives the exit code.
+MODULES = (demo, bench, characterize, explain, plan, simulate, plot, tune, doctor)
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def main() -> int:
@@ -60,17 +62,17 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         if parsed.command in WITH_EXTRA:
-            extra.require()
-        return int(parsed.run(parsed) or 0)
+            require_extra()
+        return int(COMMANDS[parsed.command].run(parsed) or 0)
     except RankFailed as error:
         if error.details:
             print(error.details, file=sys.stderr)
         return _fail(error, 1)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package not in extra.PACKAGES:
+        if package not in PACKAGES:
             raise
-        return _fail(extra.missing(package), 2)
+        return _fail(not_installed(package), 2)
     except BrokenPipeError as error:
         return READER_LEFT if _reader_left() else _fail(error, 1)
     except InvalidArgument as error:
@@ -103,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"{PROGRAM} {version()}", help="print the version"
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    for command in COMMANDS:
-        command.add(commands)
+    for name, module in COMMANDS.items():
+        _, _, text = " ".join((module.__doc__ or "").split()).partition(": ")
+        text = text.removesuffix(".")
+        module.options(commands.add_parser(name, help=text, description=text))
     return parser

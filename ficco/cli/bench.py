@@ -1,4 +1,6 @@
-"""``ficco bench``, and the files that commands write."""
+"""``ficco bench``: time operators by schedules, the serial composition and PyTorch's fused ops,
+paired.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,8 @@ import argparse
 import json
 import os
 import re
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,17 @@ from ficco.bench import cases
 from ficco.bench.candidates import OPTIONAL, BenchCandidate, choose, refused
 from ficco.bench.cases import Case
 from ficco.bench.measure import modes_of
-from ficco.cli.site import add_ranks
+from ficco.cli.site import (
+    CSV,
+    FLAG,
+    NAMES,
+    add_files,
+    add_ranks,
+    add_rounds,
+    command,
+    shapes,
+    writable,
+)
 from ficco.problem import OPERATORS
 
 if TYPE_CHECKING:
@@ -32,36 +43,27 @@ START_S = 180.0
 PLAYED = ("rank", "machine", "link_gb_s", "latency_us", "gap_us", "products")
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "time operators by schedules, the serial composition and PyTorch's fused ops, paired"
-    parser = commands.add_parser("bench", help=text, description=text)
-    parser.set_defaults(run=_bench)
+def options(parser: Any) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--operator",
-        nargs="+",
+        **NAMES,
         choices=list(OPERATORS),
-        metavar="NAME",
         help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
         "or those of the set)",
     )
     what.add_argument(
         "--set",
-        nargs="+",
+        **NAMES,
         choices=list(cases.SETS),
-        metavar="NAME",
         help=f"shapes: {', '.join(cases.SETS)}; scattering operators take them with n and k "
         "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
     )
-    what.add_argument(
-        "--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k; optionally op"
-    )
-    what.add_argument("--only", nargs="+", metavar="NAME", help="only the shapes with these names")
+    what.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k; optionally op")
+    what.add_argument("--only", **NAMES, help="only the shapes with these names")
     what.add_argument(
         "--schedules",
-        nargs="+",
-        metavar="NAME",
+        **NAMES,
         help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
         "in symmetric memory, @stages=2 leaves memory for two steps; candidates stands for those "
         "that auto compares, candidates=3 for the three of library products that are predicted to "
@@ -76,7 +78,7 @@ def add(commands: Any) -> None:
     )
     what.add_argument(
         "--layers",
-        action="store_true",
+        **FLAG,
         help="instead of products: forward and backward of two layers of Llama 3 70B, with their "
         "weights sharded",
     )
@@ -95,26 +97,22 @@ def add(commands: Any) -> None:
     played.add_argument(
         "--machine", help="a name or a file that says when rows arrive (default: of this GPU)"
     )
-    played.add_argument(
-        "--link-gb-s", type=float, metavar="GB/S", help="rate of a copy, in place of the machine's"
-    )
-    played.add_argument(
-        "--latency-us", type=float, metavar="US", help="latency of one, in place of the machine's"
-    )
-    played.add_argument(
-        "--gap-us", type=float, metavar="US", help="time between two, in place of the machine's"
-    )
+    for name, unit, text in (
+        ("link-gb-s", "GB/S", "rate of a copy"),
+        ("latency-us", "US", "latency of one"),
+        ("gap-us", "US", "time between two"),
+    ):
+        text += ", in place of the machine's"
+        played.add_argument(f"--{name}", type=float, metavar=unit, help=text)
     played.add_argument(
         "--products",
-        action="store_true",
+        **FLAG,
         help="first measure what products take on this GPU, in about 20 s, for auto and for what "
         "peers send",
     )
     how = parser.add_argument_group("how")
     add_ranks(how)
-    how.add_argument(
-        "--rounds", type=int, default=25, help="at most so many rounds per shape (default: 25)"
-    )
+    add_rounds(how)
     how.add_argument(
         "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
     )
@@ -122,45 +120,44 @@ def add(commands: Any) -> None:
         "--seed", type=int, default=0, help="seed of the order and the operands (default: 0)"
     )
     result = parser.add_argument_group("output")
-    result.add_argument(
-        "--out", type=Path, default=Path("ficco-bench"), help="folder (default: ficco-bench)"
-    )
-    result.add_argument("--name", help="name of the files (default: set, machine and date)")
-    result.add_argument("--timelines", action="store_true", help="trace and draw the first shape")
-    result.add_argument("--json", action="store_true", help="print the rows as JSON")
+    add_files(result, "ficco-bench", "set")
+    result.add_argument("--timelines", **FLAG, help="trace and draw the first shape")
+    result.add_argument("--json", **FLAG, help="print the rows as JSON")
     later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
-    later.add_argument("--plot", type=Path, metavar="CSV", help="draw its pictures")
-    later.add_argument("--report", type=Path, metavar="CSV", help="write its report next to it")
+    later.add_argument("--plot", **CSV, help="draw its pictures")
+    later.add_argument("--report", **CSV, help="write its report next to it")
 
 
-def _bench(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     if arguments.plot or arguments.report:
         for path in _pictures(arguments.plot) if arguments.plot else ():
             print(f"wrote {path}")
         if arguments.report:
             print(f"wrote {_report(arguments.report)}")
         return 0
+    from ficco.bench import layers
+    from ficco.bench.frames import read_description, records
+    from ficco.bench.report import show_best
 
     _check_replay(arguments)
-    settings_of = _layers if arguments.layers else _products
-    measure, settings, finish = settings_of(arguments, *place(arguments))
-    rows = launch.launch(
-        measure,
-        arguments.ranks,
-        settings,
-        device=settings.device,
-        timeout_s=arguments.seconds + START_S,
-    )
-    if rows is None:  # under torchrun, a rank other than 0
-        return 0
-    for path in (settings.csv, *finish(rows)):
-        print(f"wrote {path}", file=sys.stderr)
-    bad = rows[rows["status"].isin(("wrong", "failed"))]
-    for row in bad.to_dict("records"):
-        what = row["candidate"] if "candidate" in row else row["way"]
-        where = row["case"] if "case" in row else row["layer"]
-        print(f"{row['status']}: {what} on {where}: {row['note']}", file=sys.stderr)
-    return 1 if len(bad) else 0
+    device, ranks = place(arguments)
+    what, measure, kind, more = (_layers if arguments.layers else _products)(arguments, device)
+    settings = kind(**more, **run_settings(arguments, what, device, ranks))
+
+    def finish(rows: pd.DataFrame) -> list[Path]:
+        if arguments.layers:
+            text = layers.report(rows, read_description(settings.csv), settings.csv.stem)
+            print(text)
+            path = settings.csv.with_suffix(".md")
+            path.write_text(text)
+            return [path]
+        if arguments.json:
+            print(json.dumps(records(rows)))
+        else:
+            show_best(rows)
+        return [*_pictures(settings.csv), _report(settings.csv)]
+
+    return measured(measure, arguments, settings, arguments.seconds + START_S, finish)
 
 
 def _check_replay(arguments: argparse.Namespace) -> None:
@@ -185,15 +182,17 @@ def _check_replay(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def place(arguments: argparse.Namespace) -> tuple[str, int]:
-    """The device and the number of ranks of a measurement.
+# What every measurement does.
+
+
+def place(arguments: argparse.Namespace, least: int = 1) -> tuple[str, int]:
+    """The device and the number of ranks of a measurement, at least so many.
 
     Raises:
         ValueError: they are not here, or options do not fit together.
     """
-
     device = arguments.device or launch.default_device()
-    ranks = launch.check_ranks(arguments.ranks, device)
+    ranks = launch.check_ranks(arguments.ranks, device, least)
     if arguments.seconds is not None:
         launch.check_seconds(arguments.seconds)
     if arguments.rounds < 1:
@@ -212,75 +211,88 @@ def run_settings(
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
         "csv": fresh(arguments.out, arguments.name or named(what, device, ranks)),
-        "command": shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+        "command": command(),
     }
 
 
-def _products(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
-    """The bench of products: the function of the ranks, what it takes, and what follows from
-    the rows."""
-    from ficco.bench.frames import records
-    from ficco.bench.report import show_best
+def named(what: str, device: str, ranks: int) -> str:
+    """The name of the files of a run: what, the machine and the day."""
+    kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
+    machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
+    machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def fresh(folder: Path, name: str) -> Path:
+    """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
+    path = writable(folder) / f"{name}.csv"
+    number = 1
+    while path.exists() and launch.own_rank() == 0:
+        number += 1
+        path = path.with_name(f"{name}-{number}.csv")
+    return path
+
+
+def measured(
+    measure: Callable[[Any], pd.DataFrame | None],
+    arguments: argparse.Namespace,
+    settings: Any,
+    timeout_s: float,
+    finish: Callable[[pd.DataFrame], Iterable[Path]],
+) -> int:
+    """Measure on ranks, and say what was wrong or failed; the exit code. ``finish`` writes what
+    follows from the rows, and gives its files."""
+    how: Any = {"device": settings.device, "timeout_s": timeout_s}
+    rows = launch.launch(measure, arguments.ranks, settings, **how)
+    if rows is None:  # under torchrun, a rank other than 0
+        return 0
+    for path in (settings.csv, *finish(rows)):
+        print(f"wrote {path}", file=sys.stderr)
+    bad = rows[rows["status"].isin(("wrong", "failed"))]
+    for row in bad.to_dict("records"):
+        what = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
+        print(f"{row['status']}: {' on '.join(what)}: {row['note']}", file=sys.stderr)
+    return 1 if len(bad) else 0
+
+
+# What is measured: its name, the function of the ranks, the type of what that is told, and this.
+
+
+def _products(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
     from ficco.bench.run import BenchSettings, bench
 
-    shapes, what = chosen(arguments, device)
+    found, what = chosen(arguments, device)
     candidates = choose(arguments.schedules, arguments.without)
     if arguments.schedules:
-        _servable(candidates, shapes)
-    modes = modes_of(device, arguments.mode)
-    measure: Any = bench
-    kind: Any = BenchSettings
-    more: dict[str, Any] = {}
-    if arguments.replay:
-        from ficco.bench.replay_run import ReplaySettings, replay
-        from ficco.tune.products import refitted
+        _servable(candidates, found)
+    told: dict[str, Any] = {
+        "cases": tuple(found),
+        "candidates": candidates,
+        "modes": modes_of(device, arguments.mode),
+        "timelines": arguments.timelines,
+        "quiet": arguments.json,
+        "seed": arguments.seed,
+    }
+    if arguments.replay is None:
+        return what, bench, BenchSettings, told
+    from ficco.bench.replay_run import ReplaySettings, replay
+    from ficco.tune.products import refitted
 
-        measure, kind, modes = replay, ReplaySettings, tuple(m for m in modes if m != "graph")
-        what, more["world"] = f"replay-{arguments.replay}-{what}", arguments.replay
-        more |= {name: getattr(arguments, name) for name in PLAYED}
-        more |= {"rank": arguments.rank or 0, "products": refitted if arguments.products else None}
-    settings = kind(
-        cases=tuple(shapes),
-        candidates=candidates,
-        modes=modes,
-        timelines=arguments.timelines,
-        quiet=arguments.json,
-        seed=arguments.seed,
-        **more,
-        **run_settings(arguments, what, device, ranks),
-    )
-
-    def finish(rows: pd.DataFrame) -> list[Path]:
-        if arguments.json:
-            print(json.dumps(records(rows)))
-        else:
-            show_best(rows)
-        return [*_pictures(settings.csv), _report(settings.csv)]
-
-    return measure, settings, finish
+    told |= {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
+    told |= {"rank": arguments.rank or 0, "products": refitted if arguments.products else None}
+    told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
+    return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told
 
 
-def _layers(arguments: argparse.Namespace, device: str, ranks: int) -> tuple[Any, Any, Any]:
-    """The bench of layers, as :func:`_products`."""
+def _layers(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
     from ficco.bench import layers
-    from ficco.bench.frames import read_description
 
     for name in ("set", "shapes", "only", "operator", "schedules", "timelines", "json"):
         if getattr(arguments, name):
             raise ValueError(f"--layers: required without --{name}, which is for products")
-    settings = layers.LayerSettings(
-        layers=layers.SHAPES[device],
-        modes=tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph"),
-        **run_settings(arguments, "layers", device, ranks),
-    )
-
-    def finish(rows: pd.DataFrame) -> list[Path]:
-        path = settings.csv.with_suffix(".md")
-        path.write_text(layers.report(rows, read_description(settings.csv), path.stem))
-        print(path.read_text())
-        return [path]
-
-    return layers.layers, settings, finish
+    modes = tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
+    told = {"layers": layers.SHAPES[device], "modes": modes}
+    return "layers", layers.layers, layers.LayerSettings, told
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
@@ -290,73 +302,30 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
         ValueError: there is no shape of a name that was asked for.
     """
     operators = arguments.operator
-    if arguments.shapes:
-        what, shapes = [arguments.shapes.stem], cases.read(arguments.shapes)
-    elif arguments.set:
-        what, shapes = (
-            arguments.set,
-            [case for name in arguments.set for case in cases.SETS[name]()],
-        )
+    if arguments.shapes or arguments.set:
+        what, found = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
+        if operators:
+            found = [case.on(operator) for operator in operators for case in found]
     else:  # each operator has its own
         wanted = operators or [cases.OPERATOR]
         pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
         what = list(dict.fromkeys(name for _, name in pairs))
-        shapes = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
-        operators = None
-    if operators:
-        shapes = [case.on(operator) for operator in operators for case in shapes]
-    there = [case.name for case in shapes]
+        found = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
+    there = [case.name for case in found]
     for name in arguments.only or ():
         if name not in there:
             raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
-    kept = [case for case in shapes if not arguments.only or case.name in arguments.only]
+    kept = [case for case in found if not arguments.only or case.name in arguments.only]
     return kept, "-".join(what)
 
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
-
     by_operator = {case.operator: case.problem(2) for case in shapes}
     for candidate in candidates:
         reasons = [refused(candidate, problem) for problem in by_operator.values()]
         if reasons and all(reasons):
             raise ValueError(f"--schedules: {reasons[0]}")
-
-
-def named(what: str, device: str, ranks: int) -> str:
-    """The name of the files of a run: what, the machine and the day."""
-
-    kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
-    machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
-    machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
-
-
-def writable(folder: Path) -> Path:
-    """A folder of ``--out``, which is created; refused before anything is measured in vain.
-
-    Raises:
-        ValueError: it cannot be written to.
-    """
-    why = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f" ({error.strerror})"
-    if why or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--out: required a folder that can be written to, got {folder}{why}")
-    return folder
-
-
-def fresh(folder: Path, name: str) -> Path:
-    """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
-
-    path = writable(folder) / f"{name}.csv"
-    number = 1
-    while path.exists() and launch.own_rank() == 0:
-        number += 1
-        path = path.with_name(f"{name}-{number}.csv")
-    return path
 
 
 def _pictures(csv: Path) -> list[Path]:

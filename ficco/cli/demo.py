@@ -1,4 +1,6 @@
-"""``ficco demo``."""
+"""``ficco demo``: run every schedule and operator here, compare them with the plain product, draw
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from ficco import launch
-from ficco.cli.bench import writable
-from ficco.cli.site import add_ranks
+from ficco.cli.site import add_ranks, writable
 
 #: Seconds after which a demo has hung; it takes about fifteen.
 DEMO_S = 300.0
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "run every schedule and operator here, compare them with the plain product, draw them"
-    parser = commands.add_parser("demo", help=text, description=text)
+def options(parser: Any) -> None:
     add_ranks(parser, "(default: 4, or a GPU each)")
     parser.add_argument(
         "--out",
         type=Path,
         help="folder for the pictures (default: a new one in the folder for temporary files)",
     )
-    parser.set_defaults(run=_demo)
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from ficco.bench.demo import demo
 
     device = arguments.device or launch.default_device()

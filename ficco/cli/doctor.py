@@ -1,4 +1,4 @@
-"""``ficco doctor``."""
+"""``ficco doctor``: print versions, devices, links, engines, and what would be used and why."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ficco import doctor, launch
+from ficco.cli.site import FLAG
 
 #: Seconds after which the ranks of ``doctor`` have hung.
 DOCTOR_S = 120.0
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "print versions, devices, links, engines, and what would be used and why"
-    parser = commands.add_parser("doctor", help=text, description=text)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+def options(parser: Any) -> None:
+    parser.add_argument("--json", **FLAG, help="print JSON")
     parser.add_argument(
         "--ranks",
         type=int,
@@ -32,17 +30,15 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--selftest",
-        action="store_true",
+        **FLAG,
         help="start ranks (default: a GPU each, or 2) and test what the engine assumes",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="report of --selftest (default: ficco-selftest-<date>.md)"
     )
-    parser.set_defaults(run=_doctor)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-
+def run(arguments: argparse.Namespace) -> int:
     if arguments.selftest:
         return _selftest(arguments)
     if arguments.out is not None:
@@ -67,7 +63,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _selftest(arguments: argparse.Namespace) -> int:
     from datetime import date
 
-    from ficco import selftest
+    from ficco.selftest import run as selftest
 
     path = Path(arguments.out or f"ficco-selftest-{date.today()}.md")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):

@@ -1,4 +1,6 @@
-"""``ficco explain``."""
+"""``ficco explain``: say which schedule a call would take, why, and what is predicted of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,21 @@ from typing import Any
 
 from ficco import launch
 from ficco.amounts import seconds_text
-from ficco.bench import extra
 from ficco.bench.candidates import parse
 from ficco.bench.cases import Case
 from ficco.bench.measure import modes_of
 from ficco.cli.bench import START_S
-from ficco.cli.site import add_operator, add_sizes, missing, picture, problem, site
+from ficco.cli.site import (
+    FILE,
+    FLAG,
+    add_operator,
+    add_sizes,
+    missing,
+    picture,
+    problem,
+    require_extra,
+    site,
+)
 from ficco.heuristics import decide
 from ficco.heuristics.where import too_large
 
@@ -25,30 +36,23 @@ from ficco.heuristics.where import too_large
 MEASURE_S = 20.0
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "say which schedule a call would take, why, and what is predicted of the others"
-    parser = commands.add_parser("explain", help=text, description=text)
+def options(parser: Any) -> None:
     add_operator(parser)
     add_sizes(parser)
     parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
-    parser.add_argument("--captured", action="store_true", help="the call is captured in a graph")
-    parser.add_argument("--search", action="store_true", help="look beyond the named schedules")
-    parser.add_argument(
-        "--measure", action="store_true", help="also time the candidates on this host"
-    )
+    parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
+    parser.add_argument("--search", **FLAG, help="look beyond the named schedules")
+    parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
     parser.add_argument(
         "--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})"
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the candidates (png, svg)")
-    parser.set_defaults(run=_explain)
+    parser.add_argument("--json", **FLAG, help="print everything as JSON")
+    parser.add_argument("--draw", **FILE, help="draw the candidates (png, svg)")
 
 
-def _explain(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     _refuse(arguments)
-
     asked = site(arguments.machine, arguments.world, captured=arguments.captured)
     decision = decide(
         problem(arguments, asked.world),
@@ -75,15 +79,12 @@ def _refuse(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: which one, and what it needs.
     """
-
     if arguments.rows and arguments.measure:
         raise ValueError("--measure: required without --rows; it times equal rows only")
-    if arguments.seconds is not None and not arguments.measure:
-        raise ValueError(
-            f"--seconds: required with --measure, got {arguments.seconds:g} without it"
-        )
-    if arguments.seconds is not None:
-        launch.check_seconds(arguments.seconds)
+    if (seconds := arguments.seconds) is not None:
+        if not arguments.measure:
+            raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
+        launch.check_seconds(seconds)
     if sizes := missing(arguments):
         raise ValueError(
             f"{sizes}: required, got none; for example `ficco explain --m 8192 --n 3584 --k 4096 "
@@ -103,7 +104,7 @@ def _measure(
     """
     from ficco.bench.run import BenchSettings, bench
 
-    extra.require()
+    require_extra()
     asked, device = decision.problem, launch.default_device()
     case = Case("explained", asked.m, asked.n, asked.k, asked.dtype, operator=asked.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]

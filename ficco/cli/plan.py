@@ -1,14 +1,14 @@
-"""``ficco plan``."""
+"""``ficco plan``: print or draw what a schedule does for given sizes; needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from ficco.cli.simulate import write
-from ficco.cli.site import MACHINE, add_operator, add_sizes, picture, problem, site
+from ficco.cli.site import FILE, FLAG, MACHINE, add_operator, add_sizes, picture, problem, site
 from ficco.heuristics import decide
 from ficco.heuristics.where import too_large
 from ficco.plan import check, render
@@ -16,10 +16,7 @@ from ficco.schedules import plans
 from ficco.simulate import simulate
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "print or draw what a schedule does for given sizes; needs no GPU"
-    parser = commands.add_parser("plan", help=text, description=text)
+def options(parser: Any) -> None:
     parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
     add_operator(parser)
     add_sizes(parser, required=True)
@@ -33,14 +30,12 @@ def add(commands: Any) -> None:
         "--machine",
         help=f"machine that auto and --draw go by: a name or a file (default: {MACHINE})",
     )
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the timeline (png, svg)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
-    parser.add_argument("--json", action="store_true", help="print the steps as JSON")
-    parser.set_defaults(run=_plan)
+    parser.add_argument("--draw", **FILE, help="draw the timeline (png, svg)")
+    parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
+    parser.add_argument("--json", **FLAG, help="print the steps as JSON")
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-
+def run(arguments: argparse.Namespace) -> int:
     asked = site(arguments.machine, arguments.world, default=MACHINE)
     asked_of = problem(arguments, asked.world)
     if not 0 <= arguments.rank < asked_of.world:
@@ -80,53 +75,41 @@ def _plan_text(plan: Any, decision: Any) -> str:
 
 
 def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "problem": asdict(plan.problem),
-        "schedule": plan.schedule,
-        "source": decision.source,
-        "reason": decision.reason,
-        "rank": plan.rank,
-        "lanes": plan.lanes,
-        "words": plan.words,
+        **{name: getattr(plan, name) for name in ("schedule", "rank", "lanes", "words")},
+        **{name: getattr(decision, name) for name in ("source", "reason")},
         "buffers": [
             {
-                **{key: getattr(buffer, key) for key in ("name", "holds", "dtype")},
-                "shape": plan.shape(buffer.name),
-                **{key: getattr(buffer, key) for key in ("memory", "layout")},
+                **{name: getattr(one, name) for name in ("name", "holds", "dtype")},
+                "shape": plan.shape(one.name),
+                **{name: getattr(one, name) for name in ("memory", "layout")},
             }
-            for buffer in plan.buffers
+            for one in plan.buffers
         ],
         "stages": plan.stages,
         "extra_bytes": plan.extra_bytes,
         "steps": [
             {
-                "op": step.op,
-                "lane": step.lane,
-                "label": step.label,
+                **{name: getattr(step, name) for name in ("op", "lane", "label", "after")},
                 "waits": [signal.name for signal in step.waits],
                 "posts": [signal.name for signal in step.posts],
                 **{
                     key: [{"signal": one.name, "rows": (one.first, one.last)} for one in signals]
                     for key, signals in (("gates", step.gates), ("announces", step.announces))
                 },
-                "after": step.after,
-                "transfer": step.transfer and [end._asdict() for end in step.transfer[:2]],
-                "products": [
-                    {
-                        **p._asdict(),
-                        **{name: getattr(p, name)._asdict() for name in ("a", "b", "out")},
-                    }
-                    for p in step.products
-                ],
-                "reduction": step.reduction
-                and {
-                    "parts": [part._asdict() for part in step.reduction.parts],
-                    "out": step.reduction.out._asdict(),
-                },
+                "transfer": step.transfer and _plain(step.transfer[:2]),
+                "products": _plain(step.products),
+                "reduction": _plain(step.reduction),
                 "mover": step.mover if step.op == "copy" or step.mover == "kernel" else None,
             }
             for step in plan.steps
         ],
     }
+
+
+def _plain(value: Any) -> Any:
+    """Regions, and what consists of them, as JSON has them."""
+    if hasattr(value, "_asdict"):
+        return {name: _plain(part) for name, part in value._asdict().items()}
+    return list(map(_plain, value)) if isinstance(value, tuple) else value

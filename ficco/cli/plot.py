@@ -1,4 +1,4 @@
-"""``ficco plot``."""
+"""``ficco plot``: draw timelines, simulated and measured, side by side."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ficco.bench.draw import draw, trace
-from ficco.cli.site import picture
+from ficco.cli.site import FILE, picture
 from ficco.errors import ConfigError
 from ficco.timeline import Timeline, loads
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "draw timelines, simulated and measured, side by side"
-    parser = commands.add_parser("plot", help=text, description=text)
+def options(parser: Any) -> None:
     parser.add_argument(
         "files",
         nargs="+",
@@ -29,14 +26,12 @@ def add(commands: Any) -> None:
         default=Path("timelines.png"),
         help="png or svg (default: timelines.png)",
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
     parser.add_argument("--only", metavar="TEXT", help="timelines with this in their title")
     parser.add_argument("--ranks", default="0", help="ranks to show: 0, 0,3 or all (default: 0)")
-    parser.set_defaults(run=_plot)
 
 
-def _plot(arguments: argparse.Namespace) -> int:
-
+def run(arguments: argparse.Namespace) -> int:
     picture(arguments.out, "--out")
     chosen = [one for path in arguments.files for one in _read(path, arguments.only)]
     if not chosen:
@@ -50,7 +45,6 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path, only: str | None) -> list[Timeline]:
-
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +63,6 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
 
 def _arrange(timelines: list[Timeline]) -> tuple[list[Timeline], int]:
     """Row by row, and the number of columns: what shows the same schedule stands side by side."""
-
     rows: dict[str, list[Timeline]] = {}
     for one in timelines:
         rows.setdefault(one.title.rpartition(": ")[0] or one.title, []).append(one)

@@ -1,4 +1,4 @@
-"""``ficco simulate``."""
+"""``ficco simulate``: predict schedules on a described machine; needs no GPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco.amounts import seconds_text
 from ficco.bench import cases
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
-from ficco.cli.site import GATHERS, MACHINE, missing, picture, site
+from ficco.cli.site import CSV, FILE, FLAG, GATHERS, MACHINE, SIZES, missing, picture, shapes, site
 from ficco.machine import Machine
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED, Schedule, plans
@@ -24,22 +23,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "predict schedules on a described machine; needs no GPU"
-    parser = commands.add_parser("simulate", help=text, description=text)
+def options(parser: Any) -> None:
     parser.add_argument(
         "schedules", nargs="*", help="names such as growing:compute=2 (default: all named ones)"
     )
     what = parser.add_argument_group("what")
-    what.add_argument("--set", help="shapes that ship with ficco (default: measured)")
-    what.add_argument("--shapes", type=Path, metavar="CSV", help="shapes: columns name, m, n, k")
-    what.add_argument("--m", type=int, help="one shape: rows that a rank multiplies,")
-    what.add_argument("--n", type=int, help="columns of one rank's B,")
-    what.add_argument("--k", type=int, help="columns of A")
+    text = "shapes that ship with ficco (default: measured)"
+    what.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
+    what.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
+    for name, text in SIZES.items():
+        what.add_argument(f"--{name}", type=int, help=f"of one shape: {text}")
     what.add_argument("--dtype", default="bfloat16", help="dtype of that shape (default: bfloat16)")
     what.add_argument(
         "--operator",
+        choices=list(OPERATORS),
+        metavar="NAME",
         help=f"an operator, such as matmul_reduce_scatter (default: {GATHERS}, or those of the "
         "set); scattering operators take sets and --shapes with n and k exchanged",
     )
@@ -48,30 +46,21 @@ def add(commands: Any) -> None:
     where.add_argument("--world", type=int, help="ranks (default: the machine's)")
     where.add_argument(
         "--mode",
+        choices=MODES,
         help="queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
         "idle, since the caller itself carries out the call)",
     )
     result = parser.add_argument_group("output")
-    result.add_argument("--json", action="store_true", help="print the rows as JSON")
-    result.add_argument("--csv", type=Path, metavar="FILE", help="write the rows")
-    result.add_argument(
-        "--draw", type=Path, metavar="FILE", help="with one shape: draw its timeline (png, svg)"
-    )
-    result.add_argument(
-        "--trace", type=Path, metavar="FILE", help="with one shape: write its trace for Perfetto"
-    )
-    result.add_argument(
-        "--timelines",
-        type=Path,
-        metavar="FILE",
-        help="with one shape: write its timelines, for ficco plot",
-    )
-    parser.set_defaults(run=_simulate)
+    result.add_argument("--json", **FLAG, help="print the rows as JSON")
+    result.add_argument("--csv", **FILE, help="write the rows")
+    result.add_argument("--draw", **FILE, help="with one shape: draw its timeline (png, svg)")
+    result.add_argument("--trace", **FILE, help="with one shape: write its trace for Perfetto")
+    text = "with one shape: write its timelines, for ficco plot"
+    result.add_argument("--timelines", **FILE, help=text)
 
 
 def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: str) -> None:
     """Write what ``--draw`` and ``--trace`` ask for."""
-
     if arguments.draw:
         ranks = [0] if len(timelines) > 1 else None  # all ranks of one call
         print(f"wrote {draw(timelines, arguments.draw, ranks=ranks, note=note)}", file=sys.stderr)
@@ -79,55 +68,47 @@ def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: st
         print(f"wrote {trace(timelines, arguments.trace)}", file=sys.stderr)
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     import pandas as pd
 
     from ficco.bench import simulated
     from ficco.bench.frames import append, records
 
-    if arguments.mode not in (None, *MODES):
-        raise ValueError(f"--mode: required one of {', '.join(MODES)}, got {arguments.mode!r}")
     picture(arguments.draw)
     asked = site(arguments.machine, arguments.world, default=MACHINE)
-    world = asked.world
     mode = arguments.mode or ("idle" if asked.mode == "idle" else "queued")
     if "auto" in arguments.schedules:
         raise ValueError(
             f"schedules: required one of {', '.join(NAMED)}, got 'auto', which stands for one of "
             "them; `ficco explain` says for which"
         )
-    if arguments.operator not in (None, *OPERATORS):
-        raise ValueError(
-            f"--operator: required one of {', '.join(OPERATORS)}, got {arguments.operator!r}"
-        )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
-    cases = _cases(arguments)
+    found = _cases(arguments)
     drawn = arguments.draw or arguments.trace or arguments.timelines
-    if drawn and len(cases) > 1:
+    if drawn and len(found) > 1:
         raise ValueError(
-            f"--draw, --trace, --timelines: required one shape, got {len(cases)}; "
+            f"--draw, --trace, --timelines: required one shape, got {len(found)}; "
             "give it with --m, --n and --k"
         )
     machine = asked.simulated
     rows = pd.concat(
-        [simulated.simulate_case(case, machine, world, mode, schedules) for case in cases],
+        [simulated.simulate_case(case, machine, asked.world, mode, schedules) for case in found],
         ignore_index=True,
     )
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(case.operator for case in cases)))
+        print(", ".join(dict.fromkeys(case.operator for case in found)))
         _print(rows)
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
         print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
     if drawn:
-        _timelines(arguments, cases[0], machine, mode)
+        _timelines(arguments, found[0], machine, mode)
     return 0
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
-
     sizes = [arguments.m, arguments.n, arguments.k]
     one = any(size is not None for size in sizes)
     if sum([one, arguments.set is not None, arguments.shapes is not None]) > 1:
@@ -139,14 +120,10 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
         for name, size in zip("mnk", sizes, strict=True):
             if size < 0:
                 raise ValueError(f"--{name}: required a size of at least 0, got {size}")
-        name = "x".join(map(str, sizes))
-        m, n, k = sizes
-        return [cases.Case(name, m, n, k, arguments.dtype, operator=arguments.operator or GATHERS)]
-    name = arguments.set or "measured"
-    if not arguments.shapes and name not in cases.SETS:
-        raise ValueError(f"--set: required one of {', '.join(cases.SETS)}, got {name!r}")
-    shapes = list(cases.read(arguments.shapes) if arguments.shapes else cases.SETS[name]())
-    return [case.on(arguments.operator) for case in shapes] if arguments.operator else shapes
+        name, operator = "x".join(map(str, sizes)), arguments.operator or GATHERS
+        return [Case(name, *sizes, arguments.dtype, operator=operator)]
+    found = shapes(arguments, [arguments.set or "measured"])
+    return [case.on(arguments.operator or case.operator) for case in found]
 
 
 def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode: str) -> None:
@@ -180,17 +157,14 @@ def _print(rows: pd.DataFrame) -> None:
             "of ideal": cells(rows["share"].where(~bound)),
         }
     )
-    heads, tables, ends = list(text), [], []
+    tables: list[pd.DataFrame] = []
+    starts, ends = [], []
     for case, mine in rows.groupby("case", sort=False):
         sizes = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
         title = sizes if case == sizes.replace(", ", "x") else f"{case}: {sizes}"
-        tables += [pd.DataFrame([[title, "", "", ""]], columns=heads), text.loc[mine.index]]
-        ends.append(sum(map(len, tables)))
-    starts = [0, *ends[:-1]]
+        starts.append(sum(map(len, tables)))
+        tables += [pd.DataFrame([[title, "", "", ""]], columns=list(text)), text.loc[mine.index]]
+        ends.append(sum(map(len, tables)) - 1)
     machine, world, mode = rows.iloc[0][["machine", "world", "mode"]]
-    show(
-        f"simulated on {machine}, {world} ranks, {mode}",
-        pd.concat(tables),
-        bold=starts,
-        sections=[end - 1 for end in ends],
-    )
+    title = f"simulated on {machine}, {world} ranks, {mode}"
+    show(title, pd.concat(tables), bold=starts, sections=ends)

@@ -1,11 +1,18 @@
-"""What the commands share that decide and simulate: the machine, and files that pictures go to."""
+"""What several commands share: options, shapes, the machine, and files that are written."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ficco import launch
+from ficco.bench.cases import SETS, Case, read
 from ficco.dma.engine import fingerprint
 from ficco.heuristics import Where, problem_of_sizes, where
 from ficco.machine import Fingerprint
@@ -19,6 +26,35 @@ SIZES = {"m": "rows that a rank multiplies", "n": "columns of one rank's B", "k"
 
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
+
+#: What figures, pictures and tables need, and nothing that a program with ficco imports: the
+#: extra ``bench``.
+PACKAGES = ("pandas", "matplotlib", "rich")
+
+#: Kinds of options, as argparse takes them.
+FLAG: dict[str, Any] = {"action": "store_true"}
+NAMES: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
+
+
+def not_installed(package: str) -> str:
+    """What to do about a package of the extra that is not installed."""
+    return f'{package}: required, and not installed; `pip install "ficco[bench]"` adds it'
+
+
+def require_extra() -> None:
+    """Refuse to begin what needs the extra.
+
+    Raises:
+        ModuleNotFoundError: a package is missing; its ``name`` is one of ``PACKAGES``.
+    """
+    for package in PACKAGES:
+        there = False
+        with suppress(ValueError):  # imports of it are blocked
+            there = find_spec(package) is not None
+        if not there:
+            raise ModuleNotFoundError(not_installed(package), name=package)
 
 
 def site(
@@ -44,6 +80,20 @@ def add_ranks(parser: Any, started: str = "(default: a GPU each, or 4)") -> None
     )
 
 
+def add_rounds(parser: Any) -> None:
+    """Add the option that says how often each shape is measured."""
+    text = "at most so many rounds per shape (default: 25)"
+    parser.add_argument("--rounds", type=int, default=25, help=text)
+
+
+def add_files(parser: Any, folder: str, what: str) -> None:
+    """Add the options that say where a measurement writes to."""
+    parser.add_argument(
+        "--out", type=Path, default=Path(folder), help=f"folder (default: {folder})"
+    )
+    parser.add_argument("--name", help=f"name of the files (default: {what}, machine and date)")
+
+
 def add_sizes(parser: Any, required: bool = False) -> None:
     """Add the options that say what the sizes of a product are."""
     for name, what in SIZES.items():
@@ -54,13 +104,8 @@ def add_sizes(parser: Any, required: bool = False) -> None:
 
 def add_operator(parser: Any) -> None:
     """Add the options that say which operator is asked about, and how its rows are spread."""
-
-    parser.add_argument(
-        "--operator",
-        default=GATHERS,
-        metavar="NAME",
-        help=f"one of {', '.join(OPERATORS)} (default: {GATHERS})",
-    )
+    text = f"one of {', '.join(OPERATORS)} (default: {GATHERS})"
+    parser.add_argument("--operator", default=GATHERS, metavar="NAME", help=text)
     parser.add_argument(
         "--rows",
         help="rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
@@ -73,29 +118,29 @@ def missing(arguments: Any) -> str:
     return ", ".join(f"--{name}" for name in "mnk" if getattr(arguments, name) is None)
 
 
+def shapes(arguments: Any, sets: Iterable[str]) -> list[Case]:
+    """The shapes of ``--shapes``, else those of these sets."""
+    if arguments.shapes:
+        return read(arguments.shapes)
+    return [case for name in sets for case in SETS[name]()]
+
+
 def problem(arguments: Any, world: int) -> Problem:
     """The Problem that options ask about.
 
     Raises:
         ValueError: an option is wrong, or they do not fit together.
     """
-
-    operator, rows = arguments.operator, None
+    rows: Any = None
     if arguments.rows:
-        table = [
-            [_whole("--rows", size) for size in line.split(",")]
-            for line in arguments.rows.split(";")
-        ]
-        rows = table if len(table) > 1 else table[0]
-    return problem_of_sizes(
-        operator, arguments.m, arguments.n, arguments.k, arguments.dtype, world, rows
-    )
-
-
-def _whole(option: str, text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError(f"{option}: required whole numbers, got {text!r}")
-    return int(text)
+        table = [line.split(",") for line in arguments.rows.split(";")]
+        for size in (size for line in table for size in line):
+            if not size.strip().isdecimal():
+                raise ValueError(f"--rows: required whole numbers, got {size!r}")
+        rows = [list(map(int, line)) for line in table]
+        rows = rows if len(rows) > 1 else rows[0]
+    sizes = (arguments.m, arguments.n, arguments.k, arguments.dtype)
+    return problem_of_sizes(arguments.operator, *sizes, world, rows)
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:
@@ -113,3 +158,24 @@ def picture(path: Path | None, option: str = "--draw") -> None:
         raise ValueError(
             f"{option}: required a file with one of the suffixes {', '.join(known)}, got {path}"
         )
+
+
+def command() -> str:
+    """The command line of this process, for the description of figures."""
+    return shlex.join(["python", "-m", "ficco", *sys.argv[1:]])
+
+
+def writable(folder: Path) -> Path:
+    """A folder of ``--out``, which is created; refused before anything is measured in vain.
+
+    Raises:
+        ValueError: it cannot be written to.
+    """
+    why = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f" ({error.strerror})"
+    if why or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--out: required a folder that can be written to, got {folder}{why}")
+    return folder

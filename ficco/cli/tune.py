@@ -1,4 +1,6 @@
-"""``ficco tune``."""
+"""``ficco tune``: measure this machine, and which schedules are fastest on it, for
+schedule='auto'.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 from ficco import launch
 from ficco.bench import cases
-from ficco.cli.site import GATHERS, add_ranks
+from ficco.cli.site import CSV, FILE, FLAG, GATHERS, NAMES, add_ranks, command
 from ficco.dma.engine import fingerprint
 from ficco.machine import load, user_dir
 from ficco.problem import OPERATORS
@@ -29,64 +31,39 @@ TOLERANCE = 0.25
 NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-
-    text = "measure this machine, and which schedules are fastest on it, for schedule='auto'"
-    parser = commands.add_parser("tune", help=text, description=text)
+def options(parser: Any) -> None:
     what = parser.add_argument_group("what is measured")
-    what.add_argument(
-        "--quick", action="store_true", help="measure for less time, and less exactly"
-    )
+    what.add_argument("--quick", **FLAG, help="measure for less time, and less exactly")
     what.add_argument(
         "--only", nargs="+", metavar="STEP", choices=STEPS, help=f"these steps: {', '.join(STEPS)}"
     )
     what.add_argument(
         "--operator",
-        nargs="+",
-        metavar="NAME",
+        **NAMES,
         choices=OPERATORS,
         help="measure only the collectives of these operators; take --shapes as shapes of theirs "
         "(scattering operators take them with n and k exchanged), and of --from-log only their "
         f"problems (default: all collectives; shapes of their own operator, or {GATHERS})",
     )
-    what.add_argument(
-        "--shapes",
-        type=Path,
-        metavar="CSV",
-        help="time all candidates for these shapes: columns name, m, n, k; optionally op",
-    )
-    what.add_argument(
-        "--from-log",
-        type=Path,
-        metavar="FILE",
-        help="time all candidates for the calls of a program that ran with FICCO_LOG_PROBLEMS=FILE",
-    )
-    what.add_argument(
-        "--check", action="store_true", help="compare a few points with the file; change nothing"
-    )
-    what.add_argument(
-        "--tolerance",
-        type=float,
-        help=f"with --check: share by which a point may be off (default: {TOLERANCE})",
-    )
+    text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
+    what.add_argument("--shapes", **CSV, help=text)
+    text = "time all candidates for the calls of a program that ran with FICCO_LOG_PROBLEMS=FILE"
+    what.add_argument("--from-log", **FILE, help=text)
+    what.add_argument("--check", **FLAG, help="compare a few points with the file; change nothing")
+    text = f"with --check: share by which a point may be off (default: {TOLERANCE})"
+    what.add_argument("--tolerance", type=float, help=text)
     how = parser.add_argument_group("how")
     add_ranks(how)
-    how.add_argument(
-        "--fresh", action="store_true", help="begin anew instead of continuing an interrupted run"
-    )
-    how.add_argument(
-        "--out", type=Path, metavar="FILE", help="the machine's file (default: the user's own)"
-    )
-    parser.set_defaults(run=_tune)
+    how.add_argument("--fresh", **FLAG, help="begin anew instead of continuing an interrupted run")
+    how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
 
 
-def _tune(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from ficco.tune.run import TuneSettings, tune
 
     _refuse(arguments)
     device = arguments.device or launch.default_device()
-    ranks = at_least_two(launch.check_ranks(arguments.ranks, device))
+    ranks = launch.check_ranks(arguments.ranks, device, 2)  # one has no peer
     here = fingerprint(device, ranks)
     path = arguments.out or user_dir() / f"{default_name(here)}.yaml"
     if arguments.check:
@@ -101,7 +78,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         operators=tuple(arguments.operator or ()),
         problems=tuple(_problems(arguments, ranks, device)),
         fresh=arguments.fresh,
-        command=shlex.join(["python", "-m", "ficco", *sys.argv[1:]]),
+        command=command(),
     )
     if not settings.steps:
         raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
@@ -130,31 +107,15 @@ def _refuse(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: which one, and what it needs.
     """
-    if not arguments.check:
-        if arguments.tolerance is not None:
-            raise ValueError(
-                f"--tolerance: required with --check, got {arguments.tolerance} without it"
-            )
-        return
-    for name in NOT_CHECKED:
+    tolerance = arguments.tolerance
+    if tolerance is not None and not arguments.check:
+        raise ValueError(f"--tolerance: required with --check, got {tolerance} without it")
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"--tolerance: required a number above 0, got {tolerance}")
+    for name in NOT_CHECKED if arguments.check else ():
         if getattr(arguments, name):
-            option = name.replace("_", "-")
-            raise ValueError(
-                f"--check: required without --{option}; it looks at a few points of each block"
-            )
-    if arguments.tolerance is not None and not arguments.tolerance > 0:
-        raise ValueError(f"--tolerance: required a number above 0, got {arguments.tolerance}")
-
-
-def at_least_two(ranks: int) -> int:
-    """A number of ranks between which something passes.
-
-    Raises:
-        ValueError: it is 1.
-    """
-    if ranks < 2:
-        raise ValueError(f"--ranks: required at least 2, since one has no peer, got {ranks}")
-    return ranks
+            without = f"required without --{name.replace('_', '-')}"
+            raise ValueError(f"--check: {without}; it looks at a few points of each block")
 
 
 def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
@@ -193,9 +154,8 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
             f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
             f"{machine.ranks} of {machine.accelerator}; give another file with --out"
         )
-    points = launch.launch(
-        check, arguments.ranks, machine, device, device=device, timeout_s=START_S * 2
-    )
+    how: Any = {"device": device, "timeout_s": START_S * 2}
+    points = launch.launch(check, arguments.ranks, machine, device, **how)
     if not launch.own_rank():
         print(report(points, tolerance, _again(arguments)))
     return 0 if all(point.holds(tolerance) for point in points) else 1

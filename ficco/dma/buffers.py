@@ -133,6 +133,15 @@ class Buffers:
         return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
 
 
+def gathered_rows(program: Program, call: Call) -> torch.Tensor:
+    """The rows that a step of the caller's reads, all of A [m, k]: in staging, or as given."""
+    if program.slot is None:
+        return call.tensors["a"]
+    rows, cols = program.plan.shape("staging")
+    region = Region("staging", program.plan.rank, 0, rows, 0, cols)
+    return buffers_of(program).view(region)(call)
+
+
 def _index(shape: tuple[int, int], region: Region) -> Any:
     """What cuts a region out of a matrix; None if it is all of it."""
     rows, cols = slice(region.row, region.row_stop), slice(region.col, region.col_stop)

@@ -11,14 +11,16 @@ see :class:`ficco.dma.host.Semaphores`. Lanes of one rank synchronize through th
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ficco.dma.buffers import buffers_of
+from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
 from ficco.dma.engine import (
@@ -31,6 +33,7 @@ from ficco.dma.engine import (
     Slot,
     Span,
     Symmetric,
+    callers,
     timed_out,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
@@ -39,6 +42,10 @@ from ficco.plan import Product, Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+#: What a lane does before its caller's step, and who looks after the gates of that step.
+FIRST, ARRIVALS = "compute0 first", "arrivals"
 
 
 class CpuEngine(Engine):
@@ -195,23 +202,35 @@ class CpuEngine(Engine):
     # Running.
 
     def execute(self, program: Program, call: Call) -> None:
+        with self.around(program, call):
+            pass
+
+    @contextmanager
+    def around(self, program: Program, call: Call) -> Iterator[None]:
         lanes = program.state.get("lanes")
         if lanes is None:
-            lanes = program.state["lanes"] = {"compute0": []}
-            for lane, op in program.ops:
-                lanes.setdefault(lane, []).append(op)
+            lanes = program.state["lanes"] = self._by_lane(program)
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
         state = call.state = CallState(
-            len(lanes), program.state["recorded"], self.timeout_s, program.slot
+            len(lanes) - (FIRST in lanes), program.state["recorded"], self.timeout_s, program.slot
         )
         self._in_flight += 1
         try:
+            if gates := len(lanes.get(ARRIVALS, ())):
+                state.words = torch.zeros(gates, dtype=torch.int32)
+                state.arrived = [threading.Event() for _ in range(gates)]
             for lane, ops in lanes.items():
-                if lane != "compute0":
+                if lane not in ("compute0", FIRST):
                     if lane not in self._lanes:
                         self._lanes[lane] = Lane(lane)
                     self._lanes[lane].submit(partial(state.run_lane, ops, call))
+            state.run(lanes.get(FIRST, ()), call)
+            try:
+                if not state.failed.is_set():
+                    yield
+            except BaseException as error:
+                state.fail(error)
             state.run_lane(lanes["compute0"], call)
             state.done.wait()
         except BaseException as error:  # Ctrl-C: no lane may write to the result any more
@@ -224,6 +243,54 @@ class CpuEngine(Engine):
         # A call can succeed on what peers sent for a different one. Data of all peers has arrived,
         # and so have their entries on the board: compare them now.
         self.interrupt()
+
+    def _by_lane(self, program: Program) -> dict[str, list[Op]]:
+        """The operations of each lane; of one with a step of the caller's in it, what comes before
+        that is apart, and a lane of its own looks after that step's gates."""
+        lanes: dict[str, list[Op]] = {"compute0": []}
+        for lane, op in program.ops:
+            if op is callers:
+                lanes[FIRST], lanes["compute0"] = lanes["compute0"], []
+                if watched := self._gates(program):
+                    lanes[ARRIVALS] = watched
+            else:
+                lanes.setdefault(lane, []).append(op)
+        return lanes
+
+    def _gates(self, program: Program) -> list[Op]:
+        """For each gate of the caller's step what waits for it and tells the caller."""
+        steps = program.plan.steps
+        index = next(i for i, step in enumerate(steps) if step.op == "call")
+
+        def told(gate: int, wait: Op, call: Call) -> None:
+            wait(call)
+            call.state.arrives(gate)
+
+        return [
+            partial(told, gate, self.wait(program, index, (signal,)))
+            for gate, signal in enumerate(steps[index].gates)
+        ]
+
+    def arrived(self, program: Program, step: int) -> Op:
+        def op(call: Call) -> None:
+            for event in call.state.arrived:
+                while not event.wait(SLICE_S):
+                    call.state.check()
+
+        return op
+
+    def words(self, program: Program, call: Call) -> torch.Tensor:
+        state: CallState = call.state
+        return torch.zeros(0, dtype=torch.int32) if state.words is None else state.words
+
+    def rows(self, program: Program, call: Call) -> torch.Tensor:
+        return gathered_rows(program, call)
+
+    def await_rows(self, program: Program, call: Call, gate: int) -> None:
+        state: CallState = call.state
+        while not state.arrived[gate].wait(SLICE_S):
+            if state.error is not None:
+                raise state.error
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
         return lambda call: call.state.stamps.append((step, end, time.perf_counter()))

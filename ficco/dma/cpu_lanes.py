@@ -68,6 +68,10 @@ class CallState:
         self.timeout_s = timeout_s
         self.recorded = {step: threading.Event() for step in recorded}
         self.stamps: list[tuple[int, bool, float]] = []
+        #: Of a call with a step of its caller's: the words of that step's gates, and the same as
+        #: events for those who wait.
+        self.words: torch.Tensor | None = None
+        self.arrived: list[threading.Event] = []
         #: By lane: step, signal, its address and the start of a wait longer than a slice.
         self.blocked: dict[str, tuple[int, Signal, int, float]] = {}
         self.began = time.perf_counter()
@@ -78,7 +82,17 @@ class CallState:
         self.done = threading.Event()
 
     def run_lane(self, ops: Sequence[Op], call: Call) -> None:
-        """Run one lane."""
+        """Run one lane, or the rest of it."""
+        try:
+            self.run(ops, call)
+        finally:
+            with self._lock:
+                self._lanes -= 1
+                if not self._lanes:
+                    self.done.set()
+
+    def run(self, ops: Sequence[Op], call: Call) -> None:
+        """Run some operations of a lane."""
         try:
             # Grad and inference mode are per thread, so that each lane sets its own; only in
             # inference mode may it write to inference tensors and to those that require grad.
@@ -91,11 +105,6 @@ class CallState:
             pass
         except BaseException as error:  # also KeyboardInterrupt: the other lanes have to stop
             self.fail(error)
-        finally:
-            with self._lock:
-                self._lanes -= 1
-                if not self._lanes:
-                    self.done.set()
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error and stop all lanes."""
@@ -106,6 +115,12 @@ class CallState:
     def check(self) -> None:
         if self.failed.is_set():
             raise Stopped
+
+    def arrives(self, gate: int) -> None:
+        """What a gate of the caller's step holds back is there."""
+        assert self.words is not None
+        self.words[gate] = 1
+        self.arrived[gate].set()
 
 
 class Lane:

@@ -34,7 +34,8 @@ except ImportError as error:
     ) from error
 
 from ficco.hip_kernels.cuda_binding import attribute, check
-from ficco.tiled.kernel import TiledProducts
+from ficco.tiled.hopper import hopper_products
+from ficco.tiled.products import TiledProducts
 
 _KIND = driver.CUstreamBatchMemOpType
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
@@ -349,7 +350,7 @@ class CudaDriver(Driver):
     @cached_property
     def _tiled(self) -> TiledProducts:
         with self.aside():
-            return TiledProducts(self.index)
+            return hopper_products(self.index)
 
     def tiled(self) -> TiledProducts:
         return self._tiled

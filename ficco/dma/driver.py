@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -19,9 +19,7 @@ from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.dma.products import library
 from ficco.hip_kernels.launch import Kernels
-
-if TYPE_CHECKING:  # it needs cuda-bindings
-    from ficco.tiled.kernel import TiledProducts
+from ficco.tiled.products import TiledProducts
 
 #: Bytes of a signal word.
 WORD = 4
@@ -243,6 +241,10 @@ class Driver(ABC):
     @abstractmethod
     def event(self, timing: bool = False) -> Event:
         """An event for ordering streams, or for telling the time."""
+
+    def lasting_event(self) -> Event:
+        """An event for ordering streams that is not given back when this driver is closed."""
+        return self.event()
 
     def caller(self) -> int:
         """The caller's stream, as PyTorch calls it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,10 @@ class Call:
 
 
 Op = Callable[[Call], None]
+
+
+def callers(call: Call) -> None:
+    """Stands among the operations of a Program for what its caller does (:meth:`Engine.around`)."""
 
 
 @dataclass
@@ -352,6 +357,11 @@ class Engine(ABC):
         """One such launch, on the current stream, which waits for nothing: to be timed."""
         raise NotImplementedError(f"the {self.name} engine has no product whose tiles wait")
 
+    def arrived(self, program: Program, step: int) -> Op:
+        """Wait, after what the caller does, until all rows that it may use are there: words that
+        it did not wait for must not be cleared before they are posted."""
+        return self.wait(program, step, program.plan.steps[step].gates)
+
     @abstractmethod
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         """Add parts in float32, in their order, and round once."""
@@ -370,6 +380,25 @@ class Engine(ABC):
             SignalTimeout, RankMismatch, PeerFailed: on an engine that carries calls out.
             BackendError: the vendor's library refused a call.
         """
+
+    @abstractmethod
+    def around(self, program: Program, call: Call) -> AbstractContextManager[None]:
+        """Run a program around what its caller does: on entering up to that step (:func:`callers`),
+        on leaving the rest. Raises as :meth:`execute`, on leaving too."""
+
+    # Within that block.
+
+    @abstractmethod
+    def words(self, program: Program, call: Call) -> torch.Tensor:
+        """The words of the gates of the caller's step, int32, contiguous: 0, then 1 for good."""
+
+    @abstractmethod
+    def rows(self, program: Program, call: Call) -> torch.Tensor:
+        """The rows that the caller's step reads, all of A [m, k]."""
+
+    @abstractmethod
+    def await_rows(self, program: Program, call: Call, gate: int) -> None:
+        """Let the caller (CPU), or the current stream (GPU), wait for one of these gates."""
 
     @abstractmethod
     def spans(self, program: Program, call: Call) -> list[Span]:
@@ -399,6 +428,10 @@ class Engine(ABC):
             )
         if schedule.grouping == "tiled" and (why := self.untiled(problem, schedule)):
             return f"schedule {schedule}: {why}; take another schedule"
+        return ""
+
+    def wordless(self) -> str:
+        """Why kernels of the caller cannot wait for rows; empty if they can."""
         return ""
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:

@@ -17,15 +17,25 @@ import ctypes
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.dma.buffers import buffers_of
-from ficco.dma.driver import WORD, Driver, Event, Lanes, Means, Stream, StreamEngine, drained
+from ficco.dma.buffers import buffers_of, gathered_rows
+from ficco.dma.driver import (
+    WORD,
+    Batch,
+    Driver,
+    Event,
+    Lanes,
+    Means,
+    Stream,
+    StreamEngine,
+    drained,
+)
 from ficco.dma.engine import (
     Call,
     Capabilities,
@@ -46,6 +56,8 @@ from ficco.dma.lane_ops import (
     Run,
     by_launches,
     enqueue,
+    enqueue_first,
+    enqueue_rest,
     joined,
 )
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
@@ -63,7 +75,7 @@ from ficco.dma.memories import (
 from ficco.dma.products import accumulation, add_up, matmul_op, place_op
 from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order
-from ficco.dma.watch import MAX_WATCHED, Flights, Watch
+from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
@@ -468,7 +480,8 @@ class GpuEngine(StreamEngine):
         with self.driver.aside():
             tiles = products.best(work, b_rows)
             made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
-        return lambda: made.launch([a], b, [out], torch.cuda.current_stream())
+        driver = self.driver
+        return lambda: made.launch([a], b, [out], driver.stream(driver.caller()))
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         lane, places = program.plan.steps[step].lane, buffers_of(program)
@@ -510,7 +523,72 @@ class GpuEngine(StreamEngine):
         with GATE:
             self._execute(program, call)
 
+    @contextlib.contextmanager
+    def around(self, program: Program, call: Call) -> Iterator[None]:
+        slot = program.slot
+        with GATE:  # until all of it is enqueued
+            with self._on_device():
+                run, raw = self._enter(program, call)
+                flight = self._begin(program, call, raw)
+                try:
+                    enqueue_first(run, call)
+                except BaseException:
+                    self._break_off(run, call, slot, flight)
+                    raise
+            try:
+                yield
+            finally:  # whatever happened meanwhile, peers get their rows, and the slot goes on
+                with self._on_device():
+                    self._carry_out(run, call, slot, flight, enqueue_rest)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self.device)
+
+    def words(self, program: Program, call: Call) -> torch.Tensor:
+        step = next(step for step in program.plan.steps if step.op == "call")
+        if program.slot is None or not step.gates:
+            return torch.zeros(0, dtype=torch.int32, device=self.device)
+        words, first = self._words(program), step.gates[0].word
+        memory = program.slot.memory
+        assert isinstance(words, SlotWords) and memory is not None
+        span = memory.tensor[first * WORD : (first + len(step.gates)) * WORD]
+        return span.view(torch.int32)
+
+    def rows(self, program: Program, call: Call) -> torch.Tensor:
+        return gathered_rows(program, call)
+
+    def await_rows(self, program: Program, call: Call, gate: int) -> None:
+        waits: dict[int, Batch] = program.state.setdefault("await rows", {})
+        if gate not in waits:
+            step = next(step for step in program.plan.steps if step.op == "call")
+            at = self._addresses(program, step.gates[gate : gate + 1])
+            waits[gate] = self._batch([MemOp(WAIT_32, at[0], wanted(step.gates[gate]))])
+        waits[gate].enqueue(self.driver.stream(self.driver.caller()))
+
     def _execute(self, program: Program, call: Call) -> None:
+        run, raw = self._enter(program, call)
+        if not run.before:
+            return self._enqueue(program, run, call, raw)
+        for prepare in run.before:
+            prepare(call)
+        turn = order(self.driver)
+        with turn.lock:
+            turn.begin(raw)
+            self._enqueue(program, run, call, raw, replays=not turn.elsewhere)
+
+    def _enqueue(
+        self, program: Program, run: Run, call: Call, raw: int, replays: bool = True
+    ) -> None:
+        """Enqueue a call on a stream of the caller; with ``replays``, as it was recorded, if so."""
+        slot, flight = program.slot, self._begin(program, call, raw)
+        # Calls that share nothing are collectives, and traced ones are looked at step by step.
+        replays = replays and bool(slot and slot.words) and "base" not in program.state
+        replays = replays and self.replays and self.replayed.possible
+        body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
+        self._carry_out(run, call, slot, flight, body)
+
+    def _enter(self, program: Program, call: Call) -> tuple[Run, int]:
+        """What a call needs to run on the caller's stream, which PyTorch calls as returned."""
         slot = program.slot
         key = self.driver.caller(), bool(slot and slot.captured)
         lanes = self._lanes.get(key)
@@ -521,80 +599,94 @@ class GpuEngine(StreamEngine):
                 lanes = self._lanes[key] = Lanes(self.driver, caller, streams, mode)
         call.state = lanes
         run = program.state.get("run") or self._run(program)
-        if not run.before:
-            return self._enqueue(program, run, call, key[0])
-        for prepare in run.before:
-            prepare(call)
-        turn = order(self.driver)
-        with turn.lock:
-            turn.begin(key[0])
-            self._enqueue(program, run, call, key[0], replays=not turn.elsewhere)
+        return run, key[0]
 
-    def _enqueue(
-        self, program: Program, run: Run, call: Call, raw: int, replays: bool = True
-    ) -> None:
-        """Enqueue a call on a stream of the caller; with ``replays``, as it was recorded, if so."""
-        slot, lanes = program.slot, call.state
-        if slot is None:
-            return enqueue(run, call)
-        state: SlotState = slot.state
-        if state.retired is not None and slot.words:
+    def _begin(self, program: Program, call: Call, raw: int) -> Flight | None:
+        """Let a call begin, and tell the watchdog so if that is told by events."""
+        slot = program.slot
+        if slot is not None and slot.words and (retired := slot.state.retired) is not None:
             # The words are at rest again, which a call on this stream does not know by itself.
-            state.retired.hold(lanes["compute0"])
-        if isinstance(state.watch, Watch):
-            return self._by_words(run, call, slot, state, state.watch)
-        flight = state.watch.begin(slot.number(program), raw, lanes["compute0"])
-        try:
-            # Calls that share nothing are collectives, and traced ones are looked at step by step.
-            replays = replays and bool(slot.words) and "base" not in program.state
-            replays = replays and self.replays and self.replayed.possible
-            self._by_events(run, call, raw, state, replays)
-            # What peers are told is no business of the caller's stream.
-            state.watch.end(flight, lanes["sync" if run.tail else "compute0"])
-            state.retired = flight.after
-        except BaseException:
-            state.watch.drop(flight)  # the watchdog has no business with it
-            raise
+            retired.hold(call.state["compute0"])
+        if slot is None or not isinstance(watch := slot.state.watch, Flights):
+            return None
+        return watch.begin(slot.number(program), raw, call.state["compute0"])
 
-    def _by_events(self, run: Run, call: Call, raw: int, state: SlotState, replays: bool) -> None:
-        """Enqueue a call, step by step or as it was recorded."""
-        lanes = call.state
-        stream = lanes["compute0"]
-        recording = self.replayed.find(run, call, raw) if replays else None
+    def _break_off(self, run: Run, call: Call, slot: Slot | None, flight: Flight | None) -> None:
+        """The watchdog has no business with a call that was broken off."""
+        if slot is None:
+            return
+        watch: Watch | Flights = slot.state.watch
+        if flight is not None:
+            assert isinstance(watch, Flights)
+            watch.drop(flight)
+        elif isinstance(watch, Watch):
+            with contextlib.suppress(BackendError):  # the first error tells more
+                self._batch([watch.end()]).enqueue(call.state[run.tail_lane])
+
+    def _replay_or_enqueue(self, raw: int, run: Run, call: Call) -> None:
+        """Enqueue the body of a call, step by step or as it was recorded."""
+        recording = self.replayed.find(run, call, raw)
         if recording is not None:
-            recording.replay(stream)
+            recording.replay(call.state["compute0"])
         else:
             enqueue(run, call)
+
+    def _carry_out(
+        self,
+        run: Run,
+        call: Call,
+        slot: Slot | None,
+        flight: Flight | None,
+        body: Callable[[Run, Call], None],
+    ) -> None:
+        """Enqueue the body of a call, or the rest of it, and what follows it."""
+        if slot is None:
+            return body(run, call)
+        state: SlotState = slot.state
+        try:
+            if isinstance(state.watch, Watch):
+                return self._by_words(run, call, slot, state, body)
+            assert flight is not None
+            self._by_events(run, call, state, body)
+            # What peers are told is no business of the caller's stream.
+            state.watch.end(flight, call.state["sync" if run.tail else "compute0"])
+            state.retired = flight.after
+        except BaseException:
+            self._break_off(run, call, slot, flight)
+            raise
+
+    def _by_events(
+        self, run: Run, call: Call, state: SlotState, body: Callable[[Run, Call], None]
+    ) -> None:
+        """Enqueue a call."""
+        lanes = call.state
+        body(run, call)
         if run.tail:
-            state.over.record(stream)
+            state.over.record(lanes["compute0"])
             state.over.hold(lanes["sync"])
             for op in run.tail:
                 op(call)
 
-    def _by_words(self, run: Run, call: Call, slot: Slot, state: SlotState, watch: Watch) -> None:
+    def _by_words(
+        self, run: Run, call: Call, slot: Slot, state: SlotState, body: Callable[[Run, Call], None]
+    ) -> None:
         """Enqueue a call that itself tells the watchdog that it begins and ends. If a graph
         captures it, all its streams join in the end."""
         lanes = call.state
         stream, end = lanes["compute0"], lanes[run.tail_lane]
-        try:
-            enqueue(run, call)
-            state.over.record(stream)
-            state.over.hold(end)
-            for op in run.tail:
-                op(call)
-            state.retired = state.done
-            state.done.record(end)
-            if not slot.captured:
-                return
-            if slot.words:
-                state.done.hold(stream)
-            else:  # the end is told to the watchdog alone
-                self.driver.join_aside(state.done, stream)
-        except BaseException:
-            # The watchdog has no business with a call that was broken off.
-            with contextlib.suppress(BackendError):  # the first error tells more
-                self._batch([watch.end()]).enqueue(end)
-            raise
+        body(run, call)
+        state.over.record(stream)
+        state.over.hold(end)
+        for op in run.tail:
+            op(call)
+        state.retired = state.done
+        state.done.record(end)
+        if not slot.captured:
+            return
+        if slot.words:
+            state.done.hold(stream)
+        else:  # the end is told to the watchdog alone
+            self.driver.join_aside(state.done, stream)
 
     def _run(self, program: Program) -> Run:
         """What :meth:`execute` needs of a program, made once."""
@@ -769,6 +861,11 @@ class GpuEngine(StreamEngine):
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
         )
+
+    def wordless(self) -> str:
+        if self.means.words == "slot":
+            return ""
+        return f"the {self.name} engine keeps its signal words apart, where no kernel can wait"
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:
         if why := self.driver.untiled:

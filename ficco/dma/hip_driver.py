@@ -16,7 +16,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Packed
+from ficco.tiled.portable import TritonKernel, lacking
+from ficco.tiled.products import TiledProducts
 
 #: What each of the ways of signals needs.
 _NEEDS = {
@@ -52,15 +54,21 @@ class HipBinding:
         self.ticks_per_s = 1e3 * (hip.attribute("WallClockRate", index) or 100_000)
         self._modules: list[Any] = []
 
-    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+    def load(self, image: bytes, names: Sequence[str], shared: int = 0) -> Mapping[str, Any]:
         module = hip.load_module(image)
         self._modules.append(module)
         return {name: hip.kernel(module, name.encode()) for name in names}
 
     def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
+        self,
+        kernel: Any,
+        blocks: int,
+        threads: int,
+        arguments: Packed,
+        stream: Any,
+        shared: int = 0,
     ) -> None:
-        hip.launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, None)
+        hip.launch(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, arguments.address, None)
 
     def close(self) -> None:
         """Unload the code; no stream uses it any more."""
@@ -290,6 +298,9 @@ class HipDriver(Driver):
         self._events.add(made)
         return made
 
+    def lasting_event(self) -> hip.Event:
+        return hip.Event()
+
     # Words and copies.
 
     def copy(
@@ -328,9 +339,26 @@ class HipDriver(Driver):
         return can_compile(self.target().vendor)
 
     def kernels(self) -> Kernels:
+        return Kernels(self.binding)
+
+    @property
+    def binding(self) -> HipBinding:
         # Code that was loaded before something went wrong is unloaded at the end, too.
         self._binding = self._binding or HipBinding(self.target(), self.index)
-        return Kernels(self._binding)
+        return self._binding
+
+    @cached_property
+    def untiled(self) -> str:  # type: ignore[override]
+        return lacking(self.target())
+
+    @cached_property
+    def _tiled(self) -> TiledProducts:
+        with self.aside():
+            kernel = TritonKernel(self.binding)
+            return TiledProducts(self.device, self.binding.processors, kernel)
+
+    def tiled(self) -> TiledProducts:
+        return self._tiled
 
     # The end.
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ficco.dma.driver import WORD, Batch, Driver, Recording
-from ficco.dma.engine import Call, Op
+from ficco.dma.engine import Call, Op, callers
 from ficco.dma.memops import WAIT_32, Around, MemOp, behind, in_front, script
 from ficco.hip_kernels.launch import Kernels, Script, Signals
 
@@ -147,6 +147,27 @@ _MAY_BE_STUCK = Memops, Launch
 
 def enqueue(run: Run, call: Call) -> None:
     """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
+    _begin(run, call)
+    for op in run.body:
+        op(call)
+    _end(run, call)
+
+
+def enqueue_first(run: Run, call: Call) -> None:
+    """Enqueue what comes before the step of the caller's."""
+    _begin(run, call)
+    for op in run.body[: run.body.index(callers)]:
+        op(call)
+
+
+def enqueue_rest(run: Run, call: Call) -> None:
+    """Enqueue what comes after it."""
+    for op in run.body[run.body.index(callers) :]:
+        op(call)
+    _end(run, call)
+
+
+def _begin(run: Run, call: Call) -> None:
     lanes = call.state
     stream = lanes["compute0"]
     if run.begin is not None or run.lanes:
@@ -154,12 +175,14 @@ def enqueue(run: Run, call: Call) -> None:
     if run.begin is not None:  # before anything can be stuck
         lanes.fork.hold(lanes["sync"])
         run.begin.enqueue(lanes["sync"])
-    for op in run.body:
-        op(call)
+
+
+def _end(run: Run, call: Call) -> None:
+    lanes = call.state
     for lane in run.lanes:
         event = lanes.joins[lane]
         event.record(lanes[lane])
-        event.hold(stream)
+        event.hold(lanes["compute0"])
 
 
 MakeBatch = Callable[[Sequence[MemOp]], Batch]

@@ -1,23 +1,20 @@
-"""A step whose rows wait, or tell, as one launch of the product whose tiles do (Hopper)."""
+"""A step whose rows wait, or tell, as one launch of the product whose tiles do."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
-from ficco.accelerator import gpu
 from ficco.dma.buffers import Buffers
 from ficco.dma.driver import Driver, Lanes
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
+from ficco.tiled.products import TiledLaunch
 from ficco.tiled.worklist import RowSpan, Work
-
-if TYPE_CHECKING:  # it needs cuda-bindings
-    from ficco.tiled.kernel import TiledLaunch
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
 #: Tiles go in the order of arrival in any case; this says which of them are worth cutting.
@@ -54,7 +51,7 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-class Order:
+class LaunchOrder:
     """How the launches of this process follow each other on a device. Two that wait at a time could
     keep the processors from the work that a peer waits for, while that one's launch waits for this
     rank. Launches of one stream follow each other anyway; those of graphs that others capture may
@@ -67,7 +64,7 @@ class Order:
 
     def __init__(self, driver: Driver) -> None:
         self.lock, self.elsewhere = threading.RLock(), False
-        self._over = driver.event()
+        self._over = driver.lasting_event()
         self._external = driver.external(self._over)
         self._stream: int | None = None
         self._captured = False
@@ -90,16 +87,17 @@ class Order:
             event.record(stream)
 
 
-#: By device.
-_orders: dict[int, Order] = {}
+#: By device. Steps keep them.
+_orders: WeakValueDictionary[int, LaunchOrder] = WeakValueDictionary()
 
 
-def order(driver: Driver) -> Order:
+def order(driver: Driver) -> LaunchOrder:
     """That of a driver's device."""
-    if driver.index not in _orders:
+    found = _orders.get(driver.index)
+    if found is None:
         with driver.aside():
-            _orders.setdefault(driver.index, Order(driver))
-    return _orders[driver.index]
+            found = _orders.setdefault(driver.index, LaunchOrder(driver))
+    return found
 
 
 class TiledStep:
@@ -151,7 +149,10 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
+        launch = self._driver.on_lane("compute0", self._launch)
+        self._order.launch(lambda: launch(call), call.state)
+
+    def _launch(self, call: Call) -> None:
         b = self._right(call)
         left, out = ([view(call) for view in views] for views in (self._left, self._out))
-        launch, stream = self._launches[b.stride(1) == 1].launch, gpu.current_stream()
-        self._order.launch(lambda: launch(left, b, out, stream), call.state)
+        self._launches[b.stride(1) == 1].launch(left, b, out, call.state["compute0"])

@@ -11,6 +11,8 @@ from ficco.errors import BackendError
 from ficco.hip_kernels.build import Target
 from ficco.hip_kernels.launch import Packed
 
+_MOST_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
 
 def check(call: str, result: Sequence[Any]) -> Any:
     """The value of a driver call, or :class:`BackendError`."""
@@ -41,7 +43,7 @@ class CudaBinding:
         self.target = Target("cuda", f"sm_{parts[0]}{parts[1]}")
         self.processors = attribute("MULTIPROCESSOR_COUNT", index)
 
-    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+    def load(self, image: bytes, names: Sequence[str], shared: int = 0) -> Mapping[str, Any]:
         # PyTorch's context. It is never released: the module lives in it.
         retained = driver.cuDevicePrimaryCtxRetain(self._index)
         context = check("cuDevicePrimaryCtxRetain", retained)
@@ -54,14 +56,23 @@ class CudaBinding:
                 kernels[name] = check("cuModuleGetFunction", lookup)
                 # Loaded now, since the first launch may be part of a graph capture.
                 check("cuFuncLoad", driver.cuFuncLoad(kernels[name]))
+                if shared:
+                    limit = kernels[name], _MOST_SHARED, shared
+                    check("cuFuncSetAttribute", driver.cuFuncSetAttribute(*limit))
             return kernels
         finally:
             driver.cuCtxPopCurrent()
 
     def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
+        self,
+        kernel: Any,
+        blocks: int,
+        threads: int,
+        arguments: Packed,
+        stream: Any,
+        shared: int = 0,
     ) -> None:
         at = arguments.address
-        result = driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, at, 0)
+        result = driver.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, at, 0)
         if result[0]:
             check("cuLaunchKernel", result)

@@ -175,14 +175,22 @@ class Binding(Protocol):
     processors: int
     ticks_per_s: float
 
-    def load(self, image: bytes, names: Sequence[str]) -> Mapping[str, Any]:
-        """Load compiled code and look its kernels up."""
+    def load(self, image: bytes, names: Sequence[str], shared: int = 0) -> Mapping[str, Any]:
+        """Load compiled code and look its kernels up. Launches of them ask for up to ``shared``
+        bytes of shared memory."""
         ...
 
     def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Packed, stream: Any
+        self,
+        kernel: Any,
+        blocks: int,
+        threads: int,
+        arguments: Packed,
+        stream: Any,
+        shared: int = 0,
     ) -> None:
-        """Enqueue one kernel. Raises :class:`ficco.errors.BackendError`."""
+        """Enqueue one kernel, with bytes of shared memory. Raises
+        :class:`ficco.errors.BackendError`."""
         ...
 
 

@@ -46,14 +46,7 @@ class Ranks:
 
 def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
     """The ranks that an argument ``group`` stands for."""
-    if not isinstance(group, DeviceMesh):
-        return Ranks(process_group(group), None)
-    if group.ndim != 1:
-        raise ValueError(
-            f"group: required a DeviceMesh of one dimension, got {group}; pass one dimension of "
-            'it, such as mesh["tp"]'
-        )
-    return Ranks(group.get_group(), group)
+    return Ranks(process_group(group), group if isinstance(group, DeviceMesh) else None)
 
 
 def _check_order(mesh: DeviceMesh) -> None:
@@ -395,11 +388,8 @@ def gather_once(
                 "layers: required ColumnParallelLinear layers, each as an argument, got "
                 f"{type(layer).__name__}"
             )
-        if (layer.group, layer.sequence_dim, layer.in_features) != (
-            first.group,
-            first.sequence_dim,
-            first.in_features,
-        ):
+        shared = ("group", "sequence_dim", "in_features")
+        if any(getattr(layer, name) != getattr(first, name) for name in shared):
             raise ValueError(
                 "layers: required one group, sequence_dim and in_features, got "
                 f"{first} and {layer}; call them one by one"

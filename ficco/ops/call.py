@@ -62,11 +62,7 @@ def run(
                 left = call.tensors["a"]
                 run(operator, left, right, group, schedule, cached.rows, out=into)
             return call.tensors["out"], None
-        slot = workspace.slot(cached.plan, cached.single)
-        program = cached.programs.get(id(slot))
-        if program is None:
-            program = compile(cached.plan, workspace.engine, slot, cached.source)
-            cached.programs[id(slot)] = program
+        program = program_of(workspace, cached)
         _execute(workspace, program, call)
     except BaseException as error:
         workspace.end(error)
@@ -112,6 +108,16 @@ def run_traced(
     return call.tensors["out"], plan, spans
 
 
+def program_of(workspace: Workspace, cached: CachedCall) -> Program:
+    """The program of the latest call, on its slot."""
+    slot = workspace.slot(cached.plan, cached.single)
+    program = cached.programs.get(id(slot))
+    if program is None:
+        program = compile(cached.plan, workspace.engine, slot, cached.source)
+        cached.programs[id(slot)] = program
+    return program
+
+
 def _execute(workspace: Workspace, program: Program, call: Call) -> None:
     grad = torch.is_grad_enabled()
     try:
@@ -151,13 +157,7 @@ def _begin(
 ) -> tuple[CachedCall, Call]:
     """Find or make what is kept for such calls, allocate this call's results and post it on the
     board. A call that goes by columns is not posted; its parts are."""
-    options = current()
-    engine, board = workspace.engine, workspace.board
-    engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
-    if (watchdog := workspace.watchdog) is not None:
-        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
-    workspace.calls += 1
-    number = workspace.calls
+    engine, options = workspace.engine, number_call(workspace, operator)
     kind = OPERATORS[operator]
     rows = frozen(rows)
     if not isinstance(schedule, (str, Schedule)):
@@ -184,15 +184,32 @@ def _begin(
         cached = _cached_call(workspace, problem, schedule, mode, source, options)
         cached.rows = rows
     call = _operands(cached, a, b, out)
-    cached.latest = number
-    if not cached.columns:
-        board.post(number, cached.digest)
-        workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
-        if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
-            board.agree(number, options.timeout_s, operator, cached.plan.schedule)
+    post_call(workspace, cached, options, operator)
     if not known:
         workspace.keep(key, cached)
     return cached, call
+
+
+def number_call(workspace: Workspace, operator: str) -> Options:
+    """Begin the next call of a workspace, under the options in force."""
+    engine, options = workspace.engine, current()
+    engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
+    if (watchdog := workspace.watchdog) is not None:
+        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
+    workspace.calls += 1
+    return options
+
+
+def post_call(workspace: Workspace, cached: CachedCall, options: Options, operator: str) -> None:
+    """Post the latest call on the board, and agree on it with the other ranks if need be."""
+    number, board = workspace.calls, workspace.board
+    cached.latest = number
+    if cached.columns:
+        return
+    board.post(number, cached.digest)
+    workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
+    if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
+        board.agree(number, options.timeout_s, operator, cached.plan.schedule)
 
 
 def _cached_call(
@@ -244,9 +261,14 @@ def _workspace(
     for name, tensor in ((left_of(operator), a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    return workspace_for(group, a, left_of(operator), operator)
+
+
+def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
+    """The workspace of a call with an operand of that name."""
     if a.is_cpu and current().engine is None and str(dist.get_backend(group)) == "nccl":
         raise ValueError(
-            f"{left_of(operator)}: required a CUDA tensor for a NCCL group, got one on cpu; move "
+            f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move "
             "it to the GPU or use a gloo group"
         )
     workspace = workspace_of(group, a.device, operator)

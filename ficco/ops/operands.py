@@ -125,6 +125,11 @@ def check_operands(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(
             f"required one device, got {left} on {a.device} and b on {b.device}; move one of them"
         )
+    check_dtype(a)
+
+
+def check_dtype(a: torch.Tensor) -> None:
+    """Refuse a dtype that no engine of the device serves."""
     served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
     if str(a.dtype).removeprefix("torch.") not in served:
         raise NotImplementedError(
@@ -170,7 +175,7 @@ def problem_of_operands(
                 "them, and rows= where blocks are not equal"
             )
         return replace(problem, symmetric=symmetric, return_gathered=return_gathered)
-    each = _rows(OPERATORS[operator], rows, held, rank, world)
+    each = rows_by_rank(OPERATORS[operator], rows, held, rank, world)
     if inner and sum(each) != b.shape[0]:
         raise ValueError(
             f"required as many rows of b as all ranks have of {left}, got {b.shape[0]} and "
@@ -179,7 +184,7 @@ def problem_of_operands(
     return Problem(operator, each, *sizes, return_gathered, symmetric)
 
 
-def _rows(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:
+def rows_by_rank(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:
     """Rows that belong to each rank. ``held``: rows of this rank's left operand."""
     if kind.returns:  # all-reduce: which rank sums which rows does not show in the result
         return tuple(held // world + (peer < held % world) for peer in range(world))

@@ -192,22 +192,20 @@ class Relayout:
     def forward(self, order: Order) -> Order:
         """The order after the relayout."""
         shape = tensor_of(self.source).shape
-        if self.perm is not None:
-            return permuted(order, shape, self.perm)
         if self.pieces is not None:
             return regrouped(order, shape, *self.pieces)
-        return order
+        return order if self.perm is None else permuted(order, shape, self.perm)
 
     def backward(self, order: Order) -> Order:
         """The order before the relayout, for one after it."""
-        shape = tensor_of(self.result).shape
-        if self.perm is not None:
-            inverse = [self.perm.index(i) for i in range(len(self.perm))]
-            return permuted(order, shape, inverse)
-        if self.pieces is not None:
-            cut, join, number = self.pieces
-            return regrouped(order, shape, join, cut, number)
-        return order
+        perm, pieces = self.perm, self.pieces
+        inverse = Relayout(
+            self.result,
+            (self.source,),
+            None if perm is None else tuple(map(perm.index, range(len(perm)))),
+            None if pieces is None else (pieces[1], pieces[0], pieces[2]),
+        )
+        return inverse.forward(order)
 
 
 def relayout_to(node: Any) -> Relayout | None:
@@ -265,14 +263,11 @@ def _pieces(cat: Node) -> Relayout | None:
         return None
     source, cut = found[0].source, found[0].dim
     shape, length = tensor_of(source).shape, tensor_of(parts[0]).shape[cut]
-    for i, (part, piece) in enumerate(zip(parts, found, strict=True)):
-        if piece.source is not source or piece.dim != cut:
-            return None
-        if not same(tensor_of(part).shape[cut], length):
-            return None
-        if not same(piece.start(length), i * length):
-            return None
-    if not same(len(parts) * length, shape[cut]):
+    if any(piece.source is not source or piece.dim != cut for piece in found):
+        return None
+    lengths = [(tensor_of(part).shape[cut], length) for part in parts]
+    starts = [(piece.start(length), i * length) for i, piece in enumerate(found)]
+    if not all(same(*pair) for pair in (*lengths, *starts, (len(parts) * length, shape[cut]))):
         return None
     between = dict.fromkeys(node for piece in found for node in piece.nodes)
     pieces = (cut, given["dim"] % len(shape), len(parts))

@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 from ficco.specification import ALIGNMENT, Buffer, Specification
 
 #: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
-OPS = ("copy", "place", "collective", "matmul", "reduce", "sync")
+OPS = ("copy", "place", "collective", "matmul", "call", "reduce", "sync")
 
 #: Makes a named tuple from all its fields, ``new(Region, (...))``, in half the time that a call of
 #: the class takes. It checks nothing. Only for the few classes with millions of instances.
@@ -148,19 +148,22 @@ class Step(NamedTuple):
 
     Attributes:
         op: ``"copy"`` between ranks, ``"place"`` within a rank, ``"matmul"``, ``"reduce"``,
-            ``"sync"``, or ``"collective"``, the library's, which does the whole exchange.
+            ``"sync"``, ``"collective"``, the library's, which does the whole exchange, or
+            ``"call"``, what the caller does with rows as they arrive (:func:`ficco.arriving`).
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
         label: what the step does, for human readers.
         waits: signals waited for before the operation.
         posts: signals posted once the operation is complete.
         clears: words reset to 0 after the waits.
         after: indices of earlier steps of this rank, on other lanes, that must be complete first.
-        gates: signals that each hold back a part of a matmul: the rows ``first`` to ``last`` of
-            the product. The parts run in this order, rows that no signal holds back first.
+        gates: signals that each hold back a part of a matmul or a call: the rows ``first`` to
+            ``last`` of the product. The parts run in this order, rows that no signal holds back
+            first.
         announces: signals that are posted as soon as those rows of the product are complete, in
             this order; rows that none is about are multiplied last.
         transfer: what a copy or place moves; a place may change the dtype.
-        products: what a matmul computes.
+        products: what a matmul computes. Of a call they stand for what the caller computes: a
+            column of which each row is made of one row of A, once.
         reduction: what a reduce adds up.
         mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
         part: of a step that was taken apart (:func:`ficco.plan.in_parts`), which part it is, from 1

@@ -27,7 +27,7 @@ def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
     only after what it depends on. A kernel whose tiles wait one by one guarantees no more.
 
     Raises:
-        NotImplementedError: such a step is no matmul, a batch, or transposed.
+        NotImplementedError: such a step is no matmul or call, a batch, or transposed.
         KeyError: a step comes after one that is not there, or names no buffer.
     """
     if all(step.whole for step in plan.steps):
@@ -57,7 +57,7 @@ def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
 def _parts(plan: Plan, step: Step) -> list[_Part]:
     """The parts of a step, in the order in which they run one after the other."""
     if (
-        step.op != "matmul"
+        step.op not in ("matmul", "call")
         or step.transfer
         or step.reduction
         or any(one.batch > 1 or one.transposed for one in step.products)
@@ -82,8 +82,8 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
                 parts.append(_Part(bare._replace(waits=(gate,)), first))
         made.append((row, row_stop, len(parts)))
         label = f"{step.label} {row}:{row_stop}"
-        matmul = bare._replace(op="matmul", label=label, products=(product,))
-        parts.append(_Part(matmul, (*first, *(opened[gate] for gate in gates))))
+        some = bare._replace(op=step.op, label=label, products=(product,))
+        parts.append(_Part(some, (*first, *(opened[gate] for gate in gates))))
     for gate in step.gates:  # also those that let no row through are waited for
         if gate not in opened:
             parts.append(_Part(bare._replace(waits=(gate,)), first))
@@ -101,10 +101,10 @@ def _in_turn(parts: list[_Part]) -> list[Step]:
     steps: list[Step] = []
     gates: tuple[Signal, ...] = ()
     for step, _ in parts:
-        if step.op == "matmul":
+        if step.products:
             steps.append(step._replace(waits=gates))
             gates = ()
-        elif step.posts and steps and steps[-1].op == "matmul" and not gates:
+        elif step.posts and steps and steps[-1].products and not gates:
             steps[-1] = steps[-1]._replace(posts=steps[-1].posts + step.posts)
         elif step.posts or step.clears:
             steps.append(step._replace(waits=gates + step.waits))

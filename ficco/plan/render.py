@@ -54,7 +54,7 @@ def _ticks(plan: Plan) -> list[int]:
     for step in plan.steps:
         ready = [free.get(step.lane, 0), *(begin[i] + 1 for i in step.after)]
         awaited += sum(signal.kind in ("ready", "summed") for signal in step.waits)
-        if sent and awaited and step.op in ("matmul", "reduce", "place") and step.waits:
+        if sent and awaited and step.op in ("matmul", "call", "reduce", "place") and step.waits:
             ready.append(sorted(sent)[min(awaited, len(sent)) - 1])
         begin.append(max(ready))
         free[step.lane] = begin[-1] + 1

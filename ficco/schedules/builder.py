@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ficco.plan.model import Plan, Planned, Signal, Step
+from ficco.plan.model import Plan, Planned, Region, Signal, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -15,6 +15,26 @@ REDUCE_LANE = "reduce0"
 
 #: By rank, rows and columns of a buffer.
 Shapes = tuple[tuple[int, int], ...]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+def remembered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method whose results its object keeps, by the arguments, which are positional."""
+    name = f"results of {method.__name__}"
+
+    def remembering(this: S, /, *given: P.args, **named: P.kwargs) -> R:
+        results: dict[object, R] | None = this.__dict__.get(name)
+        if results is None:
+            results = this.__dict__[name] = {}
+        elif given in results:
+            return results[given]
+        result = results[given] = method(this, *given, **named)
+        return result
+
+    return remembering
 
 
 class Block(NamedTuple):
@@ -174,12 +194,14 @@ class Stage:
         problem, schedule: what it is a stage of.
         builder, steps: the Plan that it adds to.
         me, peers: its rank, and the others.
+        a, b: the names of its operands.
     """
 
     def __init__(self, world: World, builder: Builder) -> None:
         self.problem, self.schedule = world.problem, world.schedule
         self.builder, self.steps, self.add = builder, builder.steps, builder.add
         self.me, self.peers = builder.me, builder.peers
+        self.a, self.b = world.a.name, world.b.name
 
     def assign_lanes(self, peers: list[int]) -> None:
         """Give each peer a copy lane, unless an earlier stage has done so."""
@@ -191,3 +213,25 @@ class Stage:
     def lane_of(self) -> dict[int, str]:
         """The copy lane of each peer."""
         return self.builder.lane_of
+
+    @remembered
+    def _right(self, row: int, row_stop: int, col: int, col_stop: int) -> Region:
+        """A part of the local b."""
+        return Region(self.b, self.me, row, row_stop, col, col_stop)
+
+    def _place(
+        self,
+        lane: str,
+        src: Region,
+        dst: Region,
+        after: tuple[int, ...] = (),
+        posts: tuple[Signal, ...] = (),
+        waits: tuple[Signal, ...] = (),
+        terms: int = 0,
+    ) -> int:
+        """Copy rows within the rank."""
+        label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst, terms)
+        # The copy kernel brings own rows to their place in the launch that sends others.
+        by_kernel = self.schedule.mover == "kernel" and src.buffer == self.a
+        step = Step("place", lane, label, waits, posts, after=after, transfer=move)
+        return self.add(step._replace(mover="kernel") if by_kernel else step)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 
 from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import Builder, Stage, WordAllocator, World
+from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -43,18 +44,19 @@ class _Staging:
     """The places of one receiver's units when it multiplies them.
 
     Units of its peers land in staging. Its own units are copied there if they share a step with
-    those. Every row of the gathered A has its place in staging, except the rank's own shard if that
-    has a product of its own. In a ring, landing groups use the stages in turn, and the units of a
-    group are side by side.
+    those, or if ``own_lands``. Otherwise the rank's own shard has a product of its own, and every
+    other row of the gathered A its place in staging. In a ring, landing groups use the stages in
+    turn, and the units of a group are side by side.
     """
 
-    def __init__(self, arrivals: Arrivals, operand: str, buffer: str) -> None:
+    def __init__(self, arrivals: Arrivals, operand: str, buffer: str, own_lands: bool) -> None:
         problem, schedule, rank = arrivals.problem, arrivals.schedule, arrivals.rank
         self.arrivals, self.operand, self.buffer = arrivals, operand, buffer
         self.by_columns = schedule.dims == 2
         own, whole = problem.block(rank, rank), problem.product_rows(rank)
-        self.own_rows_absent = 0 if schedule.uniform and schedule.grouping == "fused" else own
-        self.rows = whole - self.own_rows_absent if whole > own else 0
+        shared = schedule.uniform and schedule.grouping == "fused"
+        self.own_rows_absent = 0 if own_lands or shared else own
+        self.rows = whole - self.own_rows_absent if own_lands or whole > own else 0
         self.cols = problem.k
         self.stages = 0
         #: By group, the previous and the next group in its stage of the ring.
@@ -62,7 +64,6 @@ class _Staging:
         self.heir_of: dict[int, int] = {}
         self._stage: dict[int, int] = {}  # by landing group, its first row
         self._row: dict[int, list[int]] = {}  # by rank, the row of each unit within its stage
-        self._regions: dict[int, list[Region]] = {}
 
     def make_ring(self) -> None:
         """Lay the units of each group side by side; :meth:`set_stages` sets how many groups fit."""
@@ -94,13 +95,9 @@ class _Staging:
         peers = [peer for peer in self.arrivals.set_of if peer != self.arrivals.rank]
         return sorted({unit.group for peer in peers for unit in self.arrivals.units(peer)})
 
+    @remembered
     def regions(self, peer: int) -> list[Region]:
         """The regions of a peer's units when they are multiplied, in order of arrival."""
-        if peer not in self._regions:
-            self._regions[peer] = self._place(peer)
-        return self._regions[peer]
-
-    def _place(self, peer: int) -> list[Region]:
         units = self.arrivals.units(peer)
         if peer != self.arrivals.rank:
             return self._landing(peer, units)
@@ -126,10 +123,7 @@ class _Staging:
 
 class GatherWorld(World):
     """What all ranks know: who sends what when, where it lands, and by which words that is
-    signalled.
-
-    ``scales`` are those of the rows of a, which travel with them, and of the columns of b.
-    """
+    signalled."""
 
     def __init__(
         self,
@@ -138,9 +132,9 @@ class GatherWorld(World):
         words: WordAllocator,
         cap: int | None = None,
         operands: tuple[Buffer, Buffer, Buffer] | None = None,
-        scales: tuple[Buffer, Buffer] | None = None,
         suffix: str = "",
         packs_columns: bool = False,
+        own_lands: bool = False,
     ) -> None:
         super().__init__(problem, schedule, words, operands, suffix)
         self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(self.world)]
@@ -149,23 +143,18 @@ class GatherWorld(World):
         per_pair = max(terms, 2)
         self.data = words.block(per_pair)  # pull uses two of the words: for valid and done
         self.room = words.block(per_pair)  # of a ring
-        tiled = schedule.grouping == "tiled"
-        self.fetched = words.block(terms * (tiled and schedule.pull))  # of copies by the rank
+        self.tiled = schedule.grouping == "tiled"
+        self.arrived = words.block(terms * self.tiled)  # of its pieces, as they arrive
         name = "staging" + suffix
-        self.landing = [_Staging(arrivals, self.a.name, name) for arrivals in self.arrivals]
+        self.landing = [
+            _Staging(arrivals, self.a.name, name, own_lands) for arrivals in self.arrivals
+        ]
         needed = max(staging.rows for staging in self.landing) * problem.k * self.a.itemsize
         if cap is not None and needed > cap:
-            if tiled:
-                raise StagingTooSmall(_too_small(needed, "all pieces", self, cap), needed)
-            self._make_rings(cap)
-        self._of_units: dict[tuple[str, int, int], list[Signal]] = {}
+            self._make_rings(cap, needed)
         self.source = self.a  # where copies read
         if self.world > 1:
             self._add_slot_buffers(packs_columns)
-        self.scales = scales
-        self.scale_of: dict[str, str] = {}  # by buffer with rows of a, the one with their scales
-        if scales is not None:
-            self._add_scales(scales[0])
         self.product = self.out  # where products go
         if (self.partial or problem.kind.inner) and self.out.itemsize < 4:
             self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
@@ -177,54 +166,54 @@ class GatherWorld(World):
         packs = packs_columns and schedule.dims == 2 and not schedule.pull
         # A tail cuts some rows otherwise than the rest, and stages of a ring are shorter.
         packs = packs and schedule.tail == 1 and not self.landing[0].stages
-        self.buffer(
-            "staging",
-            self.a,
-            tuple((staging.rows, pitch) for staging in self.landing),
-            layout="columns" if packs else "rows",
-        )
+        shapes = tuple((staging.rows, pitch) for staging in self.landing)
+        self.buffer("staging", self.a, shapes, layout="columns" if packs else "rows")
         if schedule.pull and not self.a.symmetric:
             self.source = self.buffer("publish", self.a, self.a.shapes, leaves=True)
 
-    def _add_scales(self, scale: Buffer) -> None:
-        """Each buffer in which rows of a lie has a counterpart for their scales."""
-        self.scale_of[self.a.name] = scale.name
-        for buffer in list(self.buffers):
-            shapes = tuple((rows, 1) for rows, _ in buffer.shapes)
-            made = self.buffer(f"{buffer.name} {scale.name}", scale, shapes, leaves=buffer.leaves)
-            self.scale_of[buffer.name] = made.name
-
-    def _make_rings(self, cap: int) -> None:
+    def _make_rings(self, cap: int, needed: int) -> None:
+        """Let groups use the staging in turn, since all pieces do not fit under the cap."""
+        of, finer, pitch = "all pieces", "", 0
+        if not self.tiled:
+            for staging in self.landing:
+                staging.make_ring()
+            of, finer = "one step", " or cut finer (pieces=)"
+            pitch = max(staging.cols for staging in self.landing) * self.a.itemsize
+            needed = max(staging.rows for staging in self.landing) * pitch
+        if needed > cap:
+            text = f"workspace_bytes: required at least {needed} for {of} of schedule"
+            text = f"{text} {self.schedule} on {self.problem}, got {cap}; allow more{finer}"
+            raise StagingTooSmall(text, needed)
         for staging in self.landing:
-            staging.make_ring()
-        pitch = max(staging.cols for staging in self.landing)
-        stage_bytes = max(staging.rows for staging in self.landing) * pitch * self.a.itemsize
-        if stage_bytes > cap:
-            text = _too_small(stage_bytes, "one step", self, cap)
-            raise StagingTooSmall(f"{text} or cut finer (pieces=)", stage_bytes)
-        for staging in self.landing:
-            staging.set_stages(cap // max(staging.rows * pitch * self.a.itemsize, 1))
+            staging.set_stages(cap // max(staging.rows * pitch, 1))
 
+    @remembered
     def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
         """Signals of a kind, one for each unit between two ranks, in order of arrival."""
-        if (kind, poster, waiter) not in self._of_units:
-            sender, receiver, block = poster, waiter, self.data
-            if kind == "room":
-                sender, receiver, block = waiter, poster, self.room
-            first = block.first(poster)
-            rows = self.arrivals[receiver].rows(sender)
-            self._of_units[kind, poster, waiter] = [
-                new(Signal, (kind, poster, waiter, slot, first + slot, row, row_stop))
-                for slot, (row, row_stop) in enumerate(rows)
-            ]
-        return self._of_units[kind, poster, waiter]
+        sender, receiver, block = poster, waiter, self.data
+        if kind == "room":
+            sender, receiver, block = waiter, poster, self.room
+        first, rows = block.first(poster), self.arrivals[receiver].rows(sender)
+        words: Sequence[int] = range(first, first + len(rows))
+        if self.tiled:
+            words = self.words_in_turn[receiver][sender]
+        return [
+            new(Signal, (kind, poster, waiter, slot, word, *each))
+            for slot, (word, each) in enumerate(zip(words, rows, strict=True))
+        ]
 
-
-def _too_small(needed: int, of: str, world: World, cap: int) -> str:
-    return (
-        f"workspace_bytes: required at least {needed} for {of} of schedule {world.schedule} on "
-        f"{world.problem}, got {cap}; allow more"
-    )
+    @cached_property
+    def words_in_turn(self) -> list[dict[int, list[int]]]:
+        """By receiver and peer, the words of the peer's units. Those of a receiver follow each
+        other in the order in which it expects the units."""
+        found = []
+        for arrivals in self.arrivals:
+            words: dict[int, list[int]] = {peer: [] for peer in range(self.world)}
+            units = chain.from_iterable(arrivals.by_group)
+            for word, unit in enumerate(units, start=self.arrived.base):
+                words[unit.peer].append(word)
+            found.append(words)
+        return found
 
 
 class GatherStage(Stage):
@@ -245,23 +234,18 @@ class GatherStage(Stage):
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
         self.sources: dict[tuple[int, int, int, int], list[Region]] = {}
-        self.rights: dict[Rows, Region] = {}
         self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
-        self.compute_lanes = [
-            f"compute{i}" for i in range(min(self.schedule.compute, len(self.groups) + 1))
-        ]
+        lanes = min(self.schedule.compute, len(self.groups) + 1)
+        self.compute_lanes = [f"compute{i}" for i in range(lanes)]
         in_turn = sorted(self.peers, key=self._turn)
         self.assign_lanes(in_turn)
-        if self._in_line():
-            builder.lane_of = dict.fromkeys(in_turn, "compute0")
-
-    def _in_line(self) -> bool:
-        """Whether copies go on the product's own lane, before it: they are kernel launches, the
-        product waits for all of them, and there is no other work meanwhile."""
+        # Copies go on the product's own lane, before it, if they are kernel launches, the product
+        # waits for all of them, and there is no other work meanwhile.
         schedule = self.schedule
         launched = schedule.mover == "kernel" and not schedule.pull and schedule.copy == 1
-        most = max(arrivals.group_count for arrivals in self.world.arrivals)
-        return launched and schedule.uniform and most <= 1
+        most = max(arrivals.group_count for arrivals in world.arrivals)
+        if launched and schedule.uniform and most <= 1:
+            builder.lane_of = dict.fromkeys(in_turn, "compute0")
 
     @cached_property
     def room_for(self) -> list[list[Signal]]:
@@ -270,14 +254,9 @@ class GatherStage(Stage):
         return self.mine.in_groups({p: self.world.of_units("room", self.me, p) for p in peers})
 
     @cached_property
-    def names(self) -> list[list[str]]:
-        """By group, the names of its units."""
-        return self.mine.in_groups({p: names(p, self.mine.count(p)) for p in self.mine.set_of})
-
-    @cached_property
     def shard(self) -> list[Region]:
         """The regions of the rank's own units in the operand."""
-        return self.mine.in_shard(self.world.a.name, self.me)
+        return self.mine.in_shard(self.a, self.me)
 
     def _turn(self, peer: int) -> tuple[int, int, int]:
         """Sort key of peers: when this rank first copies from them (pull) or to them."""
@@ -340,64 +319,24 @@ class GatherStage(Stage):
             called = names(me, len(units))
             pieces = zip(units, called, self._rooms(target), ready, sources, regions, strict=True)
             for unit, name, room, signal, source, region in pieces:
-                copy = Step(
-                    "copy",
-                    lane,
-                    f"{name}>{target}",
-                    waits=room,
-                    posts=(signal,),
-                    transfer=new(Transfer, (source, region, 0, "")),
-                    mover=mover,
-                )
-                copies[unit.group] += self._with_scales(copy, unit)
+                move, label = new(Transfer, (source, region, 0, "")), f"{name}>{target}"
+                copy = Step("copy", lane, label, room, (signal,), transfer=move, mover=mover)
+                copies[unit.group].append(copy)
         return copies
 
     def _pulls(self) -> list[list[Step]]:
-        return [
-            [
-                step
-                for unit in units
-                if unit.peer != self.me
-                for step in self._with_scales(self._pull(unit), unit)
-            ]
-            for units in self.groups
-        ]
-
-    def _with_scales(self, copy: Step, unit: Unit) -> list[Step]:
-        """A copy of rows after that of their scales, so that its signal is for both."""
-        if self.world.scales is None or copy.transfer is None:
-            return [copy]
-        if self.schedule.dims == 2 and unit.ordinal:  # they came with the first columns
-            return [copy]
-        ends = Transfer(self._scale(copy.transfer.src), self._scale(copy.transfer.dst))
-        first = copy._replace(label=f"scale {copy.label}", posts=(), transfer=ends)
-        return [first, copy._replace(waits=())]
-
-    def _scale(self, region: Region) -> Region:
-        """The scales of rows of a, wherever those are."""
-        return region._replace(buffer=self.world.scale_of[region.buffer], col=0, col_stop=1)
-
-    def _scales(self, region: Region) -> tuple[Region, ...]:
-        """The scales of a product with these rows of a."""
-        if self.world.scales is None:
-            return ()
-        right = self.world.scales[1].name
-        return self._scale(region), Region(right, self.me, 0, 1, 0, self.problem.n)
+        me = self.me
+        return [[self._pull(unit) for unit in units if unit.peer != me] for units in self.groups]
 
     def _pull(self, unit: Unit) -> Step:
-        peer = unit.peer
-        last = unit.ordinal == len(self.mine.units(peer)) - 1
-        return Step(
-            "copy",
-            self.lane_of[peer],
-            f"{peer}.{unit.ordinal}>{self.me}",
-            waits=() if unit.ordinal else (self._valid(peer, self.me),),
-            posts=(self._done(self.me, peer),) if last else (),
-            transfer=Transfer(
-                self._sources(peer, self.mine)[unit.ordinal], self.regions[peer][unit.ordinal]
-            ),
-            mover=self.schedule.mover,
-        )
+        peer, ordinal, *_ = unit
+        source, landing = self._sources(peer, self.mine)[ordinal], self.regions[peer][ordinal]
+        waits = () if ordinal else (self._valid(peer, self.me),)
+        last = ordinal == len(self.mine.units(peer)) - 1
+        posts = (self._done(self.me, peer),) if last else ()
+        lane, label = self.lane_of[peer], f"{peer}.{ordinal}>{self.me}"
+        move = Transfer(source, landing)
+        return Step("copy", lane, label, waits, posts, transfer=move, mover=self.schedule.mover)
 
     def _copy(self, group: int, steps: list[Step]) -> None:
         """Enqueue the copies of a group."""
@@ -461,13 +400,7 @@ class GatherStage(Stage):
         if world.source is world.a or not self.problem.left_rows(self.me):
             return ()
         here, there = (Region(name, self.me, *whole) for name in (world.a.name, world.source.name))
-        move = Transfer(here, there)
-        ends = [move]
-        if world.scales is not None:
-            ends.append(Transfer(self._scale(here), self._scale(there)))
-        return tuple(
-            [self.add(Step("place", "compute0", "publish", transfer=each)) for each in ends]
-        )
+        return (self.add(Step("place", "compute0", "publish", transfer=Transfer(here, there))),)
 
     def _close_pull(self) -> None:
         for lane, peers in self.builder.copy_lanes():
@@ -493,13 +426,13 @@ class GatherStage(Stage):
     def _own_product(self) -> Product:
         rows, n, src = self._block(self.me, self.me), self.problem.n, self._own_rows()
         out = Region(self.world.out.name, self.me, *rows, 0, n)
-        return Product(src, self._right(0, self.problem.k), out, scales=self._scales(src))
+        return Product(src, self._right(0, self.problem.k, 0, n), out)
 
     def _own_rows(self) -> Region:
         """The rank's own rows in its operand."""
         first, last = self._block(self.me, self.me)
         there = self.problem.leaves(self.me, self.me)
-        return Region(self.world.a.name, self.me, there, there + last - first, 0, self.problem.k)
+        return Region(self.a, self.me, there, there + last - first, 0, self.problem.k)
 
     def _keep_own(self) -> None:
         """Copy the own rows to their place in the gathered A, if that is asked for."""
@@ -507,29 +440,6 @@ class GatherStage(Stage):
             rows, k = self._block(self.me, self.me), self.problem.k
             own = Region("gathered", self.me, *rows, 0, k)
             self._place("compute0", self._own_rows(), own)
-
-    def _right(self, first: int, last: int) -> Region:
-        """Rows of the local b."""
-        if (first, last) not in self.rights:
-            region = Region(self.world.b.name, self.me, first, last, 0, self.problem.n)
-            self.rights[first, last] = region
-        return self.rights[first, last]
-
-    def _place(
-        self,
-        lane: str,
-        src: Region,
-        dst: Region,
-        after: tuple[int, ...] = (),
-        posts: tuple[Signal, ...] = (),
-    ) -> int:
-        label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst)
-        # The copy kernel brings own rows to their place in the launch that sends others.
-        by_kernel = self.schedule.mover == "kernel" and src.buffer == self.world.a.name
-        mover = "kernel" if by_kernel else "dma"
-        return self.add(
-            Step("place", lane, label, posts=posts, after=after, transfer=move, mover=mover)
-        )
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         """Groups take turns; those that add to the same sums stay on one lane."""
@@ -547,17 +457,10 @@ class GatherStage(Stage):
         after = tuple(self.pulled.pop(group).values()) if self.schedule.pull else ()
         room = self._room_after(group)
         posts, acquired = NO_ROOM if self.problem.return_gathered else room
-        last_use = self.add(
-            Step(
-                "matmul",
-                lane,
-                " ".join(self.names[group]),
-                waits=tuple(self.ready[group]),
-                posts=posts,
-                after=after + acquired,
-                products=self._products(group),
-            )
-        )
+        label = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units])
+        waits, products = tuple(self.ready[group]), self._products(group)
+        step = Step("matmul", lane, label, waits, posts, after=after + acquired, products=products)
+        last_use = self.add(step)
         if self.problem.return_gathered:
             last_use = self._keep(lane, units, room)
         if self.product != self.world.out.name:
@@ -578,11 +481,9 @@ class GatherStage(Stage):
     @cached_property
     def own_in_group(self) -> dict[int, list[Unit]]:
         """The rank's own units by group, for groups that hold units of peers, too."""
-        own = self.mine.units(self.me) if self.me in self.mine.set_of else []
-        units_of: dict[int, list[Unit]] = {}
-        for unit in own:
-            units_of.setdefault(unit.group, []).append(unit)
-        return {group: us for group, us in units_of.items() if len(us) < len(self.groups[group])}
+        own = [[unit for unit in units if unit.peer == self.me] for units in self.groups]
+        shared = zip(own, self.groups, strict=True)
+        return {i: some for i, (some, units) in enumerate(shared) if 0 < len(some) < len(units)}
 
     def _place_own(self, group: int, lane: str) -> None:
         """Copy the rank's own units next to those of its peers."""
@@ -590,11 +491,8 @@ class GatherStage(Stage):
         used = () if before is None else (self.last_use[before],)
         after = tuple(i for i in used if self.steps[i].lane != lane)
         for unit in self.own_in_group[group]:
-            there = self.regions[self.me][unit.ordinal]
-            here = self.shard[unit.ordinal]
+            here, there = self.shard[unit.ordinal], self.regions[self.me][unit.ordinal]
             self._place(lane, here, there, after)
-            if self.world.scales is not None and (self.schedule.dims == 1 or not unit.ordinal):
-                self._place(lane, self._scale(here), self._scale(there), after)
 
     def _products(self, group: int) -> tuple[Product, ...]:
         return merged(self.products[group])
@@ -612,8 +510,7 @@ class GatherStage(Stage):
         for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
             first, last = (start, stop) if by_columns else (0, k)
             out = new(Region, (buffer, me, row, row_stop, 0, n))
-            right, scales = self._right(first, last), self._scales(a)
-            products.append(Product(a, right, out, adds and ordinal > 0, scales=scales))
+            products.append(Product(a, self._right(first, last, 0, n), out, adds and ordinal > 0))
         return products
 
     def completed(self, group: int) -> Iterable[Rows]:

@@ -6,14 +6,14 @@ when, the other when a piece comes and where it is.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from ficco.plan.model import Region, new
 from ficco.problem import Problem
+from ficco.schedules.builder import remembered
 from ficco.schedules.space import Schedule
 
 #: Boundaries between pieces are multiples of this if the pieces are long enough: 16 bytes of the
@@ -110,12 +110,15 @@ def names(peer: int, count: int) -> tuple[str, ...]:
     return tuple([f"{peer}.{ordinal}" for ordinal in range(count)])
 
 
-class Groups(ABC):
+class Groups:
     """The pieces of all shards or blocks, in the order and the groups that one rank multiplies.
 
     Attributes:
+        columns: columns of what travels.
+        block: rows of a peer's shard or block.
         sets: sets of ranks whose pieces share groups.
         set_of, place_in_set: by rank, its set and its place there.
+        cuts: by rank, the pieces of its shard or block, along the dimension that is cut.
         rounds: most pieces of any shard or block.
         group_count: number of groups.
         tail: number of groups that the last one is cut into; fewer than asked for if its pieces are
@@ -123,57 +126,51 @@ class Groups(ABC):
     """
 
     def __init__(
-        self, problem: Problem, schedule: Schedule, rank: int, sets: list[list[int]], tail: int
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        rank: int,
+        sets: list[list[int]],
+        tail: int,
+        columns: int,
+        block: Callable[[int], int],
     ) -> None:
         self.problem, self.schedule, self.rank = problem, schedule, rank
+        self.columns, self.block = columns, block
         self.sets = [s for s in sets if s]
         self.set_of = {peer: i for i, s in enumerate(self.sets) for peer in s}
         self.place_in_set = {peer: i for s in self.sets for i, peer in enumerate(s)}
-        self._cuts: dict[int, list[tuple[int, int]]] = {}
-        self.rounds = max((len(self.cuts(p)) for s in self.sets for p in s), default=0)
+        pieces = {rows: self._cut(rows) for rows in set(map(block, self.set_of))}
+        self.cuts = {peer: pieces[block(peer)] for peer in self.set_of}
+        self.rounds = max(map(len, pieces.values()), default=0)
         self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
-        ends = [self.cuts(p)[-1] for p in self.sets[-1] if self.cuts(p)] if self.sets else []
-        self.tail = max((len(cut(b - a, tail)) for a, b in ends), default=1) or 1
+        ends = [self.cuts[peer][-1] for s in self.sets[-1:] for peer in s if self.cuts[peer]]
+        self.tail = max((len(cut(n, tail)) for n in {b - a for a, b in ends}), default=1) or 1
         self.group_count = self.regular + (self.tail - 1 if self.regular else 0)
-        self._units: dict[int, list[Unit]] = {}
 
-    @abstractmethod
-    def block(self, peer: int) -> int:
-        """Rows of a peer's shard or block."""
+    def _cut(self, rows: int) -> list[tuple[int, int]]:
+        length = rows if self.schedule.dims == 1 else self.columns
+        whole = [(0, length)]  # without columns there is still a product: zeros
+        pieces = cut(length, self.schedule.pieces or self.problem.world) or whole
+        return pieces if rows else []
 
-    @property
-    @abstractmethod
-    def columns(self) -> int:
-        """Columns of what travels."""
-
-    def cuts(self, peer: int) -> list[tuple[int, int]]:
-        """Pieces of a peer's shard or block, along the dimension that is cut."""
-        rows = self.block(peer)
-        if rows not in self._cuts:
-            length = rows if self.schedule.dims == 1 else self.columns
-            whole = [(0, length)]  # without columns there is still a product: zeros
-            pieces = cut(length, self.schedule.pieces or self.problem.world) or whole
-            self._cuts[rows] = pieces if rows else []
-        return self._cuts[rows]
-
+    @remembered
     def units(self, peer: int) -> list[Unit]:
         """All units of a peer, in order."""
-        if peer not in self._units:
-            first, stride = self.set_of[peer], len(self.sets)
-            if self.schedule.order == "peer":
-                first, stride = first * self.rounds, 1
-            units = [
-                new(Unit, (peer, i, start, stop, first + i * stride))
-                for i, (start, stop) in enumerate(self.cuts(peer))
-            ]
-            if self.tail > 1 and units and units[-1].group == self.regular - 1:
-                units += finer(units.pop(), self.schedule.tail)
-            self._units[peer] = units
-        return self._units[peer]
+        first, stride = self.set_of[peer], len(self.sets)
+        if self.schedule.order == "peer":
+            first, stride = first * self.rounds, 1
+        units = [
+            new(Unit, (peer, i, start, stop, first + i * stride))
+            for i, (start, stop) in enumerate(self.cuts[peer])
+        ]
+        if self.tail > 1 and units and units[-1].group == self.regular - 1:
+            units += finer(units.pop(), self.schedule.tail)
+        return units
 
     def count(self, peer: int) -> int:
         """How many units a peer has."""
-        return len(self.cuts(peer) if self.tail == 1 else self.units(peer))
+        return len(self.cuts[peer] if self.tail == 1 else self.units(peer))
 
     def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
         """The region of a unit in a buffer in which its block begins at a row."""
@@ -181,17 +178,17 @@ class Groups(ABC):
 
     def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
         """The regions of units of one block in a buffer in which the block begins at a row."""
+        if self.schedule.dims == 1:
+            at, cols = (buffer, rank), (0, self.columns)
+            return [new(Region, (*at, *rows, *cols)) for rows in self.spans(row, units)]
+        stop = row + self.block(units[0].peer) if units else row
+        return [new(Region, (buffer, rank, row, stop, *cols)) for _, _, *cols, _ in units]
+
+    def spans(self, row: int, units: list[Unit]) -> list[tuple[int, int]]:
+        """The rows of units of one block that begins at a row."""
         if self.schedule.dims == 2:
-            stop = row + self.block(units[0].peer) if units else row
-            return [
-                new(Region, (buffer, rank, row, stop, first, last))
-                for _, _, first, last, _ in units
-            ]
-        cols = self.columns
-        return [
-            new(Region, (buffer, rank, row + first, row + last, 0, cols))
-            for _, _, first, last, _ in units
-        ]
+            return [(row, row + self.block(unit.peer)) for unit in units[:1]] * len(units)
+        return [(row + first, row + last) for _, _, first, last, _ in units]
 
     @cached_property
     def by_group(self) -> list[list[Unit]]:
@@ -225,25 +222,15 @@ class Arrivals(Groups):
         if schedule.uniform:
             fused = schedule.grouping == "fused"
             sets = [[rank, *order]] if fused else [[rank], *sets]
-        super().__init__(problem, schedule, rank, sets, schedule.tail)
-        self._rows: dict[int, list[tuple[int, int]]] = {}
+        tail, columns = schedule.tail, problem.k
+        super().__init__(
+            problem, schedule, rank, sets, tail, columns, lambda peer: problem.block(peer, rank)
+        )
 
-    def block(self, peer: int) -> int:
-        return self.problem.block(peer, self.rank)
-
-    @property
-    def columns(self) -> int:
-        return self.problem.k
-
+    @remembered
     def rows(self, peer: int) -> list[tuple[int, int]]:
         """Rows of the gathered A that each unit of a peer holds, in order."""
-        if peer not in self._rows:
-            row, units = self.problem.lands(peer, self.rank), self.units(peer)
-            if self.schedule.dims == 2:
-                self._rows[peer] = [(row, row + self.block(peer))] * len(units)
-            else:
-                self._rows[peer] = [(row + first, row + last) for _, _, first, last, _ in units]
-        return self._rows[peer]
+        return self.spans(self.problem.lands(peer, self.rank), self.units(peer))
 
     def in_shard(self, buffer: str, peer: int) -> list[Region]:
         """The regions of units in their rank's operand, or in its published copy, in order."""
@@ -262,14 +249,9 @@ class Departures(Groups):
         if schedule.uniform:
             fused = schedule.grouping == "fused"
             sets = [[*sets[0], rank]] if fused else [*sets, [rank]]
-        super().__init__(problem, schedule, rank, sets, schedule.tail if schedule.uniform else 1)
-
-    def block(self, peer: int) -> int:
-        return self.problem.block(self.rank, peer)
-
-    @property
-    def columns(self) -> int:
-        return self.problem.n
+        tail = schedule.tail if schedule.uniform else 1
+        block = partial(problem.block, rank)
+        super().__init__(problem, schedule, rank, sets, tail, problem.n, block)
 
     @cached_property
     def own(self) -> list[Unit]:
@@ -289,10 +271,5 @@ class Departures(Groups):
 
     def in_operand(self, buffer: str, peer: int) -> list[Region]:
         """The rows of A that are multiplied for each unit of a rank, in order."""
-        row, k, units = self.problem.leaves(self.rank, peer), self.problem.k, self.of(peer)
-        if self.schedule.dims == 2:
-            return [Region(buffer, self.rank, row, row + self.block(peer), 0, k)] * len(units)
-        return [
-            new(Region, (buffer, self.rank, row + first, row + last, 0, k))
-            for _, _, first, last, _ in units
-        ]
+        rows = self.spans(self.problem.leaves(self.rank, peer), self.of(peer))
+        return [new(Region, (buffer, self.rank, *each, 0, self.problem.k)) for each in rows]

@@ -71,17 +71,18 @@ class InnerGatherStage(GatherStage):
         outs = [whole] * self.mine.count(peer)
         if self.schedule.dims == 2:
             outs = [whole._replace(row=u.start, row_stop=u.stop) for u in self.mine.units(peer)]
-        pieces = zip(self.regions[peer], self.mine.rows(peer), outs, strict=True)
-        return [Product(a, self._right(*rows), out, transposed=True) for a, rows, out in pieces]
+        rights = [self._right(*rows, *whole[4:]) for rows in self.mine.rows(peer)]
+        pieces = zip(self.regions[peer], rights, outs, strict=True)
+        return [Product(*piece, transposed=True) for piece in pieces]
 
     def _own_is_separate(self) -> bool:
         """Also if no rank has a row for this one: the product makes a result of zeros."""
         return super()._own_is_separate() or not self.problem.product_rows(self.me)
 
     def _own_product(self) -> Product:
-        src = self._own_rows()
-        out = Region(self.product, self.me, 0, self.problem.k, 0, self.problem.n)
-        return Product(src, self._right(*self._block(self.me, self.me)), out, transposed=True)
+        n, rows = self.problem.n, self._block(self.me, self.me)
+        out = Region(self.product, self.me, 0, self.problem.k, 0, n)
+        return Product(self._own_rows(), self._right(*rows, 0, n), out, transposed=True)
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         return self.compute_lanes[0 if self.adds else group % self.schedule.compute]

@@ -11,9 +11,9 @@ that the call has begun.
 
 from __future__ import annotations
 
-from ficco.plan.model import Product, Reduction, Region, Signal, Step, new
+from ficco.plan.model import Product, Reduction, Region, Signal, Step
 from ficco.problem import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Unit, cut, finer
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -33,7 +33,6 @@ class OneShotWorld(World):
         self.rounds = max(map(len, self.summed))
         self.ready = words.block(max(self.rounds, 1))
         self.read = words.block(1)
-        self._valid: dict[tuple[int, int], list[Signal]] = {}
         self.product = self.out
         if self.world > 1:
             shapes = ((problem.m, problem.n),) * self.world
@@ -55,15 +54,11 @@ class OneShotWorld(World):
         ranks = self.summed[:1] if self.problem.kind.returns else self.summed
         return [pieces[piece] for pieces in ranks if piece < len(pieces)]
 
+    @remembered
     def valid(self, poster: int, waiter: int) -> list[Signal]:
         """The signals that pieces are ready: one for each, at least one."""
-        if (poster, waiter) not in self._valid:
-            first, pieces = self.ready.first(poster), self.summed[waiter] or [(0, 0)]
-            self._valid[poster, waiter] = [
-                new(Signal, ("valid", poster, waiter, slot, first + slot, *rows))
-                for slot, rows in enumerate(pieces)
-            ]
-        return self._valid[poster, waiter]
+        pieces = enumerate(self.summed[waiter] or [(0, 0)])
+        return [self.ready.signal("valid", poster, waiter, slot, rows) for slot, rows in pieces]
 
     def done(self, poster: int, waiter: int) -> Signal:
         pieces = self.summed[poster] or [(0, 0)]
@@ -108,16 +103,11 @@ class OneShotStage(Stage):
 
     def _multiply(self, piece: int) -> None:
         """Multiply one piece of what each rank sums, and signal that."""
-        me, n, k = self.me, self.problem.n, self.problem.k
-        world, right = self.world, Region(self.world.b.name, me, 0, k, 0, n)
-        products = [
-            Product(
-                Region(world.a.name, me, *rows, 0, k),
-                right,
-                Region(world.product.name, me, *rows, 0, n),
-            )
-            for rows in world.made(piece)
-        ]
+        me, n, k, out = self.me, self.problem.n, self.problem.k, self.world.product.name
+        products = []
+        for rows in self.world.made(piece):
+            left, made = Region(self.a, me, *rows, 0, k), Region(out, me, *rows, 0, n)
+            products.append(Product(left, self._right(0, k, 0, n), made))
         step = Step("matmul", self._lane(piece), f"piece {piece}", products=merged(products))
         self.products.append(self.add(step))
         if self.peers:
@@ -128,18 +118,12 @@ class OneShotStage(Stage):
         valid = [self.world.valid(self.me, peer) for peer in self.peers]
         posts = tuple(pieces[piece] for pieces in valid if piece < len(pieces))
         lane = self._lane(piece)
-        free: tuple[Signal, ...] = ()
-        after: tuple[int, ...] = ()
         if not piece:
             free = self.builder.released_by(self.peers)
-        elif lane != self._lane(0):
-            after = (self.acquired,)
-        label = f"tell {piece}" if piece else "acquire, tell 0"
-        told = self.add(
-            Step("sync", lane, label, waits=free, clears=free, posts=posts, after=after)
-        )
-        if not piece:
-            self.acquired = told
+            self.acquired = self.add(Step("sync", lane, "acquire, tell 0", free, posts, free))
+            return
+        after = () if lane == self._lane(0) else (self.acquired,)
+        self.add(Step("sync", lane, f"tell {piece}", posts=posts, after=after))
 
     def _sum(self, piece: int) -> None:
         """Sum all ranks' products for a piece of this rank's, if it has that many pieces."""
@@ -150,12 +134,9 @@ class OneShotStage(Stage):
             name = self.world.product.name
             parts = tuple(Region(name, rank, first, last, 0, n) for rank in ranks)
             out = Region(self.world.out.name, self.me, first - begin, last - begin, 0, n)
-            step = Step(
-                "reduce",
-                REDUCE_LANE if self.separate_sums else "compute0",
-                f"sum {piece}",
-                waits=tuple(self.world.valid(peer, self.me)[piece] for peer in self.peers),
-                after=(self.acquired, self.products[piece]) if self.separate_sums else (),
-                reduction=Reduction(parts, tuple(1 << rank for rank in ranks), out),
-            )
-            self.add(step)
+            reduction = Reduction(parts, tuple(1 << rank for rank in ranks), out)
+            lane = REDUCE_LANE if self.separate_sums else "compute0"
+            waits = tuple(self.world.valid(peer, self.me)[piece] for peer in self.peers)
+            after = (self.acquired, self.products[piece]) if self.separate_sums else ()
+            label = f"sum {piece}"
+            self.add(Step("reduce", lane, label, waits, after=after, reduction=reduction))

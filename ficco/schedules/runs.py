@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ficco.plan.model import Product
 
@@ -12,25 +11,56 @@ def merged(products: Sequence[Product]) -> tuple[Product, ...]:
     """The same products in as few calls of a library as possible."""
     if len(products) < 2:
         return tuple(products)
-    batches: list[_RowRun] = []
-    for run in _runs(products):
-        if not (batches and batches[-1].repeats(run)):
-            batches.append(run)
-    return tuple([run.whole() for run in batches])
+    batches: list[tuple[object, list[Product]]] = []
+    for one in contiguous(products):
+        kind = _kind(one)
+        if batches and kind == batches[-1][0] and _repeats(batches[-1][1], one):
+            batches[-1][1].append(one)
+        else:
+            batches.append((kind, [one]))
+    return tuple([_batch(batch) for _, batch in batches])
+
+
+def _repeats(batch: list[Product], one: Product) -> bool:
+    """Whether a product has the same size and distance as those before."""
+    first, last = batch[0], batch[-1]
+    strides, rows = _strides(last, one), first.a.rows
+    if one.a.rows != rows or min(strides) < rows:
+        return False
+    return first is last or strides == _strides(first, batch[1])
+
+
+def _strides(one: Product, two: Product) -> tuple[int, int]:
+    return two.a.row - one.a.row, two.out.row - one.out.row
+
+
+def _batch(batch: list[Product]) -> Product:
+    a_stride, out_stride = _strides(*batch[:2]) if len(batch) > 1 else (0, 0)
+    return batch[0]._replace(batch=len(batch), a_stride=a_stride, out_stride=out_stride)
 
 
 def contiguous(products: Iterable[Product]) -> tuple[Product, ...]:
     """The same products; those of rows that follow each other become one."""
-    return tuple([run.whole() for run in _runs(products)])
-
-
-def _runs(products: Iterable[Product]) -> list[_RowRun]:
-    runs: list[_RowRun] = []
+    runs: list[list[Product]] = []
     for product in products:
-        kind = _kind(product)
-        if not (runs and runs[-1].goes_on(product, kind)):
-            runs.append(_RowRun(product, kind, product.a.row, product.out.row, product.a.rows))
-    return runs
+        last = runs[-1][-1] if runs else None
+        follows = last and (last.a.row_stop, last.out.row_stop) == (product.a.row, product.out.row)
+        if last and follows and _kind(last) == _kind(product):
+            runs[-1].append(product)
+        else:
+            runs.append([product])
+    return tuple([_to(run[0], run[-1]) if run[1:] else run[0] for run in runs])
+
+
+def _to(first: Product, last: Product) -> Product:
+    """A product with all rows up to the end of another one."""
+    a, out = (
+        first.a._replace(row_stop=last.a.row_stop),
+        first.out._replace(row_stop=last.out.row_stop),
+    )
+    ends = zip(first.scales[:1], last.scales, strict=False)
+    of_a = [one._replace(row_stop=two.row_stop) for one, two in ends]
+    return first._replace(a=a, out=out, scales=(*of_a, *first.scales[1:]))
 
 
 def joined(products: Iterable[Product]) -> list[Product]:
@@ -56,56 +86,3 @@ def _kind(product: Product) -> tuple[object, ...]:
         product.b, a[4:], out[4:], a.buffer, out.buffer, product.accumulate, product.terms,
         product.addend, scales,
     )  # fmt: skip
-
-
-@dataclass(slots=True)
-class _RowRun:
-    """Contiguous rows of A and of the product, once or as a batch with strides."""
-
-    first: Product
-    kind: tuple[object, ...]
-    a: int
-    out: int
-    rows: int
-    batch: int = 1
-    a_stride: int = 0
-    out_stride: int = 0
-
-    def goes_on(self, product: Product, kind: tuple[object, ...]) -> bool:
-        """Take in a product if its rows follow directly; returns whether they do."""
-        distance = product.a.row - self.a, product.out.row - self.out
-        if distance != (self.rows, self.rows) or kind != self.kind:
-            return False
-        self.rows += product.a.rows
-        return True
-
-    def repeats(self, other: _RowRun) -> bool:
-        """Take in a run if it has the same size and distance as those before; returns whether."""
-        if other.rows != self.rows or other.kind != self.kind:
-            return False
-        a_stride = other.a - self.a - (self.batch - 1) * self.a_stride
-        out_stride = other.out - self.out - (self.batch - 1) * self.out_stride
-        strides = a_stride, out_stride
-        if self.batch > 1 and strides != (self.a_stride, self.out_stride):
-            return False
-        if min(strides) < self.rows:
-            return False
-        self.batch += 1
-        self.a_stride, self.out_stride = strides
-        return True
-
-    def whole(self) -> Product:
-        first = self.first
-        if self.rows == first.a.rows and self.batch == 1:
-            return first
-        return first._replace(
-            a=first.a._replace(row_stop=self.a + self.rows),
-            out=first.out._replace(row_stop=self.out + self.rows),
-            scales=(
-                *(s._replace(row_stop=s.row + self.rows) for s in first.scales[:1]),
-                *first.scales[1:],
-            ),
-            batch=self.batch,
-            a_stride=self.a_stride,
-            out_stride=self.out_stride,
-        )

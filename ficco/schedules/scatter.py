@@ -12,14 +12,11 @@ from itertools import accumulate, zip_longest
 
 from ficco.plan.model import Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
-
-#: A copy to a peer: its lane, label, signals to post, and transfer.
-Push = tuple[str, str, tuple[Signal, ...], Transfer]
 
 
 class ScatterWorld(World):
@@ -52,10 +49,11 @@ class ScatterWorld(World):
         self.fetched = words.block(int(schedule.pull))
         tiled = schedule.grouping == "tiled"
         self.made = words.block(most * (tiled and not schedule.pull))
-        self._first = [self._places(rank) for rank in ranks]
-        self._received: dict[int, dict[int, list[Unit]]] = {}
-        self._landings: dict[tuple[int, int, int], list[Region]] = {}
-        self._of_units: dict[tuple[str, int, int, int], list[Signal]] = {}
+        #: By rank, the rows at which the blocks from all ranks begin in its staging.
+        self._first = [
+            [0, *accumulate(problem.block(peer, rank) * (peer != rank) for peer in ranks)]
+            for rank in ranks
+        ]
         self.staging = "staging" + suffix
         self.product = self.out  # where products that travel go
         if self.world > 1:
@@ -66,23 +64,18 @@ class ScatterWorld(World):
         packs = packs_columns and schedule.dims == 2 and not schedule.pull
         # A tail cuts some rows otherwise than the rest; the own rows that are summed are whole.
         packs = packs and schedule.tail == 1 and (schedule.uniform or not problem.kind.sums)
-        self.buffer(
-            "staging",
-            self.out,
-            tuple((self.all_rows(rank), problem.n) for rank in ranks),
-            layout="columns" if packs else "rows",
-        )
+        rows = [self.rows(rank) for rank in ranks]
+        if problem.kind.returns:  # sums come back
+            rows = [rows[rank] + problem.m - problem.rows[rank] for rank in ranks]
+        shapes = tuple((some, problem.n) for some in rows)
+        self.buffer("staging", self.out, shapes, layout="columns" if packs else "rows")
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in ranks)
         name, memory = ("publish", "slot") if schedule.pull else ("partial", "local")
         self.product = self.buffer(name, self.out, shapes, memory, leaves=True)
 
+    @remembered
     def received(self, rank: int) -> dict[int, list[Unit]]:
         """The units that a rank receives, by sender, in order."""
-        if rank not in self._received:
-            self._received[rank] = self._senders(rank)
-        return self._received[rank]
-
-    def _senders(self, rank: int) -> dict[int, list[Unit]]:
         if self.ring:
             left = (rank - 1) % self.world
             return {left: [unit for group in self.departures[left].by_group for unit in group]}
@@ -95,21 +88,11 @@ class ScatterWorld(World):
             return self.received(dst).get(src, [])
         return self.departures[src].units(dst) if src != dst else []
 
-    def _places(self, rank: int) -> list[int]:
-        """The rows at which the blocks from all ranks begin in a rank's staging."""
-        peers = range(self.world)
-        return [0, *accumulate(self.problem.block(p, rank) * (p != rank) for p in peers)]
-
     def rows(self, rank: int) -> int:
         """Rows of staging without those for returning sums."""
         if self.ring:
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
         return self._first[rank][self.world]
-
-    def all_rows(self, rank: int) -> int:
-        """Rows of staging."""
-        returned = self.problem.m - self.problem.rows[rank] if self.problem.kind.returns else 0
-        return self.rows(rank) + returned
 
     def _landing_row(self, src: int, dst: int, owner: int) -> int:
         """The row at which a rank's block from a peer begins in staging."""
@@ -126,13 +109,11 @@ class ScatterWorld(World):
         row = self._landing_row(src, dst, unit.peer)
         return self.departures[src].region(self.staging, dst, row, unit)
 
+    @remembered
     def landings(self, src: int, dst: int, owner: int) -> list[Region]:
         """The staging regions of the units of a rank's block from a peer, in order."""
-        if (src, dst, owner) not in self._landings:
-            row, departures = self._landing_row(src, dst, owner), self.departures[src]
-            there = departures.regions(self.staging, dst, row, departures.of(owner))
-            self._landings[src, dst, owner] = there
-        return self._landings[src, dst, owner]
+        row, departures = self._landing_row(src, dst, owner), self.departures[src]
+        return departures.regions(self.staging, dst, row, departures.of(owner))
 
     def returning(self, src: int, dst: int, unit: Unit) -> Region:
         """The staging region of the returning sum of a peer's unit."""
@@ -140,23 +121,20 @@ class ScatterWorld(World):
         row = self.rows(dst) + problem.offsets[src] - (problem.rows[dst] if src > dst else 0)
         return self.departures[src].region(self.staging, dst, row, unit)
 
+    @remembered
     def of_units(self, kind: str, poster: int, waiter: int, owner: int) -> list[Signal]:
         """Signals of a kind, one for each unit of a rank's block between two ranks, in order."""
-        if (kind, poster, waiter, owner) not in self._of_units:
-            departures = self.departures[poster]
-            units, begin = departures.of(owner), self.problem.lands(poster, owner)
-            if kind == "valid":  # of the product at the poster, which the waiter reads there
-                begin = self.problem.leaves(poster, owner)
-            block = self.returned if kind == "summed" else self.arriving
-            first = block.first(poster)
-            by_group = self.ring and kind == "ready"
-            slots = [unit.group if by_group else unit.ordinal for unit in units]
-            gated = departures.regions("", waiter, begin, units)
-            self._of_units[kind, poster, waiter, owner] = [
-                new(Signal, (kind, poster, waiter, slot, first + slot, there.row, there.row_stop))
-                for slot, there in zip(slots, gated, strict=True)
-            ]
-        return self._of_units[kind, poster, waiter, owner]
+        departures = self.departures[poster]
+        units, begin = departures.of(owner), self.problem.lands(poster, owner)
+        if kind == "valid":  # of the product at the poster, which the waiter reads there
+            begin = self.problem.leaves(poster, owner)
+        first = (self.returned if kind == "summed" else self.arriving).first(poster)
+        by_group = self.ring and kind == "ready"
+        slots = [unit.group if by_group else unit.ordinal for unit in units]
+        gated = zip(slots, departures.spans(begin, units), strict=True)
+        return [
+            new(Signal, (kind, poster, waiter, slot, first + slot, *rows)) for slot, rows in gated
+        ]
 
 
 class ScatterStage(Stage):
@@ -172,9 +150,6 @@ class ScatterStage(Stage):
         self.arrived = "valid" if self.schedule.pull else "ready"
         self.acquired: tuple[int, ...] = ()  # the steps that take over the slots of the peers
         self.made_by: dict[Unit, int] = {}  # unit -> its product
-        self.rights: dict[tuple[int, int], Region] = {}
-        self.products: dict[int, list[Product]] = {}  # by owner, of each unit of its block
-        self.pushes: dict[int, list[Push]] = {}  # by owner, of each unit of its block
         self.posting: set[str] = set()  # compute lanes that have signalled a product
         self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
         self.heard: dict[int, int] = {}  # word that was waited for -> the step that waited
@@ -270,39 +245,24 @@ class ScatterStage(Stage):
         if posts and lane not in self.posting:
             self.posting.add(lane)
             after = (*after, *self.acquired)
+        label, calls = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]), merged(products)
         return self.add(
-            Step(
-                "matmul",
-                lane,
-                " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]),
-                waits=waits,
-                posts=tuple(posts),
-                after=after,
-                products=merged(products),
-            )
+            Step("matmul", lane, label, waits, tuple(posts), after=after, products=calls)
         )
 
     def _product_of(self, unit: Unit) -> Product:
         """The product of a unit, in a call of its own."""
         return self._of_block(unit.peer)[unit.ordinal]
 
+    @remembered
     def _of_block(self, owner: int) -> list[Product]:
         """The products of the units of a rank's block, in order."""
-        if owner not in self.products:
-            there, terms = self._target(owner)
-            here = self.mine.in_operand(self.world.a.name, owner)
-            self.products[owner] = [
-                Product(a, self._right(out), out, terms > 0, terms=terms)
-                for a, out in zip(here, there, strict=True)
-            ]
-        return self.products[owner]
-
-    def _right(self, out: Region) -> Region:
-        """The columns of the local b that make those of a product."""
-        cols = out.col, out.col_stop
-        if cols not in self.rights:
-            self.rights[cols] = Region(self.world.b.name, self.me, 0, self.problem.k, *cols)
-        return self.rights[cols]
+        (there, terms), k = self._target(owner), self.problem.k
+        here = self.mine.in_operand(self.a, owner)
+        return [
+            Product(a, self._right(0, k, *out[4:]), out, terms > 0, terms=terms)
+            for a, out in zip(here, there, strict=True)
+        ]
 
     def _target(self, owner: int) -> tuple[list[Region], int]:
         """The regions that the products of a rank's block go to, and, as bits, the ranks whose
@@ -332,28 +292,26 @@ class ScatterStage(Stage):
         return sum(1 << (sender - i) % world for i in range(steps + 1))
 
     def _push(self, unit: Unit, after: tuple[int, ...], waits: tuple[Signal, ...] = ()) -> None:
-        if unit.peer not in self.pushes:
-            self.pushes[unit.peer] = self._pushes(unit.peer)
-        lane, label, posts, move = self.pushes[unit.peer][unit.ordinal]
-        step = Step("copy", lane, label, waits, posts, after=after, transfer=move)
-        self.add(step._replace(mover=self.schedule.mover))
+        self.add(self._pushes(unit.peer)[unit.ordinal]._replace(waits=waits, after=after))
 
-    def _pushes(self, owner: int) -> list[Push]:
+    @remembered
+    def _pushes(self, owner: int) -> list[Step]:
         """The copies that send the units of a rank's block, in order."""
         world, me, made = self.world, self.me, self._of_block(owner)
         target = (me + 1) % self.problem.world if world.ring else owner
-        lane, terms = self.lane_of[target], made[0].terms | 1 << me
+        lane, mover, terms = self.lane_of[target], self.schedule.mover, made[0].terms | 1 << me
         landings = world.landings(me, target, owner)
         ready = world.of_units("ready", me, target, owner)
+        steps = []
         pieces = zip(names(owner, len(made)), ready, made, landings, strict=True)
-        return [
-            (lane, f"{name}>{target}", (signal,), new(Transfer, (product.out, landing, terms, "")))
-            for name, signal, product, landing in pieces
-        ]
+        for name, signal, product, landing in pieces:
+            move, label = new(Transfer, (product.out, landing, terms, "")), f"{name}>{target}"
+            steps.append(Step("copy", lane, label, (), (signal,), transfer=move, mover=mover))
+        return steps
 
     def _fetches(self) -> list[list[tuple[int, Step]]]:
         """By group of the peers, the copies of the units that they make, each with its peer."""
-        me, world = self.me, self.world
+        me, world, mover = self.me, self.world, self.schedule.mover
         groups = max(departures.group_count for departures in world.departures)
         copies: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
         for peer, lane in self.lane_of.items():
@@ -363,15 +321,9 @@ class ScatterStage(Stage):
             called = names(peer, len(units))
             pieces = zip(units, called, valid, sources, landings, strict=True)
             for unit, name, signal, src, dst in pieces:
-                step = Step(
-                    "copy",
-                    lane,
-                    f"{name}>{me}",
-                    waits=(signal,),
-                    posts=(self._done(me, peer),) if unit is units[-1] else (),
-                    transfer=new(Transfer, (src, dst, 1 << peer, "")),
-                    mover=self.schedule.mover,
-                )
+                posts = (self._done(me, peer),) if unit is units[-1] else ()
+                move, label = new(Transfer, (src, dst, 1 << peer, "")), f"{name}>{me}"
+                step = Step("copy", lane, label, (signal,), posts, transfer=move, mover=mover)
                 copies[unit.group].append((peer, step))
         return copies
 
@@ -408,13 +360,23 @@ class ScatterStage(Stage):
     def _addend(self, unit: Unit, lane: str) -> tuple[Region, tuple[Signal, ...], tuple[int, ...]]:
         """The region of the sum of all others, which comes from one peer, and what to wait for."""
         ((peer, sent),) = self.world.received(self.me).items()
+        waits, after = self._arrivals(
+            peer, unit, [one for one in sent if one.peer == self.me], lane
+        )
+        return self.world.landing(peer, self.me, unit), tuple(waits), tuple(dict.fromkeys(after))
+
+    def _arrivals(
+        self, peer: int, own: Unit, sent: list[Unit], lane: str = REDUCE_LANE
+    ) -> tuple[list[Signal], list[int]]:
+        """What to wait for before reading all of a peer's units that share rows or columns with one
+        of this rank's."""
         waits: list[Signal] = []
         after: list[int] = []
-        for one in self._meeting(unit, [one for one in sent if one.peer == self.me]):
-            signals, earlier = self._arrival(peer, one, lane)
+        for unit in self._meeting(own, sent):
+            signals, earlier = self._arrival(peer, unit, lane)
             waits += signals
             after += earlier
-        return self.world.landing(peer, self.me, unit), tuple(waits), tuple(dict.fromkeys(after))
+        return waits, after
 
     def _meeting(self, own: Unit, sent: list[Unit]) -> list[Unit]:
         """The units of a peer for this rank that share rows or columns with one of its own.
@@ -434,26 +396,18 @@ class ScatterStage(Stage):
         for rank in range(self.problem.world):
             if rank != self.me:
                 parts.append(self.world.landing(rank, self.me, unit))
-                for sent in self._meeting(unit, self.world.sent(rank, self.me)):
-                    signals, copies = self._arrival(rank, sent)
-                    waits += signals
-                    after += copies
+                signals, copies = self._arrivals(rank, unit, self.world.sent(rank, self.me))
+                waits += signals
+                after += copies
             elif own is not None:
                 parts.append(self._product_of(unit).out)
             else:
                 continue
             terms.append(1 << rank)
         reduction = Reduction(tuple(parts), tuple(terms), self.results[unit.ordinal])
-        return self.add(
-            Step(
-                "reduce",
-                REDUCE_LANE,
-                f"sum {unit.ordinal}",
-                waits=tuple(waits),
-                after=tuple(dict.fromkeys(after)),
-                reduction=reduction,
-            )
-        )
+        label, once = f"sum {unit.ordinal}", tuple(dict.fromkeys(after))
+        step = Step("reduce", REDUCE_LANE, label, tuple(waits), after=once, reduction=reduction)
+        return self.add(step)
 
     def _gather_blocks(self) -> None:
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
@@ -461,73 +415,46 @@ class ScatterStage(Stage):
             if self.own_is_separate:
                 self._matmul(self._own_lane(turn), [unit])
             elif self.peers:
-                source, made = self._product_of(unit).out, self.made_by[unit]
-                self._place(source, self.results[unit.ordinal], 1 << self.me, after=(made,))
+                made, here = self._product_of(unit).out, self.results[unit.ordinal]
+                self._place(REDUCE_LANE, made, here, (self.made_by[unit],), terms=1 << self.me)
         order = peers_in_order(self.me, self.problem.world)
         if self.schedule.pull:
             order = list(self.lane_of)
-        coming = [
-            (unit, peer, ends)
-            for peer in order
-            for unit, *ends in zip(*self._arriving(peer), strict=True)
-        ]
-        for unit, peer, (source, out) in sorted(coming, key=lambda one: one[0].group):
+        coming = []
+        for peer in order:
+            units, row = self.world.sent(peer, self.me), self.problem.lands(peer, self.me)
+            there = self.world.departures[peer].regions(self.world.out.name, self.me, row, units)
+            landings = self.world.landings(peer, self.me, self.me)
+            coming += [(peer, *each) for each in zip(units, landings, there, strict=True)]
+        for peer, unit, source, out in sorted(coming, key=lambda one: one[1].group):
             waits, after = self._arrival(peer, unit)
-            self._place(source, out, 1 << peer, waits, after)
-
-    def _arriving(self, peer: int) -> tuple[list[Unit], list[Region], list[Region]]:
-        """The units that a peer sends, where they land, and where they belong."""
-        units, row = self.world.sent(peer, self.me), self.problem.lands(peer, self.me)
-        out = self.world.departures[peer].regions(self.world.out.name, self.me, row, units)
-        return units, self.world.landings(peer, self.me, self.me), out
+            self._place(REDUCE_LANE, source, out, after, waits=waits, terms=1 << peer)
 
     def _own_lane(self, turn: int) -> str:
         """The lane of a part of the own product if it has a product of its own."""
         return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
 
-    def _place(
-        self,
-        src: Region,
-        dst: Region,
-        terms: int,
-        waits: tuple[Signal, ...] = (),
-        after: tuple[int, ...] = (),
-    ) -> None:
-        label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst, terms)
-        self.add(Step("place", REDUCE_LANE, label, waits=waits, after=after, transfer=move))
-
     # Sums that return to all ranks.
 
     def _send_back(self, unit: Unit, summed: int) -> None:
+        source, everyone = self.results[unit.ordinal], _all(self.problem.world)
+        mover = self.schedule.mover
         for peer, lane in self.lane_of.items():
-            landing = self.world.returning(self.me, peer, unit)
-            self.add(
-                Step(
-                    "copy",
-                    lane,
-                    f"sum {unit.ordinal}>{peer}",
-                    posts=(self.world.of_units("summed", self.me, peer, self.me)[unit.ordinal],),
-                    after=(summed,),
-                    transfer=Transfer(
-                        self.results[unit.ordinal], landing, _all(self.problem.world)
-                    ),
-                    mover=self.schedule.mover,
-                )
-            )
+            move = Transfer(source, self.world.returning(self.me, peer, unit), everyone)
+            posts = (self.world.of_units("summed", self.me, peer, self.me)[unit.ordinal],)
+            label = f"sum {unit.ordinal}>{peer}"
+            self.add(Step("copy", lane, label, (), posts, (), (summed,), move, mover=mover))
 
     def _return(self) -> None:
         """Copy the sums of the peers to their places, in order of arrival."""
-        coming = [
-            (unit.ordinal, peer, unit)
-            for peer in self.lane_of
-            for unit in self.world.departures[peer].own
-        ]
-        for _, peer, unit in sorted(coming, key=lambda one: one[0]):
+        coming = [(unit, p) for p in self.lane_of for unit in self.world.departures[p].own]
+        for unit, peer in sorted(coming, key=lambda one: one[0].ordinal):
             signal = self.world.of_units("summed", peer, self.me, peer)[unit.ordinal]
             row = self.problem.offsets[peer]
             out = self.world.departures[peer].region(self.world.out.name, self.me, row, unit)
             source = self.world.returning(peer, self.me, unit)
-            self._place(source, out, _all(self.problem.world), (signal,))
+            terms = _all(self.problem.world)
+            self._place(REDUCE_LANE, source, out, waits=(signal,), terms=terms)
 
 
 def _all(world: int) -> int:

@@ -20,7 +20,9 @@ from ficco.schedules.scatter import ScatterStage, ScatterWorld
 
 
 class TiledGatherStage(GatherStage):
-    """One rank's steps."""
+    """One rank's steps; ``op`` and ``label`` are those of the step whose rows wait."""
+
+    op, label = "matmul", "all"
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -31,10 +33,10 @@ class TiledGatherStage(GatherStage):
         """The signals that the pieces of a peer are here, in order."""
         if not self.schedule.pull:
             return self.world.of_units("ready", peer, self.me)
-        first, rows = self.world.fetched.first(peer), self.mine.rows(peer)
+        words, rows = self.world.words_in_turn[self.me][peer], self.mine.rows(peer)
         return [
-            Signal("fetched", self.me, self.me, slot, first + slot, *each)
-            for slot, each in enumerate(rows)
+            Signal("fetched", self.me, self.me, slot, word, *each)
+            for slot, (word, each) in enumerate(zip(words, rows, strict=True))
         ]
 
     def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
@@ -47,7 +49,7 @@ class TiledGatherStage(GatherStage):
         arrive = contiguous(pieces)
         products = (self._own_product(), *arrive) if own else arrive
         if products:
-            step = Step("matmul", "compute0", "all", products=products, gates=self.gates)
+            step = Step(self.op, "compute0", self.label, products=products, gates=self.gates)
             self.add(step)
         if self.problem.return_gathered:
             for product in arrive:

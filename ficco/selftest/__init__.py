@@ -5,17 +5,3 @@ Ranks note what they begin and how it ends in files. Where one dies, stands stil
 after which it cannot be trusted, what it noted tells which check did it, and the checks that are
 left run on new ranks.
 """
-
-from ficco.selftest.rank import SelftestSettings
-from ficco.selftest.run import CheckResult, Selftest, about, as_json, report, selftest, show
-
-__all__ = [
-    "CheckResult",
-    "Selftest",
-    "SelftestSettings",
-    "about",
-    "as_json",
-    "report",
-    "selftest",
-    "show",
-]

@@ -260,6 +260,30 @@ def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
     return in_turn(at, group, names, ", push and pull, whole and in pieces")
 
 
+#: Schedules of one product whose tiles wait.
+TILES = "tiled tiled:pull tiled:pieces=3,order=piece tiled:pieces=2,tail=2".split()
+
+
+def tiles(at: Rank, group: ProcessGroup) -> Passed:
+    """Rows that wait, and rows that are announced; in a dtype and sizes that every kernel takes,
+    with numbers of rows that nothing divides."""
+    settings = at.settings
+
+    def operands(shape: Shape, operator: str) -> Operands:
+        rows, k, n = shape
+        case = Case("", (rows - 7) * at.world, n, k, "bfloat16", operator=operator)
+        return operands_of(at, case.problem(at.world))
+
+    small = operands(settings.small, GATHER)
+    if why := at.engine(group).refuses(small.problem, Schedule.parse("tiled")):
+        raise NotOffered(why)
+    calls = proven(at, group, TILES, (small, settings.repeat))
+    calls += proven(at, group, TILES[-1:], (operands(settings.large, GATHER), 1))
+    scattered = operands(settings.small, "matmul_reduce_scatter")
+    calls += proven(at, group, TILES, (scattered, settings.repeat))
+    return Passed(f"{calls} calls exact, gathers and sums")
+
+
 #: Schedules of each operator in its check: every named one, and knobs of each kind.
 VARIED = (
     [*NAMED]
@@ -311,21 +335,20 @@ def graph(at: Rank, group: ProcessGroup) -> Passed:
         operands = operands_of(at, at.settings.small)
         operands.exact(0)
         at.settle()
-        graph = gpu.CUDAGraph()
+        graph, a, b = gpu.CUDAGraph(), operands.a_LK, operands.b_KN
         with gpu.graph(graph, capture_error_mode="thread_local"):
-            product = ficco.all_gather_matmul(
-                operands.a_LK, operands.b_KN, group=group, schedule=name
-            )
-
-        def replay(graph: Any = graph, product: torch.Tensor = product) -> torch.Tensor:
-            graph.replay()
-            return product
-
-        problems += compared(at, group, {f"{name}, replayed": replay}, operands, count)
+            product = ficco.all_gather_matmul(a, b, group=group, schedule=name)
+        replays = {f"{name}, replayed": partial(_replayed, graph, product)}
+        problems += compared(at, group, replays, operands, count)
         at.settle()
-        del graph, product, replay
+        del graph, product, replays
     at.conclude(problems)
     return Passed(f"{len(names) * count} replays of {len(names)} graphs exact")
+
+
+def _replayed(graph: Any, product: torch.Tensor) -> torch.Tensor:
+    graph.replay()
+    return product
 
 
 def timeout(at: Rank, group: ProcessGroup) -> Passed:
@@ -342,9 +365,7 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
         try:
             # Every peer has a lane that waits for it, so that there may be no queue left.
             with ficco.options(timeout_s=limit, on_timeout="raise"):
-                ficco.all_gather_matmul(
-                    operands.a_LK, operands.b_KN, group=group, schedule=all_at_once(at)
-                )
+                call(operands.problem, operands.a_LK, operands.b_KN, group, all_at_once(at))
                 ficco.synchronize(group)
             problems.append(f"a call ended although rank {absent} made none")
         except SignalTimeout:
@@ -361,29 +382,23 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
     ficco.close(other)
     at.settle()
     dist.destroy_process_group(other)
-    return Passed(
-        f"SignalTimeout after {longest:.1f} s of {limit:.1f} s set; other groups are well"
-    )
+    limits = f"{longest:.1f} s of {limit:.1f} s set"
+    return Passed(f"SignalTimeout after {limits}; other groups are well")
 
 
-def way(
-    at: Rank,
-    group: ProcessGroup,
-    variable: str,
-    value: str,
-    pull: bool = False,
-    columns: bool = False,
-) -> Passed:
-    """One of the ways that an engine can be told to go; ``pull`` if it is about pulled copies,
-    ``columns`` if about pieces of columns."""
-    schedule = all_at_once(at) + ",pull" * pull
-    if columns:
-        schedule = schedule.replace("-1d", "-2d")
+#: What says how the end of a pulled copy is told, and how columns travel.
+OF_PULLED, OF_COLUMNS = "events", "columns"
+
+
+def way(at: Rank, group: ProcessGroup, variable: str, what: str, value: str) -> Passed:
+    """One of the ways that an engine can be told to go, timed by what it is about."""
+    schedule, pull = all_at_once(at), what == OF_PULLED
+    schedule = schedule.replace("-1d", "-2d" if what == OF_COLUMNS else "-1d") + ",pull" * pull
     count = max(2, at.settings.iterations // 8)
     # A pulled copy whose end is told late delays only the products of its own call.
     n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
-        with environment(variable, value):
+        with environment(variable, f"{what}={value}"):
             calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
             rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):

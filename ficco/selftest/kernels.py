@@ -71,11 +71,10 @@ class _Trial:
         for rows, cols, pitch, first in PARTS:
             source = self.integers(half, rows, cols)
             wide = torch.full((rows, pitch), 99.0, dtype=half, device=self.at.device)
-            wanted = wide.clone()
-            wanted[:, first : first + cols] = source
-            self.kernels.place(wide[:, first : first + cols], source, self.stream)
-            back = torch.empty_like(source)
-            self.kernels.place(back, wide[:, first : first + cols], self.stream)
+            wanted, part, back = wide.clone(), slice(first, first + cols), torch.empty_like(source)
+            wanted[:, part] = source
+            self.kernels.place(wide[:, part], source, self.stream)
+            self.kernels.place(back, wide[:, part], self.stream)
             if not (torch.equal(wide, wanted) and torch.equal(back, source)):
                 problems.append(f"placement of {rows} x {cols} at {first} of {pitch} is wrong")
         return problems
@@ -90,15 +89,13 @@ class _Trial:
                 if not torch.equal(total, _sum(parts, out)):
                     problems.append(f"the sum of {count} x {size} {part} in {out} is wrong")
         for half, (rows, cols, pitch, first) in product(HALVES, IN_PLACE):
-            wide = [self.integers(half, rows, pitch) for _ in range(4)]
-            blocks = [one[:, first : first + cols] for one in wide]
-            wanted = wide[0].clone()
+            wide = self.integers(half, 4, rows, pitch)
+            blocks, wanted = list(wide[:, :, first : first + cols]), wide[0].clone()
             wanted[:, first : first + cols] = _sum(blocks, half)
             self.kernels.reduce(blocks[0], blocks, self.stream)
             if not torch.equal(wide[0], wanted):
-                problems.append(
-                    f"the sum of 4 x {rows} x {cols} {half} at {first} of {pitch} is wrong"
-                )
+                what = f"4 x {rows} x {cols} {half} at {first} of {pitch}"
+                problems.append(f"the sum of {what} is wrong")
         return problems
 
     def copied(self) -> list[str]:
@@ -123,14 +120,10 @@ class _Trial:
             self.kernels.copies(ends, shape, self.stream, signals=signals)
             wrong = [n for n in range(PLACES) if not torch.equal(wide[n], wanted[n])]
             if wrong:
-                problems.append(
-                    f"copies of {rows} x {cols} at {first} of {pitch} to {PLACES} places: wrong at "
-                    f"{wrong}"
-                )
-            if signals is not None and words.tolist() != [0, 7, 9, 0]:
-                problems.append(
-                    f"a launch of copies left {words.tolist()} in words, not 0, 7, 9, 0"
-                )
+                what = f"{rows} x {cols} at {first} of {pitch} to {PLACES} places"
+                problems.append(f"copies of {what}: wrong at {wrong}")
+            if signals is not None and (left := words.tolist()) != [0, 7, 9, 0]:
+                problems.append(f"a launch of copies left {left} in words, not 0, 7, 9, 0")
             words.zero_()
         return problems
 
@@ -195,10 +188,8 @@ class _Trial:
             steps = ScriptStep(each[1], 9, waits=True), ScriptStep(each[2], 5, behind=True)
             self.kernels.script(Script(steps, alone=2), self.stream)
             if not torch.equal(total, _sum(parts, dtype)):
-                problems.append(
-                    f"the sum of {PLACES} x {rows} x {cols} {dtype} at {first} of {pitch} with "
-                    "scripts is wrong"
-                )
+                what = f"{PLACES} x {rows} x {cols} {dtype} at {first} of {pitch}"
+                problems.append(f"the sum of {what} with scripts is wrong")
             if words.tolist() != [0, 7, 9, 5, 0]:
                 problems.append(f"scripts left {words.tolist()} in words, not 0, 7, 9, 5, 0")
         return problems

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -117,10 +117,8 @@ def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
     began = time.monotonic()
 
     def note(verdict: str, seen: str, details: str = "") -> None:
-        seconds = time.monotonic() - began
-        journal.note(
-            check.name, "outcome", verdict=verdict, seen=seen, details=details, seconds=seconds
-        )
+        said = {"verdict": verdict, "seen": seen, "details": details}
+        journal.note(check.name, "outcome", **said, seconds=time.monotonic() - began)
 
     group = dist.new_group(list(range(at.world)))
     try:
@@ -310,35 +308,35 @@ def about() -> dict[str, Any]:
 
 def report(run: Selftest, about: dict[str, Any]) -> str:
     """All that was found, in Markdown; ``about`` is what :func:`about` found."""
-    return "\n".join(_lines(run, about))
-
-
-def _lines(run: Selftest, about: dict[str, Any]) -> Iterator[str]:
     verdicts = [result.verdict for result in run.results]
     later = len(verdicts) - 1 - verdicts.index("failed") if "failed" in verdicts else None
     after = "" if later is None else f"; {later} checks came after the first that failed"
-    yield from ("# ficco self-test", "")
-    yield f"{datetime.now():%Y-%m-%d %H:%M}, {run.ranks} ranks on {run.device}: {_summary(run)}"
-    yield f"New ranks were started {run.starts} times{after}."
-    yield from ("", "| check | verdict | what was seen | used instead | seconds |")
-    yield "|---|---|---|---|---|"
+    lines = [
+        "# ficco self-test\n",
+        f"{datetime.now():%Y-%m-%d %H:%M}, {run.ranks} ranks on {run.device}: {_summary(run)}",
+        f"New ranks were started {run.starts} times{after}.\n",
+        "| check | verdict | what was seen | used instead | seconds |",
+        "|---|---|---|---|---|",
+    ]
     for result in run.results:
         cells = (result.check, result.verdict, result.seen[:SHOWN], result.instead)
         text = " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-        yield f"| {text} | {result.seconds:.1f} |"
-    yield from _block("Settings", "\n".join(f"{k}: {v}" for k, v in asdict(run.settings).items()))
-    for part in ("versions", "devices", "links", "engines", "use"):
-        yield from _block(part.capitalize(), json.dumps(about.get(part), indent=1))
+        lines.append(f"| {text} | {result.seconds:.1f} |")
     variables = "\n".join(f"{name}={value}" for name, value in doctor.environment().items())
-    yield from _block("Environment", variables or "none of the variables that matter is set")
-    for result in run.results:
-        if result.details or result.verdict == "failed":
-            text = "\n".join(filter(None, (result.seen, result.details)))
-            yield from _block(f"{result.check}: {result.verdict}", text)
-    for name, log in run.logs.items():
-        if log:
-            yield from _block(f"Output of {name}", log)
-
-
-def _block(title: str, text: str) -> Iterator[str]:
-    yield from ("", f"## {title}", "", "```text", text.replace("```", "'''"), "```")
+    blocks = {
+        "Settings": "\n".join(f"{k}: {v}" for k, v in asdict(run.settings).items()),
+        **{
+            part.capitalize(): json.dumps(about.get(part), indent=1)
+            for part in ("versions", "devices", "links", "engines", "use")
+        },
+        "Environment": variables or "none of the variables that matter is set",
+        **{
+            f"{one.check}: {one.verdict}": "\n".join(filter(None, (one.seen, one.details)))
+            for one in run.results
+            if one.details or one.verdict == "failed"
+        },
+        **{f"Output of {name}": log for name, log in run.logs.items() if log},
+    }
+    for title, text in blocks.items():
+        lines += ["", f"## {title}", "", "```text", text.replace("```", "'''"), "```"]
+    return "\n".join(lines)

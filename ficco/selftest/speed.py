@@ -125,9 +125,8 @@ def alike(rates: dict[tuple[int, int], float], shared: bool) -> Passed:
     if slow:
         one, two = min(slow, key=rates.__getitem__)
         seen += f"; {len(slow)} below {SLOW} of that, the slowest between ranks {one} and {two}"
-    details = "\n".join(
-        f"ranks {one} and {two}: {rate:.1f} GB/s" for (one, two), rate in rates.items()
-    )
+    lines = (f"ranks {one} and {two}: {rate:.1f} GB/s" for (one, two), rate in rates.items())
+    details = "\n".join(lines)
     if slow and not shared:
         raise NotOffered(f"pairs are not alike: {seen}", details)
     return Passed(seen, details)

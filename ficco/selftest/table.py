@@ -63,7 +63,13 @@ CHECKS = (
             "another schedule=; 'auto' does not know that it fails",
         )
         for name in NAMED
-        if not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
+        if name != "tiled"  # whose sizes are not any
+        and not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
+    ),
+    Check(
+        "product whose tiles wait",
+        checks.tiles,
+        "another schedule= than tiled; 'auto' takes it only where it was measured",
     ),
     Check("schedule serial:collective", checks.collective, "schedule='serial'"),
     *(
@@ -102,9 +108,6 @@ CHECKS = (
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
 
-#: What says how the end of a pulled copy is told, and how columns travel.
-OF_PULLED, OF_COLUMNS = "events", "columns"
-
 #: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
 #: told to go. Those of the other engines are not tried.
 WAYS = {
@@ -120,13 +123,7 @@ WAYS = {
         *(
             Check(
                 f"{variable(engine)}={what}={value}",
-                partial(
-                    checks.way,
-                    variable=variable(engine),
-                    value=f"{what}={value}",
-                    pull=what == OF_PULLED,
-                    columns=what == OF_COLUMNS,
-                ),
+                partial(checks.way, variable=variable(engine), what=what, value=value),
                 f"leave {what} out of {variable(engine)}, or name another of {', '.join(values)}",
             )
             for what, values in choices.items()

@@ -288,6 +288,11 @@ class Simulation:
         for step in steps:
             if step.op not in OPS:
                 raise unknown(step, "the simulator")
+            if step.op == "call":
+                raise NotImplementedError(
+                    f"{self.name}: the simulator cannot tell how long step {step.label!r} takes, "
+                    "which is the caller's"
+                )
         machine, ops = self.machine, {step.op for step in steps}
         reads_peers = any(map(_reads_peers, steps))
         copies = [step for step in steps if step.op == "copy"]

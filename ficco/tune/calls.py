@@ -76,12 +76,10 @@ def host(site: Site) -> Host:
 def counts(whole: Plan) -> tuple[int, int, int]:
     """Products, copies and batches of signals that a host enqueues for a plan, as a simulation
     in mode "idle" counts them: a placement or a sum counts as a product."""
-    matmuls = copies = signals = 0
-    for step in whole.steps:
-        matmuls += len(step.products) + (step.op in ("place", "reduce"))
-        copies += step.op == "copy"
-        signals += bool(step.waits or step.after) + bool(step.posts)
-    return matmuls, copies, signals
+    steps = whole.steps
+    matmuls = sum(len(step.products) + (step.op in ("place", "reduce")) for step in steps)
+    signals = sum(bool(step.waits or step.after) + bool(step.posts) for step in steps)
+    return matmuls, sum(step.op == "copy" for step in steps), signals
 
 
 def _later(site: Site, calls: dict[str, Any]) -> dict[str, float]:
@@ -157,25 +155,18 @@ def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
 def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site) -> Tuned:
     """The entry from seconds by mode and schedule; a CPU has the one mode for both."""
     by_mode = (times.get("queued", times["idle"]), times["idle"])
-    queued, idle = (min(seconds, key=seconds.__getitem__) for seconds in by_mode)
-    serial = [
-        min((seconds[name] for name in SERIALS if name in seconds), default=0.0)
-        for seconds in by_mode
-    ]
-    if not all(serial):
+    if not all({*SERIALS} & {*seconds} for seconds in by_mode):
         raise ValueError(f"{problem}: required a serial schedule to compare with, none was timed")
+    queued, idle = (min(seconds, key=seconds.__getitem__) for seconds in by_mode)
+    serial = [min(by[name] for name in SERIALS if name in by) for by in by_mode]
+    names = ("operator", "rows", "n", "k", "dtype", "blocks")
     return Tuned(
-        operator=problem.operator,
-        rows=problem.rows,
-        n=problem.n,
-        k=problem.k,
-        dtype=problem.dtype,
+        **{name: getattr(problem, name) for name in names},
         queued=queued,
         idle=idle,
         seconds=(by_mode[0][queued], by_mode[1][idle]),
         serial=(serial[0], serial[1]),
         provenance=site.source("measured", f"the fastest of {len(by_mode[1])} candidates"),
-        blocks=problem.blocks,
     )
 
 
@@ -201,29 +192,21 @@ def from_log(path: Path, world: int) -> list[Problem]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
-    logged = dict.fromkeys(
-        _problem(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
-    )
+    logged: dict[Problem, None] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            rows, n, k = tuple(map(int, data["rows"])), int(data["n"]), int(data["k"])
+            blocks = tuple(tuple(map(int, sent)) for sent in data.get("blocks", ()))
+            sizes = rows, n, k, str(data["dtype"])
+            logged[Problem(str(data["operator"]), *sizes, blocks=blocks)] = None
+        except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+            why = f"{type(error).__name__}: {error}"
+            wanted = f"required a problem as FICCO_LOG_PROBLEMS writes it: {why}"
+            raise ConfigError(str(path), f"line {number}", wanted) from None
     return [problem for problem in logged if problem.world == world and problem.flops]
-
-
-def _problem(path: Path, number: int, line: str) -> Problem:
-    try:
-        data = json.loads(line)
-        return Problem(
-            str(data["operator"]),
-            tuple(int(rows) for rows in data["rows"]),
-            int(data["n"]),
-            int(data["k"]),
-            str(data["dtype"]),
-            blocks=tuple(tuple(int(rows) for rows in line) for line in data.get("blocks", ())),
-        )
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise ConfigError(
-            str(path),
-            f"line {number}",
-            f"required a problem as FICCO_LOG_PROBLEMS writes it: {type(error).__name__}: {error}",
-        ) from None
 
 
 def from_cases(

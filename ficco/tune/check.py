@@ -50,11 +50,7 @@ def check(machine: Machine, device: str) -> list[Point]:
     """Measure a few points of a machine on ``"cpu"`` or ``"cuda"``; collective. The same on every
     rank."""
     watch = Stopwatch(dist.group.WORLD, local_device(device))
-
-    def source(kind: str, note: str) -> Provenance:
-        return Provenance(kind, note=note)
-
-    site = Site(watch, EFFORTS[device, True], machine, source)
+    site = Site(watch, EFFORTS[device, True], machine, lambda kind, note: Provenance(kind))
     points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
         for some in (_gemm, _copies, _collective, _memory, _calls):
@@ -68,11 +64,10 @@ def _gemm(site: Site) -> Iterator[Point]:
     model = site.machine.gemm
     if model is None:
         return
-    usual = [shape for shape in site.effort.gemms if not shape.wide and shape.batch == 1]
-    usual.sort(key=lambda shape: shape.flops)
+    usual = sorted((one for one in site.effort.gemms if one.plain), key=lambda one: one.flops)
     chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
     rows = {shape[:3]: shape.in_a_row for shape in chosen}
-    for one in products.samples(site, "gemm", chosen, products.row_of):
+    for one in products.samples(site, chosen, products.row_of):
         size = one.m, one.n, one.k
         row = rows[size]
         stored = model.heated(row * model.seconds(*size, itemsize=site.itemsize)) / row
@@ -84,11 +79,10 @@ def _gemm(site: Site) -> Iterator[Point]:
 
 
 def _copies(site: Site) -> Iterator[Point]:
-    model = site.machine.copies
+    model, sizes = site.machine.copies, site.effort.sizes
     if model is None or site.world < 2:
         return
-    sizes = (site.effort.sizes[1], site.effort.sizes[-1])
-    for one in communication.copy_times(site, sizes, (1,)):
+    for one in communication.copy_times(site, (sizes[1], sizes[-1]), (1,)):
         row = one.count * one.nbytes / model.rate(one.nbytes) + (one.count - 1) * model.gap
         what = f"{one.count} of {one.nbytes / 1024:.0f} KiB"
         yield Point("copies", what, model.latency + row, one.seconds)
@@ -140,16 +134,13 @@ def report(points: list[Point], tolerance: float, again: str = "ficco tune") -> 
         mark = "" if point.holds(tolerance) else "  off"
         name = f"{point.block} {point.what}"
         lines.append(f"{name:44} {stored:>12} {measured:>12} {point.ratio:6.2f}{mark}")
-    off = [point for point in points if not point.holds(tolerance)]
+    off = [point.block for point in points if not point.holds(tolerance)]
     rule = f"no more than {1 + tolerance:g} times as much or as little"
+    end = f"all {len(points)} points hold ({rule})"
     if not points:
-        lines.append("the file holds nothing that could be checked")
+        end = "the file holds nothing that could be checked"
     elif off:
-        blocks = " ".join(dict.fromkeys(point.block for point in off if point.block != "call"))
+        blocks = " ".join(dict.fromkeys(block for block in off if block != "call"))
         remedy = f"{again} --only {blocks}" if blocks else again
-        lines.append(
-            f"{len(off)} of {len(points)} points are off ({rule} holds); measure again: {remedy}"
-        )
-    else:
-        lines.append(f"all {len(points)} points hold ({rule})")
-    return "\n".join(lines)
+        end = f"{len(off)} of {len(points)} points are off ({rule} holds); measure again: {remedy}"
+    return "\n".join([*lines, end])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -42,14 +43,11 @@ ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
 
 
 def copies(site: Site) -> Copies:
-    return _copies(site, "copies", "dma", engines(site))
-
-
-def engines(site: Site) -> int:
-    """Copies that a rank can have in flight: as its engine says, else as the file says."""
+    """As many in flight as the rank's engine says, else as the file says."""
     said = workspace_of(site.watch.group, site.watch.device).engine.copy_engines()
     known = site.machine.copies
-    return said or (known.engines if known is not None else max(site.world - 1, 1))
+    engines = said or (known.engines if known is not None else max(site.world - 1, 1))
+    return _copies(site, "copies", "dma", engines)
 
 
 def kernel_copies(site: Site) -> Copies | None:
@@ -57,8 +55,8 @@ def kernel_copies(site: Site) -> Copies | None:
     where no kernel copies, as on a CPU."""
     if not copies_by_kernel(site):
         return None
-    share = 1.0 - IN_FRONT_SHARE
-    block = _copies(site, "kernel_copies", "kernel", max(site.world - 1, 1), share)
+    queues, share = max(site.world - 1, 1), 1.0 - IN_FRONT_SHARE
+    block = _copies(site, "kernel_copies", "kernel", queues, share)
     return replace(block, in_front=in_front(site, block))
 
 
@@ -147,17 +145,15 @@ def topology(site: Site) -> Topology:
     calls = {"one": parts.copies(ONE_BY_ONE, size)}
     if peers > 1:
         calls["all"] = parts.copies(AT_ONCE.format(peers=peers), size)
-    series = site.time("topology", calls)
-    one_by_one = peers * size / median(series["one"])
+    rates = {name: peers * size / median(t) for name, t in site.time("topology", calls).items()}
     known, before = site.machine.copies, site.machine.topology
-    bandwidth = max(one_by_one, *(rate for _, rate in known.curve) if known else ())
+    bandwidth = max(rates["one"], *(rate for _, rate in known.curve) if known else ())
     kind, sharing = "switch", 1.0
     if peers > 1:
-        at_once = peers * size / median(series["all"])
-        kind, sharing = fits.topology(one_by_one, at_once)
+        kind, sharing = fits.topology(rates["one"], rates["all"])
         note = (
-            f"a rank receives {one_by_one / 1e9:.4g} GB/s from its peers one after the other, "
-            f"{at_once / 1e9:.4g} GB/s from all at once"
+            f"a rank receives {rates['one'] / 1e9:.4g} GB/s from its peers one after the other, "
+            f"{rates['all'] / 1e9:.4g} GB/s from all at once"
         )
     else:
         if before is not None:  # what several copies bring together stays what it was
@@ -177,33 +173,27 @@ def collective(site: Site, name: str) -> Collective:
     return Collective(curve, site.provenance("measured", f"{name.replace('_', '-')}, {unit}"))
 
 
-def _for_all(parts: MeasuredCalls, nbytes: int) -> torch.Tensor:
-    """As many bytes for every rank."""
-    rows, columns = parts.shard(nbytes).shape
-    return parts.matrix("gathered", rows * parts.world, columns)
-
-
-def _reduce_scatter(parts: MeasuredCalls, nbytes: int) -> Call:
-    return partial(reduce_scatter, parts.shard(nbytes), _for_all(parts, nbytes), group=parts.group)
-
-
-def _all_to_all(parts: MeasuredCalls, nbytes: int) -> Call:
-    sent = _for_all(parts, nbytes)
-    received = parts.matrix("received", *sent.shape)
-    return partial(dist.all_to_all_single, received, sent, group=parts.group)
-
-
-def _all_reduce(parts: MeasuredCalls, nbytes: int) -> Call:
-    # The numbers grow from call to call, which takes no longer.
-    return partial(dist.all_reduce, _for_all(parts, nbytes), group=parts.group)
-
-
 #: The call of each collective on so many bytes, and what the bytes are.
 EXCHANGES: dict[str, tuple[Callable[[MeasuredCalls, int], Call], str]] = {
     "all_gather": (MeasuredCalls.collective, "bytes per rank"),
-    "reduce_scatter": (_reduce_scatter, "bytes of a rank's part of the sum"),
-    "all_to_all": (_all_to_all, "bytes of a block"),
-    "all_reduce": (_all_reduce, "bytes of a rank's part of the sum"),
+    "reduce_scatter": (
+        lambda its, n: partial(reduce_scatter, its.shard(n), its.gathered(n), group=its.group),
+        "bytes of a rank's part of the sum",
+    ),
+    "all_to_all": (
+        lambda its, n: partial(
+            dist.all_to_all_single,
+            its.matrix("received", *its.gathered(n).shape),
+            its.gathered(n),
+            group=its.group,
+        ),
+        "bytes of a block",
+    ),
+    # The numbers grow from call to call, which takes no longer.
+    "all_reduce": (
+        lambda its, n: partial(dist.all_reduce, its.gathered(n), group=its.group),
+        "bytes of a rank's part of the sum",
+    ),
 }
 
 
@@ -221,16 +211,13 @@ def contention(site: Site) -> Contention:
         slowed = _halved(time, products, moves)
     else:
         slowed = slowdowns(time, products, moves, site.watch.device)
-
-    def under(move: str) -> tuple[float, float]:
-        """Of products during a move, and of the move during products."""
-        pairs = [(slowed[one, move], slowed[move, one]) for one in products]
-        return tuple(map(geometric_mean, zip(*pairs, strict=True)))  # type: ignore[return-value]
-
+    means = [
+        geometric_mean([slowed[pair[::turn]] for pair in ((one, move) for one in products)])
+        for move in moves
+        for turn in (1, -1)  # of products during a move, and of the move during products
+    ]
     note = f"{len(products)} products, shards of {traffic} bytes; medians of paired ratios"
-    return Contention(
-        *under("copies"), *under("collective"), provenance=site.provenance("measured", note)
-    )
+    return Contention(*means, provenance=site.provenance("measured", note))
 
 
 def slowdowns(
@@ -257,19 +244,13 @@ def _halved(
 ) -> dict[tuple[str, str], float]:
     """The same where cores are all busy: each of two calls at the same time has half of them, and
     both take a little more than one after the other."""
-    both = {
-        f"{product} and {move}": _at_once(multiply, communicate)
-        for product, multiply in products.items()
-        for move, communicate in moves.items()
-    }
+    pairs = list(product(products, moves))
+    both = {f"{a} and {b}": _at_once(products[a], moves[b]) for a, b in pairs}
     series = time({**products, **moves, **both})
-    slowed = {}
-    for product in products:
-        for move in moves:
-            one_by_one = series[product] + series[move]
-            more = 2 * fits.slowdown(one_by_one, series[f"{product} and {move}"])
-            slowed[product, move] = slowed[move, product] = more
-    return slowed
+    more = {
+        (a, b): 2 * fits.slowdown(series[a] + series[b], series[f"{a} and {b}"]) for a, b in pairs
+    }
+    return more | {(b, a): slowed for (a, b), slowed in more.items()}
 
 
 def _at_once(front: Call, back: Call) -> Call:

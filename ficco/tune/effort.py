@@ -23,6 +23,11 @@ class Shape(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
+    def plain(self) -> bool:
+        """Whether it is one product, and is not added to anything."""
+        return self.batch == 1 and not self.wide
+
+    @property
     def in_a_row(self) -> int:
         """How many products are timed at once: with small ones the time between two counts."""
         return 4 if self.flops < 2e11 else 1

@@ -48,23 +48,17 @@ def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
             machine = load(path)
         except ConfigError as error:
             if not fresh:
-                raise ConfigError(
-                    str(path),
-                    error.key,
-                    f"{error.expected}. Nothing was measured; --fresh keeps this file as "
-                    f"{damaged(path).name} and begins anew",
-                ) from None
+                why = f"{error.expected}. Nothing was measured; --fresh keeps this file as "
+                why += f"{damaged(path).name} and begins anew"
+                raise ConfigError(str(path), error.key, why) from None
             path.replace(damaged(path))
         else:
             for name in ("ranks", "accelerator"):
-                if not here.matches(machine) and getattr(machine, name) != getattr(here, name):
-                    raise ConfigError(
-                        str(path),
-                        name,
-                        f"required {getattr(here, name)}, as this run has, got "
-                        f"{getattr(machine, name)}; figures of different hosts are not merged: "
-                        "give another file with --out",
-                    )
+                wanted, got = getattr(here, name), getattr(machine, name)
+                if not here.matches(machine) and got != wanted:
+                    why = f"required {wanted}, as this run has, got {got}; figures of different "
+                    why += "hosts are not merged: give another file with --out"
+                    raise ConfigError(str(path), name, why)
             return machine
     alike = known(here)
     if alike is None:
@@ -79,10 +73,8 @@ def rounded(value: Any) -> Any:
         return float(f"{value:.5g}")
     if isinstance(value, tuple):
         if value and all(isinstance(item, tuple) for item in value):
-            return tuple((size, *rounded(rest)) for size, *rest in value)
-        return tuple(rounded(item) for item in value)
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
+            return tuple((size, *rounded(tuple(rest))) for size, *rest in value)
+        return tuple(map(rounded, value))
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: rounded(getattr(value, f.name)) for f in fields(value)})
     return value
@@ -103,15 +95,12 @@ def _figures(machine: Machine, block: str) -> dict[str, str]:
     single = Machine(machine.name, machine.accelerator, machine.ranks, **{block: value})
     data = yaml.safe_load(dumps(single))[block]
     data.pop("provenance", None)
-    return {name: _text(figure) for name, figure in data.items()}
+    return {name: _text(figure, ", ") for name, figure in data.items()}
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, between: str = ": ") -> str:
     if isinstance(value, list):
-        parts = [
-            ": ".join(map(_text, part)) if isinstance(part, list) else _text(part) for part in value
-        ]
-        return ", ".join(parts)
+        return between.join(map(_text, value))
     return _LONG.sub(lambda m: f"{float(m[0]):.4g}" if len(m[0]) > 5 else m[0], str(value))
 
 
@@ -153,12 +142,9 @@ class Journal:
         try:
             write(self.path(machine), json.dumps(asdict(self)))
         except OSError as error:
-            raise ConfigError(
-                str(machine),
-                "folder",
-                f"cannot be written: {error.strerror}; give another file with --out, or another "
-                "folder with FICCO_CONFIG_DIR",
-            ) from None
+            why = f"cannot be written: {error.strerror}; give another file with --out, or another "
+            why += "folder with FICCO_CONFIG_DIR"
+            raise ConfigError(str(machine), "folder", why) from None
 
     @classmethod
     def remove(cls, machine: Path) -> None:

@@ -40,20 +40,14 @@ def gemm(site: Site) -> Gemm:
     shapes = site.effort.gemms
     if not _adds_wide(site):
         shapes = tuple(shape for shape in shapes if not shape.wide)
-    measured = samples(site, "gemm", shapes, row_of, heat)
+    measured = samples(site, shapes, row_of, heat)
     known = known_gemm(site)
     peak = known.peak if known is not None and site.watch.on_gpu else None  # of the data sheet
-    fitted = fit(measured, units=units(site), peak=peak, known=known)
-    error = errors(fitted, measured)
     longest = max(one.seconds for one in rows)
-    note = (
-        f"{len(measured)} products of {site.effort.dtype}, errors {error.median:.1%} median, "
-        f"{error.mean:.1%} mean, {error.worst:.1%} worst; "
-        + ("burst and sustained: " if heat.limited else "no power limit in ")
-        + f"{len(rows)} rows of products of up to {longest * 1e3:.3g} ms, errors {heat.error:.1%}"
-    )
-    source = site.provenance("fitted", note)
-    return replace(fitted, burst=heat.burst, sustained=heat.sustained, provenance=source)
+    note = "burst and sustained: " if heat.limited else "no power limit in "
+    note += f"{len(rows)} rows of products of up to {longest * 1e3:.3g} ms, "
+    note += f"errors {heat.error:.1%}"
+    return fitted(site, measured, heat, note, peak=peak, known=known)
 
 
 def tiled(site: Site) -> Gemm | None:
@@ -64,26 +58,23 @@ def tiled(site: Site) -> Gemm | None:
         return None
 
     def row(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
-        call = engine.tiled_product(*parts.operands(shape.m, shape.n, shape.k))
+        return repeated(engine.tiled_product(*parts.operands(*shape[:3])), count)
 
-        def run() -> None:
-            for _ in range(count):
-                call()
-
-        return run
-
-    whole = [shape for shape in site.effort.gemms if shape.batch == 1 and not shape.wide]
-    shapes = [one for one in whole if not (one.n % TMA or one.k % TMA)]
+    shapes = [one for one in site.effort.gemms if one.plain and not (one.n % TMA or one.k % TMA)]
     heat = fits.Heat(gemm.burst, gemm.sustained, 0.0)
-    measured = samples(site, "tiled", shapes, row, heat)
-    fitted = fit(measured, units=units(site), tiles=TILES, peak=gemm.peak)
-    error = errors(fitted, measured)
-    note = (
-        f"{len(measured)} products of {site.effort.dtype}, errors {error.median:.1%} median, "
-        f"{error.mean:.1%} mean, {error.worst:.1%} worst; burst and sustained as of gemm"
-    )
+    measured = samples(site, shapes, row, heat)
+    known = {"tiles": TILES, "peak": gemm.peak}
+    return fitted(site, measured, heat, "burst and sustained as of gemm", **known)
+
+
+def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **known: Any) -> Gemm:
+    """The model of products that take so long, from what is ``known`` of them."""
+    model = fit(measured, units=units(site), **known)
+    error = errors(model, measured)
+    errs = f"{error.median:.1%} median, {error.mean:.1%} mean, {error.worst:.1%} worst"
+    note = f"{len(measured)} products of {site.effort.dtype}, errors {errs}; {note}"
     source = site.provenance("fitted", note)
-    return replace(fitted, burst=gemm.burst, sustained=gemm.sustained, provenance=source)
+    return replace(model, burst=heat.burst, sustained=heat.sustained, provenance=source)
 
 
 def refitted(watch: Stopwatch, machine: Machine) -> Machine:
@@ -103,7 +94,7 @@ Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]
 
 
 def samples(
-    site: Site, step: str, shapes: Sequence[Shape], row: Row, heat: fits.Heat = fits.COLD
+    site: Site, shapes: Sequence[Shape], row: Row, heat: fits.Heat = fits.COLD
 ) -> list[Sample]:
     """Seconds of products, timed several in a row, without the pace of the device's temperature
     and without what ``heat`` adds to a row."""
@@ -132,8 +123,10 @@ def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:
 
 def row_of(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
     """So many products in a row."""
-    call = parts.matmul(shape.m, shape.n, shape.k, batch=shape.batch, wide=shape.wide)
+    return repeated(parts.matmul(*shape[:3], batch=shape.batch, wide=shape.wide), count)
 
+
+def repeated(call: Callable[[], Any], count: int) -> Callable[[], Any]:
     def run() -> None:
         for _ in range(count):
             call()

@@ -9,8 +9,7 @@ was and the run goes on; the next run measures what is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -42,7 +41,7 @@ from ficco.problem import OPERATORS, Problem
 from ficco.tune import calls, communication, products
 from ficco.tune.effort import EFFORTS, SHAPES, STEPS, Effort
 from ficco.tune.files import Journal, changes, opened, rounded
-from ficco.tune.site import Site, Tick
+from ficco.tune.site import Site
 
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0
@@ -137,6 +136,8 @@ def tune(settings: TuneSettings) -> Outcome:
 
 
 class _TuningRun:
+    """A run on this rank; on rank 0 it says what it does, and about how long it will take."""
+
     def __init__(self, settings: TuneSettings) -> None:
         self.settings = settings
         self.group = dist.group.WORLD
@@ -144,6 +145,7 @@ class _TuningRun:
         self.device = local_device(settings.device)
         self.here = fingerprint(settings.device, self.world)
         self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+        self.console = Console(stderr=True, quiet=self.rank != 0)
 
     def run(self) -> Outcome:
         error, begun = self._on_rank_0(self._begin)
@@ -152,20 +154,31 @@ class _TuningRun:
         machine, journal = begun
         outcome, settings = Outcome(machine, earlier=journal.done), self.settings
         todo = {n: settings.seconds(n) for n in settings.steps if n not in journal.done}
-        self.reporter = reporter = _Reporter(self.rank, todo)
-        reporter.plan(self.here, journal.done, settings.path)
+        steps, whole = len(todo), sum(todo.values())
+        taken, estimated = 0.0, 0.0  # seconds of the steps so far
+        if journal.done:
+            self._say(f"continues an interrupted run; done: {', '.join(journal.done)}")
+        self._say(
+            f"{self.here.accelerator}, {self.world} ranks: {steps} steps, about {whole:.0f} s; "
+            f"every one is saved to {settings.path}"
+        )
         watch = Stopwatch(self.group, self.device)
-        for name in todo:
+        for number, name in enumerate(list(todo), 1):
+            title, began = f"[{number}/{steps}] {name}", time.monotonic()
             site = Site(watch, settings.effort, machine, self._source)
-            began = time.monotonic()
-            with reporter.progress(name) as site.tick:
+            past, own = whole - sum(todo.values()), todo.pop(name)
+            with bar(self.console, title, whole, past) as show:
+
+                def tick(what: str, past=past, own=own, began=began, show=show) -> None:
+                    show(past + min(time.monotonic() - began, own), what)
+
+                site.tick = tick
                 measured, why = watch.together(partial(self._measure, name, site), named=True)
             watch, closing = self._after(watch, bool(why))
-            why = why or closing
-            taken = time.monotonic() - began
-            if why:
+            spent = time.monotonic() - began
+            if why := why or closing:
                 outcome.failures[name] = why
-                reporter.failed(name, taken, why)
+                self._say(f"{title}: failed after {spent:.1f} s: {why}")
                 continue
             before, machine = machine, measured
             journal = journal.with_done(name)
@@ -175,11 +188,38 @@ class _TuningRun:
                 break
             outcome.machine = machine
             outcome.done.append(name)
-            reporter.done(name, taken, before, machine)
+            taken, estimated = taken + spent, estimated + own
+            left = taken / estimated * sum(todo.values())
+            self._say(
+                f"{title}: {spent:.1f} s; " + (f"about {left:.0f} s left" if left else "done")
+            )
+            self._show(name, before, machine)
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:
             Journal.remove(settings.path)
         return outcome
+
+    def _say(self, text: str, console: Console | None = None) -> None:
+        (console or self.console).print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _show(self, name: str, before: Machine, after: Machine) -> None:
+        """The figures of a step, old against new."""
+        if name in STEPS:
+            lines = [
+                f"{name}.{what}: {old} -> {new}" for what, old, new in changes(before, after, name)
+            ]
+        else:
+            entry = after.tuned[-1]
+            old = next((one for one in before.tuned if tuned_key(one) == tuned_key(entry)), None)
+            lines = [
+                f"{name}, {mode}: {getattr(old, mode, '-')} -> {getattr(entry, mode)}, "
+                f"{seconds * 1e3:.3f} ms, {serial / seconds:.2f} times as fast as serial"
+                for mode, seconds, serial in zip(
+                    ("queued", "idle"), entry.seconds, entry.serial, strict=True
+                )
+            ]
+        for line in lines:
+            self._say(f"  {line}", Console(quiet=self.rank != 0))
 
     def _begin(self) -> tuple[Machine, Journal]:
         settings = self.settings
@@ -218,8 +258,8 @@ class _TuningRun:
             return replace(site.machine, **block)
         problem = next(p for p in self.settings.problems if calls.name_of(p) == name)
         entry, left_out = calls.best(site, problem)
-        for name, why in left_out.items():
-            self.reporter.say(f"  {name} was not measured: {why}")
+        for other, why in left_out.items():
+            self._say(f"  {other} was not measured: {why}")
         return calls.with_entry(site.machine, rounded(entry))
 
     def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
@@ -244,76 +284,3 @@ class _TuningRun:
             commit=commit() or f"ficco {versions['ficco']}",
             note=note,
         )
-
-
-class _Reporter:
-    """Says what a run does, and about how long it will take.
-
-    ``seconds``: about how long each step takes.
-    """
-
-    def __init__(self, rank: int, seconds: dict[str, float]) -> None:
-        self._seconds, self._names = seconds, list(seconds)
-        self._console = Console(stderr=True, quiet=rank != 0)
-        self._out = Console(quiet=rank != 0)
-        self._taken = self._estimated = 0.0  # seconds of the steps so far
-
-    def say(self, text: str, figures: bool = False) -> None:
-        to = self._out if figures else self._console
-        to.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _left(self, first: int) -> float:
-        """Seconds from a step on, if they take as much longer than estimated as those before."""
-        pace = self._taken / self._estimated if self._taken else 1.0
-        return pace * sum(self._seconds[name] for name in self._names[first:])
-
-    def _title(self, name: str) -> str:
-        return f"[{self._names.index(name) + 1}/{len(self._names)}] {name}"
-
-    def plan(self, here: Fingerprint, earlier: Sequence[str], path: Path) -> None:
-        """What is to be done, and what an earlier run has done."""
-        if earlier:
-            self.say(f"continues an interrupted run; done: {', '.join(earlier)}")
-        self.say(
-            f"{here.accelerator}, {here.ranks} ranks: {len(self._names)} steps, about "
-            f"{self._left(0):.0f} s; every one is saved to {path}"
-        )
-
-    def failed(self, name: str, taken: float, why: str) -> None:
-        self.say(f"{self._title(name)}: failed after {taken:.1f} s: {why}")
-
-    def done(self, name: str, taken: float, before: Machine, after: Machine) -> None:
-        """The figures of a step, old against new."""
-        self._taken += taken
-        self._estimated += self._seconds[name]
-        left = self._left(self._names.index(name) + 1)
-        rest = f"about {left:.0f} s left" if left else "done"
-        self.say(f"{self._title(name)}: {taken:.1f} s; {rest}")
-        if name in STEPS:
-            for figure, old, new in changes(before, after, name):
-                self.say(f"  {name}.{figure}: {old} -> {new}", figures=True)
-            return
-        entry = after.tuned[-1]
-        old_entry = next((t for t in before.tuned if tuned_key(t) == tuned_key(entry)), None)
-        for i, mode in enumerate(("queued", "idle")):
-            self.say(
-                f"  {name}, {mode}: {getattr(old_entry, mode, '-')} -> {getattr(entry, mode)}, "
-                f"{entry.seconds[i] * 1e3:.3f} ms, {entry.serial[i] / entry.seconds[i]:.2f} times "
-                "as fast as serial",
-                figures=True,
-            )
-
-    @contextmanager
-    def progress(self, name: str) -> Iterator[Tick]:
-        """A bar over the whole run."""
-        whole, own, began = sum(self._seconds.values()), self._seconds[name], time.monotonic()
-        past = sum(self._seconds[one] for one in self._names[: self._names.index(name)])
-        left = self._left(self._names.index(name))
-        with bar(self._console, self._title(name), whole, past) as show:
-
-            def tick(what: str) -> None:
-                spent = min(time.monotonic() - began, own)
-                rest = left * (whole - past - spent) / (whole - past)
-                show(past + spent, f"{what}; about {rest:.0f} s left")
-
-            yield tick

@@ -51,6 +51,7 @@ class Site:
         return size
 
     def parts(self) -> MeasuredCalls:
+        """The calls to measure, with operands of their own."""
         return MeasuredCalls(self.watch.group, self.watch.device, getattr(torch, self.effort.dtype))
 
     def gathers(

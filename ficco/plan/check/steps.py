@@ -22,6 +22,7 @@ HOLDS = {
     "place": (True, False, False),
     "collective": (True, False, False),
     "matmul": (False, True, False),
+    "call": (False, True, False),
     "reduce": (False, False, True),
     "sync": (False, False, False),
 }
@@ -45,6 +46,7 @@ class Steps:
         if not plans:
             raise PlanError("no plans")
         self._lanes(plans)
+        self._calls(plans)
         try:
             plans = [in_parts(plan, concurrent=True) for plan in plans]
         except NotImplementedError as error:
@@ -135,6 +137,21 @@ class Steps:
             for lane in plan.lanes:
                 if not re.fullmatch(r"(compute|copy|reduce)\d+|sync", lane):
                     raise PlanError(f"rank {plan.rank}: there is no lane {lane!r}")
+
+    @staticmethod
+    def _calls(plans: Sequence[Plan]) -> None:
+        """What the caller does is one step, on the caller's own lane, on every rank or on none."""
+        counts = [sum(step.op == "call" for step in plan.steps) for plan in plans]
+        for plan, count in zip(plans, counts, strict=True):
+            if count > 1 or count != counts[0]:
+                wanted = "one step of its caller's" if count > 1 else f"{counts[0]}, as rank 0 has"
+                raise PlanError(f"rank {plan.rank} has {count} calls, required {wanted}")
+            for step in plan.steps:
+                if step.op == "call" and (step.lane != "compute0" or step.announces):
+                    raise PlanError(
+                        f"rank {plan.rank}: {step.label!r} is not on the caller's own lane, or "
+                        "announces what only its caller knows"
+                    )
 
     def shape(self, buffer: Buffer, rank: int) -> tuple[int, int]:
         """Rows and columns of a buffer; none where the rank's plan does not list it."""

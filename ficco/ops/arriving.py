@@ -1,0 +1,266 @@
+"""An all-gather around kernels of the caller's own, which wait for the rows that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ficco.dma.engine import Call, Program
+from ficco.errors import FiccoError
+from ficco.ops.call import number_call, post_call, program_of, workspace_for
+from ficco.ops.operands import (
+    check_dtype,
+    flat,
+    frozen,
+    plain,
+    process_group,
+    readable,
+    rows_by_rank,
+)
+from ficco.ops.operate import refuse_sharded, watched
+from ficco.problem import OPERATORS
+from ficco.schedules import Schedule
+from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
+from ficco.workspace import CachedCall, Workspace
+
+#: What errors and the board call it.
+NAME = "arriving"
+
+
+class Arriving:
+    """The rows of all ranks while they arrive: what :func:`arriving` gives. Its tensors are valid
+    within the block.
+
+    Attributes:
+        buffer: [m, k], the rows of all ranks in the order of the ranks. The rank's own are there
+            from the start.
+        words: int32 [len(pieces)] on the device of the rows. A word is 0 until the rows of its
+            piece are there, then ``ARRIVED``. Do not write to it.
+        pieces: the rows of each word, in the order in which they are expected.
+        own: first and last row, exclusive, of the rank's own rows.
+    """
+
+    #: What a word holds once its rows are there.
+    ARRIVED = 1
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        words: torch.Tensor,
+        pieces: tuple[ArrivingPiece, ...],
+        own: tuple[int, int],
+        wait: Callable[[int], None],
+    ) -> None:
+        self.buffer, self.words, self.pieces, self.own = buffer, words, pieces, own
+        self._wait: Callable[[int], None] | None = wait
+
+    def wait(self, piece: int) -> None:
+        """Wait until the rows of a piece are there: on CPUs the caller, on a GPU the current
+        stream.
+
+        Raises:
+            IndexError: there is no such piece.
+            FiccoError: the block is over.
+            SignalTimeout, RankMismatch, PeerFailed: on CPUs, the call failed.
+        """
+        if not 0 <= piece < len(self.pieces):
+            raise IndexError(f"piece: required one of {len(self.pieces)} pieces, got {piece}")
+        if self._wait is None:
+            raise FiccoError("wait: the block of ficco.arriving is over; wait within it")
+        self._wait(piece)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """First and last row, exclusive, of the own rows and then of each piece, once it is there
+        (:meth:`wait`); all rows in all."""
+        yield self.own
+        for index, piece in enumerate(self.pieces):
+            self.wait(index)
+            yield piece.first, piece.last
+
+    def _close(self) -> None:
+        del self.buffer, self.words
+        self._wait = None
+
+
+@contextmanager
+def arriving(
+    a_shard: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    rows: Sequence[int] | None = None,
+    pieces: int | tuple[int, ...] = 4,
+    order: str = "peer",
+    pull: bool = False,
+) -> Iterator[Arriving]:
+    """Gather the rows of all ranks around kernels of the caller's own (TileLink, section 3.2)::
+
+        with ficco.arriving(a_shard) as rows:
+            kernel[grid](rows.buffer, rows.words, ...)  # waits by ficco.tile.wait
+
+    ================  ===============================================================
+    ``a_shard``       [m/W, k]; leading dimensions are flattened into the rows
+    ``rows.buffer``   [m, k], the rows of all ranks in the order of the ranks
+    ``rows.words``    int32, one for each piece of a peer's rows: 1 once it is there
+    ``rows.pieces``   which rows these are, in the order in which they are expected
+    ================  ===============================================================
+
+    On a GPU entering enqueues the copies, which go on beside the block, and returns. What the block
+    enqueues on the current stream begins at once, and reads a piece after it has waited for its
+    word: in a kernel (:func:`ficco.tile.wait`), or between kernels (``rows.wait``). On CPUs threads
+    copy, and ``rows.wait`` blocks. Leaving waits for all pieces, clears the words and hands the
+    memory on after what the stream of the block did. Other streams must have joined by then. Blocks
+    can be captured in graphs, as a whole. A kernel that waits must leave multiprocessors for the
+    copies where ranks share a GPU.
+
+    Every rank of the group enters at the same place among its calls, with the same arguments but
+    for ``a_shard``. The group serves no other call within the block. There is no gradient.
+
+    Args:
+        a_shard: this rank's rows, which copies read: do not change them within the block.
+        group: the ranks, default WORLD.
+        rows: rows of each rank, where their numbers differ.
+        pieces: pieces per shard, or their relative sizes.
+        order: ``"peer"``: peer after peer, or ``"piece"``: a piece of each peer in turn.
+        pull: receivers fetch; otherwise senders push.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: the dtype, the engine, a gradient or tracing is not served.
+        RankMismatch: ranks make different calls.
+        FiccoError: within a block, another call of its group.
+        SignalTimeout, PeerFailed: as for any call: on CPUs from ``rows.wait`` or on leaving, on a
+            GPU by the watchdog, which also ends kernels that wait. The time counts from the entry.
+
+    An exception of the block leaves it as usual: the peers get their rows, the group stays usable,
+    and the exception goes on. Only one that is no ``Exception``, such as KeyboardInterrupt, breaks
+    the call off.
+    """
+    _check(a_shard)
+    workspace = workspace_for(process_group(group), a_shard, "a_shard", NAME)
+    try:
+        begun = _begin(workspace, a_shard, rows, pieces, order, pull)
+        begun.around.__enter__()
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    program, call, engine = begun.program, begun.call, workspace.engine
+    problem = program.plan.problem
+    assert isinstance(problem, Gathering)
+    first, last = problem.product.offsets[engine.rank : engine.rank + 2]
+    found = Arriving(
+        engine.rows(program, call),
+        engine.words(program, call),
+        pieces_of(program.plan),
+        (first, last),
+        lambda piece: engine.await_rows(program, call, piece),
+    )
+    workspace.block_open, outcome = True, None
+    try:
+        yield found
+    except BaseException as error:
+        outcome = error
+    workspace.block_open = False
+    found._close()
+    broken = outcome if not isinstance(outcome, Exception) else None
+    try:
+        begun.around.__exit__(type(broken) if broken else None, broken, None)
+        workspace.raise_error()
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    if outcome is not None:
+        if broken is not None:
+            workspace.end(broken)
+        raise outcome
+
+
+class _Begun(NamedTuple):
+    program: Program
+    call: Call
+    around: AbstractContextManager[None]
+
+
+def _check(a_shard: torch.Tensor) -> None:
+    """Refuse what no call can have, before it counts as one."""
+    if not isinstance(a_shard, torch.Tensor):
+        raise ValueError(f"a_shard: required a torch.Tensor, got {type(a_shard).__name__}")
+    if watched(a_shard):
+        refuse_sharded(a_shard=a_shard)
+        raise NotImplementedError(
+            "ficco.arriving is not traced; keep it out of compiled functions, or decorate its "
+            "function with torch.compiler.disable"
+        )
+    if torch.is_grad_enabled() and a_shard.requires_grad:
+        raise NotImplementedError(
+            "a_shard: ficco.arriving has no gradient; pass a_shard.detach() within a "
+            "torch.autograd.Function of your own"
+        )
+
+
+def _begin(
+    workspace: Workspace,
+    a_shard: torch.Tensor,
+    rows: Sequence[int] | None,
+    pieces: int | tuple[int, ...],
+    order: str,
+    pull: bool,
+) -> _Begun:
+    """The latest call, agreed on and about to run."""
+    engine, options = workspace.engine, number_call(workspace, NAME)
+    if why := engine.wordless():
+        raise NotImplementedError(f"ficco.arriving: {why}")
+    schedule = _schedule(pieces, order, pull)
+    if a_shard.layout is not torch.strided or a_shard.dim() < 2:
+        raise ValueError(
+            f"a_shard: required a dense [..., m/W, k], got {a_shard.layout} of shape "
+            f"{list(a_shard.shape)}; reshape it"
+        )
+    check_dtype(a_shard)
+    a, source = readable(workspace, flat(plain(a_shard)))
+    given, place = frozen(rows), source and (source[0].serial, source[1])
+    key = NAME, a.shape, a.dtype, schedule, given, options.workspace_bytes, place
+    known = workspace.programs.get(key)
+    cached = known
+    if cached is None:
+        each = rows_by_rank(
+            OPERATORS["all_gather_matmul"], given, a.shape[0], engine.rank, engine.world
+        )
+        dtype = str(a.dtype).removeprefix("torch.")
+        asked = Gathering(each, a.shape[1], dtype, source is not None)
+        (made,) = gathering(asked, schedule, [engine.rank])
+        cap = options.workspace_bytes
+        needed = engine.slot_bytes(made.words, made.slot_bytes) if made.words else 0
+        if cap is not None and needed > cap:
+            raise ValueError(
+                f"workspace_bytes: required at least {needed} for all pieces of {asked}, got "
+                f"{cap}; allow more"
+            )
+        agreed = [str(asked), f"schedule {schedule}"]
+        if cap is not None:
+            agreed.append(f"workspace_bytes={cap}")
+        if source is not None and pull:
+            agreed.append(f"a_shard in symmetric allocation {place}")
+        digest = workspace.board.describe(", ".join(agreed))
+        cached = CachedCall(made, digest, cap is not None, source)
+    post_call(workspace, cached, options, NAME)
+    if known is None:
+        workspace.keep(key, cached)
+    program = program_of(workspace, cached)
+    call = Call({"a": a if program.slot else a.contiguous()})  # alone, the caller reads it
+    return _Begun(program, call, engine.around(program, call))
+
+
+def _schedule(pieces: int | tuple[int, ...], order: str, pull: bool) -> Schedule:
+    whole = (pieces,) if isinstance(pieces, int) else pieces
+    if not isinstance(whole, tuple) or any(type(size) is not int or size < 1 for size in whole):
+        raise ValueError(
+            f"pieces: required a positive number, or a tuple of relative sizes, got {pieces!r}"
+        )
+    if not isinstance(pull, bool):
+        raise ValueError(f"pull: required True or False, got {pull!r}")
+    return Schedule(False, "tiled", 1, pieces=pieces, order=order, pull=pull)

@@ -1,0 +1,163 @@
+"""Compile and launch the product whose tiles wait on Hopper GPUs (``hopper.cpp``).
+
+Importing this module uses no device; :class:`HopperKernel` needs one of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from ficco.hip_kernels.build import Target, compiled
+from ficco.hip_kernels.cuda_binding import CudaBinding, check
+from ficco.hip_kernels.launch import Packed
+from ficco.tiled.products import Bind, Enqueue, Lists, TiledProducts, TileKernel, Upload, pitch_of
+from ficco.tiled.worklist import BK, H100, MAX_PRODUCTS, Tiling
+
+TARGET = Target("cuda", "sm_90a")
+NAME = "ficco_tiled"
+THREADS = 384
+#: A block of 64 x 64 elements of two bytes; two of them per group of warps hold C on its way out.
+_BOX_BYTES = 64 * 64 * 2
+_MAP_BYTES = 128
+
+#: Dtypes: their names in wgmma, in the conversion from float32, and in tensor maps.
+_NAMES = {
+    torch.bfloat16: ("bf16", "cvt.rn.bf16x2.f32", 9),
+    torch.float16: ("f16", "cvt.rn.f16x2.f32", 6),
+}
+
+
+@cache
+def source(tiling: Tiling, dtype: torch.dtype, b_rows: bool) -> str:
+    """The kernel for a tiling, a dtype and a layout of B: ``b_rows`` for rows of n elements."""
+    name, pack, _ = _NAMES[dtype]
+    constants = {
+        "BM": tiling.bm,
+        "BN": tiling.bn,
+        "STAGES": tiling.stages,
+        "CM": tiling.cm,
+        "CN": tiling.cn,
+        "B_ROWS": int(b_rows),
+        "PACK": f'"{pack}"',
+    }
+    count = tiling.bn // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return "".join(
+        (
+            *(f"#define {key} {value}\n" for key, value in constants.items()),
+            f"__device__ __forceinline__ void mma(float (&d)[{count}], unsigned long long a,\n",
+            "                                    unsigned long long b, int add) {\n",
+            f'  asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 2}, 0;\\n"\n',
+            f'    "wgmma.mma_async.sync.aligned.m64n{tiling.bn}k16.f32.{name}.{name} "\n',
+            f'    "{{{registers}}}, %{count}, %{count + 1}, add, 1, 1, 0, {int(b_rows)};\\n}}"\n',
+            f'    : {operands}\n    : "l"(a), "l"(b), "r"(add));\n}}\n',
+            (Path(__file__).parent / "hopper.cpp").read_text(),
+        )
+    )
+
+
+#: The fields of Lists that are passed on.
+_ADDRESSES = ("items", "gates", "words", "targets", "counters", "ready", "parts", "late")
+
+
+class _Maps(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_uint8 * (_MAP_BYTES * (2 * MAX_PRODUCTS + 1)))]
+
+
+class _Lists(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in (*_ADDRESSES, "limit_ns")),
+        ("clusters", ctypes.c_uint32),
+        ("gate_count", ctypes.c_uint32),
+    ]
+
+
+@cache
+def _encode() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(
+    kind: int, address: int, rows: int, columns: int, pitch: int, box_rows: int
+) -> bytes:
+    """The map of a matrix, rows ``pitch`` bytes apart, in boxes of 64 columns that are swizzled by
+    128 bytes. What is outside of the matrix reads as 0 and is not written."""
+    room = ctypes.create_string_buffer(2 * _MAP_BYTES)
+    aligned = -(-ctypes.addressof(room) // 64) * 64
+    swizzle_128, promotion_256, zeros = 3, 3, 0
+    status = _encode()(
+        *(ctypes.c_void_p(aligned), kind, 2, ctypes.c_void_p(address)),
+        *((ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(pitch)),
+        *((ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)),
+        *(0, swizzle_128, promotion_256, zeros),
+    )
+    if status:
+        check("cuTensorMapEncodeTiled", (driver.CUresult(status),))
+    return ctypes.string_at(aligned, _MAP_BYTES)
+
+
+def shared_bytes(tiling: Tiling) -> int:
+    """Shared memory of a block: up to 1024 bytes to align it, boxes of C, the ring, barriers."""
+    ring = tiling.stages * (tiling.bm + -(-tiling.bn // 64) * 64) * 128
+    return 1024 + 4 * _BOX_BYTES + ring + 16 * tiling.stages + 64
+
+
+class HopperKernel(TileKernel):
+    """See :class:`ficco.tiled.products.TileKernel`."""
+
+    rates = H100
+    most = MAX_PRODUCTS
+    counts = 2  # warps that store, and groups of warps that multiply, each half of a tile
+
+    def __init__(self, binding: CudaBinding) -> None:
+        self._binding = binding
+        self._functions = lru_cache(maxsize=None)(self._load)
+
+    def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
+        tiling, work = lists.tiles.tiling, lists.tiles.work
+        function = self._functions(tiling, dtype, b_rows)
+        arguments = _Lists(
+            **{name: getattr(lists, name) for name in _ADDRESSES},
+            limit_ns=int(lists.limit_s * 1e9),
+            clusters=lists.tiles.clusters,
+            gate_count=len(work.gates),
+        )
+        blocks, shared = lists.tiles.clusters * tiling.blocks, shared_bytes(tiling)
+        kind = _NAMES[dtype][2]
+
+        def bind(
+            a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
+        ) -> Enqueue:
+            maps = _Maps()
+            places = [
+                *((index, t, tiling.bm // tiling.cn) for index, t in enumerate(a)),
+                *((MAX_PRODUCTS + index, t, 64) for index, t in enumerate(out)),
+                (2 * MAX_PRODUCTS, b, BK if b_rows else tiling.bn // tiling.cm),
+            ]
+            for index, matrix, box_rows in places:
+                shape = *matrix.shape, pitch_of(matrix) * matrix.element_size(), box_rows
+                encoded = tensor_map(kind, matrix.data_ptr(), *shape)
+                ctypes.memmove(ctypes.addressof(maps) + index * _MAP_BYTES, encoded, _MAP_BYTES)
+            packed = Packed((maps, arguments))
+            return partial(self._binding.launch, function, blocks, THREADS, packed, shared=shared)
+
+        return bind
+
+    def _load(self, tiling: Tiling, dtype: torch.dtype, b_rows: bool) -> Any:
+        image = compiled(TARGET, text=source(tiling, dtype, b_rows))
+        return self._binding.load(image, (NAME,), shared_bytes(tiling))[NAME]
+
+
+def hopper_products(index: int) -> TiledProducts:
+    """Those of a Hopper GPU."""
+    binding = CudaBinding(index)
+    return TiledProducts(torch.device("cuda", index), binding.processors, HopperKernel(binding))

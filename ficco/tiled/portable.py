@@ -1,0 +1,194 @@
+"""Compile and launch the product whose tiles wait in Triton (``triton_kernel.py``): on MI300X.
+
+Triton only compiles, on first use; launches are the vendor's, like those of ficco's other kernels.
+Importing this module needs no Triton and uses no device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from ficco.hip_kernels.build import Target
+from ficco.hip_kernels.launch import Binding, Packed
+from ficco.tiled.products import (
+    UNIT,
+    UNIT_ELEMENTS,
+    Bind,
+    Enqueue,
+    Lists,
+    TileKernel,
+    Upload,
+    pitch_of,
+)
+from ficco.tiled.worklist import BK, MI300X, Tiling
+
+#: What HIP calls an MI300X.
+ARCHITECTURE = "gfx942"
+#: The oldest Triton that is served, that of the first PyTorch for ROCm 7.2.
+OLDEST = 3, 6
+#: Products of a list. Their addresses are arguments, and those of eight spill registers.
+MOST_PRODUCTS = 4
+NUM_WARPS = 4
+#: Seconds that a poll of a word takes at least.
+POLL_S = 0.5e-6
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_C_TYPES = {"i64": ctypes.c_int64, "i32": ctypes.c_int32}  # others are pointers
+
+
+def lacking(target: Target) -> str:
+    """Why a device cannot have the kernel; empty if it can."""
+    arch = target.arch.split(":")[0]
+    if arch != ARCHITECTURE:
+        return f"a product whose tiles wait needs {ARCHITECTURE} (MI300X), not {arch}"
+    if find_spec("triton") is None:
+        return (
+            "a product whose tiles wait needs Triton, which is not installed; a PyTorch for ROCm "
+            "brings it"
+        )
+    return ""
+
+
+def signature(dtype: torch.dtype) -> dict[str, Any]:
+    """Types of the kernel's arguments in Triton; a tuple has one for each product."""
+    addresses, pitches = ("i64",) * MOST_PRODUCTS, ("i32",) * MOST_PRODUCTS
+    return {
+        "a": addresses,
+        "a_pitch": pitches,
+        "out": addresses,
+        "out_pitch": pitches,
+        "b": f"*{_NAMES[dtype]}",
+        "b_pitch": "i32",
+        "n_units": "i32",
+        "k_units": "i32",
+        "table": "*i64",
+    }
+
+
+def constants(vendor: str, tiling: Tiling, b_rows: bool, even_k: bool) -> dict[str, Any]:
+    """What the kernel is compiled for besides. ``even_k``: ``BK`` divides k."""
+    numbers = {"BM": tiling.bm, "BN": tiling.bn}
+    return numbers | {"B_ROWS": b_rows, "EVEN_K": even_k, "AMD": vendor == "hip"}
+
+
+def values(
+    a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor], table: int
+) -> dict[str, Any]:
+    """The arguments."""
+
+    def each(numbers: list[int]) -> tuple[int, ...]:
+        return (*numbers, *[0] * (MOST_PRODUCTS - len(numbers)))
+
+    return {
+        "a": each([t.data_ptr() // UNIT for t in a]),
+        "a_pitch": each([pitch_of(t) // UNIT_ELEMENTS for t in a]),
+        "out": each([t.data_ptr() // UNIT for t in out]),
+        "out_pitch": each([pitch_of(t) // UNIT_ELEMENTS for t in out]),
+        "b": b.data_ptr(),
+        "b_pitch": pitch_of(b) // UNIT_ELEMENTS,
+        "n_units": out[0].shape[1] // UNIT_ELEMENTS,
+        "k_units": a[0].shape[1] // UNIT_ELEMENTS,
+        "table": table,
+    }
+
+
+def tables(lists: Lists, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table on the device, and the rows of products, which must live as long."""
+    from ficco.tiled.triton_kernel import TABLE
+
+    rows = upload(np.array(lists.tiles.work.rows, np.int32))
+    more = {
+        "rows": rows.data_ptr(),
+        "polls": int(lists.limit_s / POLL_S),
+        "clusters": lists.tiles.clusters,
+    }
+    numbers = [more[name] if name in more else getattr(lists, name) for name in TABLE]
+    return upload(np.array(numbers, np.uint64).view(np.int64)), rows
+
+
+def compiled_by_triton(
+    target: Target, tiling: Tiling, dtype: torch.dtype, b_rows: bool, even_k: bool
+) -> Any:
+    """The kernel for an architecture, as Triton has it. Needs no device."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ficco.tiled.triton_kernel import ficco_tiled
+
+    arch = target.arch.split(":")[0]
+    fixed = constants(target.vendor, tiling, b_rows, even_k)
+    number, lanes = (arch, 64) if target.vendor == "hip" else (int(arch.removeprefix("sm_")), 32)
+    device = GPUTarget(target.vendor, number, lanes)
+    place = ficco_tiled.arg_names.index
+    source = ASTSource(
+        ficco_tiled,
+        signature(dtype) | dict.fromkeys(fixed, "constexpr"),
+        {(place(name),): value for name, value in fixed.items()},
+        {(place("b"),): [["tt.divisibility", UNIT]]},
+    )
+    options = {"num_warps": NUM_WARPS, "num_stages": tiling.stages}
+    return triton.compile(source, target=device, options=options)
+
+
+class TritonKernel(TileKernel):
+    """See :class:`ficco.tiled.products.TileKernel`.
+
+    Raises:
+        NotImplementedError: this Triton is too old.
+    """
+
+    rates = MI300X
+    most = MOST_PRODUCTS
+    counts = 1
+
+    def __init__(self, binding: Binding) -> None:
+        import triton
+
+        if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise NotImplementedError(
+                f"a product whose tiles wait needs Triton {oldest} or later, this is "
+                f"{triton.__version__}; update PyTorch, which brings it"
+            )
+        self._binding = binding
+        self._functions = lru_cache(maxsize=None)(self._load)
+
+    def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
+        tiles = lists.tiles
+        variant = tiles.tiling, dtype, b_rows, tiles.work.k % BK == 0
+        function, threads, shared = self._functions(*variant)
+        kept = tables(lists, upload)
+        types = signature(dtype)
+
+        def bind(
+            a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
+        ) -> Enqueue:
+            arguments: list[Any] = []
+            for name, value in values(a, b, out, kept[0].data_ptr()).items():
+                numbers = value if isinstance(value, tuple) else (value,)
+                kind = types[name][0] if isinstance(value, tuple) else types[name]
+                arguments += map(_C_TYPES.get(kind, ctypes.c_void_p), numbers)
+            # Two more pointers, to memory of Triton's for which this kernel has no use.
+            arguments += ctypes.c_void_p(), ctypes.c_void_p()
+            launch, packed = self._binding.launch, Packed(arguments)
+            return partial(launch, function, tiles.clusters, threads, packed, shared=shared)
+
+        return bind
+
+    def _load(
+        self, tiling: Tiling, dtype: torch.dtype, b_rows: bool, even_k: bool
+    ) -> tuple[Any, int, int]:
+        """The kernel on the device, its threads, and its bytes of shared memory."""
+        made = compiled_by_triton(self._binding.target, tiling, dtype, b_rows, even_k)
+        metadata = made.metadata
+        kernels = self._binding.load(made.kernel, (metadata.name,), metadata.shared)
+        threads = metadata.num_warps * metadata.target.warp_size
+        return kernels[metadata.name], threads, metadata.shared

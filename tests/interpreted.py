@@ -1,0 +1,109 @@
+"""The tiled product's Triton kernel on the CPU, by Triton's interpreter, and all that surrounds it.
+
+The interpreter runs the programs of a launch one after the other. A list whose tiles are cut needs
+an order of its clusters in which those that write parts come before those that add them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from ficco.tiled import portable
+from ficco.tiled.products import UNIT, Bind, Enqueue, Lists, TiledProducts, TileKernel, Upload
+from ficco.tiled.worklist import BK, MI300X, TileList, Tiling
+
+
+@cache
+def interpreted() -> Any:
+    """The kernel, from a copy of its module that is imported for the interpreter."""
+    spec = importlib.util.find_spec("ficco.tiled.triton_kernel")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        spec.loader.exec_module(module)
+    _mend()
+    return module.ficco_tiled
+
+
+def _mend() -> None:
+    """What the interpreter of Triton 3.6 cannot do: multiply bfloat16, whose bits it takes for
+    integers, and take a scalar for the end of a range (from NumPy 2.4 on)."""
+    from triton.runtime import interpreter
+
+    interpreter.interpreter_builder.create_dot = _dot
+    usual = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        usual(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _dot(a: Any, b: Any, sums: Any, *_: Any) -> Any:
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(_wide(a.data) @ _wide(b.data) + sums.data, sums.dtype.scalar)
+
+
+def _wide(values: Any) -> Any:
+    if values.dtype == np.uint16:  # bfloat16
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+class InterpretedKernel(TileKernel):
+    """On any device with memory that the host reads; a launch is over when it returns."""
+
+    rates = replace(MI300X, multiply={Tiling(32, 32, 1): 1e-6})
+    most = portable.MOST_PRODUCTS
+    counts = 1
+
+    def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
+        tiles = lists.tiles
+        table, rows = portable.tables(lists, upload)
+        fixed = portable.constants("cpu", tiles.tiling, b_rows, tiles.work.k % BK == 0)
+
+        def bind(
+            a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
+        ) -> Enqueue:
+            assert rows.dtype == torch.int32
+            values = portable.values(a, b, out, 0) | {"table": table}
+
+            def enqueue(stream: Any) -> None:
+                # The interpreter tells a pointer by its tensor. It is made anew: nothing may keep
+                # an engine's memory.
+                first = (ctypes.c_char * UNIT).from_address(values["b"])
+                pointer = torch.frombuffer(first, dtype=torch.uint8).view(dtype)
+                interpreted()[(tiles.clusters,)](**values | {"b": pointer}, **fixed)
+
+            return enqueue
+
+        return bind
+
+
+class HostProducts(TiledProducts):
+    """Products in the host's memory, by one processor unless said otherwise."""
+
+    def __init__(self, processors: int = 1) -> None:
+        super().__init__(torch.device("cpu"), processors, InterpretedKernel())
+
+    _apart: Callable[..., Any] = contextlib.nullcontext  # type: ignore[assignment]
+
+
+def parts_first(tiles: TileList) -> TileList:
+    """The list with its clusters in an order in which no part comes after its owner. There is one
+    unless a cluster both owns a tile and has a part of a later one."""
+    owns = (tiles.items[:, :, 7] > 0).any(0)
+    return replace(tiles, items=np.ascontiguousarray(tiles.items[:, np.argsort(owns)]))

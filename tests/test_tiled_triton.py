@@ -1,0 +1,357 @@
+"""The tiled product's Triton kernel without a GPU: exact in Triton's interpreter, and the
+instructions that Triton makes of it."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interpreted import HostProducts, parts_first
+from test_kernels import missing, places
+from test_worklist import COSTS, spans
+
+from ficco.hip_kernels.build import Target
+from ficco.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
+from ficco.tiled.worklist import MAX_GATES, MI300X, Cut, RowSpan, TileList, Tiling, Work, listed
+
+SMALL = Tiling(32, 32, 1)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton_is_here() -> None:
+    if find_spec("triton") is None:
+        missing("triton")
+
+
+@pytest.fixture
+def turns() -> Iterator[None]:
+    """The interpreter hands the lock to threads that open gates more often than every 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+# In the interpreter.
+
+
+class Call:
+    """Integer-valued operands of a list, NaN around them and in the results, words and a launch."""
+
+    def __init__(
+        self,
+        tiles: TileList,
+        dtype: torch.dtype = torch.bfloat16,
+        b_rows: bool = True,
+        limit_s: float = 60.0,
+    ) -> None:
+        work = tiles.work
+        self.tiles, self.dtype = tiles, dtype
+        count = len(work.gates) + len(work.announces) + 1
+        self.words = torch.zeros(count, dtype=torch.int32)
+        at = [self.words.data_ptr() + 4 * i for i in range(count)]
+        gates, posts = at[: len(work.gates)], at[len(work.gates) : -1]
+        self.posts = self.words[len(work.gates) : -1]
+        self.a = [self.room(rows, work.k, -2, 3) for rows in work.rows]
+        self.b = (
+            self.room(work.k, work.n, -1, 2) if b_rows else self.room(work.n, work.k, -1, 2).t()
+        )
+        self.out = [self.room(rows, work.n) for rows in work.rows]
+        self.exact = [(a.double() @ self.b.double()).to(dtype) for a in self.a]
+        self.prepared = HostProducts(tiles.clusters).prepare(
+            tiles, dtype, b_rows, late=at[-1], limit_s=limit_s, gates=gates, words=posts
+        )
+
+    def room(self, rows: int, columns: int, low: int = 0, high: int = 0) -> torch.Tensor:
+        """Integers from ``low`` on, or NaN, in a larger matrix of NaN."""
+        made = torch.full((rows + 2, columns + 8), torch.nan, dtype=self.dtype)[1:-1, :columns]
+        return made.random_(low, high) if high else made
+
+    def launch(self) -> None:
+        self.prepared.launch(self.a, self.b, self.out, None)
+
+    def verify(self, late: int = 0) -> None:
+        assert int(self.words[-1]) == late
+        for out, exact in zip(self.out, self.exact, strict=True):
+            assert torch.equal(out, exact)
+            assert out._base is not None
+            assert int((~out._base.isnan()).sum()) == out.numel(), "written around the result"
+        assert not self.prepared.counters.any(), "counters are not at rest"
+
+
+def made(work: Work, cut: Cut, clusters: int, tiling: Tiling = SMALL) -> TileList:
+    return parts_first(listed(work, tiling, cut, clusters, COSTS))
+
+
+@pytest.mark.parametrize("b_rows", [True, False], ids=["rows", "columns"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_exact(dtype: str, b_rows: bool) -> None:
+    torch.manual_seed(len(dtype) + b_rows)
+    cuts = 0
+    for rows, n, k, cut, clusters in (
+        ((1, 17, 70, 33), 40, 72, Cut.NONE, 3),
+        ((65,), 8, 8, Cut.NONE, 1),
+        ((33,), 40, 1024, Cut.END, 6),
+        ((31,), 40, 1992, Cut.END, 5),
+    ):
+        call = Call(made(Work(rows, n, k), cut, clusters), DTYPES[dtype], b_rows)
+        for _ in range(2):
+            call.launch()
+            call.verify()
+        cuts += call.tiles.slots
+    assert cuts == 8
+
+
+def test_the_tiling_that_is_offered() -> None:
+    (tiling,) = MI300X.multiply
+    call = Call(made(Work((130,), 200, 72), Cut.NONE, 2, tiling))
+    call.launch()
+    call.verify()
+
+
+@pytest.mark.parametrize("cut", [Cut.NONE, Cut.END], ids=lambda cut: cut.name)
+def test_tiles_wait_for_their_rows(cut: Cut, turns: None) -> None:
+    """Rows are NaN until another thread writes them and opens their gate, in random order."""
+    rng = random.Random(cut.name)
+    torch.manual_seed(1)
+    for rows, count in (((100,), 4), ((65, 33), 12)):
+        work = Work(rows, 40, 1024, spans(rng, rows, count))
+        call = Call(made(work, cut, 6))
+        given = [a.clone() for a in call.a]
+        for product, first, last in (span for gate in work.gates for span in gate):
+            call.a[product][first:last] = torch.nan
+        order = rng.sample(range(len(work.gates)), len(work.gates))
+
+        def arrive(call: Call = call, given: Any = given, order: Any = order) -> None:
+            for gate in order:
+                time.sleep(0.002)
+                for product, first, last in call.tiles.work.gates[gate]:
+                    call.a[product][first:last] = given[product][first:last]
+                call.words[gate] = 1
+
+        thread = threading.Thread(target=arrive)
+        thread.start()
+        call.launch()
+        thread.join()
+        call.verify()
+
+
+def test_announced_rows_are_stored(turns: None) -> None:
+    """Another thread reads rows as soon as their word is set."""
+    rng = random.Random(2)
+    torch.manual_seed(2)
+    for rows, cut in (((100,), Cut.NONE), ((65, 33), Cut.END)):
+        work = Work(rows, 40, 1024, (), spans(rng, rows, 5))
+        call = Call(made(work, cut, 6))
+        early: list[int] = []
+
+        def watch(work: Work = work, call: Call = call, early: list[int] = early) -> None:
+            left = set(range(len(work.announces)))
+            end = time.monotonic() + 30
+            while left and time.monotonic() < end:
+                for index in [index for index in left if call.posts[index]]:
+                    left.remove(index)
+                    for product, first, last in work.announces[index]:
+                        rows = slice(first, last)
+                        if not torch.equal(call.out[product][rows], call.exact[product][rows]):
+                            early.append(index)
+            early.extend(left)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        call.launch()
+        thread.join()
+        call.verify()
+        assert not early
+
+
+def test_a_gate_that_never_opens() -> None:
+    gates = tuple((RowSpan(0, first, first + 32),) for first in range(0, 96, 32))
+    call = Call(made(Work((96,), 40, 64, gates), Cut.NONE, 2), limit_s=100 * POLL_S)
+    call.words[:2] = 1
+    call.launch()
+    call.verify(late=3)
+    call.words[-1], call.words[2] = 0, 1
+    call.launch()
+    call.verify()
+
+
+def test_only_an_items_own_gates_are_waited_for() -> None:
+    gates = tuple((RowSpan(0, first, first + 32),) for first in range(0, 96, 32))
+    tiles = made(Work((96,), 32, 64, gates), Cut.NONE, 2)
+    of_the_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, :1]))
+    assert of_the_first.items[:, 0, 8].tolist()[:2] == [0, 2]
+    call = Call(of_the_first, limit_s=100 * POLL_S)
+    call.words[0] = call.words[2] = 1
+    call.launch()
+    assert not call.words[-1]
+
+
+def test_parts_that_never_come() -> None:
+    tiles = made(Work((32,), 32, 2048), Cut.END, 3)
+    owners_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, ::-1]))
+    call = Call(owners_first, limit_s=10 * POLL_S)
+    call.launch()
+    assert int(call.words[-1]) == 1 + MAX_GATES
+
+
+def test_parts_are_added_in_one_order() -> None:
+    """Whatever order they come in, with values whose sums are rounded."""
+    tiles = made(Work((31,), 40, 1992), Cut.END, 7)
+    owns = (tiles.items[:, :, 7] > 0).any(0)
+    results = []
+    for seed in range(3):
+        torch.manual_seed(0)
+        order = np.random.default_rng(seed).permutation(tiles.clusters)
+        order = order[np.argsort(owns[order], kind="stable")]
+        call = Call(replace(tiles, items=np.ascontiguousarray(tiles.items[:, order])))
+        for tensor in (*call.a, call.b):
+            tensor.copy_(torch.randn(tensor.shape))
+        call.launch()
+        results.append(call.out[0].clone())
+    assert tiles.slots == 4 and all(torch.equal(results[0], other) for other in results)
+
+
+def test_operands_that_cannot_be_addressed() -> None:
+    """Rows that begin between multiples of 16 bytes are copied, or refused if they wait."""
+    call = Call(made(Work((33,), 40, 72), Cut.NONE, 2))
+    call.a = [torch.empty(33, 75, dtype=call.dtype)[:, 1:73].copy_(call.a[0])]
+    call.launch()
+    call.verify()
+    gated = Call(made(Work((33,), 40, 72, ((RowSpan(0, 0, 1),),)), Cut.NONE, 2))
+    gated.a = call.a
+    with pytest.raises(ValueError, match="multiples of 16"):
+        gated.launch()
+
+
+def test_what_is_not_served() -> None:
+    products = HostProducts()
+    assert products.serves(torch.bfloat16, MOST_PRODUCTS, 8, 8) == ""
+    assert "bfloat16 or float16" in products.serves(torch.float32, 1, 8, 8)
+    assert "at most 4" in products.serves(torch.float16, MOST_PRODUCTS + 1, 8, 8)
+    assert "multiples of 8" in products.serves(torch.float16, 1, 12, 8)
+
+
+def test_who_lacks_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacking(Target("hip", "gfx942:sramecc+:xnack-")) == ""
+    assert "needs gfx942 (MI300X), not gfx90a" in lacking(Target("hip", "gfx90a"))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr("ficco.tiled.portable.find_spec", lambda name: None)
+    assert "needs Triton, which is not installed" in lacking(Target("hip", "gfx942"))
+
+
+# What Triton makes of it.
+
+
+class Code:
+    """The kernel in AMD's assembly language, without comments and debug lines, and what it was made
+    from, where blocks are in the order of the source."""
+
+    def __init__(self, made: Any) -> None:
+        self.text, self.before = made.asm["amdgcn"], made.asm["ttgir"].splitlines()
+        lines = (re.sub(r"\s+", " ", line.split(";")[0]).strip() for line in self.text.splitlines())
+        self.lines = [line for line in lines if line and not line.startswith((".loc", ".Ltmp"))]
+
+    def number(self, key: str) -> int:
+        (found,) = re.findall(rf"\.{key}: +(\d+)", self.text)
+        return int(found)
+
+    def at(self, pattern: str) -> list[int]:
+        return places(self.lines, pattern)
+
+
+#: Every configuration that is offered: dtype, whether B has contiguous rows, and BK divides k.
+VARIANTS = [
+    (tiling, dtype, b_rows, even_k)
+    for tiling in MI300X.multiply
+    for dtype in DTYPES
+    for b_rows in (True, False)
+    for even_k in (True, False)
+]
+
+
+@pytest.fixture(
+    scope="module", params=VARIANTS, ids=lambda variant: "-".join(map(str, variant[1:]))
+)
+def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Code:
+    tiling, dtype, b_rows, even_k = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        target = Target("hip", "gfx942:sramecc+:xnack-")
+        made = compiled_by_triton(target, tiling, DTYPES[dtype], b_rows, even_k)
+    assert made.metadata.shared <= 64 << 10
+    return Code(made)
+
+
+def test_amd_spills_nothing_and_multiplies_by_matrix_cores(code: Code) -> None:
+    for key in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+        assert code.number(key) == 0, key
+    assert not code.at("scratch_")
+    assert len(code.at("v_mfma_f32_32x32x8_(bf16|f16) ")) >= 64
+    # A lane has 512. A kernel that copies for a peer must fit beside this one.
+    assert code.number("vgpr_count") <= 512 - 128
+
+
+def test_amd_loads_and_stores_are_wide(code: Code) -> None:
+    assert not code.at(r"(global|buffer)_(load|store)_(u?byte|u?short|s?byte|sshort)")
+    assert len(code.at("(global|buffer)_load_dwordx4")) >= 16
+    assert len(code.at("global_store_dwordx2")) == 16
+
+
+def test_amd_waits_acquire_from_the_system(code: Code) -> None:
+    """Each poll bypasses caches and empties them; gates are waited for before operands are read."""
+    empties = code.at("buffer_inv")
+    assert {code.lines[i] for i in empties} == {"buffer_inv sc0 sc1"}
+    polls = [i for i in empties if code.lines[i - 2].startswith("global_load_dword ")]
+    assert len(polls) == 4, "first and later polls of gates and of parts"
+    for i in polls:
+        assert code.lines[i - 2].endswith(" sc0 sc1")
+        assert code.lines[i - 1] == "s_waitcnt vmcnt(0)"
+    waits = places(code.before, r".*tt\.atomic_rmw add, acquire, sys")
+    reads = places(code.before, r".*tt\.load.*: tensor<.*(bf16|f16)>")
+    adds = places(code.before, r".*tt\.load.*: tensor<.*f32>")
+    assert len(waits) == 4 and waits[1] < min(reads) < max(reads) < waits[2]
+    assert len(adds) == 1 and waits[3] < adds[0]
+
+
+def test_amd_releases_to_the_system(code: Code) -> None:
+    """Before a program counts, every wave's stores are over and the cache is written back."""
+    adds, swaps = code.at("global_atomic_add"), code.at("global_atomic_swap")
+    assert len(adds) == 2 and len(swaps) == 1, "of tiles and of parts; of words"
+    stores = code.at("(global|buffer)_store_dwordx[24]")
+    released = "s_waitcnt vmcnt(0)", "buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)"
+    ends = [
+        i
+        for i in code.at("buffer_wbl2 sc0 sc1")
+        if tuple(code.lines[i - 1 : i + 2]) == released and "v_mov_b32" in code.lines[i + 2]
+    ]
+    assert len(ends) == 2, "after a tile, and after a part"
+    for end, add in zip(ends, adds, strict=True):
+        assert max(i for i in stores if i < add) < end, "a store after the release"
+        assert "s_barrier" in code.lines[end:add]
+    assert sum(code.lines[i].endswith(" sc0 sc1") for i in adds) == 1, "that of tiles"
+    assert code.lines[swaps[0]].endswith(" sc1")
+    assert "buffer_wbl2 sc0 sc1" in code.lines[swaps[0] - 2 : swaps[0]]
+
+
+def test_nvidia_compiles_it_as_well(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it can be tried: tests/test_tiled_gpu.py does."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = compiled_by_triton(
+        Target("cuda", "sm_90"), Tiling(128, 128, 3), torch.bfloat16, True, True
+    )
+    text = made.asm["ptx"]
+    assert "wgmma.mma_async" in text and made.metadata.shared <= 227 << 10
+    assert text.count("ld.global.sys.acquire.b32") == 4
+    assert text.count("atom.global.sys.release.exch.b32") == 1
