@@ -62,7 +62,7 @@ class Workspace:
     calls = 7
 
     def __init__(
-        self, running: int, ending: bool, error: RankMismatch | None, schedule: str
+        self, running: int, ending: bool, error: RankMismatch | None, schedule: str = "growing"
     ) -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
         program = Program(plan(problem, NAMED[schedule], 0), None, [])

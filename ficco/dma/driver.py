@@ -414,7 +414,7 @@ class Lanes(dict[str, Any]):
     def __missing__(self, lane: str) -> Any:
         with self._driver.aside():
             if lane not in self.streams:
-                self.streams[lane] = self._driver.stream_for(f"{self.mode} {lane}")
+                self.streams[lane] = self._driver.stream_for(f"{self.mode} {lane}".strip())
             self.joins[lane] = self._driver.event()
         handle = self[lane] = self.streams[lane].handle
         return handle
