@@ -28,6 +28,7 @@ from ficco.bench.candidates import choose
 from ficco.bench.cases import Case
 from ficco.bench.frames import BENCH, REPLAY, read_description, records
 from ficco.bench.replay import (
+    KINDS_OF_COPIES,
     Courier,
     Pace,
     ReplayEngine,
@@ -88,7 +89,7 @@ def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any,
     group = dist.ProcessGroup(dist.HashStore(), rank, world)
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
-        paces = Pace(0.0, RATE), Pace(0.0, RATE)
+        paces = dict.fromkeys(KINDS_OF_COPIES, Pace(0.0, RATE))
         engine.courier = Courier(engine, machine, paces)
         alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
         workspace = adopt(group, CPU, Board(alone, current().timeout_s), engine)

@@ -342,7 +342,8 @@ def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> Non
     began = time.perf_counter()
     call.launch()
     call.verify("late", late=6)
-    assert 0.04 < time.perf_counter() - began < 1
+    least = 0.01 if tiling == Tiling(128, 128, 3) else 0.04  # which counts polls, not time
+    assert least < time.perf_counter() - began < 1
     call.fill(2)
     call.words[:-1] = 1
     call.launch()

@@ -1,4 +1,4 @@
-"""Time the tiled product against the library's; writes ``tiled.csv`` to a folder.
+"""Time the tiled product against the library's; writes ``tiled.csv`` and ``.md`` to a folder.
 
     python tests/tiled_bench.py FOLDER [--next N] [--pieces P ...]
 
@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,9 @@ import pandas as pd
 import torch
 from cuda.bindings import driver
 
+from ficco.bench.frames import describe
+from ficco.bench.report import about_table
+from ficco.bench.tables import cells, markdown
 from ficco.dma.tiles import work_of
 from ficco.hip_kernels.build import compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
@@ -62,6 +66,8 @@ WARM_UP = 2
 AHEAD = 200_000
 DTYPE = torch.bfloat16
 BUDGET_S = 60.0
+#: Microseconds of a product that is not short.
+LONG_US = 90.0
 COURIER = r"""
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -240,6 +246,44 @@ def line(times: pd.DataFrame) -> str:
     return text
 
 
+def page(frame: pd.DataFrame, command: str) -> str:
+    """The share of the library, or of the last arrival where that is later, of the lists that were
+    chosen and of the best that were timed."""
+    lists = frame[(frame.tiling != "library") & (frame.what == "")]
+    key = ["b_rows", "m", "n", "k", "pieces"]
+    shares = pd.DataFrame(
+        {
+            "chosen": lists[lists.chosen].groupby(key, sort=False).share.max(),
+            "best": lists.groupby(key, sort=False).share.max(),
+        }
+    ).unstack("pieces")
+    for which in ("chosen", "best"):  # of as many pieces as suit the shape
+        shares[which, "any"] = shares[which].drop(columns=0).max(axis=1)
+    library = frame[frame.tiling == "library"].set_index(key[:-1]).us
+    extra = frame[frame.what != ""].dropna(subset="what").set_index([*key[:-1], "what"]).share
+    extra = extra.unstack("what").reindex(shares.index)
+    long = library.reindex(shares.index) >= LONG_US
+    heads = ["m x n x k", "B", "library us"]
+    heads += [
+        f"{f'pieces={pieces}' if pieces else 'all rows there'}: {which}"
+        for which, pieces in shares.columns
+    ]
+    body = [
+        [f"{m} x {n} x {k}", "[k, n]" if b_rows else "[n, k]", f"{library[b_rows, m, n, k]:.1f}"]
+        + [*cells(row, ".3f"), *cells(extra.loc[(b_rows, m, n, k)], ".3f")]
+        for (b_rows, m, n, k), row in shares.iterrows()
+    ]
+    for name, some in (("at least", shares[long]), ("less than", shares[~long])):
+        means = [f"{statistics.geometric_mean(some[column]):.3f}" for column in shares.columns]
+        means += [
+            f"{statistics.geometric_mean(extra.loc[some.index, w]):.3f}" for w in extra.columns
+        ]
+        body.append([f"**geometric mean, {name} {LONG_US:.0f} us**", "", "", *means])
+    about = about_table(describe("cuda", command))
+    how = " ".join(page.__doc__.split())
+    return f"# tiled\n\n{about}\n\n{how}\n\n{markdown([*heads, *extra.columns], body)}\n"
+
+
 def timed_lists(
     shape: tuple[int, int, int], b_rows: bool, processors: int, most: int, pieces: Sequence[int]
 ) -> dict[tuple[Tiling, Cut, str, int], TileList]:
@@ -309,6 +353,7 @@ def main(folder: Path, most: int, pieces: Sequence[int]) -> None:
             if wrong or late.item():
                 print("WRONG", wrong, "late", late.item(), flush=True)
     frame = pd.DataFrame(rows)
+    (folder / "tiled.md").write_text(page(frame, f"python {' '.join(sys.argv)}"))
     plain = frame[(frame.tiling != "library") & frame.chosen & (frame.what == "")]
     for number, of in plain.groupby("pieces"):
         print(f"pieces {number}: geometric mean {statistics.geometric_mean(of.share):.3f}")

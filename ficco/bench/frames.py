@@ -234,22 +234,26 @@ class RunSettings:
         a figure is worth nothing; all rows on rank 0, None elsewhere."""
         frames = [schema.frame(())]
         if rank == 0:
-            here = [one["name"] for one in doctor.devices() if one["kind"].startswith(self.device)]
-            description = {
-                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-                "command": self.command,
-                "commit": commit(),
-                "device": " and ".join(dict.fromkeys(here)),
-                "ranks": ranks,
-                "versions": {name: value for name, value in doctor.versions().items() if value},
-            }
-            text = json.dumps({**description, **more}, indent=2)
+            text = json.dumps(describe(self.device, self.command, ranks) | more, indent=2)
             self.csv.with_suffix(".json").write_text(text + "\n")
         for rows in steps:
             frames.append(schema.frame(rows))
             if rank == 0:
                 append(self.csv, frames[-1])
         return pd.concat(frames, ignore_index=True) if rank == 0 else None
+
+
+def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
+    """Where, when and of what a run's figures are."""
+    here = [one["name"] for one in doctor.devices() if one["kind"].startswith(device)]
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+        "commit": commit(),
+        "device": " and ".join(dict.fromkeys(here)),
+        "ranks": ranks,
+        "versions": {name: value for name, value in doctor.versions().items() if value},
+    }
 
 
 def commit() -> str:

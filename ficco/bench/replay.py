@@ -277,7 +277,7 @@ class ReplayEngine(GpuEngine):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         lane, arrives = program.plan.steps[step].lane, transfer.dst.rank == self.rank
         seconds = crossing(self.courier.machine, program.plan.nbytes(transfer.src))
-        passes, places = self.courier.passage(seconds, arrives), buffers_of(program)
+        passes, places = self.courier.passage(seconds, arrives, meets=True), buffers_of(program)
 
         def op(call: Call) -> None:
             if self.images is None:
@@ -368,8 +368,11 @@ class Pace:
         return max(int((seconds - self.start) * self.rate), LEAST_BYTES)
 
 
+#: Of copies, by whether they come from the host, and whether others go the other way meanwhile.
+Paces = Mapping[tuple[bool, bool], Pace]
+KINDS_OF_COPIES = tuple((inward, meets) for inward in (False, True) for meets in (False, True))
 #: Where a second moves a byte.
-NO_PACES = Pace(0.0, 1.0), Pace(0.0, 1.0)
+NO_PACES: Paces = dict.fromkeys(KINDS_OF_COPIES, Pace(0.0, 1.0))
 
 
 class Piece(NamedTuple):
@@ -421,11 +424,12 @@ class Courier:
 
     Attributes:
         machine: says when they post.
-        paces: of copies to the host, and of those from it.
+        paces: of copies between host and device. Its own are learnt about; the rank's take what
+            such copies take where others go the other way, since the courier's mostly do.
         mode: ``"queued"`` or ``"idle"``, of the calls from now on.
     """
 
-    def __init__(self, engine: ReplayEngine, machine: Machine, paces: tuple[Pace, Pace]) -> None:
+    def __init__(self, engine: ReplayEngine, machine: Machine, paces: Paces) -> None:
         driver = engine.driver
         self.engine, self.machine, self.paces = engine, machine, paces
         self.mode = "queued"
@@ -521,7 +525,9 @@ class Courier:
         ]
         # The direction in which the rank's own copies do not go.
         pulls = any(step.op == "copy" and _to(me, step) for step in plan.steps)
-        return self._of(opening, self._pieces(coming, words, self.paces[not pulls]), not pulls)
+        return self._of(
+            opening, self._pieces(coming, words, self.paces[not pulls, False]), not pulls
+        )
 
     def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece], inward: bool) -> Timetable:
         begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
@@ -545,9 +551,10 @@ class Courier:
             now = at
         return pieces
 
-    def passage(self, seconds: float, inward: bool) -> Callable[[Any], None]:
-        """Enqueues copies from the host, or to it, that take so long."""
-        nbytes, driver = self.paces[inward].nbytes(seconds), self.engine.driver
+    def passage(self, seconds: float, inward: bool, meets: bool = False) -> Callable[[Any], None]:
+        """Enqueues copies from the host, or to it, that take so long; ``meets``: where others go
+        the other way."""
+        nbytes, driver = self.paces[inward, meets].nbytes(seconds), self.engine.driver
         sizes = [ROOM] * (nbytes // ROOM) + [nbytes % ROOM] * (nbytes % ROOM > 0)
         host, room = self._host, self._room
 
@@ -562,20 +569,21 @@ class Courier:
 
     # Its clock.
 
-    def measure(self) -> tuple[Pace, Pace]:
-        """Measure the paces of both directions on an idle device."""
-        paces = []
-        for inward in (False, True):
+    def measure(self) -> Paces:
+        """Measure the paces on a device that is idle otherwise."""
+        paces = {}
+        for kind in KINDS_OF_COPIES:
             self.paces = NO_PACES
-            each = [self._row(nbytes, inward) for nbytes in PACE_BYTES]
+            each = [self._row(nbytes, *kind) for nbytes in PACE_BYTES]
             slope, start = np.polyfit(PACE_BYTES, each, 1)
-            paces.append(Pace(max(float(start), 0.0), 1 / float(slope)))
-        self.paces = paces[0], paces[1]
-        return self.paces
+            paces[kind] = Pace(max(float(start), 0.0), 1 / float(slope))
+        self.paces = paces
+        return paces
 
-    def _row(self, nbytes: int, inward: bool) -> float:
+    def _row(self, nbytes: int, inward: bool, meets: bool) -> float:
         """Seconds of one of several copies of a size in a row."""
         driver, words = self.engine.driver, [MemOp(WRITE_32, self._nobodys, 0)]
+        others = [self.passage(nbytes, not inward)] * (2 * PACE_COPIES * meets)
         taken = []
         for _ in range(PACE_ROWS):
             pieces = [
@@ -583,6 +591,8 @@ class Courier:
                 for after in range(1, PACE_COPIES + 2)
             ]
             self._enqueue(self._of((), pieces, inward), None)
+            for other in others:
+                other(self.engine.side.handle)
             self.go()
             driver.synchronize()
             taken.append(pieces[0].stamp.seconds_to(pieces[-1].stamp) / PACE_COPIES)

@@ -24,7 +24,7 @@ from ficco.bench.measure import HOST_ROWS, DeviceClock, Item, peak_bytes
 from ficco.bench.replay import (
     NO_PACES,
     Courier,
-    Pace,
+    Paces,
     ReplayEngine,
     brought,
     last_arrival,
@@ -195,7 +195,7 @@ class ReplayWatch(Stopwatch):
                 f"machine: required a name or a file, since none is of {host.accelerator}"
             )
         self.machine = link(machine, settings.link_gb_s, settings.latency_us, settings.gap_us)
-        self._paces: tuple[Pace, Pace] | None = None
+        self._paces: Paces | None = None
         self.clock = ReplayClock(self)
         self._begin()
         if settings.products is not None:
