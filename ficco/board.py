@@ -54,106 +54,19 @@ LATE_S = 0.7
 # that has not arrived shows as unknown.
 
 
-class _Pages:
-    """The pages of all ranks: a ring of entries, and texts, for each."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        # Arrays and memoryviews keep their maps alive.
-        self.rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in memory.maps]
-        self.texts = [
-            memoryview(part)[ENTRIES * 8 : ENTRIES * 8 + TEXTS * TEXT_BYTES] for part in memory.maps
-        ]
-        self.ranks = range(len(memory.maps))
-        self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen
-        memory.close()
-
-    def entry(self, rank: int, number: int) -> int:
-        """A rank's digest for a call; 0 if it is not posted yet or overwritten."""
-        entry = self.rings[rank].item(number % ENTRIES)
-        return entry & _DIGEST if entry >> _DIGEST_BITS == number % _NUMBERS else 0
-
-    def passed(self, rank: int, number: int) -> bool:
-        """Whether a rank has posted a call, including one that has been overwritten since."""
-        entry = self.rings[rank].item(number % ENTRIES)
-        ahead = ((entry >> _DIGEST_BITS) - number) % _NUMBERS
-        return entry != 0 and ahead < _NUMBERS // 2
-
-    def latest(self, rank: int, number: int) -> int:
-        """The number of a rank's latest call, near ``number``; 0 if there is none."""
-        half = _NUMBERS // 2
-        distances = [
-            (number - (int(entry) >> _DIGEST_BITS) + half) % _NUMBERS - half
-            for entry in self.rings[rank]
-            if entry
-        ]
-        return number - min(distances) if distances else 0
-
-    def differing(self, mine: int, latest: int) -> Iterator[int]:
-        """Numbers, up to ``latest``, of the calls of rank ``mine`` on the board for which another
-        rank has posted a different digest."""
-        ring = self.rings[mine].copy()
-        for rank in self.ranks:
-            if rank == mine:
-                continue
-            # The XOR has only digest bits set if the numbers are equal and the digests differ.
-            other = self.rings[rank]
-            differs = (ring ^ other) - np.uint64(1) < np.uint64(_DIGEST)
-            if not differs.any():  # the common case, and waiting ranks poll
-                continue
-            for index in np.flatnonzero(differs & (other != 0) & (ring != 0)):
-                number = latest - (latest - (int(ring[index]) >> _DIGEST_BITS)) % _NUMBERS
-                if number > latest - ENTRIES:
-                    yield number
-
-    def mismatch(self, number: int) -> RankMismatch | PeerFailed | None:
-        """The mismatch of one call among the entries posted so far, or the ranks on which it
-        failed; None if there is neither."""
-
-        def entries() -> dict[int, int]:
-            values = {rank: self.entry(rank, number) for rank in self.ranks}
-            return {rank: value for rank, value in values.items() if value}
-
-        posted = entries()
-        if len(set(posted.values())) < 2:
-            return None
-        failed = {rank: value for rank, value in posted.items() if value in (_FAILED, _LATE)}
-        if failed:
-            now = time.monotonic()
-            if _FAILED in failed.values() or now - self._late.setdefault(number, now) >= LATE_S:
-                return PeerFailed({rank: self.text(rank, value) for rank, value in failed.items()})
-            return None
-        deadline = time.monotonic() + GRACE_S
-        while len(posted := entries()) < len(self.ranks) and time.monotonic() < deadline:
-            time.sleep(SLEEP_S)
-        return RankMismatch({rank: self.text(rank, value) for rank, value in posted.items()})
-
-    def text(self, rank: int, digest: int) -> str:
-        texts = self.texts[rank]
-        deadline = time.monotonic() + TEXT_GRACE_S
-        while True:
-            for at in range(0, TEXTS * TEXT_BYTES, TEXT_BYTES):
-                key, checksum, length = _HEADER.unpack_from(texts, at)
-                if key == digest and length <= TEXT_BYTES - _HEADER.size:
-                    start = at + _HEADER.size
-                    data = bytes(texts[start : start + length])
-                    if zlib.crc32(data) == checksum:
-                        return data.decode()
-            if time.monotonic() > deadline:
-                return f"unknown (digest {digest:010x})"
-            time.sleep(SLEEP_S)
-
-
 class Board:
     """One rank's view of the board of a group. The constructor is collective."""
 
     def __init__(self, group: ProcessGroup, timeout_s: float, operator: str = "ficco") -> None:
-        self.rank, self.world = group.rank(), group.size()
+        self.rank, self.world, self._ranks = group.rank(), group.size(), range(group.size())
         size = ENTRIES * 8 + TEXTS * TEXT_BYTES
-        # None once closed. A thread that is reading the pages holds its own reference.
-        self._pages: _Pages | None = _Pages(
-            HostMemory(group, size, timeout_s, "the agreement board", operator)
-        )
-        self._ring: np.ndarray | None = self._pages.rings[self.rank]
+        memory = HostMemory(group, size, timeout_s, "the agreement board", operator)
+        # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
+        self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in memory.maps]
+        self._texts = [memoryview(part)[ENTRIES * 8 : size] for part in memory.maps]
+        memory.close()
+        self._closed = False
+        self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen
         self._writing = threading.Lock()  # the watchdog writes, too
         self._cells: dict[int, int] = {}  # by digest: where this rank wrote its text
         self._cell = 0  # where it writes the next new one
@@ -166,7 +79,7 @@ class Board:
         """
         key = digest(same_as or text) or 1  # an entry of 0 means none
         with self._writing:
-            if (pages := self._pages) is None or (key in self._cells and not same_as):
+            if key in self._cells and not same_as:
                 return key
             cell = self._cells.get(key, self._cell)
             if key not in self._cells:
@@ -179,29 +92,27 @@ class Board:
                 data += rest
             record = _HEADER.pack(key, zlib.crc32(data), len(data)) + data
             at = cell * TEXT_BYTES
-            pages.texts[self.rank][at : at + len(record)] = record
+            self._texts[self.rank][at : at + len(record)] = record
             self._cells[key] = cell
         return key
 
     def post(self, number: int, digest: int) -> None:
         """Post a call. Numbers start at 1."""
-        if (ring := self._ring) is not None:
-            ring[number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
+        self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
 
     def posted(self, number: int) -> bool:
         """Whether this rank has posted a call, or its refusal."""
-        return (pages := self._pages) is None or pages.entry(self.rank, number) != 0
+        return self._closed or self._entry(self.rank, number) != 0
 
     def refused(self, number: int) -> bool:
         """Whether this rank has posted that it refused a call."""
-        pages = self._pages
-        return pages is not None and pages.entry(self.rank, number) == _REFUSED
+        return self._entry(self.rank, number) == _REFUSED
 
     def await_same(self, number: int) -> None:
         """Wait briefly until all ranks have the same entry for a call, such as a refusal."""
         end = time.monotonic() + GRACE_S
-        while (pages := self._pages) is not None and time.monotonic() < end:
-            if len({pages.entry(rank, number) for rank in pages.ranks}) == 1:
+        while time.monotonic() < end:
+            if len({self._entry(rank, number) for rank in self._ranks}) == 1:
                 return
             time.sleep(SLEEP_S)
 
@@ -216,12 +127,12 @@ class Board:
             PeerFailed: a call of a peer failed.
             SignalTimeout: a rank did not post the call in time.
         """
-        if (pages := self._pages) is None:
+        if self._closed:
             return
         begin = time.monotonic()
-        absent = [rank for rank in pages.ranks if rank != self.rank]
+        absent = [rank for rank in self._ranks if rank != self.rank]
         polls = 0
-        while absent := [rank for rank in absent if not pages.passed(rank, number)]:
+        while absent := [rank for rank in absent if not self._passed(rank, number)]:
             polls += 1
             if polls <= SPINS:  # the checks below take longer than a poll
                 continue
@@ -240,21 +151,96 @@ class Board:
                     schedule=schedule,
                     seconds=seconds,
                     wanted=number,
-                    found=pages.latest(absent[0], number),
+                    found=self._latest(absent[0], number),
                 )
-        if error := pages.mismatch(number):
+        if error := self._mismatch_of(number):
             raise error
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """The first mismatch or failure among this rank's calls on the board up to a number; None
         if there is none. Thread-safe."""
-        if (pages := self._pages) is None:
-            return None
-        for error in map(pages.mismatch, pages.differing(self.rank, latest)):
-            if error:
-                return error
-        return None
+        found = map(self._mismatch_of, self._differing(latest))
+        return next((error for error in found if error), None)
 
     def close(self) -> None:
-        """Leave the board; peers still see this rank's entries."""
-        self._pages = self._ring = None
+        """Leave the board; peers still see this rank's entries. Who still reads finds nothing."""
+        self._closed = True
+        self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
+        self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
+
+    # What is on it.
+
+    def _entry(self, rank: int, number: int) -> int:
+        """A rank's digest for a call; 0 if it is not posted yet or overwritten."""
+        entry = self._rings[rank].item(number % ENTRIES)
+        return entry & _DIGEST if entry >> _DIGEST_BITS == number % _NUMBERS else 0
+
+    def _passed(self, rank: int, number: int) -> bool:
+        """Whether a rank has posted a call, including one that has been overwritten since."""
+        entry = self._rings[rank].item(number % ENTRIES)
+        ahead = ((entry >> _DIGEST_BITS) - number) % _NUMBERS
+        return entry != 0 and ahead < _NUMBERS // 2
+
+    def _latest(self, rank: int, number: int) -> int:
+        """The number of a rank's latest call, near ``number``; 0 if there is none."""
+        half = _NUMBERS // 2
+        distances = [
+            (number - (int(entry) >> _DIGEST_BITS) + half) % _NUMBERS - half
+            for entry in self._rings[rank]
+            if entry
+        ]
+        return number - min(distances) if distances else 0
+
+    def _differing(self, latest: int) -> Iterator[int]:
+        """Numbers, up to ``latest``, of this rank's calls on the board for which another rank has
+        posted a different digest."""
+        ring = self._rings[self.rank].copy()
+        for rank in self._ranks:
+            if rank == self.rank:
+                continue
+            # The XOR has only digest bits set if the numbers are equal and the digests differ.
+            other = self._rings[rank]
+            differs = (ring ^ other) - np.uint64(1) < np.uint64(_DIGEST)
+            if not differs.any():  # the common case, and waiting ranks poll
+                continue
+            for index in np.flatnonzero(differs & (other != 0) & (ring != 0)):
+                number = latest - (latest - (int(ring[index]) >> _DIGEST_BITS)) % _NUMBERS
+                if number > latest - ENTRIES:
+                    yield number
+
+    def _mismatch_of(self, number: int) -> RankMismatch | PeerFailed | None:
+        """The mismatch of one call among the entries posted so far, or the ranks on which it
+        failed; None if there is neither."""
+
+        def entries() -> dict[int, int]:
+            values = {rank: self._entry(rank, number) for rank in self._ranks}
+            return {rank: value for rank, value in values.items() if value}
+
+        posted = entries()
+        if len(set(posted.values())) < 2:
+            return None
+        failed = {rank: value for rank, value in posted.items() if value in (_FAILED, _LATE)}
+        if failed:
+            now = time.monotonic()
+            if _FAILED in failed.values() or now - self._late.setdefault(number, now) >= LATE_S:
+                return PeerFailed({rank: self._text(rank, value) for rank, value in failed.items()})
+            return None
+        deadline = time.monotonic() + GRACE_S
+        while len(posted := entries()) < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(SLEEP_S)
+        return RankMismatch({rank: self._text(rank, value) for rank, value in posted.items()})
+
+    def _text(self, rank: int, digest: int) -> str:
+        texts = self._texts[rank]
+        deadline = time.monotonic() + TEXT_GRACE_S
+        while True:
+            for at in range(0, TEXTS * TEXT_BYTES, TEXT_BYTES):
+                key, checksum, length = _HEADER.unpack_from(texts, at)
+                if key == digest and length <= TEXT_BYTES - _HEADER.size:
+                    start = at + _HEADER.size
+                    data = bytes(texts[start : start + length])
+                    if zlib.crc32(data) == checksum:
+                        return data.decode()
+            if time.monotonic() > deadline:
+                return f"unknown (digest {digest:010x})"
+            time.sleep(SLEEP_S)

@@ -106,10 +106,10 @@ class SignalTimeout(FiccoError):
         *,
         operator: str,
         rank: int,
-        peer: int | None,
-        step: str,
-        schedule: str,
         seconds: float,
+        peer: int | None = None,
+        step: str = "unknown",
+        schedule: str = "unknown",
         wanted: int | None = None,
         found: int | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ import traceback
 from typing import Protocol
 
 from ficco.board import Board
-from ficco.dma.engine import Engine, Slot, step_name
+from ficco.dma.engine import Engine, Slot, timed_out
 from ficco.errors import BackendError, FiccoError, SignalTimeout
 
 #: Seconds between two looks.
@@ -121,23 +121,16 @@ class Watchdog:
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
-        program = slot.programs.get(running)  # None: forgotten since it was called
-        plan = program and program.plan
-        missing = engine.missing(slot, program) if program else None
-        signal = missing.signal if missing else None
-        step = plan.steps[missing.step] if plan and missing else None
-        if step and signal in step.gates:  # the piece that did not come
-            step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
-        return SignalTimeout(
-            operator=plan.problem.operator if plan else engine.operator,
-            rank=engine.rank,
-            peer=signal.poster if signal else None,
-            step=step_name(step) if step else "unknown",
-            schedule=plan.schedule if plan else "unknown",
-            seconds=seconds,
-            wanted=missing.wanted if missing else None,
-            found=missing.found if missing else None,
-        )
+        program = slot.programs.get(running)
+        if program is None:  # forgotten since it was called
+            return SignalTimeout(operator=engine.operator, rank=engine.rank, seconds=seconds)
+        missing = engine.missing(slot, program)
+        if missing is None:
+            operator, schedule = program.plan.problem.operator, program.plan.schedule
+            return SignalTimeout(
+                operator=operator, rank=engine.rank, schedule=schedule, seconds=seconds
+            )
+        return timed_out(program.plan, missing, seconds)
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace

@@ -89,24 +89,18 @@ class CachedCall:
             if buffer.memory in ("result", "local") and buffer.name != "out"
         ]
 
-    def forget(self, slot: Slot) -> None:
-        """Drop the program of a slot that is about to be freed."""
-        program = self.programs.pop(id(slot), None)
-        if program is not None:
-            program.clear()
+    def forget(self, slot: Slot | None = None) -> None:
+        """Let go of the program of a slot that is about to be freed, or of all."""
+        for key in list(self.programs) if slot is None else [id(slot)]:
+            if (program := self.programs.pop(key, None)) is not None:
+                if program.slot is not None:
+                    program.slot.programs.pop(program.number, None)
+                program.clear()
 
     @property
     def captured(self) -> bool:
         """Whether a graph holds a call of the kind, and may be replayed."""
         return any(program.slot and program.slot.captured for program in self.programs.values())
-
-    def drop(self) -> None:
-        """Let go of all programs."""
-        for program in self.programs.values():
-            if program.slot is not None:
-                program.slot.programs.pop(program.number, None)
-            program.clear()
-        self.programs.clear()
 
 
 class Workspace:
@@ -236,7 +230,7 @@ class Workspace:
             self.engine.synchronize()  # the watchdog looks up the programs of running calls
             old = [(kept.latest, key) for key, kept in self.programs.items() if not kept.captured]
             for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
-                self.programs.pop(gone).drop()
+                self.programs.pop(gone).forget()
         self.programs[key] = cached
 
     def slot(self, plan: Plan, single: bool) -> Slot | None:
@@ -363,7 +357,7 @@ class Workspace:
             if self.error is not None:  # calls that were broken off may wait forever
                 steps.append(partial(self.engine.release, self.slots, GRACE_S))
         steps += [partial(self._free, slot) for slot in self.slots]
-        steps += [partial(self.engine.free, memory) for memory in self._empty.values()]
+        steps += [memory.free for memory in self._empty.values()]
         try:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:

@@ -24,7 +24,8 @@ from ranks import Rank
 
 import ficco
 from ficco.errors import BackendError
-from ficco.hip_kernels import Target, build
+from ficco.hip_kernels import build
+from ficco.hip_kernels.build import Target
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "hip_double" / "double.cpp"

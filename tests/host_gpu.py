@@ -23,7 +23,7 @@ from ficco.dma.engine import Call, Op, Program
 from ficco.dma.gate import GATE
 from ficco.dma.gpu import GpuEngine
 from ficco.errors import BackendError
-from ficco.hip_kernels import Target
+from ficco.hip_kernels.build import Target
 from ficco.tiled.products import TiledProducts
 
 

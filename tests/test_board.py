@@ -39,6 +39,9 @@ def same(at: Rank) -> None:
     mine.close()
     assert mine.mismatch(number) is None
     mine.post(number + 1, 5)  # a late watchdog or call finds nothing to break
+    mine.describe("too late")
+    agree(mine, number + 2, 0.0)
+    assert mine.posted(number + 2) and not mine.refused(number + 2)
 
 
 @ranks(1, 2, 4)
@@ -247,25 +250,25 @@ def texts(at: Rank) -> None:
         dist.barrier()
     else:
         dist.barrier()
-        assert mine._pages.text(0, digest("first")) == "first"
-        assert mine._pages.text(0, digest(f"text {TEXTS - 2}")) == f"text {TEXTS - 2}"
-        assert "unknown" in mine._pages.text(1, digest("first"))
+        assert mine._text(0, digest("first")) == "first"
+        assert mine._text(0, digest(f"text {TEXTS - 2}")) == f"text {TEXTS - 2}"
+        assert "unknown" in mine._text(1, digest("first"))
         dist.barrier()
         dist.barrier()
-        assert mine._pages.text(0, digest("one more")) == "one more"
-        assert "unknown" in mine._pages.text(0, digest("first"))
+        assert mine._text(0, digest("one more")) == "one more"
+        assert "unknown" in mine._text(0, digest("first"))
         dist.barrier()
         dist.barrier()
-        assert mine._pages.text(0, digest("first")) == "first"
+        assert mine._text(0, digest("first")) == "first"
     long = "\N{SNOWMAN} long " * TEXT_BYTES
     short = "\N{SNOWMAN}" * 10
     mine.describe(long)
     mine.describe(short)
     dist.barrier()
     peer = 1 - at.rank
-    assert mine._pages.text(peer, digest(long)).endswith(f"(digest {digest(long):010x})")
-    assert mine._pages.text(peer, digest(long)).startswith("? long ? long")
-    assert mine._pages.text(peer, digest(short)) == short
+    assert mine._text(peer, digest(long)).endswith(f"(digest {digest(long):010x})")
+    assert mine._text(peer, digest(long)).startswith("? long ? long")
+    assert mine._text(peer, digest(short)) == short
 
 
 def test_texts_are_shown_as_long_as_there_is_room() -> None:

@@ -23,13 +23,12 @@ from disturbance import Disturbance, disturb
 from ranks import Died, Rank, caught, ranks, run
 from test_all_gather_matmul import named
 
-from ficco.dma.blas import library
 from ficco.dma.cpu import CpuEngine
-from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives
-from ficco.dma.cpu_lanes import CallState
-from ficco.dma.cpu_memory import CpuMemory
+from ficco.dma.cpu_collectives import collect
+from ficco.dma.cpu_lanes import CallState, CpuMemory
 from ficco.dma.engine import Call, Program, Slot
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
+from ficco.dma.products import library
 from ficco.errors import RankMismatch
 from ficco.plan import Plan
 from ficco.problem import Problem
@@ -318,8 +317,8 @@ def freed(at: Rank) -> list[int]:
     with engine() as made:
         memory = made.symmetric(64)
         mine = memory.tensor.view(torch.float32)
-        made.free(memory)
-        made.free(memory)
+        memory.free()
+        memory.free()
         mine.fill_(3)
         assert mine.sum() == 48
     made.close()
@@ -429,13 +428,12 @@ def slices(at: Rank) -> list[Any]:
     found = []
     with engine(0.3) as made:
         program = compile(one, made, None)
-        collectives = CpuCollectives(made, made.symmetric(COUNT_BYTES))
         for waits in (["slow", ""], ["slow", "slow", ""], ["slow", "broken"], ["slow"] * 1000):
             work = _Work(waits)
             call = call_for(one, *operands(one.problem, 0))
             call.state = CallState(1, [], made.timeout_s, None)
             began = caught(
-                lambda: collectives.collect(program, call, 0, lambda: None, lambda: work)  # noqa: B023
+                lambda: collect(made, program, call, 0, lambda: None, lambda: work)  # noqa: B023
             )
             found.append(began if began is None else (began.type, "broken" in began.text))
     return found

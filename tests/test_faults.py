@@ -26,8 +26,7 @@ from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
 from ficco.board import LATE_S
-from ficco.dma import cpu
-from ficco.dma.collectives import Collectives
+from ficco.dma import collectives, products
 from ficco.errors import BackendError
 from ficco.ops import call as calls
 from ficco.workspace import Workspace, workspaces
@@ -769,8 +768,8 @@ def ended(fn: Callable[[], Any]) -> tuple[Any, float]:
 #: Where a rank fails, and what is made to raise there.
 PLACES: dict[str, tuple[Any, str]] = {
     "copy thread": (ctypes, "memmove"),
-    "caller's thread": (cpu, "_multiply"),
-    "collective": (Collectives, "starts"),
+    "caller's thread": (products, "multiply"),
+    "collective": (collectives, "starts"),
     "memory": (Workspace, "slot"),
     "operations": (calls, "compile"),
 }

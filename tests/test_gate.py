@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -159,12 +160,11 @@ def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.Monk
         _states=states,
         driver=SimpleNamespace(aside=nullcontext),
     )
-    source = object.__new__(memories.TorchMemory)
-    source._engine = engine
-    freed: list[str] = []
+    memory = object.__new__(memories.TorchMapped)
+    memory.__dict__.update(_engine=engine, tensor=None, _handle=None)
     monkeypatch.setattr(memories, "open_engines", {engine})
-    source.free(SimpleNamespace(free=lambda: freed.append("freed")))  # type: ignore[arg-type]
-    assert freed == ["freed"] and not memories.unwanted
+    memory.free()
+    assert not hasattr(memory, "tensor") and not memories.unwanted
 
 
 def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +192,12 @@ def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_count", 0)
     monkeypatch.setattr(rendezvous.symm_mem, "rendezvous", lambda tensor, group: tensor)
     forever = float("inf")
-    made = rendezvous.Rendezvous(alone, forever)
-    assert made.meet(memory, forever, "empty", lambda: None) is memory
-    made.close()
+    engine: Any = SimpleNamespace(
+        group=alone,
+        rank=0,
+        world=1,
+        timeout_s=forever,
+        operator="empty",
+        interrupt=lambda: None,
+    )
+    assert rendezvous.Rendezvous(engine).meet(memory) is memory

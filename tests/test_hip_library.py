@@ -22,7 +22,7 @@ from hip_ranks import SERIES, calls, clean, double, run
 from ranks import Failure, Rank, caught
 
 import ficco
-from ficco.dma import blas
+from ficco.dma import products
 from ficco.hip_kernels.launch import NAMES, REDUCTIONS
 from ficco.tune import communication
 
@@ -408,7 +408,7 @@ def _told(at: Rank) -> tuple[str, int | None]:
 
 def test_it_names_the_library_of_products_and_no_number_of_engines() -> None:
     """The double's attribute AsyncEngineCount is 2, AMD's a constant: neither is believed."""
-    assert run(1, _told) == [(blas.library(torch.device("cpu")), None)]
+    assert run(1, _told) == [(products.library(torch.device("cpu")), None)]
 
 
 @pytest.mark.parametrize(("said", "known", "taken"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])
@@ -441,7 +441,7 @@ def test_names_of_libraries(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     said = SimpleNamespace(name=preferred)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: said)
-    assert blas.library(torch.device("cuda")) == f"{words}which PyTorch prefers"
+    assert products.library(torch.device("cuda")) == f"{words}which PyTorch prefers"
 
 
 def test_naming_a_library_uses_no_gpu_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,11 +450,11 @@ def test_naming_a_library_uses_no_gpu_and_never_fails(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.version, "hip", "7.2")
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", forbidden)
-    said = blas.library(torch.device("cuda"))
+    said = products.library(torch.device("cuda"))
     assert "hipBLASLt" in said and "when it first uses a GPU" in said
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "does not tell" in blas.library(torch.device("cuda"))
+    assert "does not tell" in products.library(torch.device("cuda"))
     monkeypatch.setattr(torch.__config__, "show", forbidden)
-    assert "does not tell" in blas.library(torch.device("cpu"))
+    assert "does not tell" in products.library(torch.device("cpu"))
     monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open, USE_MKL=OFF")
-    assert blas.library(torch.device("cpu")).startswith("OpenBLAS")
+    assert products.library(torch.device("cpu")).startswith("OpenBLAS")

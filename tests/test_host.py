@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, caught, ranks, run
+from torch.distributed import distributed_c10d
 
 from ficco.dma import host
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
@@ -154,7 +156,8 @@ def test_an_absent_rank_is_named(missing: list[int]) -> None:
 
 def stuck_store(at: Rank) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostMemory, "_exchange", lambda *args: time.sleep(3))
+        store = SimpleNamespace(set=lambda *args: time.sleep(3))
+        patch.setattr(distributed_c10d, "_get_process_group_store", lambda group: store)
         begin = time.monotonic()
         failure = caught(lambda: share(timeout_s=0.3))
     return failure, time.monotonic() - begin

@@ -26,8 +26,9 @@ from programs import Program
 
 from ficco import warn
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals, build, launch
+from ficco.hip_kernels import build, launch
 from ficco.hip_kernels.build import Compiler, CompilerNotFound, Target
+from ficco.hip_kernels.launch import Kernels, Script, ScriptStep, Signals
 
 ON_HOST = Path(__file__).parent / "kernels_on_host"
 HALVES = (torch.bfloat16, torch.float16)
@@ -443,15 +444,12 @@ class HostBinding:
         self.library = ctypes.CDLL(str(path))
         return {name: getattr(self.library, name) for name in names}
 
-    def pack(self, arguments: Sequence[Any]) -> Any:
-        return tuple(arguments)
-
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
         self.launches.append((kernel.__name__, blocks))
         for block in range(blocks):
             for thread in range(threads):
                 self.library.become(block, thread)
-                kernel(*arguments)
+                kernel(*arguments.arguments)
 
 
 def for_this_cpu() -> Compiler:
@@ -518,7 +516,7 @@ def rectangle(
         first, begin = to + row * dst_pitch, at + row * src_pitch
         wanted[first : first + width] = src[begin : begin + width]
     ends = ((dst.data_ptr() + to, src.data_ptr() + at),)
-    kernels.copies(ends, dst_pitch, src_pitch, width, height, stream, blocks)
+    kernels.copies(ends, (dst_pitch, src_pitch, width, height), stream, blocks)
     assert torch.equal(dst, wanted), shape
 
 
@@ -572,7 +570,7 @@ def test_copies_to_several_places(
     found = in_places(peers, 9, src_pitch, apart)
     launches = on_host.binding.launches
     launches.clear()
-    on_host.copies(found.ends, 224, src_pitch, 200, 9, None, 2)
+    on_host.copies(found.ends, (224, src_pitch, 200, 9), None, 2)
     assert torch.equal(found.dst, found.wanted)
     together = peers <= launch.MAX_ENDS and (alike or peers == 1)
     assert len(launches) == (1 if together else peers)
@@ -599,7 +597,7 @@ def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
     """Whatever the order of the blocks; and the word that counts them is 0 again."""
     found, words = in_places(3, 600, apart=apart), torch.zeros(16, dtype=torch.int32)
     signals = seen_to(words)
-    launches = on_host._prepare(found.ends, 224, 224, 200, 600, 2, True, signals)
+    launches = on_host._prepare(found.ends, (224, 224, 200, 600), 2, True, signals)
     assert len(launches) == (3 if apart else 1)
     for turn in range(2):
         for number, (kernel, blocks, threads, arguments) in enumerate(launches):
@@ -607,7 +605,7 @@ def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
                 assert not words[1:].any()
                 for thread in range(threads):
                     on_host.binding.library.become(block, thread)
-                    kernel(*arguments)
+                    kernel(*arguments.arguments)
             last = number == len(launches) - 1
             assert bool(words[1:].any()) == last
         assert torch.equal(found.dst, found.wanted)
@@ -630,7 +628,7 @@ def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
     thread = threading.Thread(target=peer)
     thread.start()
     began = time.monotonic()
-    on_host.copies(found.ends, 224, 224, 200, 600, None, 2, signals)
+    on_host.copies(found.ends, (224, 224, 200, 600), None, 2, signals)
     assert time.monotonic() - began >= 0.1
     thread.join()
     assert said == [[0, 7, 7, 9, 9, 9, 0, 0], [0, 7, 7, 9, 9, 9, 5, 0]]
@@ -644,7 +642,7 @@ def test_no_block_copies_before_what_is_in_front_is_there(on_host: Kernels, apar
     before, said = found.dst.clone(), []
     signals = seen_to(words, front=2)
     kernel, blocks, threads, arguments = on_host._prepare(
-        found.ends, 224, 224, 200, 600, 2, True, signals
+        found.ends, (224, 224, 200, 600), 2, True, signals
     )[0]
 
     def peer() -> None:
@@ -661,7 +659,7 @@ def test_no_block_copies_before_what_is_in_front_is_there(on_host: Kernels, apar
         thread.start()
         for at in range(threads):
             on_host.binding.library.become(block, at)
-            kernel(*arguments)
+            kernel(*arguments.arguments)
         thread.join()
         assert said == [True, True] and not torch.equal(found.dst, before)
         assert words.tolist() == [1, 0, 0, 0, 0, 0, 5, 5] + 8 * [0]
@@ -684,7 +682,7 @@ def test_copies_stay_within_the_pages_that_hold_their_rows(on_host: Kernels) -> 
         for to_gap, at_gap in itertools.product((0, 1, 8, 15), repeat=2):
             # From the first byte on, and up to the last.
             for first, begin in ((to_gap, at_gap), (page - width - to_gap, page - width - at_gap)):
-                on_host.copies(((to + first, at + begin),), width, width, width, 1, None)
+                on_host.copies(((to + first, at + begin),), (width, width, width, 1), None)
                 found = ctypes.string_at(to + first, width)
                 assert found == held[page + begin : page + begin + width], (width, first, begin)
     for start in starts:
@@ -706,7 +704,7 @@ def test_strips_copy_each_byte_once_by_units_that_addresses_divide() -> None:
     for to, dst_pitch, at, src_pitch, width, height in RECTANGLES:
         for shift in range(16):
             touched: list[int] = []
-            for strip in launch.strips(to + shift, dst_pitch, at, src_pitch, width, height):
+            for strip in launch.strips(to + shift, at, (dst_pitch, src_pitch, width, height)):
                 for row in range(strip.height):
                     ends = (strip.dst + row * dst_pitch, strip.src + row * src_pitch)
                     first, last = ends[0], ends[0] + strip.width
@@ -726,7 +724,7 @@ def test_strips_copy_each_byte_once_by_units_that_addresses_divide() -> None:
 def test_aligned_rows_go_by_16_bytes_at_both_ends() -> None:
     for shift in (0, 2, 8, 13):
         for pitch in (4096, 4112):
-            (strip,) = launch.strips(shift, 4096, shift + 160, pitch, 4000, 20)
+            (strip,) = launch.strips(shift, shift + 160, (4096, pitch, 4000, 20))
             assert strip.aligned and strip.units >= 248
 
 
@@ -906,7 +904,7 @@ def carry_out(library: ctypes.CDLL, some: Launched, block: int) -> None:
     kernel, threads, arguments = some.arguments
     for thread in range(threads):
         library.become(block, thread)
-        kernel(*arguments)
+        kernel(*arguments.arguments)
 
 
 def test_what_is_told_behind_a_sum_comes_behind_all_of_it(
@@ -984,11 +982,10 @@ def test_what_a_script_has_aside_is_carried_out_once(on_host: Kernels) -> None:
     at = [words.data_ptr() + 4 * i for i in range(4)]
     steps = ScriptStep(at[0], 8), ScriptStep(at[1], 9), ScriptStep(at[2], 7)
     script, library = Script(steps, aside=1, alone=3), on_host.binding.library
-    arguments = on_host.binding.pack((script.packed,))
     threads = []
     for thread in range(launch.SIGNAL_THREADS):
         library.become(0, thread)
-        library.ficco_script(*arguments)
+        library.ficco_script(script.packed)
         if words.any():
             threads.append((thread, words.tolist()))
             words.zero_()

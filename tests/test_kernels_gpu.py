@@ -26,8 +26,8 @@ from test_kernels import (
 
 import ficco
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
-from ficco.hip_kernels import Kernels, kernels
-from ficco.hip_kernels.launch import REDUCTIONS
+from ficco.hip_kernels import kernels
+from ficco.hip_kernels.launch import REDUCTIONS, Kernels
 from ficco.workspace import workspaces
 
 pytestmark = pytest.mark.gpu
@@ -316,7 +316,7 @@ def _microseconds(at: Rank, repeat: int = 20) -> dict[tuple[str, int], float]:
             movers: dict[str, Callable[[], None]] = {"dma": lambda copy=copy: copy(begin, stream)}
             for blocks in (4, 8, 16, 32):
                 movers[f"kernel {blocks}"] = lambda size=size, blocks=blocks: mine.copies(
-                    ((end, begin),), size, size, size, 1, handle, blocks
+                    ((end, begin),), (size, size, size, 1), handle, blocks
                 )
             for name, move in movers.items():
                 torch.cuda.synchronize()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_kernels import missing
 
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.lane_ops import Copies, KernelCopies, Memops, OneShot, Posts, Scripted
+from ficco.dma.lane_ops import Launch, Memops, Posts, Scripted
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.memories import COUNTED_LANES, SlotWords
 from ficco.dma.watch import Watch
-from ficco.hip_kernels import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep
+from ficco.hip_kernels.launch import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep
 
 #: Words below are the rank's own, and these a peer's.
 PEER = 2000
@@ -48,14 +48,30 @@ class Driver:
         return None
 
 
-def posts(ops: Any, sources: Any) -> Posts:
-    return Posts("compute0", ops, sources, Driver())  # type: ignore[arg-type]
+def posts(ops: Any, sources: Any) -> Memops:
+    return Memops("compute0", Posts(ops, sources, Driver()))  # type: ignore[arg-type]
 
 
 def copies(lane: str, places: int = 1) -> Any:
-    kernels: Any = SimpleNamespace(most_that_spin=PEER_BLOCKS * MOST)
-    found = KernelCopies(kernels, lane, [(1, 2)] * places, [lambda call: (1, 2)] * places, 8, 2)
-    return Copies(copies=found, arrived=5000, mine=range(PEER))
+    """As an engine makes them."""
+    engine = Engine()
+    engine._kernels = SimpleNamespace(most_that_spin=PEER_BLOCKS * MOST)  # type: ignore[assignment]
+    return engine.copies(program_of(lane, places), tuple(range(places)))
+
+
+def program_of(lane: str, places: int, height: int = 2, counter: int = 5000) -> Any:
+    """A program of copies from as many steps as there are places."""
+    regions = SimpleNamespace(
+        place=lambda region: (1, 2),
+        source=lambda region: lambda call: (1, 2),
+        row_bytes=lambda region: 8,
+    )
+    transfer = SimpleNamespace(src=SimpleNamespace(rows=height), dst=None)
+    steps = [SimpleNamespace(lane=lane, transfer=transfer)] * places
+    words = SimpleNamespace(own=range(PEER), counter=lambda lane: counter)
+    slot = SimpleNamespace(state=SimpleNamespace(words=words))
+    plan = SimpleNamespace(steps=steps, lanes=(lane,))
+    return SimpleNamespace(plan=plan, slot=slot, state={"buffers": regions})
 
 
 class Engine(GpuEngine):
@@ -97,7 +113,7 @@ def made(given: list[tuple[str, Any]], captured: bool = False) -> Any:
 def enqueued(lane: str, *given: Any) -> list[Any]:
     """What is left of operations: waits and writes, or what is around a launch."""
     body = made([(lane, op) for op in given]).body
-    return [op.around if isinstance(op, Copies) else op.ops for op in body]
+    return [op.around if isinstance(op, Launch) else op.ops for op in body]
 
 
 def test_in_front_of_a_product_all_is_one_launch() -> None:
@@ -150,14 +166,14 @@ def test_launches_keep_the_order_of_a_lane(lane: str, acts: list[str]) -> None:
     for number, act in enumerate(acts):
         single = {"wait": wait, "own": write, "peer": lambda at: write(PEER + at)}
         ops.append(copies(lane) if act == "copies" else (single[act](4 * number),))
-    launches = [id(op.copies) for op in ops if isinstance(op, Copies)]
+    launches = [id(op.work) for op in ops if isinstance(op, Launch)]
     before = [(launches.pop(0), "copies") if act == "copies" else op[0] for act, op in
               zip(acts, ops, strict=True)]  # fmt: skip
     after: list[Any] = []
     for op in made([(lane, op) for op in ops]).body:
-        if isinstance(op, Copies):
+        if isinstance(op, Launch):
             assert not op.around.begin
-            after += [*op.around.front, (id(op.copies), "copies"), *op.around.rear]
+            after += [*op.around.front, (id(op.work), "copies"), *op.around.rear]
         else:
             after += op.ops
     assert sorted(map(repr, before)) == sorted(map(repr, after))
@@ -176,19 +192,11 @@ def test_copies_of_nothing_see_to_nothing() -> None:
     for height, counter, fuses in ((2, 5000, True), (0, 5000, True), (2, 0, True), (2, 9, False)):
         engine = Engine()
         engine.driver.fuses = fuses  # type: ignore[misc]
-        places = SimpleNamespace(
-            place=lambda region: (1, 2), source=lambda region: None, row_bytes=lambda region: 8
-        )
-        engine._kernels = engine._kernels_or_none  # type: ignore[assignment]
-        transfer = SimpleNamespace(src=SimpleNamespace(rows=height), dst=None)
-        steps = [SimpleNamespace(lane="copy0", transfer=transfer)]
-        words = SimpleNamespace(own=range(PEER), counter=lambda lane, counter=counter: counter)
-        slot = SimpleNamespace(state=SimpleNamespace(words=words))
-        plan = SimpleNamespace(steps=steps, lanes=("copy0",))
-        program: Any = SimpleNamespace(plan=plan, slot=slot, state={"buffers": places})
-        op = engine.copies(program, (0,))
-        assert isinstance(op, Copies) is bool(height and counter and fuses)
-        assert isinstance(getattr(op, "copies", op), KernelCopies)
+        engine._kernels = SimpleNamespace(most_that_spin=MOST)  # type: ignore[assignment]
+        op: Any = engine.copies(program_of("copy0", 1, height, counter), (0,))
+        assert bool(op.arrived) is bool(height and counter and fuses)
+        ops = [("copy0", one) for one in ((write(4),), op, (write(PEER),))]
+        assert len(made(ops).body) == (1 if op.arrived else 3)
 
 
 def test_lanes_count_in_words_of_their_own_after_those_of_the_rank() -> None:
@@ -205,7 +213,7 @@ def test_lanes_count_in_words_of_their_own_after_those_of_the_rank() -> None:
 def test_what_a_launch_of_copies_is_given() -> None:
     """Nothing where there is nothing around it: the kernel without scripts is the shorter one."""
     given: list[Any] = []
-    bare = replace(copies("copy0"), copies=lambda call, signals: given.append(signals))
+    bare = replace(copies("copy0"), work=lambda call, signals: given.append(signals))
     bare(None)
     replace(bare, around=Around(rear=(write(PEER),)))(None)
     none, signals = given
@@ -216,8 +224,7 @@ def test_what_a_launch_of_copies_is_given() -> None:
 
 
 def one_shot() -> Any:
-    parts = {"kernels": None, "parts": lambda call: None}
-    return OneShot(**parts, arrived=5000, mine=range(PEER))
+    return Launch(lambda call, signals: None, arrived=5000, mine=range(PEER), sums=True)
 
 
 def product(call: Any) -> None:
@@ -332,9 +339,6 @@ class Launches:
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []
 
-    def one_shot(self, *given: Any) -> None:
-        self.given.append(given)
-
     def script(self, *given: Any) -> None:
         self.given.append(given)
 
@@ -342,14 +346,14 @@ class Launches:
 def test_launches_are_given_all_that_they_see_to() -> None:
     kernels, call = Launches(), SimpleNamespace(state={"compute0": "stream"})
     told = Around((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
-    own = {"kernels": kernels, "parts": lambda call: ("out", ["parts"])}
-    OneShot(**own, arrived=5000, mine=range(PEER), around=told)(call)
-    ((out, parts, signals, stream),) = kernels.given
-    assert (out, parts, signals.arrived, stream) == ("out", ["parts"], 5000, "stream")
+    seen: list[Any] = []
+    work = lambda call, signals: seen.append((call, signals))  # noqa: E731
+    Launch(work, arrived=5000, mine=range(PEER), sums=True, around=told)(call)
+    ((given, signals),) = seen
+    assert given is call and signals.arrived == 5000
     before, behind = signals.front, signals.rear
     assert [step.address for step in before.steps] == [9000, 4, PEER]
     assert [step.address for step in behind.steps] == [PEER + 4, 9000]
-    kernels.given.clear()
     Scripted(kernels, before)(call)
     assert kernels.given == [(before, "stream")]
 

@@ -17,7 +17,7 @@ from ficco.dma.memops import (
     in_front,
     script,
 )
-from ficco.hip_kernels import MAX_SIGNALS, ScriptStep
+from ficco.hip_kernels.launch import MAX_SIGNALS, ScriptStep
 
 OPS = st.lists(
     st.builds(

@@ -27,8 +27,8 @@ from torch_kernels import TorchKernels
 import ficco
 from ficco import cli, selftest
 from ficco.dma import cpu, probe
-from ficco.hip_kernels import Kernels, Script, Signals, build
-from ficco.hip_kernels.launch import NAMES
+from ficco.hip_kernels import build
+from ficco.hip_kernels.launch import NAMES, Kernels, Script, Signals
 from ficco.launch import launch
 from ficco.machine import Fingerprint
 from ficco.selftest.rank import CheckFailed, NotOffered, Rank, SelftestSettings

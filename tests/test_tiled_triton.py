@@ -20,7 +20,7 @@ from interpreted import HostProducts, parts_first
 from test_kernels import missing, places
 from test_worklist import COSTS, spans
 
-from ficco.hip_kernels import Target
+from ficco.hip_kernels.build import Target
 from ficco.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
 from ficco.tiled.worklist import MAX_GATES, MI300X, Cut, RowSpan, TileList, Tiling, Work, listed
 

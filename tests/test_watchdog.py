@@ -38,7 +38,7 @@ class Engine:
         for index, step in enumerate(program.plan.steps):
             for signal in (*step.waits, *step.gates):
                 if signal.kind == "ready":
-                    return Missing(index, signal, 1, 0)
+                    return Missing(index, signal.poster, 1, 0, signal)
         raise AssertionError("the plan waits for nobody")
 
     def idle(self, slots: list[Slot]) -> bool:
@@ -62,7 +62,7 @@ class Workspace:
     calls = 7
 
     def __init__(
-        self, running: int, ending: bool, error: RankMismatch | None, schedule: str
+        self, running: int, ending: bool, error: RankMismatch | None, schedule: str = "growing"
     ) -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
         program = Program(plan(problem, NAMED[schedule], 0), None, [])

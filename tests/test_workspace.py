@@ -111,7 +111,7 @@ class Failing(Engine):
     def discard(self, slot: Slot) -> None:
         self._fail("discard")
 
-    def free(self, memory: Any) -> None:
+    def free(self) -> None:
         self._fail("free")
 
     def synchronize(self) -> None:
@@ -135,9 +135,8 @@ def _on_failing(error: FiccoError | None) -> tuple[Any, list[str]]:
         describe=lambda text, same_as: 1,
     )
     stop = SimpleNamespace(stop=lambda: engine.did.append("stop"))
-    found.__dict__.update(
-        closed=False, error=error, board=board, watchdog=stop, _empty={1: None, 2: None}
-    )
+    memories = dict.fromkeys((1, 2), engine)
+    found.__dict__.update(closed=False, error=error, board=board, watchdog=stop, _empty=memories)
     return found, engine.did
 
 

@@ -22,7 +22,7 @@ from ficco.dma.choose import ENGINES
 from ficco.dma.driver import Driver, Means
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
-from ficco.hip_kernels import Kernels, Script, Signals
+from ficco.hip_kernels.launch import Kernels, Script, Signals
 
 HANDLE_BYTES = 64
 #: Seconds between two looks at a word.
@@ -242,13 +242,12 @@ class ThreadKernels:
     def copies(
         self,
         ends: tuple[tuple[int, int], ...],
-        dst_pitch: int,
-        src_pitch: int,
-        width: int,
-        height: int,
+        shape: tuple[int, int, int, int],
         stream: Stream,
         signals: Signals | None = None,
     ) -> None:
+        dst_pitch, src_pitch, width, height = shape
+
         def rows() -> None:
             for dst, src in ends:
                 for row in range(height):

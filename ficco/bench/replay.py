@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from ficco.bench.candidates import movements
-from ficco.dma.buffers import Buffers
+from ficco.dma.buffers import Buffers, buffers_of
 from ficco.dma.driver import WORD, Batch, Driver, Event
-from ficco.dma.engine import Call, Capabilities, Op, Program, Slot
+from ficco.dma.engine import Call, Capabilities, Op, Program, Slot, Symmetric
 from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
-from ficco.dma.memories import Mapped, MemorySource, Words, align
+from ficco.dma.memories import Allocate, Words, align
 from ficco.machine import Machine, Provenance
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
@@ -223,11 +223,11 @@ def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> No
 # The engine.
 
 
-class LocalMapped(Mapped):
+class LocalMapped(Symmetric):
     """Symmetric memory of which this rank's part is there, and of its peers' the words."""
 
     def __init__(self, engine: GpuEngine, nbytes: int, serial: int) -> None:
-        self.serial, self.nbytes = serial, nbytes
+        self._driver, self.serial, self.nbytes = engine.driver, serial, (nbytes := align(nbytes))
         span = min(nbytes, PEER_WORDS)
         with torch.inference_mode(False):  # calls of other modes use it, too
             self.tensor = torch.zeros(nbytes, dtype=torch.uint8, device=engine.device)
@@ -239,28 +239,15 @@ class LocalMapped(Mapped):
     def part(self, rank: int) -> torch.Tensor:
         raise NotImplementedError("a replay has no memory of peers to read by kernels")
 
+    def free(self) -> None:
+        driver = self._driver
+        if not all(driver.idle(stream.handle) for stream in driver.streams):
+            _stuck.append((self.tensor, self.peers))  # of a call that was broken off
+        self.tensor = self.peers = torch.empty(0, dtype=torch.uint8)
+
 
 #: Memory to which streams may still write.
 _stuck: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-
-@dataclass(frozen=True)
-class LocalMemory:
-    """Of one engine: memory of this process alone."""
-
-    engine: GpuEngine
-
-    def allocate(self, nbytes: int, serial: int) -> LocalMapped:
-        return LocalMapped(self.engine, align(nbytes), serial)
-
-    def free(self, memory: LocalMapped) -> None:
-        driver = self.engine.driver
-        if not all(driver.idle(stream.handle) for stream in driver.streams):
-            _stuck.append((memory.tensor, memory.peers))  # of a call that was broken off
-        memory.tensor = memory.peers = torch.empty(0, dtype=torch.uint8)
-
-    def close(self) -> None:
-        pass
 
 
 class ReplayEngine(GpuEngine):
@@ -280,8 +267,8 @@ class ReplayEngine(GpuEngine):
         self._turns: deque[Slot] = deque(maxlen=SLOTS)
         super().__init__(group, driver, signals, timeout_s)
 
-    def _source(self) -> MemorySource:
-        return LocalMemory(self)
+    def _source(self) -> Allocate:
+        return partial(LocalMapped, self)
 
     def capabilities(self) -> Capabilities:
         played = "copies to and from the host that take as long as the link would"
@@ -290,7 +277,7 @@ class ReplayEngine(GpuEngine):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         lane, arrives = program.plan.steps[step].lane, transfer.dst.rank == self.rank
         seconds = crossing(self.courier.machine, program.plan.nbytes(transfer.src))
-        passes, places = self.courier.passage(seconds, arrives, meets=True), self._buffers(program)
+        passes, places = self.courier.passage(seconds, arrives, meets=True), buffers_of(program)
 
         def op(call: Call) -> None:
             if self.images is None:
@@ -317,10 +304,6 @@ class ReplayEngine(GpuEngine):
             self._turns.append(program.slot)
             self.latest = program
         super().execute(program, call)
-
-    def places(self, program: Program) -> Buffers:
-        """Where the Regions of a program lie."""
-        return self._buffers(program)
 
     @property
     def next_slot(self) -> Slot | None:
@@ -467,7 +450,7 @@ class Courier:
         """Enqueue what accompanies the next call, a call of a program; it waits for :meth:`go`."""
         self._played, self._prepared = None, program
         if program is not None:
-            self._enqueue(self.timetable(program), self.engine.places(program))
+            self._enqueue(self.timetable(program), buffers_of(program))
 
     def go(self) -> None:
         """The call begins with what comes on the caller's stream next."""

@@ -36,6 +36,7 @@ from ficco.bench.run import Bench, BenchRow, BenchSettings, Tick
 from ficco.bench.series import Call, Stopwatch
 from ficco.bench.verify import Checked, Verifier
 from ficco.board import Board
+from ficco.dma.buffers import buffers_of
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Program
 from ficco.errors import FiccoError
@@ -118,7 +119,7 @@ def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace:
         ranks = sorted({**operands.peers, operands.rank: operands}.items())
         everyone = [{"a": one.a_LK, "b": one.b_KN} for _, one in ranks]
         images = brought(every, engine.courier.machine, everyone, engine.rank)
-        engine.images = portable(engine.places(program), images)
+        engine.images = portable(buffers_of(program), images)
         try:
             result = run()
             engine.synchronize()

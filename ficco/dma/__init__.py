@@ -7,8 +7,7 @@ module                   subject
 engine                   the interface, and what it is given: slots, programs, calls
 choose                   which engine serves a device
 cpu                      the CPU engine: threads as queues
-cpu_lanes                its calls in flight: the threads, their shared state, how they fail
-cpu_memory               its memory as tensors, and the layout of a slot
+cpu_lanes                its memory and its calls in flight: the threads, how they fail
 cpu_collectives          its collectives, whose errors name the absent rank
 host                     host memory that ranks share, and semaphores in it
 gpu                      the GPU engine
@@ -24,7 +23,7 @@ lane_ops                 the operations of a call on a lane, and how they become
 memops                   waits and writes of words, and which of them a launch can carry out
 replays                  calls that are recorded and replayed
 gate                     what threads may not do to a device at the same time
-products, blas           products of the vendor's library, and its name
+products                 products, sums and placement by PyTorch
 tiles                    a product whose tiles wait, as one launch
 cublaslt                 ``c + a @ b`` without a copy of c
 collectives              the exchange by the group's own library

@@ -1,7 +1,7 @@
-"""Where the Regions of a Program lie on GPUs: addresses for copies, views for PyTorch.
+"""Where the Regions of a Program lie: addresses for copies, views for PyTorch.
 
-Nothing else in the GPU engine looks into a Plan's buffers, or into a Call for its tensors. What
-does not change from call to call is found once, when the Program is made.
+Nothing else in an engine looks into a Plan's buffers, or into a Call for its tensors. What does not
+change from call to call is found once, when the Program is made.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ficco.dma.engine import Call, Program
-from ficco.dma.memories import Mapped
+from ficco.dma.engine import Call, Program, Symmetric
 from ficco.plan import Region
 
 #: Address and row pitch in bytes.
@@ -24,13 +23,21 @@ def operands_key(call: Call) -> tuple[Any, ...]:
     return tuple([(one.data_ptr(), one.stride()) for one in call.tensors.values()])
 
 
-class Buffers:
-    """The buffers of a Program on one rank."""
+def buffers_of(program: Program) -> Buffers:
+    """Those of a Program, made once."""
+    found: Buffers | None = program.state.get("buffers")
+    if found is None:
+        found = program.state["buffers"] = Buffers(program)
+    return found
 
-    def __init__(self, program: Program, rank: int) -> None:
+
+class Buffers:
+    """The buffers of a Program on its rank."""
+
+    def __init__(self, program: Program) -> None:
         # Not the Program: it keeps this, and memory must be free as soon as nobody uses it.
         self._plan, self._slot, self._source = program.plan, program.slot, program.source
-        self._rank = rank
+        self._rank = program.plan.rank
         self._whole: dict[tuple[str, int], torch.Tensor] = {}  # in symmetric memory
 
     def row_bytes(self, region: Region) -> int:
@@ -86,8 +93,10 @@ class Buffers:
         return lambda call: part
 
     def batch(self, region: Region, count: int, stride: int) -> Callable[[Call], torch.Tensor]:
-        """So many regions, each ``stride`` rows below the one before."""
+        """So many regions, each ``stride`` rows below the one before; a matrix if it is one."""
         first = self.view(region)
+        if count == 1:
+            return first
 
         def several(call: Call) -> torch.Tensor:
             one = first(call)
@@ -97,21 +106,20 @@ class Buffers:
 
         return several
 
-    def _memory(self, name: str) -> tuple[Mapped, int]:
+    def _memory(self, name: str) -> tuple[Symmetric, int]:
         """The symmetric memory with a buffer, and where in it that begins."""
         if self._plan.buffer[name].memory == "slot":
-            assert self._slot is not None
-            memory, offset = self._slot.memory, self._slot.data + self._plan.offsets[name]
-        else:
-            assert self._source is not None
-            memory, offset = self._source
-        assert isinstance(memory, Mapped)
-        return memory, offset
+            assert self._slot is not None and self._slot.memory is not None
+            return self._slot.memory, self._slot.data + self._plan.offsets[name]
+        assert self._source is not None
+        return self._source
 
     def _part(self, region: Region) -> torch.Tensor:
         """A region of symmetric memory."""
         name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
-        rows, cols = buffer.rows, buffer.shapes[rank][1]
+        rows, cols = buffer.shapes[rank]
+        if buffer.memory == "slot":  # which has room for the most of any rank
+            rows = buffer.rows
         if (name, rank) not in self._whole:
             memory, start = self._memory(name)
             flat = memory.tensor if rank == self._rank else memory.part(rank)
@@ -123,6 +131,15 @@ class Buffers:
             return whole if index is None else whole[index]
         at = whole.storage_offset() + region.col * buffer.rows + region.row * region.cols
         return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
+
+
+def gathered_rows(program: Program, call: Call) -> torch.Tensor:
+    """The rows that a step of the caller's reads, all of A [m, k]: in staging, or as given."""
+    if program.slot is None:
+        return call.tensors["a"]
+    rows, cols = program.plan.shape("staging")
+    region = Region("staging", program.plan.rank, 0, rows, 0, cols)
+    return buffers_of(program).view(region)(call)
 
 
 def _index(shape: tuple[int, int], region: Region) -> Any:

@@ -21,66 +21,61 @@ if TYPE_CHECKING:
 Start = Callable[[], "Work | None"]
 
 
-class Collectives:
-    """The collectives that carry out a Problem's exchange.
+def starts(
+    plan: Plan,
+    step: int,
+    group: ProcessGroup,
+    tensors: Mapping[str, torch.Tensor],
+    timeout: timedelta | None = None,
+) -> Iterator[Start]:
+    """The collectives that carry out the whole exchange of a Plan, each to be started once the
+    previous one has completed.
 
     The all-gather and the reduce-scatter of most libraries require equal rows on all ranks. For
     unequal ones a broadcast from each rank, or a reduction to each, does the same.
+
+    Args:
+        tensors: the buffers of the call by name.
+        timeout: after which the library gives up; None for the group's own.
     """
 
-    def __init__(self, plan: Plan, step: int, rank: int, group: ProcessGroup) -> None:
-        problem, transfer = plan.problem, plan.steps[step].transfer
-        assert isinstance(problem, Problem) and transfer is not None
-        self.problem, self.rank, self.group = problem, rank, group
-        self.ends = transfer.src.buffer, transfer.dst.buffer
-        #: The rows of each rank.
-        self.rows = [slice(*bounds) for bounds in pairwise(problem.offsets)]
+    def options(make: Callable[[], Any], **fields: Any) -> Any:
+        made = make()
+        if timeout is not None:
+            fields["timeout"] = timeout
+        for name, value in {"asyncOp": False, **fields}.items():
+            setattr(made, name, value)
+        return made
 
-    def starts(
-        self, tensors: Mapping[str, torch.Tensor], timeout: timedelta | None = None
-    ) -> Iterator[Start]:
-        """The collectives of one call, each to be started once the previous one has completed.
-
-        Args:
-            tensors: the buffers of the call by name.
-            timeout: after which the library gives up; None for the group's own.
-        """
-
-        def options(make: Callable[[], Any], **fields: Any) -> Any:
-            made = make()
-            if timeout is not None:
-                fields["timeout"] = timeout
-            for name, value in {"asyncOp": False, **fields}.items():
-                setattr(made, name, value)
-            return made
-
-        problem, rank, group = self.problem, self.rank, self.group
-        src, dst = (tensors[name] for name in self.ends)
-        nonempty = [root for root, rows in enumerate(self.rows) if rows.start < rows.stop]
-        match problem.kind.collective:
-            case "all-gather":
-                if problem.equal:
-                    equal = options(c10d.AllgatherOptions)
-                    yield partial(group._allgather_base, dst, src.contiguous(), equal)
-                    return
-                dst[self.rows[rank]].copy_(src)
-                for root in nonempty:
-                    one = options(c10d.BroadcastOptions, rootRank=root)
-                    yield partial(group.broadcast, [dst[self.rows[root]]], one)
-            case "reduce-scatter":
-                if problem.equal:
-                    equal = options(c10d.ReduceScatterOptions)
-                    yield partial(group._reduce_scatter_base, dst, src, equal)
-                    return
-                for root in nonempty:
-                    one = options(c10d.ReduceOptions, rootRank=root)
-                    yield partial(group.reduce, [src[self.rows[root]]], one)
-                dst.copy_(src[self.rows[rank]])
-            case "all-to-all":
-                peers = range(problem.world)
-                sent = [problem.block(rank, peer) for peer in peers]
-                received = [problem.block(peer, rank) for peer in peers]
-                how = options(c10d.AllToAllOptions)
-                yield partial(group.alltoall_base, dst, src.contiguous(), received, sent, how)
-            case "all-reduce":
-                yield partial(group.allreduce, [dst], options(c10d.AllreduceOptions))
+    problem, rank, transfer = plan.problem, plan.rank, plan.steps[step].transfer
+    assert isinstance(problem, Problem) and transfer is not None
+    src, dst = tensors[transfer.src.buffer], tensors[transfer.dst.buffer]
+    rows = [slice(*bounds) for bounds in pairwise(problem.offsets)]
+    nonempty = [root for root in range(problem.world) if rows[root].start < rows[root].stop]
+    match problem.kind.collective:
+        case "all-gather":
+            if problem.equal:
+                equal = options(c10d.AllgatherOptions)
+                yield partial(group._allgather_base, dst, src.contiguous(), equal)
+                return
+            dst[rows[rank]].copy_(src)
+            for root in nonempty:
+                one = options(c10d.BroadcastOptions, rootRank=root)
+                yield partial(group.broadcast, [dst[rows[root]]], one)
+        case "reduce-scatter":
+            if problem.equal:
+                equal = options(c10d.ReduceScatterOptions)
+                yield partial(group._reduce_scatter_base, dst, src, equal)
+                return
+            for root in nonempty:
+                one = options(c10d.ReduceOptions, rootRank=root)
+                yield partial(group.reduce, [src[rows[root]]], one)
+            dst.copy_(src[rows[rank]])
+        case "all-to-all":
+            peers = range(problem.world)
+            sent = [problem.block(rank, peer) for peer in peers]
+            received = [problem.block(peer, rank) for peer in peers]
+            how = options(c10d.AllToAllOptions)
+            yield partial(group.alltoall_base, dst, src.contiguous(), received, sent, how)
+        case "all-reduce":
+            yield partial(group.allreduce, [dst], options(c10d.AllreduceOptions))

@@ -13,31 +13,32 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ficco.dma.blas import library
-from ficco.dma.cpu_collectives import COUNT_BYTES, CpuCollectives, out_of_step
-from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, Lane, timed_out
-from ficco.dma.cpu_memory import CpuMemory, data_offset
+from ficco.dma.buffers import buffers_of, gathered_rows
+from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
+from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
 from ficco.dma.engine import (
     Call,
     Capabilities,
     Engine,
+    Missing,
     Op,
     Program,
     Slot,
     Span,
     Symmetric,
     callers,
+    timed_out,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
-from ficco.dma.products import FUNCTIONS, multiply
-from ficco.plan import Product, Reduction, Region, Signal, Transfer
+from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
+from ficco.plan import Product, Reduction, Signal, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +65,7 @@ class CpuEngine(Engine):
         super().__init__(group, device)
         self._serial = 0
         self._lanes: dict[str, Lane] = {}
-        self._collectives: CpuCollectives | None = None
+        self._counts: CpuMemory | None = None  # of collectives that were started
         self._in_flight = 0
 
     @property
@@ -77,12 +78,13 @@ class CpuEngine(Engine):
         self._serial += 1
         return CpuMemory(self, nbytes, self._serial)
 
-    def free(self, memory: Symmetric) -> None:
-        assert isinstance(memory, CpuMemory)
-        memory.free()
-
     def slot_bytes(self, words: int, nbytes: int) -> int:
-        return data_offset(words) + nbytes
+        return self._data(words) + nbytes
+
+    def _data(self, words: int) -> int:
+        """The byte of a slot at which its data begin, after its words and the marks of its
+        lanes."""
+        return (words + 1) * SEMAPHORE_STRIDE
 
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         assert isinstance(memory, CpuMemory)
@@ -91,10 +93,7 @@ class CpuEngine(Engine):
             # The words that hand the slot to the next call are 1 between calls: ficco.plan.Signal.
             semaphores().init(first + word * SEMAPHORE_STRIDE, int(word < self.world))
         memory.host.barrier(self.timeout_s)
-        return Slot(memory, words, nbytes, data_offset(words), captured)
-
-    def retire(self, slot: Slot) -> None:
-        pass  # calls are synchronous
+        return Slot(memory, words, nbytes, self._data(words), captured)
 
     # Signals.
 
@@ -139,9 +138,6 @@ class CpuEngine(Engine):
 
         return op
 
-    def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
-        return None  # a wait decrements the semaphore
-
     def record(self, program: Program, step: int) -> Op:
         return lambda call: call.state.recorded[step].set()
 
@@ -166,13 +162,13 @@ class CpuEngine(Engine):
             return not dead(state.pids[peer]), bool(state.marks[peer].any()), wait[3]
 
         step, signal, word, begin = min(list(state.blocked.values()), key=order)
-        seconds = time.monotonic() - begin
-        raise timed_out(program, step, signal.poster, seconds, 1, semaphores().value(word))
+        missing = Missing(step, signal.poster, 1, semaphores().value(word))
+        raise timed_out(program.plan, missing, time.monotonic() - begin)
 
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        src, dst = (self._rectangle(program, region) for region in transfer[:2])
+        src, dst = map(buffers_of(program).view, transfer[:2])
         nbytes = program.plan.nbytes(transfer.src)
         move = _move if mover == "dma" else torch.Tensor.copy_
 
@@ -186,110 +182,22 @@ class CpuEngine(Engine):
         return op
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        src, dst = (self._rectangle(program, region) for region in transfer[:2])
-        function = FUNCTIONS.get(transfer.function)
-
-        def op(call: Call) -> None:
-            placed = src(call)
-            dst(call).copy_(function(placed) if function else placed)
-
-        return op
+        return place_op(program, transfer)
 
     def collective(self, program: Program, step: int) -> Op:
         """As on all engines, but an absent rank is named by a timeout of this call."""
-        if self._collectives is None:
-            self._collectives = CpuCollectives(self, self.symmetric(COUNT_BYTES))
-        return self._collectives.op(program, step)
-
-    def _rectangle(
-        self, program: Program, region: Region, batch: int = 1, stride: int = 0
-    ) -> Callable[[Call], torch.Tensor]:
-        """Looks up a region of a call: in shared memory the view is made once, in operands for each
-        call. With ``batch`` there are several, ``stride`` rows apart."""
-        buffer = program.plan.buffer[region.buffer]
-
-        def view(whole: torch.Tensor) -> torch.Tensor:
-            pitch, step = whole.stride()
-            start = whole.storage_offset() + region.row * pitch + region.col * step
-            if buffer.layout == "columns":
-                pitch = region.cols
-                start = whole.storage_offset() + region.col * buffer.rows + region.row * pitch
-            shape, strides = (region.rows, region.cols), (pitch, step)
-            if batch > 1:
-                return whole.as_strided((batch, *shape), (stride * pitch, *strides), start)
-            return whole.as_strided(shape, strides, start)
-
-        if buffer.memory == "slot" or region.rank != self.rank:
-            shared = view(self._shared(program, region))
-            return lambda call: shared
-        return lambda call: view(call.tensors[region.buffer])
-
-    def _shared(self, program: Program, region: Region) -> torch.Tensor:
-        """A symmetric buffer of any rank as a matrix."""
-        plan, slot = program.plan, program.slot
-        buffer = plan.buffer[region.buffer]
-        rows, cols = buffer.shapes[region.rank]
-        if buffer.memory == "slot":
-            assert slot is not None
-            memory, start = slot.memory, slot.data + plan.offsets[buffer.name]
-            rows = buffer.rows  # the most of any rank: a view must not exceed its storage
-        else:
-            assert program.source is not None
-            memory, start = program.source
-        assert isinstance(memory, CpuMemory)
-        part = memory.parts[region.rank][start : start + rows * cols * buffer.itemsize]
-        return part.view(getattr(torch, buffer.dtype)).view(rows, cols)
+        self._counts = self._counts or self.symmetric(COUNT_BYTES)
+        return collective(self, self._counts, program, step)
 
     # Products.
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
-        region = partial(self._rectangle, program)
-        parts = []
-        for product in products:
-            batch = product.batch, product.a_stride
-            pairs = zip(product.scales, (batch, ()), strict=False)
-            parts.append(
-                (
-                    product,
-                    region(product.a, *batch),
-                    region(product.b),
-                    region(product.out, product.batch, product.out_stride),
-                    product.addend and region(product.addend),
-                    [region(scale, *each) for scale, each in pairs],
-                )
-            )
-
-        def op(call: Call) -> None:
-            for product, a, b, out, addend, scales in parts:
-                left, result = a(call), out(call)
-                added = addend(call) if addend else result if product.accumulate else None
-                left = left.t() if product.transposed else left
-                _multiply(left, b(call), result, added, [scale(call) for scale in scales])
-
-        return op
+        return matmul_op(program, products)
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
-        parts = [self._rectangle(program, part) for part in reduction.parts]
-        out = self._rectangle(program, reduction.out)
-        # Only this engine serves float64, which keeps its precision.
-        dtype = program.plan.buffer[reduction.out.buffer].dtype
-        wide = torch.float64 if dtype == "float64" else torch.float32
-
-        def op(call: Call) -> None:
-            # No pass over memory but the sums themselves. The result is written last: it may alias
-            # a part.
-            first, *others = (part(call) for part in parts)
-            result, total = out(call), first.to(wide)
-            for i, other in enumerate(others[:-1]):
-                total = total + other if i == 0 else total.add_(other)
-            if not others:
-                result.copy_(total)
-            elif result.dtype == wide:
-                torch.add(total, others[-1], out=result)
-            else:
-                result.copy_(total + others[-1])
-
-        return op
+        view = buffers_of(program).view
+        parts, out = [view(part) for part in reduction.parts], view(reduction.out)
+        return lambda call: add_up(out(call), [part(call) for part in parts])
 
     # Running.
 
@@ -376,11 +284,7 @@ class CpuEngine(Engine):
         return torch.zeros(0, dtype=torch.int32) if state.words is None else state.words
 
     def rows(self, program: Program, call: Call) -> torch.Tensor:
-        plan = program.plan
-        if program.slot is None:
-            return call.tensors["a"]
-        rows, cols = plan.shape("staging")
-        return self._shared(program, Region("staging", self.rank, 0, rows, 0, cols))[:rows]
+        return gathered_rows(program, call)
 
     def await_rows(self, program: Program, call: Call, gate: int) -> None:
         state: CallState = call.state
@@ -399,12 +303,6 @@ class CpuEngine(Engine):
             for (step, end), start in sorted(times.items())
             if not end and (step, True) in times
         ]
-
-    def capturing(self) -> int:
-        return 0
-
-    def synchronize(self) -> None:
-        pass  # calls are synchronous
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -433,9 +331,9 @@ class CpuEngine(Engine):
             # At exit a call of another thread may be stuck: do not wait for its lanes.
             lane.close(join=not self._in_flight)
         self._lanes.clear()
-        if self._collectives is not None:
-            self._collectives.memory.free()
-            self._collectives = None
+        if self._counts is not None:
+            self._counts.free()
+            self._counts = None
 
 
 def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -451,22 +349,3 @@ def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
         rows, width = 1, rows * width
     for row in range(rows):
         ctypes.memmove(to + row * to_pitch, at + row * at_pitch, width)
-
-
-def _multiply(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    addend: torch.Tensor | None,
-    scales: Sequence[torch.Tensor] = (),
-) -> None:
-    """``out = (addend +) a @ b``, or a batch of such products with a common b, in out's dtype;
-    scaled products in float32."""
-    dtype = torch.float32 if scales else out.dtype
-    a, b = a.to(dtype), b.to(dtype)
-    b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if a.dim() == 3 else b
-    if not scales:
-        return multiply(a, b, out, addend)
-    rows, cols = scales
-    product = a @ b * rows * cols
-    out.copy_(product if addend is None else product + addend)

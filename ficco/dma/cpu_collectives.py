@@ -11,17 +11,15 @@ import ctypes
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from ficco.dma.collectives import Collectives, Start
-from ficco.dma.cpu_lanes import SLICE_S, CallState, timed_out
-from ficco.dma.cpu_memory import CpuMemory
-from ficco.dma.engine import Call, Engine, Op, Program
+from ficco.dma import collectives
+from ficco.dma.cpu_lanes import SLICE_S, CallState, CpuMemory
+from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
 from ficco.dma.host import dead
 from ficco.errors import BackendError
 
@@ -36,53 +34,46 @@ DEATH_S = 1.0
 COUNT_BYTES = 64
 
 
-class CpuCollectives:
-    """The collectives of one engine. ``memory`` holds each rank's count of those it has started."""
+def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -> Op:
+    """The exchange of a step; ``memory`` holds each rank's count of collectives that it started."""
+    plan, group = program.plan, engine.group
+    counts = [part.view(torch.int64) for part in memory.parts]
+    mine, pids = counts[engine.rank], memory.host.pids
+    peers = [peer for peer in range(engine.world) if peer != engine.rank]
 
-    def __init__(self, engine: Engine, memory: CpuMemory) -> None:
-        self.engine, self.memory = engine, memory
+    def missing() -> int | None:
+        """The rank that is dead, or has started fewer collectives than this one."""
+        gone = [peer for peer in peers if dead(pids[peer])]
+        late = [peer for peer in peers if counts[peer][0] < mine[0]]
+        return next(iter(gone + late), None)
 
-    def op(self, program: Program, step: int) -> Op:
-        rank, group = self.engine.rank, self.engine.group
-        counts = [part.view(torch.int64) for part in self.memory.parts]
-        pids = self.memory.host.pids
-        exchange = Collectives(program.plan, step, rank, group)
+    def op(call: Call) -> None:
+        mine[0] += 1
+        # The library's own timeout, in force even after the call has failed.
+        timeout = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
+        try:
+            for start in collectives.starts(plan, step, group, call.tensors, timeout):
+                collect(engine, program, call, step, missing, start)
+        except BaseException:
+            _out_of_step.add(group)
+            raise
 
-        def missing() -> int | None:
-            """The rank that is dead, or has started fewer collectives than this one."""
-            peers = [peer for peer in range(self.engine.world) if peer != rank]
-            gone = [peer for peer in peers if dead(pids[peer])]
-            late = [peer for peer in peers if counts[peer][0] < counts[rank][0]]
-            return next(iter(gone + late), None)
+    return op
 
-        def op(call: Call) -> None:
-            counts[rank][0] += 1
-            # The library's own timeout, in force even after the call has failed.
-            timeout = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
-            started: list[Work] = []
-            try:
-                for start in exchange.starts(call.tensors, timeout):
-                    self.collect(program, call, step, missing, partial(_start, start, started))
-            except BaseException:
-                _out_of_step.add(group)
-                _unfinished.extend((work, group) for work in started)
-                _unfinished[:] = [pair for pair in _unfinished if not pair[0].is_completed()]
-                raise
 
-        return op
-
-    def collect(
-        self,
-        program: Program,
-        call: Call,
-        step: int,
-        missing: Callable[[], int | None],
-        start: Start,
-    ) -> None:
-        """Run a collective, or raise an error that names the missing rank."""
-        state: CallState = call.state
-        begin = time.monotonic()
-        work: Work | None = None
+def collect(
+    engine: Engine,
+    program: Program,
+    call: Call,
+    step: int,
+    missing: Callable[[], int | None],
+    start: collectives.Start,
+) -> None:
+    """Run a collective, or raise an error that names the missing rank."""
+    state: CallState = call.state
+    begin = time.monotonic()
+    work: Work | None = None
+    try:
         while True:
             failed = True  # if this raises, unless only the slice has ended
             try:
@@ -93,19 +84,24 @@ class CpuCollectives:
                 return
             except RuntimeError as error:
                 state.check()
-                self.engine.interrupt()  # ranks that disagree also fail here
+                engine.interrupt()  # ranks that disagree also fail here
                 while failed and missing() is None:
-                    self.engine.interrupt()
+                    engine.interrupt()
                     # The connection is lost a little before the peer's process is gone.
                     if time.monotonic() - begin > DEATH_S:
-                        library = str(dist.get_backend(self.engine.group))
+                        library = str(dist.get_backend(engine.group))
                         text = str(error)
                         raise BackendError(f"collective of {library}", "error", text) from error
                     time.sleep(SLICE_S)
                 seconds = time.monotonic() - begin
                 late = work is not None and not work.is_completed()
                 if failed or (late and seconds > state.timeout_s):
-                    raise timed_out(program, step, missing(), seconds) from error
+                    raise timed_out(program.plan, Missing(step, missing()), seconds) from error
+    except BaseException:
+        _unfinished[:] = [pair for pair in _unfinished if not pair[0].is_completed()]
+        if work is not None:
+            _unfinished.append((work, engine.group))
+        raise
 
 
 #: Collectives in flight when their call failed, with their groups, which must outlive them. Freeing
@@ -118,12 +114,6 @@ _out_of_step: WeakSet[ProcessGroup] = WeakSet()
 def out_of_step(group: ProcessGroup) -> bool:
     """Whether a group aborted a collective."""
     return group in _out_of_step
-
-
-def _start(start: Start, started: list[Work]) -> Work | None:
-    if (work := start()) is not None:
-        started.append(work)
-    return work
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""A call of the CPU engine in flight: its lanes as threads, their shared state, and how they fail.
+"""A call of the CPU engine in flight: its memory, its lanes as threads, and how they fail.
 
 The call raises the error of the lane that fails first; the others stop at their next operation or
 slice of a wait.
@@ -13,10 +13,8 @@ from queue import SimpleQueue
 
 import torch
 
-from ficco.dma.cpu_memory import CpuMemory
-from ficco.dma.engine import Call, Op, Program, Slot, step_name
-from ficco.dma.host import SEMAPHORE_STRIDE
-from ficco.errors import SignalTimeout
+from ficco.dma.engine import Call, Engine, Op, Slot, Symmetric
+from ficco.dma.host import SEMAPHORE_STRIDE, Meeting
 from ficco.plan import Signal
 
 #: Seconds after which a waiting lane checks for failures of other lanes, the timeout and
@@ -24,6 +22,29 @@ from ficco.plan import Signal
 SLICE_S = 0.02
 #: Seconds that closing the engine waits for a lane.
 JOIN_S = 1.0
+
+
+class CpuMemory(Symmetric):
+    """Host memory of all ranks; ``parts`` are theirs as bytes, by rank."""
+
+    def __init__(self, engine: Engine, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes = serial, nbytes
+        self.host = Meeting(engine, f"allocation {serial}", max(nbytes, 1))
+        self.parts = [
+            torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+            for part in self.host.maps
+        ]
+        self.tensor = self.parts[engine.rank]
+        self.addresses = [self.host.address(rank) for rank in range(engine.world)]
+
+    def part(self, rank: int) -> torch.Tensor:
+        return self.parts[rank]
+
+    def free(self) -> None:
+        """Drop it; tensors in it, and calls in flight, keep it mapped."""
+        self.parts, self.addresses = [], []
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.host.close()
 
 
 class Stopped(Exception):
@@ -123,25 +144,3 @@ class Lane:
         self._jobs.put(None)
         if join and threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
-
-
-def timed_out(
-    program: Program,
-    step: int,
-    peer: int | None,
-    seconds: float,
-    wanted: int | None = None,
-    found: int | None = None,
-) -> SignalTimeout:
-    """The error of a step that has waited too long for a peer."""
-    plan = program.plan
-    return SignalTimeout(
-        operator=plan.problem.operator,
-        rank=plan.rank,
-        peer=peer,
-        step=step_name(plan.steps[step]),
-        schedule=plan.schedule,
-        seconds=seconds,
-        wanted=wanted,
-        found=found,
-    )

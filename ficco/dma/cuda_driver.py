@@ -21,7 +21,9 @@ from ficco.dma.driver import URGENT, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, can_compile, kernels
+from ficco.hip_kernels import kernels
+from ficco.hip_kernels.build import can_compile
+from ficco.hip_kernels.launch import Kernels
 
 try:
     from cuda.bindings import driver
@@ -31,7 +33,7 @@ except ImportError as error:
         "pip install 'cuda-bindings==13.*', or 12.*"
     ) from error
 
-from ficco.hip_kernels.cuda_binding import check
+from ficco.hip_kernels.cuda_binding import attribute, check
 from ficco.tiled.hopper import hopper_products
 from ficco.tiled.products import TiledProducts
 
@@ -45,15 +47,6 @@ _WAIT_EXTERNAL = int(driver.CUevent_wait_flags.CU_EVENT_WAIT_EXTERNAL)
 
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
-
-
-def attribute(name: str, device: int) -> int:
-    """A device attribute, 0 where the driver does not know it."""
-    found = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
-    if found is None:
-        return 0
-    error, value = driver.cuDeviceGetAttribute(found, device)
-    return 0 if error else int(value)
 
 
 class Batch:
@@ -88,7 +81,6 @@ class Batch:
         return param
 
     def enqueue(self, stream: Any) -> None:
-        """Enqueue the batch."""
         if self._single is not None:
             call, address, value, flags = self._single
             if (result := call(stream, address, value, flags))[0]:
@@ -111,7 +103,6 @@ class Event:
             check("cuEventRecord", result)
 
     def hold(self, stream: Any) -> None:
-        """Let a stream wait for the event; at once if it was never recorded."""
         if (result := driver.cuStreamWaitEvent(stream, self._event, 0))[0]:
             check("cuStreamWaitEvent", result)
 
@@ -161,7 +152,6 @@ class GraphRecording:
             driver.cuGraphDestroy(graph)
 
     def replay(self, stream: Any) -> None:
-        """Enqueue everything on a stream."""
         if (result := driver.cuGraphLaunch(self._graph, stream))[0]:
             check("cuGraphLaunch", result)
 

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ficco.dma.blas import library
 from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
-from ficco.hip_kernels import Kernels
+from ficco.dma.products import library
+from ficco.hip_kernels.launch import Kernels
 from ficco.tiled.products import TiledProducts
 
 #: Bytes of a signal word.
@@ -28,10 +28,15 @@ WORD = 4
 URGENT, PLAIN, RESCUE = -1, 0, 1
 
 
-def drained(idle: Callable[[], bool], seconds: float) -> bool:
-    """Ask again and again whether something is idle; False if it takes too long."""
+def drained(
+    idle: Callable[[], bool], seconds: float, interrupt: Callable[[], None] | None = None
+) -> bool:
+    """Ask again and again whether something is idle; False if it takes too long. ``interrupt`` is
+    called meanwhile, and may raise."""
     end, pause = time.monotonic() + seconds, 1e-5
     while not idle():
+        if interrupt is not None:
+            interrupt()
         if time.monotonic() > end:
             return False
         time.sleep(pause)
@@ -110,7 +115,7 @@ class Means:
             that is allocated for them.
         kernels: ficco's kernels post and wait, not the stream.
         rectangles: the vendor copies columns; without, Plans have to pack them.
-        captures: whether graphs capture signals; otherwise ``uncaptured`` says what to do.
+        uncaptured: why graphs do not capture signals, and what to do; empty if they do.
         writes_before_events: a stream write goes between a copy and an event, which would be seen
             late otherwise.
         constants: address of a 0 and a 1 to copy from, and a word that nobody reads, where words
@@ -123,7 +128,6 @@ class Means:
     words: str = "slot"
     kernels: bool = False
     rectangles: bool = True
-    captures: bool = True
     uncaptured: str = ""
     writes_before_events: bool = False
     constants: int = 0
@@ -393,32 +397,24 @@ class _Bytes:
 _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
-class Streams(dict[str, Stream]):
-    """Streams by lane, each made when first asked for. Several callers may take turns on them."""
-
-    def __init__(self, driver: Driver, mode: str = "") -> None:
-        """``mode``: empty for eager calls, else what is done to these: captured, or recorded."""
-        super().__init__()
-        self._driver, self.mode = driver, mode
-
-    def __missing__(self, lane: str) -> Stream:
-        with self._driver.aside():
-            made = self[lane] = self._driver.stream_for(f"{self.mode} {lane}")
-        return made
-
-
 class Lanes(dict[str, Any]):
     """Handles of the streams of a call's lanes, which begin at ``fork`` and end at ``joins``;
-    ``compute0`` is the caller's own stream."""
+    ``compute0`` is the caller's own stream, ``streams`` has the others, on which several callers
+    may take turns."""
 
-    def __init__(self, driver: Driver, caller: Any, streams: Streams) -> None:
+    def __init__(
+        self, driver: Driver, caller: Any, streams: dict[str, Stream], mode: str = ""
+    ) -> None:
+        """``mode``: empty for eager calls, else what is done to these: captured, or recorded."""
         super().__init__(compute0=caller)
-        self._driver, self.streams = driver, streams
+        self._driver, self.streams, self.mode = driver, streams, mode
         self.fork = driver.event()
         self.joins: dict[str, Event] = {}  # by lane
 
     def __missing__(self, lane: str) -> Any:
         with self._driver.aside():
+            if lane not in self.streams:
+                self.streams[lane] = self._driver.stream_for(f"{self.mode} {lane}".strip())
             self.joins[lane] = self._driver.event()
         handle = self[lane] = self.streams[lane].handle
         return handle
@@ -429,6 +425,7 @@ class StreamEngine(Engine):
 
     driver: Driver
     side: Stream  #: for what must not wait for calls
+    graveyard: Any  #: memory that is freed once peers let go of it
     watched: int  #: pinned memory of words that watched calls write
 
     @abstractmethod

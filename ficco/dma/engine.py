@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ficco.dma.collectives import Collectives
-from ficco.errors import BackendError
+from ficco.dma import collectives
+from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
-from ficco.plan import Plan, Product, Reduction, Signal, Step, Transfer
+from ficco.plan import Plan, Product, Reduction, Signal, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 
@@ -80,6 +80,15 @@ class Symmetric(ABC):
     nbytes: int
     tensor: torch.Tensor
     addresses: list[int]
+
+    @abstractmethod
+    def part(self, rank: int) -> torch.Tensor:
+        """A rank's part as bytes, to be read here."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give it back at once: a garbage collector may come while a graph is captured, when
+        freeing is forbidden. Not collective."""
 
 
 @dataclass
@@ -161,15 +170,15 @@ class Program:
 
 @dataclass(frozen=True)
 class Missing:
-    """The first signal that a program waits for in vain; ``signal`` is None for a collective.
-
-    ``wanted`` and ``found`` are the values of its word.
-    """
+    """What a step waits for in vain: a signal of a peer's, with the values of its word that are
+    wanted and found, or a collective, of which it may know the peer that is absent. ``signal`` is
+    known if it may be one of several that the step waits for piece by piece."""
 
     step: int
-    signal: Signal | None = None
+    peer: int | None = None
     wanted: int | None = None
     found: int | None = None
+    signal: Signal | None = None
 
 
 @dataclass(frozen=True)
@@ -233,25 +242,20 @@ class Engine(ABC):
     def symmetric(self, nbytes: int) -> Symmetric:
         """Allocate symmetric memory, zeroed. Collective."""
 
-    @abstractmethod
-    def free(self, memory: Symmetric) -> None:
-        """Give memory back at once: a garbage collector may come while a graph is captured, when
-        freeing is forbidden. Not collective."""
-
     def discard(self, slot: Slot) -> None:
         """Give back what a slot holds. Not collective."""
         slot.programs.clear()
         if slot.memory is not None:
-            self.free(slot.memory)
+            slot.memory.free()
 
     @abstractmethod
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         """Make a slot of fresh symmetric memory: its words are at rest on every rank.
         Collective."""
 
-    @abstractmethod
     def retire(self, slot: Slot) -> None:
         """Wait until the latest call on a slot is over here, so that it can be freed."""
+        return None
 
     @abstractmethod
     def slot_bytes(self, words: int, nbytes: int) -> int:
@@ -286,9 +290,9 @@ class Engine(ABC):
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
         """Post signals behind what the step's lane did."""
 
-    @abstractmethod
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
         """Put words back to their first value, if the engine needs it."""
+        return None
 
     def enter(self, program: Program, lane: str) -> Op | None:
         """Begin a lane behind what the caller did before the call."""
@@ -318,24 +322,19 @@ class Engine(ABC):
             elif step.transfer.src.elements:
                 found.append(self.copy(program, index, step.transfer, step.mover))
 
-        def op(call: Call) -> None:
-            for copy in found:
-                copy(call)
-
-        return op
+        return in_turn(found)
 
     def collective(self, program: Program, step: int) -> Op:
         """The collective of the group's library that does a Plan's whole exchange."""
-        exchange = Collectives(program.plan, step, self.rank, self.group)
-        name = program.plan.steps[step].label
+        plan, group, name = program.plan, self.group, program.plan.steps[step].label
 
         def op(call: Call) -> None:
             try:
-                for start in exchange.starts(call.tensors):
+                for start in collectives.starts(plan, step, group, call.tensors):
                     if (work := start()) is not None:
                         work.wait()
             except RuntimeError as error:
-                library = str(dist.get_backend(self.group))
+                library = str(dist.get_backend(group))
                 raise BackendError(f"{name} of {library}", "error", str(error)) from error
 
         return op
@@ -405,13 +404,13 @@ class Engine(ABC):
     def spans(self, program: Program, call: Call) -> list[Span]:
         """When the steps of a traced call ran. Waits for it."""
 
-    @abstractmethod
     def capturing(self) -> int:
         """A number that tells graph captures apart, 0 outside of one."""
+        return 0
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until every call of this rank is over."""
+        return None
 
     def idle(self, slots: Sequence[Slot]) -> bool:
         """Whether all calls on some slots are over. Does not wait."""
@@ -448,6 +447,30 @@ class Engine(ABC):
         """Free what the engine holds. Does not wait for peers."""
 
 
-def step_name(step: Step) -> str:
-    """How errors call a step."""
-    return f"{step.label} ({step.op} on {step.lane})"
+def in_turn(ops: Sequence[Op]) -> Op:
+    """Several operations as one."""
+    if len(ops) == 1:
+        return ops[0]
+
+    def op(call: Call) -> None:
+        for one in ops:
+            one(call)
+
+    return op
+
+
+def timed_out(plan: Plan, missing: Missing, seconds: float) -> SignalTimeout:
+    """The error of a step that has waited too long."""
+    step, signal = plan.steps[missing.step], missing.signal
+    if signal is not None and signal in step.gates:  # the piece that did not come
+        step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
+    return SignalTimeout(
+        operator=plan.problem.operator,
+        rank=plan.rank,
+        peer=missing.peer,
+        step=f"{step.label} ({step.op} on {step.lane})",
+        schedule=plan.schedule,
+        seconds=seconds,
+        wanted=missing.wanted,
+        found=missing.found,
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.dma.buffers import Buffers
+from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.driver import (
     WORD,
     Batch,
@@ -31,8 +32,8 @@ from ficco.dma.driver import (
     Event,
     Lanes,
     Means,
+    Stream,
     StreamEngine,
-    Streams,
     drained,
 )
 from ficco.dma.engine import (
@@ -47,12 +48,10 @@ from ficco.dma.engine import (
 )
 from ficco.dma.gate import GATE
 from ficco.dma.lane_ops import (
-    Copies,
     KernelBatch,
-    KernelCopies,
+    Launch,
     MakeBatch,
     Memops,
-    OneShot,
     Posts,
     Run,
     by_launches,
@@ -64,23 +63,21 @@ from ficco.dma.lane_ops import (
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import (
     MEMORIES,
-    PAUSE_S,
     SCRATCH,
+    Allocate,
     Graveyard,
-    Mapped,
-    MemorySource,
     OwnWords,
     SlotWords,
     Words,
     align,
     open_engines,
 )
-from ficco.dma.products import accumulation, multiply
+from ficco.dma.products import accumulation, add_up, matmul_op, place_op
 from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order
-from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Places, Watch
+from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError
-from ficco.hip_kernels import MAX_PARTS, Kernels
+from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -141,7 +138,6 @@ class GpuEngine(StreamEngine):
 
     Attributes:
         means: what was agreed on with the other ranks.
-        graveyard: memory that is freed once peers let go of it.
     """
 
     asynchronous = True
@@ -154,14 +150,14 @@ class GpuEngine(StreamEngine):
         self._asked = signals
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._serial = 0
-        self._places = Places()
+        self._unwatched = list(range(MAX_WATCHED))  # words that no slot has
         self._states: set[SlotState] = set()
         # Captured calls use streams of their own: a stream that is being captured is closed to
         # eager calls of other threads.
-        self._streams = {False: Streams(driver), True: Streams(driver, "captured")}
+        self._streams: dict[bool, dict[str, Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._read_into = 0, 0  # pinned memory for words: address and how many
-        self._memory: MemorySource | None = None
+        self._allocate: Allocate | None = None
         self._batch: MakeBatch = driver.batch
         self.means = Means()
         try:
@@ -181,13 +177,13 @@ class GpuEngine(StreamEngine):
         self.watched = driver.host((2 * MAX_WATCHED + 2) * WORD)
         self.means = driver.means(self)
         self.packs_columns = not self.means.rectangles
-        self._memory = self._source()
+        self._allocate = self._source()
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
 
-    def _source(self) -> MemorySource:
-        return MEMORIES[self.means.memory](self, self.graveyard)
+    def _source(self) -> Allocate:
+        return MEMORIES[self.means.memory](self)
 
     def settle(self, stream: Any) -> None:
         if not drained(partial(self.driver.idle, stream), self.timeout_s):
@@ -195,18 +191,14 @@ class GpuEngine(StreamEngine):
 
     # Memory.
 
-    def symmetric(self, nbytes: int) -> Mapped:
-        assert self._memory is not None
+    def symmetric(self, nbytes: int) -> Symmetric:
+        assert self._allocate is not None
         if not self.capturing():  # in which nothing may be freed
             with self.driver.aside():
                 self.graveyard.sweep(self.timeout_s)
         self._serial += 1
         with self.driver.aside():
-            return self._memory.allocate(nbytes, self._serial)
-
-    def free(self, memory: Symmetric) -> None:
-        assert self._memory is not None
-        self._memory.free(memory)
+            return self._allocate(nbytes, self._serial)
 
     def quiet(self) -> bool:
         with self.driver.aside():
@@ -216,9 +208,9 @@ class GpuEngine(StreamEngine):
         state: SlotState = slot.state
         self._states.discard(state)
         if isinstance(state.watch, Watch):
-            self._places.give_back(state.watch.index)
+            state.watch.give_back()
         if isinstance(state.words, OwnWords):
-            self.graveyard.dead.append(state.words)
+            state.words.free()
         super().discard(slot)
 
     def slot_bytes(self, words: int, nbytes: int) -> int:
@@ -229,7 +221,6 @@ class GpuEngine(StreamEngine):
         return align((words + SCRATCH) * WORD) if self.means.words == "slot" else 0
 
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
-        assert isinstance(memory, Mapped)
         with self.driver.aside():
             tried = self._writes_reach is None
             found: Words
@@ -242,7 +233,6 @@ class GpuEngine(StreamEngine):
                 found = OwnWords(
                     self, self.means.words, words + tried, self._serial, self.means.constants
                 )
-                self.graveyard.living.append(found)
             if tried:
                 # Not a signal's word: the peer's first call may have begun. Pairs may differ.
                 self._writes_reach = self.means.kernels or all(
@@ -263,16 +253,14 @@ class GpuEngine(StreamEngine):
             if driver.watches_by_events and not captured:
                 watch = Flights(driver.event)
             else:
-                watch = Watch(self.watched, self._places.take())
+                watch = Watch(self.watched, self._unwatched)
             state = SlotState(watch, words, driver.event(), driver.event(), captured)
         self._states.add(state)
         return state
 
     def retire(self, slot: Slot) -> None:
-        retired = slot.state.retired
-        while retired is not None and not retired.over():
-            self.interrupt()
-            time.sleep(PAUSE_S)
+        if slot.state.retired is not None:
+            drained(slot.state.retired.over, math.inf, self.interrupt)
 
     # Signals.
 
@@ -304,7 +292,7 @@ class GpuEngine(StreamEngine):
         if self._writes_reach or self.means.kernels:
             return self._memops(program, step, ops)
         sources = [self._words(program).constant(op.value) for op in ops]
-        return Posts(program.plan.steps[step].lane, ops, sources, self.driver)
+        return Memops(program.plan.steps[step].lane, Posts(ops, sources, self.driver))
 
     # Order.
 
@@ -344,24 +332,25 @@ class GpuEngine(StreamEngine):
 
     # Copies.
 
-    def _buffers(self, program: Program) -> Buffers:
-        found: Buffers | None = program.state.get("buffers")
-        if found is None:
-            found = program.state["buffers"] = Buffers(program, self.rank)
-        return found
-
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
-        plan, places = program.plan, self._buffers(program)
+        plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.row_bytes(transfers[0].src), transfers[0].src.rows
-        copies = KernelCopies(self._kernels, lane, targets, sources, width, height)
-        arrived = self._counter(program, lane)
-        if not arrived or not width * height:
-            return copies
-        return Copies(copies=copies, arrived=arrived, mine=self._words(program).own)
+        kernels, arrived = self._kernels, width and height and self._counter(program, lane)
+
+        def work(call: Call, signals: Signals | None) -> None:
+            found = [source(call) for source in sources]
+            ends = tuple((to, at) for (to, _), (at, _) in zip(targets, found, strict=True))
+            shape = targets[0][1], found[0][1], width, height
+            kernels.copies(ends, shape, call.state[lane], signals=signals)
+
+        if not arrived:
+            return Launch(work, 0, range(0))
+        spins = PEER_BLOCKS * len(targets) <= kernels.most_that_spin
+        return Launch(work, arrived, self._words(program).own, spins)
 
     def _counter(self, program: Program, lane: str) -> int:
         """Address of the word where blocks of a lane's launches are counted; 0 if there is none,
@@ -373,32 +362,26 @@ class GpuEngine(StreamEngine):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         if mover == "kernel":
             return self.copies(program, (step,))
-        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         width, height = places.row_bytes(src), src.rows
         to, dst_pitch = places.place(dst)
         source = places.source(src)
         whole = self.driver.copy(to, width * height, (dst.rank, src.rank))
-        if not self.means.rectangles:
-            cut = self._cut(program, step, transfer, whole)
-
-            def cut_op(call: Call) -> None:
-                at, pitch = source(call)
-                if (pitch == width == dst_pitch) or height == 1:
-                    whole(at, call.state[lane])
-                else:
-                    cut(call, at, pitch)
-
-            return cut_op
-        rectangle = self.driver.rectangle(to, dst_pitch, width, height)
+        rectangle = None
+        if self.means.rectangles:
+            rectangle = self.driver.rectangle(to, dst_pitch, width, height)
+        cut = None if rectangle else self._cut(program, step, transfer, whole)
 
         def op(call: Call) -> None:
             at, pitch = source(call)
             stream = call.state[lane]
             if (pitch == width == dst_pitch) or height == 1:
                 whole(at, stream)
-            else:
+            elif rectangle:
                 rectangle(at, pitch, stream)
+            elif cut:
+                cut(call, at, pitch)
 
         return op
 
@@ -407,7 +390,7 @@ class GpuEngine(StreamEngine):
     ) -> Callable[[Call, int, int], None]:
         """Copies parts of rows where the vendor has no 2D copies: packs them where they arrive
         packed, else by ficco's kernel or row by row."""
-        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         ranks = dst.rank, src.rank
         width, height = places.row_bytes(src), src.rows
@@ -432,7 +415,7 @@ class GpuEngine(StreamEngine):
     def _pack(self, program: Program, lane: str, region: Region) -> Callable[[Call], int]:
         """Brings columns together for a copy of the same lane; returns where they will lie."""
         assert program.slot is not None
-        places = self._buffers(program)
+        places = buffers_of(program)
         packs: dict[str, tuple[int, torch.Tensor]] = program.slot.state.packs
         view, dtype = places.view(region), places.dtype(region)
         nbytes = places.row_bytes(region) * region.rows
@@ -474,26 +457,15 @@ class GpuEngine(StreamEngine):
     # Products and sums.
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        places = self._buffers(program)
-        src, dst = places.view(transfer.src), places.view(transfer.dst)
-
-        def op(call: Call) -> None:
-            dst(call).copy_(src(call))
-
-        return self._on_lane(program, step, op)
+        return self._on_lane(program, step, place_op(program, transfer))
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane
-        parts = [self._product(program, product, lane) for product in products]
-
-        def op(call: Call) -> None:
-            for part in parts:
-                part(call)
-
-        return self._on_lane(program, step, parts[0] if len(parts) == 1 else op)
+        made = matmul_op(program, products, self.driver.add_product, lane)
+        return self._on_lane(program, step, made)
 
     def tiled(self, program: Program, step: int) -> Op:
-        one, places = program.plan.steps[step], self._buffers(program)
+        one, places = program.plan.steps[step], buffers_of(program)
         gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
         made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
@@ -511,49 +483,27 @@ class GpuEngine(StreamEngine):
         driver = self.driver
         return lambda: made.launch([a], b, [out], driver.stream(driver.caller()))
 
-    def _product(self, program: Program, product: Product, lane: str) -> Op:
-        places, batch = self._buffers(program), product.batch
-        right = places.view(product.b)
-        if batch > 1:
-            left = places.batch(product.a, batch, product.a_stride)
-            result = places.batch(product.out, batch, product.out_stride)
-        else:
-            left, result = places.view(product.a), places.view(product.out)
-        before = None if product.addend is None else places.view(product.addend)
-        accumulate, transposed = product.accumulate, product.transposed
-        add_product = self.driver.add_product
-
-        def op(call: Call) -> None:
-            a, b, out = left(call), right(call), result(call)
-            if batch > 1:
-                b = b.unsqueeze(0).expand(batch, -1, -1)
-            elif transposed:
-                a = a.t()
-            addend = out if accumulate else None
-            if before is not None:
-                addend = before(call)
-                if add_product(addend, a, b, out, call.state[lane]):
-                    return
-            multiply(a, b, out, addend)
-
-        return op
-
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
-        lane, places = program.plan.steps[step].lane, self._buffers(program)
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
         views = [places.view(part) for part in reduction.parts]
         result = places.view(reduction.out)
         kernels = self._kernels_or_none if self._sums_by_kernel else None
         if kernels is None or len(views) > MAX_PARTS:
-            return self._on_lane(program, step, lambda call: _sum(result, views, call))
+            return self._on_lane(
+                program, step, lambda call: add_up(result(call), [one(call) for one in views])
+            )
 
-        def parts(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            return result(call), [view(call) for view in views]
+        def work(call: Call, signals: Signals) -> None:
+            parts = [view(call) for view in views]
+            kernels.one_shot(result(call), parts, signals, call.state[lane])
 
         at_peers = any(part.rank != self.rank for part in reduction.parts)
         if self.driver.fuses and at_peers and lane == "compute0":
             arrived, mine = self._counter(program, lane), self._words(program).own
-            return OneShot(kernels=kernels, parts=parts, arrived=arrived, mine=mine)
-        return lambda call: kernels.reduce(*parts(call), call.state[lane])
+            return Launch(work, arrived, mine, sums=True)
+        return lambda call: kernels.reduce(
+            result(call), [view(call) for view in views], call.state[lane]
+        )
 
     #: Whether ficco's kernel adds parts up, where it can be had.
     _sums_by_kernel = True
@@ -600,16 +550,12 @@ class GpuEngine(StreamEngine):
             return torch.zeros(0, dtype=torch.int32, device=self.device)
         words, first = self._words(program), step.gates[0].word
         memory = program.slot.memory
-        assert isinstance(words, SlotWords) and isinstance(memory, Mapped)
+        assert isinstance(words, SlotWords) and memory is not None
         span = memory.tensor[first * WORD : (first + len(step.gates)) * WORD]
         return span.view(torch.int32)
 
     def rows(self, program: Program, call: Call) -> torch.Tensor:
-        if program.slot is None:
-            return call.tensors["a"]
-        rows, cols = program.plan.shape("staging")
-        region = Region("staging", self.rank, 0, rows, 0, cols)
-        return self._buffers(program).view(region)(call)
+        return gathered_rows(program, call)
 
     def await_rows(self, program: Program, call: Call, gate: int) -> None:
         waits: dict[int, Batch] = program.state.setdefault("await rows", {})
@@ -649,7 +595,8 @@ class GpuEngine(StreamEngine):
         if lanes is None:
             with self.driver.aside():
                 caller = self.driver.stream(key[0])
-                lanes = self._lanes[key] = Lanes(self.driver, caller, self._streams[key[1]])
+                streams, mode = self._streams[key[1]], "captured" * key[1]
+                lanes = self._lanes[key] = Lanes(self.driver, caller, streams, mode)
         call.state = lanes
         run = program.state.get("run") or self._run(program)
         return run, key[0]
@@ -787,7 +734,7 @@ class GpuEngine(StreamEngine):
 
     def capturing(self) -> int:
         number = self.driver.capturing()
-        if number and not self.means.captures:
+        if number and self.means.uncaptured:
             raise NotImplementedError(self.means.uncaptured)
         return number
 
@@ -818,14 +765,13 @@ class GpuEngine(StreamEngine):
         if not words:
             return None
         late = [
-            Missing(index, signal, wanted(signal), words[signal.word])
+            Missing(index, signal.poster, wanted(signal), words[signal.word], signal)
             for index, step in enumerate(steps)
             for signal in (*step.waits, *step.gates)
             if words[signal.word] != wanted(signal)
         ]
         # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
-        late.sort(key=lambda missing: missing.signal is not None and missing.signal.released)
-        return late[0] if late else None
+        return min(late, key=lambda one: bool(one.signal and one.signal.released), default=None)
 
     def _read(self, slot: Slot) -> list[int]:
         """The words of a slot of this rank, from any thread; empty if that takes too long."""
@@ -911,7 +857,7 @@ class GpuEngine(StreamEngine):
             movers=("dma", "kernel") if self.driver.has_kernels else ("dma",),
             products=self.driver.products(),
             accumulate="float32 sums of m x n by " + accumulation(),
-            capture=means.captures,
+            capture=not means.uncaptured,
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
         )
@@ -962,8 +908,7 @@ class GpuEngine(StreamEngine):
                 attempt(self.graveyard.sweep)
                 time.sleep(1e-3)
             self.graveyard.leave()
-            if self._memory is not None:
-                self._memory.close()
+            self._allocate = None
             self._lanes.clear()
             self.replayed.close()
             for streams_of in self._streams.values():
@@ -971,16 +916,3 @@ class GpuEngine(StreamEngine):
             attempt(self.driver.close)
         if errors:
             raise errors[0]
-
-
-def _sum(
-    result: Callable[[Call], torch.Tensor],
-    parts: Sequence[Callable[[Call], torch.Tensor]],
-    call: Call,
-) -> None:
-    """A sum by PyTorch, rounded once. float64 is served on CPUs alone, and keeps its precision."""
-    first = parts[0](call)
-    total = first.to(torch.float64 if first.dtype == torch.float64 else torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part(call)
-    result(call).copy_(total)

@@ -40,6 +40,8 @@ _RELAXED = int(hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed)
 _THREAD_LOCAL = hip.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
 _CAPTURING = int(hip.hipStreamCaptureStatus.hipStreamCaptureStatusActive)
 _KIND = hip.hipMemcpyKind
+#: A kind of hipMemcpyAsync: between devices, by copy engines alone.
+WITHOUT_UNITS = _KIND.hipMemcpyDeviceToDeviceNoCU
 
 #: Bytes of one signal: hipMallocSignalMemory comes by exactly so many.
 SIGNAL_BYTES = 8
@@ -135,6 +137,7 @@ free_host = calls.hipHostFree
 close_shared = calls.hipIpcCloseMemHandle
 destroy_stream = calls.hipStreamDestroy
 use = calls.hipSetDevice  # a device of this thread's; never remembered: PyTorch changes it, too
+copy = calls.hipMemcpyDtoDAsync  # bytes between or within devices
 
 
 # The library and its devices.
@@ -300,7 +303,6 @@ class Event:
         calls.hipEventRecord(self._event, stream)
 
     def hold(self, stream: Any) -> None:
-        """Let a stream wait for the event; at once if it was never recorded."""
         calls.hipStreamWaitEvent(stream, self._event, 0)
 
     def over(self) -> bool:
@@ -401,11 +403,6 @@ def fill(address: int, nbytes: int, stream: Any) -> None:
     calls.hipMemsetAsync(address, 0, nbytes, stream)
 
 
-def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
-    """Copy bytes between or within devices."""
-    calls.hipMemcpyDtoDAsync(dst, src, nbytes, stream)
-
-
 def copy_to_host(dst: int, src: int, nbytes: int, stream: Any) -> None:
     """Copy bytes of a device to pinned host memory."""
     calls.hipMemcpyAsync(dst, src, nbytes, _KIND.hipMemcpyDeviceToHost, stream)
@@ -417,15 +414,3 @@ def copy_2d(
     """Copy rows at a distance."""
     kind = _KIND.hipMemcpyDeviceToDevice
     calls.hipMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, height, kind, stream)
-
-
-#: Copies of whole runs of bytes between devices, by the names of :mod:`ficco.dma.ways`.
-COPIES: dict[str, Callable[..., None]] = {
-    "dtod": lambda dst, src, nbytes, stream, to, at: copy(dst, src, nbytes, stream),
-    "peer": lambda dst, src, nbytes, stream, to, at: calls.hipMemcpyPeerAsync(
-        dst, to, src, at, nbytes, stream
-    ),
-    "nocu": lambda dst, src, nbytes, stream, to, at: calls.hipMemcpyAsync(
-        dst, src, nbytes, _KIND.hipMemcpyDeviceToDeviceNoCU, stream
-    ),
-}

@@ -25,12 +25,12 @@ from torch.distributed import ProcessGroup
 from ficco.dma import hip_api as hip
 from ficco.dma.driver import WORD, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
+from ficco.dma.host import Meeting
 from ficco.dma.memops import WAIT_32, MemOp
-from ficco.dma.memories import Meeting
 from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import carry_out
-from ficco.hip_kernels import Kernels, Target, can_compile
-from ficco.hip_kernels.launch import Packed
+from ficco.hip_kernels.build import Target, can_compile
+from ficco.hip_kernels.launch import Kernels, Packed
 from ficco.tiled.portable import TritonKernel, lacking
 from ficco.tiled.products import TiledProducts
 
@@ -58,9 +58,6 @@ class HipBinding:
         module = hip.load_module(image)
         self._modules.append(module)
         return {name: hip.kernel(module, name.encode()) for name in names}
-
-    def pack(self, arguments: Sequence[Any]) -> Packed:
-        return Packed(arguments)
 
     def launch(
         self,
@@ -114,8 +111,7 @@ class HipDriver(Driver):
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
         self._asked = asked(self.name)
-        self._copy_name = self._asked.get("copy", "dtod")
-        self._copy = hip.COPIES[self._copy_name]
+        self._copy = self._asked.get("copy", "dtod")
         self._indices: list[int] = []  # of all ranks' devices in this process
         self._locals: list[int] = []
         self._hosts: list[int] = []
@@ -142,7 +138,7 @@ class HipDriver(Driver):
         ends = constants + 40, 4, constants + 32, 4, 2, 2
         rectangles = hip.tried(hip.copy_2d, *ends, side) and hip.drain(side)
         engine.settle(side)
-        captures = self._captures_writes(engine, constants + 56)
+        uncaptured = self._uncaptured(engine, constants + 56)
         meeting = Meeting(engine, "hip engine")
         self._indices = self._find(engine, meeting.gather(hip.bus_id(self.index)))
         way = self._way(engine, meeting)
@@ -158,10 +154,7 @@ class HipDriver(Driver):
             words="signal" if way == "signal" else "uncached",
             kernels=kernels,
             rectangles=rectangles,
-            captures=captures or kernels,
-            uncaptured="this ROCm carries stream writes out at once in place of capturing them in "
-            f"a graph; set {variable(self.name)}=signals=kernel on all ranks, so that kernels "
-            "signal, update ROCm, or make the call outside of the capture",
+            uncaptured="" if kernels else uncaptured,
             writes_before_events=events == "write",
             constants=constants,
             post="hipStreamWriteValue32",
@@ -169,22 +162,27 @@ class HipDriver(Driver):
             wait=names["signals"][way]
             + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
             + "; relies on a peer's word arriving behind the copy in front of it",
-            copy=f"{names['copy'][self._copy_name]} in memory of {names['memory'][memory]}, "
+            copy=f"{names['copy'][self._copy]} in memory of {names['memory'][memory]}, "
             f"columns by {columns}, ends told by {names['events'][events]}; "
             f"HIP {hip.runtime_version()}",
         )
 
-    def _captures_writes(self, engine: StreamEngine, word: int) -> bool:
-        """Whether graphs capture stream writes, and so waits. AMD's runtime carried them out at
-        once until July 2026 (ROCm/rocm-systems #8911): captured calls would have no signals."""
-        side = engine.side.handle
-        if not hip.try_capture(side, word):
-            return False
-        hip.copy_to_host(engine.watched, word, WORD, side)  # nobody watches yet
-        engine.settle(side)
-        left = ctypes.c_uint32.from_address(engine.watched)
-        carried_out, left.value = bool(left.value), 0
-        return not carried_out
+    def _uncaptured(self, engine: StreamEngine, word: int) -> str:
+        """Why graphs do not capture stream writes, and so waits; empty if they do. AMD's runtime
+        carried them out at once until July 2026 (ROCm/rocm-systems #8911): captured calls would
+        have no signals."""
+        side, left = engine.side.handle, ctypes.c_uint32.from_address(engine.watched)
+        if hip.try_capture(side, word):
+            hip.copy_to_host(engine.watched, word, WORD, side)  # nobody watches yet
+            engine.settle(side)
+            if not left.value:
+                return ""
+            left.value = 0
+        return (
+            "this ROCm carries stream writes out at once in place of capturing them in a graph; "
+            f"set {variable(self.name)}=signals=kernel on all ranks, so that kernels signal, "
+            "update ROCm, or make the call outside of the capture"
+        )
 
     def _find(self, engine: StreamEngine, places: list[bytes]) -> list[int]:
         """The number of every rank's device in this process, this rank's where it is not seen."""
@@ -308,11 +306,14 @@ class HipDriver(Driver):
     def copy(
         self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
     ) -> Callable[[int, Any], None]:
-        if ranks is None:
-            return lambda src, stream: hip.copy(dst, src, nbytes, stream)
-        to, at = (self._indices[rank] for rank in ranks)
-        copy = self._copy
-        return lambda src, stream: copy(dst, src, nbytes, stream, to, at)
+        if ranks is not None and self._copy == "peer":
+            to, at = (self._indices[rank] for rank in ranks)
+            peer = hip.calls.hipMemcpyPeerAsync
+            return lambda src, stream: peer(dst, to, src, at, nbytes, stream)
+        if ranks is not None and self._copy == "nocu":
+            plain, kind = hip.calls.hipMemcpyAsync, hip.WITHOUT_UNITS
+            return lambda src, stream: plain(dst, src, nbytes, kind, stream)
+        return lambda src, stream: hip.copy(dst, src, nbytes, stream)
 
     def rectangle(
         self, dst: int, dst_pitch: int, width: int, height: int

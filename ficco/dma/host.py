@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from ficco.errors import BackendError, RankMismatch, SignalTimeout
 
@@ -246,7 +246,13 @@ class HostMemory:
     def _meet(
         self, group: ProcessGroup, mine: dict[str, Any], timeout_s: float, deadline: float
     ) -> list[dict[str, Any]]:
-        """Exchange hellos through the group's store."""
+        """Exchange hellos through the group's store.
+
+        A store can outlive a group, and its keys are used again. Each rank therefore sends a random
+        token and echoes those that it heard: a hello that echoes this rank's token is new. The
+        barrier that follows keeps a rank from returning before all its peers have left this
+        exchange.
+        """
         hellos: dict[int, dict[str, Any]] = {self.rank: mine}
         absent = [rank for rank in range(self.world) if rank != self.rank]
         if not absent:
@@ -260,12 +266,29 @@ class HostMemory:
                 "group: required a process group that exists, got one that was destroyed; pass "
                 "another, and call ficco.close(group) before dist.destroy_process_group(group)"
             ) from None
+        key = f"ficco/{self.purpose}/"
         done, stop = threading.Event(), threading.Event()
         errors: list[Exception] = []
 
         def exchange() -> None:
+            """Fill ``hellos`` until no rank is ``absent``."""
+            sent, pause = None, 0.0005
             try:
-                self._exchange(store, mine, hellos, absent, stop)
+                while not stop.is_set():
+                    heard = {str(rank): hello["token"] for rank, hello in hellos.items()}
+                    if heard != sent:
+                        store.set(f"{key}{self.rank}", json.dumps({**mine, "heard": heard}))
+                        sent, pause = heard, 0.0005
+                    if not absent:
+                        break
+                    for rank in list(absent):
+                        if store.check([f"{key}{rank}"]):
+                            hello = hellos[rank] = json.loads(store.get(f"{key}{rank}"))
+                            if hello["heard"].get(str(self.rank)) == mine["token"]:
+                                absent.remove(rank)
+                    if absent:
+                        time.sleep(pause)
+                        pause = min(pause * 1.5, 0.02)
             except Exception as error:
                 errors.append(error)
             done.set()
@@ -286,40 +309,6 @@ class HostMemory:
             seconds = time.monotonic() - (deadline - timeout_s)
             raise self._timeout(list(absent) or None, seconds) from error
         return [hellos[rank] for rank in range(self.world)]
-
-    def _exchange(
-        self,
-        store: Store,
-        mine: dict[str, Any],
-        hellos: dict[int, dict[str, Any]],
-        absent: list[int],
-        stop: threading.Event,
-    ) -> None:
-        """Fill ``hellos`` until no rank is ``absent``.
-
-        A store can outlive a group, and its keys are used again. Each rank therefore sends a random
-        token and echoes those that it heard: a hello that echoes this rank's token is new. The
-        barrier that follows keeps a rank from returning before all its peers have left this
-        exchange.
-        """
-        key = f"ficco/{self.purpose}/"
-        sent = None
-        pause = 0.0005
-        while not stop.is_set():
-            heard = {str(rank): hello["token"] for rank, hello in hellos.items()}
-            if heard != sent:
-                store.set(f"{key}{self.rank}", json.dumps({**mine, "heard": heard}))
-                sent, pause = heard, 0.0005
-            if not absent:
-                return
-            for rank in list(absent):
-                if store.check([f"{key}{rank}"]):
-                    hello = hellos[rank] = json.loads(store.get(f"{key}{rank}"))
-                    if hello["heard"].get(str(self.rank)) == mine["token"]:
-                        absent.remove(rank)
-            if absent:
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.02)
 
     def _require_shareable(self, hellos: list[dict[str, Any]]) -> None:
         first = hellos[0]
@@ -367,6 +356,24 @@ class HostMemory:
             self._interrupt()
             time.sleep(0.01)
         return BackendError("open", code, why)
+
+
+class Meeting(HostMemory):
+    """Memory of the ranks of an engine, in which they may tell each other little things."""
+
+    def __init__(self, engine: Any, purpose: str, nbytes: int = 512) -> None:
+        self._timeout_s, self._used = engine.timeout_s, 0
+        what = engine.group, nbytes, engine.timeout_s, purpose, engine.operator
+        # If only this rank allocates, here it learns that its call differs from its peers'.
+        super().__init__(*what, interrupt=lambda: engine.interrupt())
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank, by rank; equally long on all. Collective."""
+        first, self._used = self._used, self._used + len(data)
+        assert self._used <= self.nbytes
+        self.maps[self.rank][first : self._used] = data
+        self.barrier(self._timeout_s)
+        return [bytes(part[first : self._used]) for part in self.maps]
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

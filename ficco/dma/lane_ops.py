@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from ficco.dma.driver import WORD, Batch, Driver, Recording
 from ficco.dma.engine import Call, Op, callers
 from ficco.dma.memops import WAIT_32, Around, MemOp, behind, in_front, script
-from ficco.hip_kernels import PEER_BLOCKS, Kernels, Script, Signals
+from ficco.hip_kernels.launch import Kernels, Script, Signals
 
 #: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
 KERNEL_WAIT_S = 86400.0
@@ -43,37 +41,40 @@ class Run:
     seen: set[Any] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
 class Memops:
     """An operation that is waits and writes alone; neighbours on a lane become one."""
 
-    def __init__(self, lane: str, batch: Batch) -> None:
-        self.lane, self.batch = lane, batch
+    lane: str
+    batch: Batch
 
     @property
     def ops(self) -> tuple[MemOp, ...]:
         return self.batch.ops
+
+    @property
+    def whole(self) -> bool:
+        """Whether it cannot be divided, nor joined by others."""
+        return isinstance(self.batch, Posts)
 
     def __call__(self, call: Call) -> None:
         self.batch.enqueue(call.state[self.lane])
 
 
 class Posts:
-    """An operation that posts by copies, where stream writes do not reach a peer.
+    """Posts by copies, where stream writes do not reach a peer.
 
     Attributes:
         ops: what would be written.
     """
 
-    def __init__(
-        self, lane: str, ops: Sequence[MemOp], sources: Sequence[int], driver: Driver
-    ) -> None:
+    def __init__(self, ops: Sequence[MemOp], sources: Sequence[int], driver: Driver) -> None:
         """``sources``: addresses of words that hold the values."""
-        self.lane, self.ops = lane, tuple(ops)
+        self.ops = tuple(ops)
         copies = [driver.copy(op.address, WORD) for op in ops]
         self._copies = list(zip(copies, sources, strict=True))
 
-    def __call__(self, call: Call) -> None:
-        stream = call.state[self.lane]
+    def enqueue(self, stream: Any) -> None:
         for copy, source in self._copies:
             copy(source, stream)
 
@@ -101,78 +102,32 @@ class KernelBatch:
 
 
 @dataclass(frozen=True)
-class KernelCopies:
-    """An operation that copies rows of one shape by the kernel.
-
-    Attributes:
-        targets, sources: address and row pitch in bytes of both ends of each copy; a source may be
-            another one in each call.
-        width, height: bytes of a row, and how many.
-    """
-
-    kernels: Kernels
-    lane: str
-    targets: list[tuple[int, int]]
-    sources: list[Callable[[Call], tuple[int, int]]]
-    width: int
-    height: int
-
-    def __call__(self, call: Call, signals: Signals | None = None) -> None:
-        """With ``signals`` there must be something to copy."""
-        places = [source(call) for source in self.sources]
-        ends = tuple((to, at) for (to, _), (at, _) in zip(self.targets, places, strict=True))
-        pitches = self.targets[0][1], places[0][1]
-        stream = call.state[self.lane]
-        self.kernels.copies(ends, *pitches, self.width, self.height, stream, signals=signals)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Launch:
-    """An operation by one launch that also carries out what is waited for and written around it.
+    """An operation by one launch, which also carries out what is waited for and written around it.
 
     Attributes:
-        arrived: address of the word where the blocks of the launch are counted.
+        work: launches it, with what it carries out; copies without that, where it is nothing.
+        arrived: address of the word where the blocks of the launch are counted; 0 if it can carry
+            out nothing.
         mine: addresses of this rank's own words.
+        spins: all of its blocks may wait.
+        sums: it adds up what lies at the peers, and carries out all in front of it.
     """
 
+    work: Callable[[Call, Any], None]
     arrived: int
     mine: range
+    spins: bool = False
+    sums: bool = False
     around: Around = Around()
 
     @cached_property
-    def signals(self) -> Signals:
-        return self.around.signals(self.arrived, self.mine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copies(Launch):
-    """By the copy kernel."""
-
-    copies: KernelCopies
-
-    @property
-    def may_spin(self) -> bool:
-        """Whether all of its blocks may."""
-        copies = self.copies
-        return PEER_BLOCKS * len(copies.targets) <= copies.kernels.most_that_spin
+    def signals(self) -> Signals | None:
+        bare = self.around == Around() and not self.sums
+        return None if bare else self.around.signals(self.arrived, self.mine)
 
     def __call__(self, call: Call) -> None:
-        self.copies(call, None if self.around == Around() else self.signals)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneShot(Launch):
-    """A sum of what lies at the peers.
-
-    Attributes:
-        parts: result and parts of a call.
-    """
-
-    kernels: Kernels
-    parts: Callable[[Call], tuple[torch.Tensor, list[torch.Tensor]]]
-
-    def __call__(self, call: Call) -> None:
-        self.kernels.one_shot(*self.parts(call), self.signals, call.state["compute0"])
+        self.work(call, self.signals)
 
 
 @dataclass(frozen=True)
@@ -187,7 +142,7 @@ class Scripted:
 
 
 #: Operations that wait, or may come to.
-_MAY_BE_STUCK = Memops, Posts, Launch, KernelCopies
+_MAY_BE_STUCK = Memops, Launch
 
 
 def enqueue(run: Run, call: Call) -> None:
@@ -251,20 +206,22 @@ def _joined(lane: str, one: Op, two: Op, batch: MakeBatch) -> tuple[Op, ...]:
     def left(ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
         return (Memops(lane, batch(ops)),) if ops else ()
 
-    if isinstance(one, Memops) and isinstance(two, Memops):
-        return (Memops(lane, batch((*one.ops, *two.ops))),)
     # A block that spins takes an SM from products: not where they run meanwhile.
     spins = lane.startswith("compute")
-    if isinstance(one, (Memops, Posts)) and isinstance(two, OneShot):
-        around = replace(two.around, front=(*one.ops, *two.around.front))
-        if around.fits:
-            return (replace(two, around=around),)
-    if isinstance(one, Memops) and isinstance(two, Copies):
-        rest, around = in_front(one.ops, two.around, two.mine, spins and two.may_spin)
-        return *left(rest), replace(two, around=around)
-    if isinstance(one, Copies) and isinstance(two, (Memops, Posts)):
+    if isinstance(one, Memops) and isinstance(two, Memops):
+        if not (one.whole or two.whole):
+            return (Memops(lane, batch((*one.ops, *two.ops))),)
+    elif isinstance(one, Memops) and isinstance(two, Launch) and two.arrived:
+        if two.sums:
+            around = replace(two.around, front=(*one.ops, *two.around.front))
+            if around.fits:
+                return (replace(two, around=around),)
+        elif not one.whole:
+            rest, around = in_front(one.ops, two.around, two.mine, spins and two.spins)
+            return *left(rest), replace(two, around=around)
+    elif isinstance(one, Launch) and isinstance(two, Memops) and one.arrived and not one.sums:
         around, rest = behind(two.ops, one.around, spins)
-        if isinstance(two, Memops) or not rest:  # posts by copies are not divided
+        if not (two.whole and rest):
             return replace(one, around=around), *left(rest)
     return one, two
 
@@ -288,7 +245,7 @@ def by_launches(
     Returns:
         Body and tail, both for the caller's stream.
     """
-    told = [one for one in tail if isinstance(one, (Memops, Posts))]
+    told = [one for one in tail if isinstance(one, Memops)]
     rest = tuple(op for one in told for op in one.ops)
     if len(told) < len(tail) or not Around(rear=rest).fits:
         return None
@@ -298,17 +255,17 @@ def by_launches(
         # watchdog, as one that is only enqueued.
         at = next((i for i, op in enumerate(found) if isinstance(op, _MAY_BE_STUCK)), 0)
         first = found[at]
-        if isinstance(first, Launch):
+        if isinstance(first, Launch) and first.arrived:
             around = replace(first.around, begin=begin.ops)
             found[at] = replace(first, around=around)
-        elif isinstance(first, Memops):
+        elif isinstance(first, Memops) and not first.whole:
             around = Around(begin.ops, first.ops)
             found[at] = Scripted(kernels, script(first.ops, mine, aside=begin.ops))
         else:
             return None
         if not around.fits:
             return None
-    if isinstance(last := found[-1], OneShot):
+    if isinstance(last := found[-1], Launch) and last.sums:
         found[-1] = replace(last, around=replace(last.around, rear=rest))
         return found, []
     if begin is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from ficco.hip_kernels import MAX_SIGNALS, Script, ScriptStep, Signals
+from ficco.hip_kernels.launch import MAX_SIGNALS, Script, ScriptStep, Signals
 
 #: Kinds of MemOp, as CUDA's driver calls them.
 WAIT_32, WRITE_32, WRITE_64 = "WAIT_VALUE_32", "WRITE_VALUE_32", "WRITE_VALUE_64"

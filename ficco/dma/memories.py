@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
 from ficco.dma.driver import WORD, StreamEngine
 from ficco.dma.engine import Symmetric
 from ficco.dma.gate import GATE
-from ficco.dma.host import HostMemory
+from ficco.dma.host import Meeting
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.errors import BackendError
 
@@ -37,62 +37,27 @@ def align(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
 
 
-class Meeting(HostMemory):
-    """Where the ranks of a group tell each other little things. Making it is collective."""
-
-    def __init__(self, engine: StreamEngine, purpose: str, room: int = 512) -> None:
-        self._timeout_s, self._used = engine.timeout_s, 0
-        what = engine.group, room, engine.timeout_s, purpose, engine.operator
-        super().__init__(*what, interrupt=lambda: engine.interrupt())
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, by rank; equally long on all. Collective."""
-        first, self._used = self._used, self._used + len(data)
-        assert self._used <= self.nbytes
-        self.maps[self.rank][first : self._used] = data
-        self.barrier(self._timeout_s)
-        return [bytes(part[first : self._used]) for part in self.maps]
-
-
-class Mapped(Symmetric):
-    """Symmetric memory that has an address here on every rank."""
-
-    addresses: list[int]  #: of all ranks' parts, mapped here
-
-    @abstractmethod
-    def part(self, rank: int) -> torch.Tensor:
-        """A rank's part as bytes, for kernels of this device to read."""
-
-
-class MemorySource(Protocol):
-    """Of one engine: where its symmetric memory comes from."""
-
-    def allocate(self, nbytes: int, serial: int) -> Mapped: ...
-
-    def free(self, memory: Any) -> None: ...
-
-    def close(self) -> None: ...
+#: Allocates symmetric memory of at least so many bytes, with a serial number. Collective.
+Allocate = Callable[[int, int], Symmetric]
 
 
 # PyTorch's.
 
 
-class TorchMapped(Mapped):
+class TorchMapped(Symmetric):
     """PyTorch's symmetric memory."""
 
     def __init__(
         self, engine: StreamEngine, rendezvous: Rendezvous, nbytes: int, serial: int
     ) -> None:
-        self.serial, self.nbytes = serial, nbytes
+        self._engine, self.serial, self.nbytes = engine, serial, (nbytes := align(nbytes))
         # Not on the caller's stream, which may be captured, nor in the caller's mode.
         with torch.cuda.stream(engine.side.torch), torch.inference_mode(False):
             self.tensor = symmetric(nbytes, engine.device)
             self.tensor.zero_()
             engine.settle(engine.side.handle)
             # Every rank has zeroed its part before any rank learns of it.
-            self._handle = rendezvous.meet(
-                self.tensor, engine.timeout_s, engine.operator, engine.interrupt
-            )
+            self._handle = rendezvous.meet(self.tensor)
         self.addresses = list(self._handle.buffer_ptrs)
 
     def part(self, rank: int) -> torch.Tensor:
@@ -100,33 +65,21 @@ class TorchMapped(Mapped):
         return part
 
     def free(self) -> None:
-        del self.tensor, self._handle
-
-
-class TorchMemory:
-    """Of one engine: PyTorch's. Making it is collective."""
-
-    def __init__(self, engine: StreamEngine, graveyard: Graveyard) -> None:
-        self._engine = engine
-        self._rendezvous = Rendezvous(engine.group, engine.timeout_s)
-
-    def allocate(self, nbytes: int, serial: int) -> TorchMapped:
-        return TorchMapped(self._engine, self._rendezvous, align(nbytes), serial)
-
-    def free(self, memory: TorchMapped) -> None:
-        """Free it at a standstill; where there is none, a later ``free`` does it."""
-        engine = self._engine
-        unwanted.append(memory)
-        with standstill(engine.timeout_s) as stands:
+        """At a standstill; where there is none, a later ``free`` does it."""
+        unwanted.append(self)
+        with standstill(self._engine.timeout_s) as stands:
             # Fails where another thread captures a graph of its own, or the device has.
             with contextlib.suppress(RuntimeError):
                 if stands:
-                    torch.cuda.synchronize(engine.device)
+                    torch.cuda.synchronize(self._engine.device)
                 while stands and unwanted:
-                    unwanted.pop().free()
+                    one = unwanted.pop()
+                    del one.tensor, one._handle
 
-    def close(self) -> None:
-        self._rendezvous.close()
+
+def torch_memory(engine: StreamEngine) -> Allocate:
+    """PyTorch's symmetric memory for one engine. Collective."""
+    return partial(TorchMapped, engine, Rendezvous(engine))
 
 
 #: PyTorch's memory to be freed once no call is in flight.
@@ -167,6 +120,7 @@ class Shared:
         self, engine: StreamEngine, kind: str, count: int, nbytes: int, purpose: str
     ) -> None:
         """``count`` allocations of ``nbytes`` each, zeroed."""
+        self._graveyard: Graveyard = engine.graveyard
         self.mine: list[int] = []
         self._handles, self._rank = engine.driver.handles, engine.rank
         self._open: dict[tuple[int, int], int] = {}
@@ -186,8 +140,9 @@ class Shared:
             self._meeting = None
             with contextlib.suppress(BackendError):  # the first error tells more
                 engine.settle(side)
-                self.free()
+                self.destroy()
             raise
+        self._graveyard.living.append(self)
 
     def mapped(self, rank: int, index: int) -> int:
         """Where an allocation of a rank is mapped here; a peer's is mapped when first asked for."""
@@ -197,6 +152,10 @@ class Shared:
             handle = self._shared[rank][index * self._each :][: self._each]
             self._open[rank, index] = self._handles.open_shared(handle)
         return self._open[rank, index]
+
+    def free(self) -> None:
+        """Once peers let go of it, too."""
+        self._graveyard.dead.append(self)
 
     def let_go(self) -> None:
         """Unmap what is the peers', and tell them."""
@@ -210,7 +169,7 @@ class Shared:
         """Whether all ranks have let go."""
         return self._meeting is None or all(part[self._flag] for part in self._meeting.maps)
 
-    def free(self) -> None:
+    def destroy(self) -> None:
         """Give the memory back; nobody may map it any more."""
         while self.mine:
             self._handles.free(self.mine[-1])
@@ -219,16 +178,20 @@ class Shared:
             self._meeting.close()
 
 
-class SharedMapped(Shared, Mapped):
+class SharedMapped(Shared, Symmetric):
     """One allocation per rank, shared by its handle."""
 
+    #: Gives what lives for as long as any tensor looks into the memory.
+    _keeper: Callable[[], Any] = staticmethod(lambda: None)
+
     def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
-        self.serial, self.nbytes, self._driver = serial, nbytes, engine.driver
+        self._driver = engine.driver
+        nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
+        self.serial, self.nbytes = serial, nbytes
         super().__init__(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
-        self.addresses = self.mine * engine.world
         self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
-        #: Alive for as long as any tensor looks into the memory.
-        self._keeper: weakref.ref[Any] = weakref.ref(keeper)
+        self._keeper = weakref.ref(keeper)
+        self.addresses = [self.mapped(rank, 0) for rank in range(engine.world)]
 
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)
@@ -243,30 +206,11 @@ class SharedMapped(Shared, Mapped):
         return self._keeper() is None and super().freeable()
 
 
-class SharedMemory:
-    """Of one engine: allocations of the vendor's that are shared by handles."""
-
-    def __init__(self, engine: StreamEngine, graveyard: Graveyard) -> None:
-        self._engine, self._graveyard = engine, graveyard
-
-    def allocate(self, nbytes: int, serial: int) -> SharedMapped:
-        nbytes = max(align(nbytes, PAGE if nbytes <= LARGE else LARGE), PAGE)
-        made = SharedMapped(self._engine, nbytes, serial)
-        self._graveyard.living.append(made)
-        made.addresses = [made.mapped(rank, 0) for rank in range(self._engine.world)]
-        return made
-
-    def free(self, memory: SharedMapped) -> None:
-        self._graveyard.dead.append(memory)
-
-    def close(self) -> None:
-        pass  # the graveyard does it
-
-
-#: Where buffers come from, by name.
-MEMORIES: dict[str, Callable[[StreamEngine, Graveyard], MemorySource]] = {
-    "ipc": SharedMemory,
-    "torch": TorchMemory,
+#: Where buffers come from, by name: the vendor's allocations, which are shared by handles, or
+#: PyTorch's.
+MEMORIES: dict[str, Callable[[StreamEngine], Allocate]] = {
+    "ipc": lambda engine: partial(SharedMapped, engine),
+    "torch": torch_memory,
 }
 
 
@@ -288,7 +232,7 @@ class Graveyard:
         for one in list(self.dead):
             one.let_go()
             if one.freeable():
-                one.free()
+                one.destroy()
                 self.dead.remove(one)
                 self.living.remove(one)
         for _ in range(len(_left)):
@@ -296,7 +240,7 @@ class Graveyard:
             with contextlib.suppress(IndexError, BackendError):
                 one = _left.popleft()
                 if one.freeable():
-                    one.free()
+                    one.destroy()
                 else:
                     _left.append(one)
 
@@ -322,7 +266,7 @@ class SlotWords:
         nobodys: address of a word of this rank that nobody reads.
     """
 
-    def __init__(self, memory: Mapped, count: int, rank: int) -> None:
+    def __init__(self, memory: Symmetric, count: int, rank: int) -> None:
         self.count, self._addresses = count, memory.addresses
         first = memory.addresses[rank]
         self.own = range(first, first + count * WORD)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ import torch
 
 from ficco.dma.driver import URGENT
 from ficco.errors import BackendError
-from ficco.hip_kernels import Kernels, can_compile
+from ficco.hip_kernels.build import can_compile
+from ficco.hip_kernels.launch import Kernels
 
 #: Attributes of a device that engines go by, and what is used where one is 0.
 ATTRIBUTES: dict[str, dict[str, str]] = {
@@ -133,6 +135,7 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
     index = _device(device, rank)
     owned: list[int] = []  # memory of this rank
     theirs: dict[int, int] = {}  # memory of peers, by rank
+    taken = ExitStack()  # what is given back
     host = stream = 0
 
     def settle() -> None:
@@ -149,8 +152,11 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
         """Between two of them all ranks are through with the first, and none was refused."""
         nonlocal host, stream
         stream, host = hip.make_stream(URGENT), hip.malloc_host(_BYTES)
-        owned.append(hip.malloc(_BYTES))  # to copy from and to, whatever the kind
-        owned.append(hip.malloc(_BYTES, kind))
+        taken.callback(hip.destroy_stream, stream)
+        taken.callback(hip.free_host, host)
+        for one in ("plain", kind):  # the first to copy from and to
+            owned.append(hip.malloc(_BYTES, one))
+            taken.callback(hip.free, owned[-1])
         for address in owned:
             hip.fill(address, _BYTES, stream)
             hip.write_32(stream, address, _mark(rank))
@@ -180,11 +186,10 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
             found.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
 
     try:
-        taken = steps()
-        over = False
+        all_steps, over = steps(), False
         while not over:
             try:
-                over = next(taken, True) is True
+                over = next(all_steps, True) is True
             except BackendError as error:
                 found.refused.append(str(error))
             if any(gather(bool(found.refused))):
@@ -194,12 +199,7 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
         for address in theirs.values():
             hip.close_shared(address)
         gather(None)  # nobody maps this rank's any more
-        for address in owned:
-            hip.free(address)
-        if host:
-            hip.free_host(host)
-        if stream:
-            hip.destroy_stream(stream)
+        taken.close()
 
 
 def _mark(rank: int) -> int:

@@ -1,14 +1,54 @@
-"""Matrix products of the vendor's library, through PyTorch, on a GPU."""
+"""What PyTorch does of a Plan: products, sums and placement; and the name of its library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ficco.dma.buffers import buffers_of
+from ficco.dma.engine import Call, Op, Program, in_turn
+from ficco.plan import Product, Transfer
+
+#: Does ``out = addend + a @ b`` without a copy of the addend, on a stream; False if it cannot.
+AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
 #: The elementwise functions that a place operation may apply, by name.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": torch.relu}
+#: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
+_ON_CUDA = {"Cublas": "cuBLAS", "Cublaslt": "cuBLASLt"}
+_ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck": "CK"}
+#: The libraries by their names in the configuration of a build for CPUs.
+_ON_CPU = {"mkl": "MKL", "open": "OpenBLAS", "accelerate": "Accelerate", "generic": "a plain BLAS"}
+
+
+def library(device: torch.device) -> str:
+    """The library of matrix products on a device, as PyTorch reports it; initializes no GPU."""
+    return _cpu_library() if device.type == "cpu" else _gpu_library()
+
+
+def _gpu_library() -> str:
+    by_name = _ON_ROCM if torch.version.hip else _ON_CUDA
+    names = " or ".join(by_name.values())
+    if not torch.cuda.is_initialized():  # a build for ROCm decides by the devices
+        return f"{names}, as PyTorch decides when it first uses a GPU"
+    try:
+        preferred: Any = torch.backends.cuda.preferred_blas_library()  # an enum of C++
+        name = str(preferred.name)
+    except (AttributeError, RuntimeError):
+        return f"{names}; this PyTorch does not tell"
+    return f"{by_name.get(name, name)}, which PyTorch prefers"
+
+
+def _cpu_library() -> str:
+    try:
+        info = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+        has_onednn = torch.backends.mkldnn.is_available()
+    except (AttributeError, RuntimeError):
+        return "this PyTorch does not tell"
+    name = _ON_CPU.get(info[1], info[1]) if info else "PyTorch's own loops"
+    return name + (", oneDNN for the dtypes that PyTorch gives it" if has_onednn else "")
 
 
 def accumulation() -> str:
@@ -27,7 +67,7 @@ def _has_out_dtype() -> bool:
 def multiply(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None
 ) -> None:
-    """``out = a @ b``, or ``addend + a @ b``, for matrices or batches.
+    """``out = a @ b``, or ``addend + a @ b``, for matrices or a batch of ``a`` and ``out``.
 
     ``out`` is of the operands' dtype or a wider one. ``addend`` may be ``out``; PyTorch copies any
     other to ``out`` first.
@@ -38,7 +78,80 @@ def multiply(
             return multiply(a.float(), b.float(), out, addend)
         widened = {"out_dtype": out.dtype}
     batched = a.dim() == 3
+    b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if batched else b
     if addend is None:
         (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
     else:
         (torch.baddbmm if batched else torch.addmm)(addend, a, b, **widened, out=out)
+
+
+def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """The sum of parts in their order, in float32, rounded once. ``result`` may be one of them.
+    float64 is served on CPUs alone, and keeps its precision."""
+    wide = torch.float64 if result.dtype == torch.float64 else torch.float32
+    first, *others = parts
+    # No pass over memory but the sums themselves. The result is written last.
+    total = first.to(wide)
+    for i, other in enumerate(others[:-1]):
+        total = total + other if i == 0 else total.add_(other)
+    if not others:
+        result.copy_(total)
+    elif result.dtype == wide:
+        torch.add(total, others[-1], out=result)
+    else:
+        result.copy_(total + others[-1])
+
+
+def place_op(program: Program, transfer: Transfer) -> Op:
+    """A copy within this rank, through a function if the transfer names one."""
+    src, dst = map(buffers_of(program).view, transfer[:2])
+    function = FUNCTIONS.get(transfer.function)
+
+    def op(call: Call) -> None:
+        placed = src(call)
+        dst(call).copy_(function(placed) if function else placed)
+
+    return op
+
+
+def matmul_op(
+    program: Program,
+    products: Sequence[Product],
+    add_product: AddProduct | None = None,
+    lane: str = "compute0",
+) -> Op:
+    """Products one after the other; ``add_product`` is tried on those that add to another buffer,
+    on the stream of a lane."""
+    return in_turn([_product(program, product, add_product, lane) for product in products])
+
+
+def _product(program: Program, product: Product, add_product: AddProduct | None, lane: str) -> Op:
+    places, batch = buffers_of(program), (product.batch, product.a_stride)
+    left, right = places.batch(product.a, *batch), places.view(product.b)
+    result = places.batch(product.out, product.batch, product.out_stride)
+    before = None if product.addend is None else places.view(product.addend)
+    accumulate, transposed = product.accumulate, product.transposed
+
+    def op(call: Call) -> None:
+        a, b, out = left(call), right(call), result(call)
+        if transposed:
+            a = a.t()
+        addend = out if accumulate else None
+        if before is not None:
+            addend = before(call)
+            if add_product is not None and add_product(addend, a, b, out, call.state[lane]):
+                return
+        multiply(a, b, out, addend)
+
+    if not product.scales:
+        return op
+    rows, cols = places.batch(product.scales[0], *batch), places.view(product.scales[1])
+
+    def scaled(call: Call) -> None:
+        a, out = left(call), result(call)
+        total = (a.t() if transposed else a).float() @ right(call).float()
+        total = total * rows(call) * cols(call)
+        addend = before(call) if before else out if accumulate else None
+        out.copy_(total if addend is None else total + addend)
+
+    return scaled

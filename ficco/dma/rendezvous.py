@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +18,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
+from ficco.dma.driver import drained
+from ficco.dma.engine import Engine
 from ficco.dma.host import HostMemory
 from ficco.errors import SignalTimeout
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 _lock = threading.Lock()
 _count = 0  # rendezvous of this process
@@ -38,75 +39,58 @@ def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Rendezvous:
-    """Where the ranks of a group meet to make symmetric memory. Making one is collective."""
+    """Where the ranks of an engine meet to make symmetric memory. Making one is collective."""
 
-    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
-        self._group = group
-        self.rank, self.world = group.rank(), group.size()
-        self._host = HostMemory(group, 8, timeout_s, "symmetric memory")
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._meeting = engine, 0
+        host = HostMemory(engine.group, 8, engine.timeout_s, "symmetric memory")
         # One 64-bit word per rank, written whole: number of the meeting, then the rank's count.
-        self._words = [np.frombuffer(part, np.int64, 1) for part in self._host.maps]
-        self._meeting = 0
-        self._operator = "ficco"
+        self._words = [np.frombuffer(part, np.int64, 1) for part in host.maps]
 
-    def meet(
-        self,
-        tensor: torch.Tensor,
-        timeout_s: float,
-        operator: str,
-        interrupt: Callable[[], None],
-    ) -> Any:
+    def meet(self, tensor: torch.Tensor) -> Any:
         """PyTorch's handle of symmetric memory in which all ranks put their tensor. Collective.
 
         Raises:
             SignalTimeout: a rank does not come.
         """
         global _count
-        self._meeting += 1
-        self._operator = operator
-        deadline = time.monotonic() + timeout_s
+        engine, self._meeting = self._engine, self._meeting + 1
+        deadline = time.monotonic() + engine.timeout_s
+
+        def absent(peer: int | None) -> SignalTimeout:
+            return SignalTimeout(
+                operator=engine.operator,
+                rank=engine.rank,
+                peer=peer,
+                step=f"symmetric memory, allocation {self._meeting}",
+                schedule="none yet",
+                seconds=engine.timeout_s,
+            )
+
+        def wait_for(peer: int) -> None:
+            def here() -> bool:
+                return int(self._words[peer][0]) >> 32 >= self._meeting
+
+            if not drained(here, deadline - time.monotonic(), engine.interrupt):
+                raise absent(peer)
+
         # Every rank holds its process's lock meanwhile. They take it in the order of ranks, as
         # all groups do, so that no two groups wait for each other.
-        if self.rank:
-            self._await(self.rank - 1, deadline, timeout_s, interrupt)
+        if engine.rank:
+            wait_for(engine.rank - 1)
         rest = max(0.0, deadline - time.monotonic())
         if not _lock.acquire(timeout=min(rest, threading.TIMEOUT_MAX)):
-            raise self._timeout(None, timeout_s)
+            raise absent(None)
         try:
-            self._words[self.rank][0] = self._meeting << 32 | _count
-            self._await(self.world - 1, deadline, timeout_s, interrupt)
+            self._words[engine.rank][0] = self._meeting << 32 | _count
+            wait_for(engine.world - 1)
             most = max(int(word[0]) & 0xFFFFFFFF for word in self._words)
             for _ in range(most - _count):
                 _meet_alone(tensor.device)
             _count = most + 1
-            return symm_mem.rendezvous(tensor, self._group)
+            return symm_mem.rendezvous(tensor, engine.group)
         finally:
             _lock.release()
-
-    def _await(
-        self, peer: int, deadline: float, timeout_s: float, interrupt: Callable[[], None]
-    ) -> None:
-        pause = 1e-5
-        while int(self._words[peer][0]) >> 32 < self._meeting:
-            interrupt()
-            if time.monotonic() > deadline:
-                raise self._timeout(peer, timeout_s)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
-
-    def _timeout(self, peer: int | None, seconds: float) -> SignalTimeout:
-        return SignalTimeout(
-            operator=self._operator,
-            rank=self.rank,
-            peer=peer,
-            step=f"symmetric memory, allocation {self._meeting}",
-            schedule="none yet",
-            seconds=seconds,
-        )
-
-    def close(self) -> None:
-        self._words.clear()
-        self._host.close()
 
 
 def _meet_alone(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ficco.dma.buffers import operands_key
-from ficco.dma.driver import Driver, Lanes, Recording, Streams
+from ficco.dma.driver import Driver, Lanes, Recording
 from ficco.dma.engine import Call
 from ficco.dma.gate import GATE
 from ficco.dma.lane_ops import Run, enqueue
@@ -48,7 +48,7 @@ class _Recorder:
 
     def __init__(self, driver: Driver) -> None:
         self.stream, self.pool = driver.stream_for("recorded compute0"), torch.cuda.MemPool()
-        self.lanes = Lanes(driver, self.stream.handle, Streams(driver, "recorded"))
+        self.lanes = Lanes(driver, self.stream.handle, {}, "recorded")
 
 
 class Replays:

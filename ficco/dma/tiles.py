@@ -77,7 +77,7 @@ class LaunchOrder:
     def launch(self, launch: Callable[[], None], lanes: Lanes) -> None:
         """Launch behind those before. Within a recording, which is replayed only where no launch is
         elsewhere, what comes behind can wait for this one."""
-        mode, stream = lanes.streams.mode, lanes["compute0"]
+        mode, stream = lanes.mode, lanes["compute0"]
         event = self._external if mode else self._over
         self._captured |= mode == "captured"
         if event is not None and (mode == "captured" or (self.elsewhere and not mode)):

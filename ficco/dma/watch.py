@@ -23,8 +23,19 @@ class Watch:
     """Two words in pinned host memory that a slot's calls write: the number of the program that
     runs, 0 for none, and whether a call has ended."""
 
-    def __init__(self, base: int, index: int) -> None:
-        self.index, self._begun = index, base + 2 * index * WORD
+    def __init__(self, base: int, free: list[int]) -> None:
+        """``base``: where pairs of words lie; ``free``: numbers of those that no slot has.
+
+        Raises:
+            NotImplementedError: there is none left.
+        """
+        if not free:
+            raise NotImplementedError(
+                f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
+                "each, or let go of some with ficco.close(group)"
+            )
+        self._free, self._index = free, free.pop()
+        self._begun = base + 2 * self._index * WORD
         self._words = (ctypes.c_uint32 * 2).from_address(self._begun)
 
     def begin(self, number: int) -> MemOp:
@@ -46,29 +57,9 @@ class Watch:
             self._words[1] = 0
         return running, ended
 
-
-class Places:
-    """Which of an engine's pairs of words for a :class:`Watch` are free."""
-
-    def __init__(self) -> None:
-        self._free = list(range(MAX_WATCHED))
-
-    def take(self) -> int:
-        """One of them.
-
-        Raises:
-            NotImplementedError: there is none left.
-        """
-        if not self._free:
-            raise NotImplementedError(
-                f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
-                "each, or let go of some with ficco.close(group)"
-            )
-        return self._free.pop()
-
-    def give_back(self, index: int) -> None:
-        """The slot that it was taken for is gone."""
-        self._free.append(index)
+    def give_back(self) -> None:
+        """The slot is gone."""
+        self._free.append(self._index)
 
 
 @dataclass(eq=False)

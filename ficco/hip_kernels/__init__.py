@@ -12,33 +12,8 @@ from functools import lru_cache
 import torch
 
 from ficco.errors import BackendError
-from ficco.hip_kernels.build import Target, can_compile, compiled
-from ficco.hip_kernels.launch import (
-    MAX_PARTS,
-    MAX_SIGNALS,
-    PEER_BLOCKS,
-    Binding,
-    Kernels,
-    Script,
-    ScriptStep,
-    Signals,
-)
+from ficco.hip_kernels.launch import Kernels
 from ficco.warn import warn_once
-
-__all__ = [
-    "MAX_PARTS",
-    "MAX_SIGNALS",
-    "PEER_BLOCKS",
-    "Binding",
-    "Kernels",
-    "Script",
-    "ScriptStep",
-    "Signals",
-    "Target",
-    "can_compile",
-    "compiled",
-    "kernels",
-]
 
 
 def kernels(device: torch.device | int) -> Kernels | None:

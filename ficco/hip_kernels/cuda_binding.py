@@ -11,7 +11,6 @@ from ficco.errors import BackendError
 from ficco.hip_kernels.build import Target
 from ficco.hip_kernels.launch import Packed
 
-_ATTRIBUTE = driver.CUdevice_attribute
 _MOST_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -23,6 +22,15 @@ def check(call: str, result: Sequence[Any]) -> Any:
     return result[1] if len(result) == 2 else None
 
 
+def attribute(name: str, device: int) -> int:
+    """A device attribute, 0 where the driver does not know it."""
+    found = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if found is None:
+        return 0
+    error, value = driver.cuDeviceGetAttribute(found, device)
+    return 0 if error else int(value)
+
+
 class CudaBinding:
     """See :class:`ficco.hip_kernels.launch.Binding`."""
 
@@ -31,14 +39,9 @@ class CudaBinding:
     def __init__(self, index: int) -> None:
         check("cuInit", driver.cuInit(0))
         self._index = index
-
-        def attribute(name: str) -> int:
-            key = getattr(_ATTRIBUTE, f"CU_DEVICE_ATTRIBUTE_{name}")
-            return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(key, index)))
-
-        major = attribute("COMPUTE_CAPABILITY_MAJOR")
-        self.target = Target("cuda", f"sm_{major}{attribute('COMPUTE_CAPABILITY_MINOR')}")
-        self.processors = attribute("MULTIPROCESSOR_COUNT")
+        parts = [attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR")]
+        self.target = Target("cuda", f"sm_{parts[0]}{parts[1]}")
+        self.processors = attribute("MULTIPROCESSOR_COUNT", index)
 
     def load(self, image: bytes, names: Sequence[str], shared: int = 0) -> Mapping[str, Any]:
         # PyTorch's context. It is never released: the module lives in it.
@@ -59,9 +62,6 @@ class CudaBinding:
             return kernels
         finally:
             driver.cuCtxPopCurrent()
-
-    def pack(self, arguments: Sequence[Any]) -> Packed:
-        return Packed(arguments)
 
     def launch(
         self,

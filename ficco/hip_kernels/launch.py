@@ -150,7 +150,8 @@ class SignalWords(ctypes.Structure):
 
 
 class Packed:
-    """Arguments of a kernel, and an array of their addresses, which drivers take."""
+    """Arguments of a kernel, values of ctypes in its order, and an array of their addresses, which
+    drivers take. Used for many launches."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.arguments = tuple(arguments)
@@ -179,23 +180,22 @@ class Binding(Protocol):
         bytes of shared memory."""
         ...
 
-    def pack(self, arguments: Sequence[Any]) -> Any:
-        """Arguments for :meth:`launch`, given as values of ctypes in the kernel's order. They are
-        used for many launches."""
-        ...
-
     def launch(
         self,
         kernel: Any,
         blocks: int,
         threads: int,
-        arguments: Any,
+        arguments: Packed,
         stream: Any,
         shared: int = 0,
     ) -> None:
         """Enqueue one kernel, with bytes of shared memory. Raises
         :class:`ficco.errors.BackendError`."""
         ...
+
+
+#: Of copies: row pitches of destination and source, and width of a row, in bytes; rows.
+Shape = tuple[int, int, int, int]
 
 
 class Strip(NamedTuple):
@@ -221,10 +221,9 @@ class Strip(NamedTuple):
         return self.aligned, self.width, self.height, self.head
 
 
-def strips(
-    dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
-) -> list[Strip]:
-    """The launches that copy ``height`` rows of ``width`` bytes."""
+def strips(dst: int, src: int, shape: Shape) -> list[Strip]:
+    """The launches that copy rows."""
+    dst_pitch, src_pitch, width, height = shape
     if not width or not height:
         return []
     if width == dst_pitch == src_pitch:
@@ -237,8 +236,8 @@ def strips(
     units = (width - head) // 16 if aligned else (width + 30) // 16
     if units > MAX_UNITS:
         first = head + (MAX_UNITS - 2) * 16
-        rest = dst + first, dst_pitch, src + first, src_pitch, width - first, height
-        return strips(dst, dst_pitch, src, src_pitch, first, height) + strips(*rest)
+        rest = strips(dst + first, src + first, (dst_pitch, src_pitch, width - first, height))
+        return strips(dst, src, (dst_pitch, src_pitch, first, height)) + rest
     rows = MAX_UNITS // units
     made = []
     for row in range(0, height, rows):
@@ -314,21 +313,17 @@ class Kernels:
     def copies(
         self,
         ends: tuple[tuple[int, int], ...],
-        dst_pitch: int,
-        src_pitch: int,
-        width: int,
-        height: int,
+        shape: Shape,
         stream: Any,
         blocks: int = PEER_BLOCKS,
         signals: Signals | None = None,
     ) -> None:
-        """Copy ``height`` rows of ``width`` bytes between ranks for each pair of destination and
-        source, all concurrently with ``blocks`` blocks each: by one launch if their addresses are
-        aligned alike. A write that follows on the stream tells a peer that the rows have arrived.
-        With ``signals`` there must be something to copy, and the stream must wait for nothing that
-        is launched after it on this device."""
-        shape = dst_pitch, src_pitch, width, height
-        for prepared in self._copies(ends, *shape, blocks, True, signals):
+        """Copy rows between ranks for each pair of destination and source, all concurrently with
+        ``blocks`` blocks each: by one launch if their addresses are aligned alike. A write that
+        follows on the stream tells a peer that the rows have arrived. With ``signals`` there must
+        be something to copy, and the stream must wait for nothing that is launched after it on this
+        device."""
+        for prepared in self._copies(ends, shape, blocks, True, signals):
             self.binding.launch(*prepared, stream)
 
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
@@ -338,16 +333,13 @@ class Kernels:
         at, src_pitch, _, _ = address_of(src)
         blocks = BLOCKS_PER_PROCESSOR * self.binding.processors
         shape = dst_pitch, src_pitch, width, height
-        for prepared in self._copies(((to, at),), *shape, blocks, False, None):
+        for prepared in self._copies(((to, at),), shape, blocks, False, None):
             self.binding.launch(*prepared, stream)
 
     def _prepare(
         self,
         ends: tuple[tuple[int, int], ...],
-        dst_pitch: int,
-        src_pitch: int,
-        width: int,
-        height: int,
+        shape: Shape,
         blocks: int,
         release: bool,
         signals: Signals | None,
@@ -361,17 +353,16 @@ class Kernels:
                 addresses.dst[index], addresses.src[index] = one.dst, one.src
             count = min(blocks, -(-strip.units * strip.height // COPY_THREADS))
             numbers = map(_U32, (strip.units, *divisor(strip.units), strip.height, count))
-            sizes = map(_U64, (dst_pitch, src_pitch, strip.width))
+            sizes = map(_U64, (*shape[:2], strip.width))
             kind, total = "aligned" if strip.aligned else "shifted", count * len(group)
             if signals is None:
                 kernel, rest = self._kernels[f"ficco_copy_{kind}"], (_U32(release),)
             else:
                 kernel = self._kernels[f"ficco_exchange_{kind}"]
                 rest = _U32(total), *_packed(signals)
-            packed = self.binding.pack((addresses, *sizes, *numbers, *rest))
-            return kernel, total, COPY_THREADS, packed
+            return kernel, total, COPY_THREADS, Packed((addresses, *sizes, *numbers, *rest))
 
-        each = [strips(dst, dst_pitch, src, src_pitch, width, height) for dst, src in ends]
+        each = [strips(dst, src, shape) for dst, src in ends]
         groups: list[tuple[Strip, ...]] = [(strip,) for column in each for strip in column]
         alike = len({tuple(strip.shape for strip in column) for column in each}) == 1
         if alike and len(ends) <= MAX_ENDS:
@@ -393,9 +384,8 @@ class Kernels:
             return
         arguments, work = self._sum(out, parts)
         blocks = min(8 * self.binding.processors, -(-work // REDUCE_THREADS))
-        kernel = self._kernels[f"ficco_reduce_{_text(parts[0].dtype)}_{_text(out.dtype)}"]
-        packed = self.binding.pack(arguments(blocks))
-        self.binding.launch(kernel, blocks, REDUCE_THREADS, packed, stream)
+        name = f"ficco_reduce_{_text(parts[0].dtype)}_{_text(out.dtype)}"
+        self._launch(name, blocks, REDUCE_THREADS, arguments(blocks), stream)
 
     def one_shot(
         self,
@@ -410,9 +400,8 @@ class Kernels:
         check_reduce(out, parts)
         arguments, work = self._sum(out, parts)
         blocks = max(1, min(blocks, self.most_that_spin, -(-work // ONE_SHOT_THREADS)))
-        kernel = self._kernels[f"ficco_one_shot_{_text(out.dtype)}"]
-        packed = self.binding.pack((*arguments(blocks), *_packed(signals)))
-        self.binding.launch(kernel, blocks, ONE_SHOT_THREADS, packed, stream)
+        name, given = f"ficco_one_shot_{_text(out.dtype)}", (*arguments(blocks), *_packed(signals))
+        self._launch(name, blocks, ONE_SHOT_THREADS, given, stream)
 
     def _sum(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor]
@@ -438,8 +427,7 @@ class Kernels:
     def script(self, script: Script, stream: Any) -> None:
         """Execute a script after all earlier work of the stream. While it waits, one block spins on
         the device, as with :class:`Signals`."""
-        packed = self.binding.pack((script.packed,))
-        self.binding.launch(self._kernels["ficco_script"], 1, SIGNAL_THREADS, packed, stream)
+        self._launch("ficco_script", 1, SIGNAL_THREADS, (script.packed,), stream)
 
     def post(self, words: Sequence[tuple[int, int]], stream: Any) -> None:
         """Write 32-bit words, (address, value), after all earlier work of the stream, whose writes
@@ -473,8 +461,13 @@ class Kernels:
             batch, packed = words[first : first + SIGNAL_THREADS], SignalWords()
             for index, (address, value) in enumerate(batch):
                 packed.at[index], packed.value[index] = address, value
-            arguments = self.binding.pack((packed, _U32(len(batch)), *rest(first)))
-            self.binding.launch(self._kernels[name], 1, SIGNAL_THREADS, arguments, stream)
+            given = packed, _U32(len(batch)), *rest(first)
+            self._launch(name, 1, SIGNAL_THREADS, given, stream)
+
+    def _launch(
+        self, name: str, blocks: int, threads: int, arguments: Sequence[Any], stream: Any
+    ) -> None:
+        self.binding.launch(self._kernels[name], blocks, threads, Packed(arguments), stream)
 
 
 def _packed(signals: Signals) -> tuple[Any, ...]:

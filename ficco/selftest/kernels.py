@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.dma import probe
-from ficco.hip_kernels import Kernels, Script, ScriptStep, Signals
-from ficco.hip_kernels.launch import REDUCTIONS
+from ficco.hip_kernels.launch import REDUCTIONS, Kernels, Script, ScriptStep, Signals
 from ficco.selftest.rank import Passed, Rank
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -117,8 +116,8 @@ class _Trial:
             places = zip(wide[:, :, first:], source, strict=True)
             ends = tuple((to.data_ptr(), begin.data_ptr()) for to, begin in places)
             size = source.element_size()
-            how = pitch * size, pitch * size, cols * size, rows, self.stream
-            self.kernels.copies(ends, *how, signals=signals)
+            shape = pitch * size, pitch * size, cols * size, rows
+            self.kernels.copies(ends, shape, self.stream, signals=signals)
             wrong = [n for n in range(PLACES) if not torch.equal(wide[n], wanted[n])]
             if wrong:
                 what = f"{rows} x {cols} at {first} of {pitch} to {PLACES} places"

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ficco.hip_kernels import Binding, Target
+from ficco.hip_kernels.build import Target
+from ficco.hip_kernels.launch import Binding, Packed
 from ficco.tiled.products import (
     UNIT,
     UNIT_ELEMENTS,
@@ -177,7 +178,7 @@ class TritonKernel(TileKernel):
                 arguments += map(_C_TYPES.get(kind, ctypes.c_void_p), numbers)
             # Two more pointers, to memory of Triton's for which this kernel has no use.
             arguments += ctypes.c_void_p(), ctypes.c_void_p()
-            packed, launch = self._binding.pack(arguments), self._binding.launch
+            launch, packed = self._binding.launch, Packed(arguments)
             return partial(launch, function, tiles.clusters, threads, packed, shared=shared)
 
         return bind
