@@ -114,7 +114,7 @@ TILED_MESH = _names("""
     tiled tiled:pieces=2,order=piece tiled:pieces=3,order=piece tiled:pieces=4,order=piece
 """)
 
-#: Rows that a rank must have for a peer. With one or two rows of tiles for each arrival (128 or 256)
+#: Rows that a rank must have for a peer. With one or two rows of tiles for each arrival (128, 256)
 #: one product was never faster than the library's, with three and more it mostly was (one H200,
 #: docs/results/replay-h200-1.md).
 TILED_ROWS = 384
