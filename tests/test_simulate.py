@@ -881,7 +881,7 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("arguments", "said"),
     [
         (["slowing", *SIZES], "shard-overlap"),
-        (["--mode", "graph"], "queued, idle"),
+        (["--mode", "graph"], "'queued'"),
         (["--set", "nothing"], "measured"),
         (["--machine", "abacus"], "abacus"),
         (["--world", "0"], "--world"),
