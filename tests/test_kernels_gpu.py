@@ -444,8 +444,8 @@ def _told(op: Any) -> str:
     around = getattr(op, "around", None)
     if around is not None:
         front, rear = (Counter(one.kind for one in ops) for ops in (around.front, around.rear))
-        counts = front[WAIT_32], len(op.copies.targets), rear[WRITE_32], rear[WAIT_32]
-        return "{} waits, {} copies, {} writes, {} waits".format(*counts)
+        counts = front[WAIT_32], rear[WRITE_32], rear[WAIT_32]
+        return "{} waits, a launch, {} writes, {} waits".format(*counts)
     return " ".join(one.kind for one in getattr(op, "ops", ()))
 
 
@@ -453,7 +453,7 @@ def _told(op: Any) -> str:
 @pytest.mark.parametrize("signals", ["write", "copy"])
 def test_a_launch_sees_to_its_signals(signals: str) -> None:
     """The stream itself waits for nothing but beside products."""
-    front = ["1 waits, 2 copies, 2 writes, 1 waits"]
+    front = ["1 waits, a launch, 2 writes, 1 waits"]
     assert run(2, _enqueued, "serial:kernel", signals, device="cuda") == [front] * 2
-    beside = ["WAIT_VALUE_32", "0 waits, 1 copies, 2 writes, 0 waits", "WAIT_VALUE_32"]
+    beside = ["WAIT_VALUE_32", "0 waits, a launch, 2 writes, 0 waits", "WAIT_VALUE_32"]
     assert run(2, _enqueued, "growing:kernel", signals, device="cuda") == [beside] * 2
