@@ -69,8 +69,8 @@ gpu-bench:
 
 gpu-replay: ## On one GPU of NVIDIA's: products whose tiles wait, as one of four ranks sees them
 	$(PYTHON) -m ficco bench --device cuda --replay 4 --machine h200-4 --link-gb-s 383 --latency-us 12 --gap-us 0 --products \
-	  --set waiting --operator all_gather_matmul matmul_all_to_all --mode queued,idle --seconds 125 --rounds 15 \
-	  --schedules candidates=3 tiled tiled:pieces=2 tiled:pieces=8 auto --out $(RESULTS) --name replay
+	  --set waiting --operator all_gather_matmul matmul_all_to_all --mode queued,idle --seconds 150 --rounds 15 \
+	  --schedules candidates=3 tiled tiled:pieces=2 tiled:pieces=4 auto --out $(RESULTS) --name replay
 
 gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, compared with the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda
