@@ -15,7 +15,7 @@ import ficco
 from ficco.bench.cases import SETS
 from ficco.dma.tiles import work_of
 from ficco.heuristics import Decision, decide, problem_of_sizes
-from ficco.heuristics.candidates import predictable
+from ficco.heuristics.candidates import TILED_ROWS, predictable
 from ficco.heuristics.model import TIE, TILED_MARGIN, Prediction, choose
 from ficco.heuristics.search import wave_groups
 from ficco.machine import Gemm, Machine, Provenance, find
@@ -173,6 +173,15 @@ def test_a_search_finds_groups_of_waves(operator: str, sizes: tuple[int, int, in
 
 def of(name: str, seconds: float) -> Prediction:
     return Prediction(Schedule.parse(name), {"queued": seconds})
+
+
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_all_to_all"])
+def test_few_rows_for_a_peer_are_left_to_the_library(operator: str) -> None:
+    tiled = Schedule.parse("tiled")
+    for rows, taken in ((TILED_ROWS - 1, False), (TILED_ROWS, True)):
+        for world in (1, 4):
+            problem = problem_of_sizes(operator, rows * world, 1024, 1024, "bfloat16", world)
+            assert predictable(tiled, problem, machine()) == taken
 
 
 def test_it_is_taken_where_it_gains_a_margin() -> None:
