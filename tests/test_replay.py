@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ranks
@@ -31,7 +31,9 @@ from ficco.bench.replay import (
     KINDS_OF_COPIES,
     Courier,
     Pace,
+    Piece,
     ReplayEngine,
+    Timetable,
     arrivals,
     last_arrival,
     link,
@@ -180,6 +182,23 @@ def test_signals_come_in_order_and_not_too_early(schedule: str) -> None:
         if signal.poster != 1 and not signal.released
     }
     assert {one.signal for one in coming} == waited
+
+
+def test_the_courier_learns_what_delays_it() -> None:
+    """A begin that is seen late, and copies that others slow down: the plan is met in the end, but
+    for what follows sooner than a copy can."""
+    delays, stamps = (0.2, 0.1, 0.4), [SimpleNamespace(at=0.0) for _ in range(3)]
+    begun: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
+    ends, none = (1.0, 1.5, 1.7), cast(Any, None)
+    pieces = [Piece(at, (), none, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)]
+    timetable = Timetable(none, tuple(pieces), True, [0.0] * 3)
+    assert timetable.durations() == pytest.approx([1.0, 0.5, 0.2])
+    for _ in range(20):
+        now = 0.0
+        for stamp, duration, delay in zip(stamps, timetable.durations(), delays, strict=True):
+            stamp.at = now = now + duration + delay
+        timetable.learn(begun)
+    assert [stamp.at for stamp in stamps] == pytest.approx([1.0, 1.5, 1.9], abs=1e-4)
 
 
 def test_calls_take_turns_on_slots_that_are_handed_on() -> None:
