@@ -1212,11 +1212,12 @@ def test_replays_of_tiled_sums(world: int, schedule: str) -> None:
 
 
 @hopper
-@pytest.mark.parametrize("schedule", ["tiled:pieces=2", "tiled:pull"])
-def test_recorded_tiled_products(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "fewest"), [("tiled:pieces=2", 4), ("tiled:pull", 0)])
+def test_recorded_tiled_products(schedule: str, fewest: int) -> None:
+    """Copies are recorded, but for those that wait for the caller's stream."""
     for before, after in run(2, _recorded_calls, schedule, "plain", device="cuda"):
-        assert before == 0 and after >= 4
-    run(2, _recorded_on_streams, schedule, device="cuda")  # not where launches are elsewhere
+        assert before == 0 and after >= fewest
+    run(2, _recorded_on_streams, schedule, device="cuda")
 
 
 def _tiled_graphs_in_any_order(at: Rank) -> None:
@@ -1227,6 +1228,8 @@ def _tiled_graphs_in_any_order(at: Rank) -> None:
     graphs = [Graphed(at, case, group) for case, group in zip(cases, groups, strict=True)]
     streams = [torch.cuda.Stream() for _ in cases]
     kept = []
+    for graphed in graphs:  # loads kernels, for which CUDA waits for the device
+        graphed.exact(1000, 1)
     for iteration in range(40):
         for which in local.sample(range(2), 2):
             made = make(at, cases[which], 2 * iteration + which, groups[which])

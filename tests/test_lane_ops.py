@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import missing
 
+from ficco.dma.driver import Lanes
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.lane_ops import Launch, Memops, Posts, Scripted
+from ficco.dma.lane_ops import Launch, Memops, Posts, Scripted, enqueue_beside, parted
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.memories import COUNTED_LANES, SlotWords
 from ficco.dma.watch import Watch
@@ -389,3 +391,67 @@ def test_what_is_joined_aside_leaves_the_stream_as_it_was(
     edge = [] if edges is None else [[(0, 0, 0)]]
     restored = [("update", "stream", ["node"], *edge, 1, 1)] if plain else []
     assert calls == [("hold", "stream"), *restored]
+
+
+# Beside a recording.
+
+
+def of(lane: str, *after: int) -> Any:
+    return SimpleNamespace(lane=lane, after=after)
+
+
+@pytest.mark.parametrize(
+    ("steps", "recorded", "live"),
+    [
+        ([of("copy0"), of("compute0"), of("sync", 0, 1)], ["copy0"], []),
+        ([of("copy0"), of("compute0"), of("reduce0")], ["copy0", "reduce0"], []),
+        ([of("copy0"), of("compute0"), of("reduce0", 1)], ["copy0"], ["reduce0"]),
+        (
+            [of("copy0"), of("copy1"), of("reduce0", 1), of("compute0")],
+            *(["copy0", "copy1", "reduce0"], []),
+        ),
+        ([of("compute0"), of("copy0", 0), of("reduce0", 1)], [], []),
+    ],
+)
+def test_what_is_recorded_shares_no_event_with_the_rest(
+    steps: Any, recorded: list[str], live: list[str]
+) -> None:
+    ops = [(step.lane, step) for step in steps if step.lane != "sync"]
+    parts = parted(ops, steps)
+    assert bool(parts) == bool(recorded)
+    if parts is None:
+        return
+    alone, rest = parts
+    assert alone.lanes == tuple(recorded) and rest.lanes == (recorded[0], *live)
+    assert [op.lane for op in alone.body] == recorded
+    assert [op.lane for op in rest.body] == ["compute0", *live]
+
+
+def test_a_call_beside_its_recording() -> None:
+    """The recording begins with the call, and the call ends with it."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record(self, stream: str) -> None:
+            log.append(f"{self.name} behind {stream}")
+
+        def hold(self, stream: str) -> None:
+            log.append(f"{stream} behind {self.name}")
+
+    events = iter(["fork", "end"])
+    driver: Any = SimpleNamespace(event=lambda: Event(next(events)), aside=nullcontext)
+    driver.stream_for = lambda name: SimpleNamespace(handle=name)
+    lanes = Lanes(driver, "caller", {})
+    steps: Any = [of("copy0"), of("compute0")]
+    ops: Any = [("copy0", None), ("compute0", lambda call: log.append("product"))]
+    parts = parted(ops, steps)
+    assert parts is not None
+    recording: Any = SimpleNamespace(replay=lambda stream: log.append(f"copies on {stream}"))
+    enqueue_beside(recording, parts[1], SimpleNamespace(state=lanes))  # type: ignore[arg-type]
+    assert log == [
+        *("fork behind caller", "copy0 behind fork", "copies on copy0", "product"),
+        *("end behind copy0", "caller behind end"),
+    ]

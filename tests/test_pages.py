@@ -201,6 +201,14 @@ def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
     assert names[2] == "name_matmul_reduce_scatter_share.png" and len(names) == 4
 
 
+def test_an_operator_none_of_whose_shapes_was_measured_is_named() -> None:
+    rows = _of_two()
+    second = rows["operator"] != rows["operator"][0]
+    rows.loc[second, ["status", "note"]] = "skipped", "out of time"
+    text = report.report(rows, {}, "name", [])
+    assert "skipped: out of time" in text.split("## Not measured")[1]
+
+
 def test_lines_take_the_best_of_each_shape() -> None:
     rows = _rows()
     assert modes(rows) == ["queued", "idle"]

@@ -198,6 +198,7 @@ def test_only_an_items_own_gates_are_waited_for() -> None:
     assert not call.words[-1]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # what nobody wrote is added
 def test_parts_that_never_come() -> None:
     tiles = made(Work((32,), 32, 2048), Cut.END, 3)
     owners_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, ::-1]))

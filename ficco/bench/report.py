@@ -181,7 +181,8 @@ def _costs(rows: pd.DataFrame) -> str:
         return moved_bytes(case.problem(row["world"]))
 
     there = measured(rows)
-    moved = there.apply(moved_by, axis=1) if len(there) else 0
+    each = [moved_by(row) for _, row in there.iterrows()]
+    moved = pd.Series(each, index=there.index, dtype=float)
     there = there.assign(memory=(there["extra_bytes"] / moved).where(moved != 0))
     by_name = there.groupby("candidate", sort=False)
     host = there[there["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()

@@ -56,9 +56,11 @@ from ficco.dma.lane_ops import (
     Run,
     by_launches,
     enqueue,
+    enqueue_beside,
     enqueue_first,
     enqueue_rest,
     joined,
+    parted,
 )
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import (
@@ -481,7 +483,9 @@ class GpuEngine(StreamEngine):
             tiles = products.best(work, b_rows)
             made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
         driver = self.driver
-        return lambda: made.launch([a], b, [out], driver.stream(driver.caller()))
+        again = made.launch([a], b, [out], driver.stream(driver.caller()))
+        assert again is not None, "operands of a measurement need no copies"
+        return lambda: again(driver.stream(driver.caller()))
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         lane, places = program.plan.steps[step].lane, buffers_of(program)
@@ -574,16 +578,14 @@ class GpuEngine(StreamEngine):
         turn = order(self.driver)
         with turn.lock:
             turn.begin(raw)
-            self._enqueue(program, run, call, raw, replays=not turn.elsewhere)
+            self._enqueue(program, run, call, raw)
 
-    def _enqueue(
-        self, program: Program, run: Run, call: Call, raw: int, replays: bool = True
-    ) -> None:
-        """Enqueue a call on a stream of the caller; with ``replays``, as it was recorded, if so."""
+    def _enqueue(self, program: Program, run: Run, call: Call, raw: int) -> None:
+        """Enqueue a call on a stream of the caller."""
         slot, flight = program.slot, self._begin(program, call, raw)
         # Calls that share nothing are collectives, and traced ones are looked at step by step.
-        replays = replays and bool(slot and slot.words) and "base" not in program.state
-        replays = replays and self.replays and self.replayed.possible
+        replays = self.replays and bool(slot and slot.words) and "base" not in program.state
+        replays = replays and self.replayed.possible and bool(run.parts or not run.before)
         body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
         self._carry_out(run, call, slot, flight, body)
 
@@ -625,11 +627,14 @@ class GpuEngine(StreamEngine):
 
     def _replay_or_enqueue(self, raw: int, run: Run, call: Call) -> None:
         """Enqueue the body of a call, step by step or as it was recorded."""
-        recording = self.replayed.find(run, call, raw)
-        if recording is not None:
+        recorded, rest = run.parts or (run, None)
+        recording = self.replayed.find(recorded, call, raw)
+        if recording is None:
+            enqueue(run, call)
+        elif rest is None:
             recording.replay(call.state["compute0"])
         else:
-            enqueue(run, call)
+            enqueue_beside(recording, rest, call)
 
     def _carry_out(
         self,
@@ -695,7 +700,8 @@ class GpuEngine(StreamEngine):
             begin = self._batch([watch.begin(slot.number(program))])
             given.append(("sync", Memops("sync", self._batch([watch.end()]))))
         ops = joined(given, self._batch) if self.driver.fuses else given
-        body = [op for lane, op in ops if lane != "sync"]
+        own = [(lane, op) for lane, op in ops if lane != "sync"]
+        body = [op for _, op in own]
         tail = [op for lane, op in ops if lane == "sync"]
         lanes = tuple(lane for lane in program.plan.lanes if lane not in ("compute0", "sync"))
         tail_lane = "sync"
@@ -708,9 +714,9 @@ class GpuEngine(StreamEngine):
                 told = by_launches(body, begin, tail, kernels, self._words(program).own)
                 if told is not None:
                     (body, tail), begin, tail_lane = told, None, "compute0"
-        run = program.state["run"] = Run(
-            body, begin, tail, tail_lane, lanes, tuple(program.state.get("before", ()))
-        )
+        before = tuple(program.state.get("before", ()))
+        parts = parted(own, program.plan.steps) if before else None
+        run = program.state["run"] = Run(body, begin, tail, tail_lane, lanes, before, parts)
         return run
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:

@@ -15,6 +15,7 @@ from ficco.dma.driver import WORD, Batch, Driver, Recording
 from ficco.dma.engine import Call, Op, callers
 from ficco.dma.memops import WAIT_32, Around, MemOp, behind, in_front, script
 from ficco.hip_kernels.launch import Kernels, Script, Signals
+from ficco.plan import Step
 
 #: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
 KERNEL_WAIT_S = 86400.0
@@ -28,7 +29,9 @@ class Run:
     ``tail`` what peers are told afterwards, on the lane ``tail_lane``; ``lanes`` run concurrently
     with the caller's stream. Of a call that is watched by words, ``begin`` and ``tail`` tell the
     watchdog, too, where no launch in the body does. ``recorded`` holds recordings of the body, by
-    where the operands lie, ``seen`` where they lay once.
+    where the operands lie, ``seen`` where they lay once. ``before`` a launch that takes longer in a
+    recording, ``parts`` are what is recorded and what is enqueued beside that, if it can be told
+    apart.
     """
 
     body: list[Op]
@@ -37,6 +40,7 @@ class Run:
     tail_lane: str
     lanes: tuple[str, ...]
     before: tuple[Op, ...] = ()
+    parts: tuple[Run, Run] | None = None
     recorded: dict[Any, Recording] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
@@ -165,6 +169,42 @@ def enqueue_rest(run: Run, call: Call) -> None:
     for op in run.body[run.body.index(callers) :]:
         op(call)
     _end(run, call)
+
+
+def enqueue_beside(recording: Recording, rest: Run, call: Call) -> None:
+    """Enqueue a program of which a part was recorded, on the first lane of the rest."""
+    lanes = call.state
+    _begin(rest, call)
+    lanes.fork.hold(lanes[rest.lanes[0]])
+    recording.replay(lanes[rest.lanes[0]])
+    for op in rest.body:
+        op(call)
+    _end(rest, call)
+
+
+def parted(ops: Sequence[tuple[str, Op]], steps: Sequence[Step]) -> tuple[Run, Run] | None:
+    """What a recording may hold of a body, and the rest: the lanes that share an event with the
+    caller's stream. None if all do.
+
+    Args:
+        ops: the body, with the lanes of its operations.
+        steps: of its plan.
+    """
+    shared = {frozenset((step.lane, steps[index].lane)) for step in steps for index in step.after}
+    live = {"compute0"}
+    while more := {lane for pair in shared if pair & live for lane in pair} - live - {"sync"}:
+        live |= more
+    lanes = list(dict.fromkeys(lane for lane, _ in ops))
+    apart = [lane for lane in lanes if lane not in live]
+    if not apart:
+        return None
+    recorded = [op for lane, op in ops if lane not in live]
+    rest = [op for lane, op in ops if lane in live]
+    others = [lane for lane in lanes if lane in live and lane != "compute0"]
+    return (
+        Run(recorded, None, [], "sync", tuple(apart)),
+        Run(rest, None, [], "sync", (apart[0], *others)),
+    )
 
 
 def _begin(run: Run, call: Call) -> None:

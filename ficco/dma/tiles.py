@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from ficco.dma.buffers import Buffers
+from ficco.dma.buffers import Buffers, operands_key
 from ficco.dma.driver import Driver, Lanes
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
-from ficco.tiled.products import TiledLaunch
+from ficco.tiled.products import Enqueue, TiledLaunch
 from ficco.tiled.worklist import RowSpan, Work
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
@@ -23,6 +25,8 @@ LINK_BYTES_PER_S, LATENCY_S = 383e9, 12e-6
 SHARED_SPARE = 16
 #: Seconds after which a launch gives up; the watchdog ends it long before.
 LIMIT_S = 86400.0
+#: Sets of operands whose launches a step keeps.
+KEPT = 64
 
 
 def work_of(plan: Plan, step: Step) -> Work:
@@ -59,11 +63,10 @@ class LaunchOrder:
 
     Attributes:
         lock: held from :meth:`begin` until the call is enqueued.
-        elsewhere: the launches before may be on another stream than the next one.
     """
 
     def __init__(self, driver: Driver) -> None:
-        self.lock, self.elsewhere = threading.RLock(), False
+        self.lock, self._elsewhere = threading.RLock(), False  # launches before, on other streams
         self._over = driver.lasting_event()
         self._external = driver.external(self._over)
         self._stream: int | None = None
@@ -71,16 +74,15 @@ class LaunchOrder:
 
     def begin(self, stream: int) -> None:
         """A call on a stream, as PyTorch calls it, is about to be enqueued."""
-        self.elsewhere = self._captured or self._stream not in (None, stream)
+        self._elsewhere = self._captured or self._stream not in (None, stream)
         self._stream = stream
 
     def launch(self, launch: Callable[[], None], lanes: Lanes) -> None:
-        """Launch behind those before. Within a recording, which is replayed only where no launch is
-        elsewhere, what comes behind can wait for this one."""
-        mode, stream = lanes.mode, lanes["compute0"]
-        event = self._external if mode else self._over
-        self._captured |= mode == "captured"
-        if event is not None and (mode == "captured" or (self.elsewhere and not mode)):
+        """Launch behind those before."""
+        captured, stream = bool(lanes.mode), lanes["compute0"]
+        event = self._external if captured else self._over
+        self._captured |= captured
+        if event is not None and (captured or self._elsewhere):
             event.hold(stream)
         launch()
         if event is not None:
@@ -131,6 +133,7 @@ class TiledStep:
         self._spare = SHARED_SPARE if driver.shared else 0
         self._order = order(driver)
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
+        self._again: dict[Any, Enqueue] = {}  # by where the operands lie
 
     def prepare(self, call: Call) -> None:
         b_rows = self._right(call).stride(1) == 1
@@ -149,10 +152,19 @@ class TiledStep:
             )
 
     def __call__(self, call: Call) -> None:
-        launch = self._driver.on_lane("compute0", self._launch)
+        key, stream = operands_key(call), call.state["compute0"]
+        again = self._again.get(key)
+        if again is not None:
+            return self._order.launch(partial(again, stream), call.state)
+        if len(self._again) == KEPT:
+            self._again.clear()
+        launch = self._driver.on_lane("compute0", partial(self._launch, key))
         self._order.launch(lambda: launch(call), call.state)
 
-    def _launch(self, call: Call) -> None:
+    def _launch(self, key: Any, call: Call) -> None:
         b = self._right(call)
         left, out = ([view(call) for view in views] for views in (self._left, self._out))
-        self._launches[b.stride(1) == 1].launch(left, b, out, call.state["compute0"])
+        launch = self._launches[b.stride(1) == 1]
+        again = launch.launch(left, b, out, call.state["compute0"])
+        if again is not None:
+            self._again[key] = again

@@ -47,8 +47,9 @@ class ScatterWorld(World):
         self.arriving = words.block(most)
         self.returned = words.block(max(returning))
         self.fetched = words.block(int(schedule.pull))
+        units = max(most, *(len(departures.own) for departures in self.departures))
         tiled = schedule.grouping == "tiled"
-        self.made = words.block(most * (tiled and not schedule.pull))
+        self.made = words.block(units * (tiled and not schedule.pull))
         #: By rank, the rows at which the blocks from all ranks begin in its staging.
         self._first = [
             [0, *accumulate(problem.block(peer, rank) * (peer != rank) for peer in ranks)]
@@ -150,6 +151,9 @@ class ScatterStage(Stage):
         self.arrived = "valid" if self.schedule.pull else "ready"
         self.acquired: tuple[int, ...] = ()  # the steps that take over the slots of the peers
         self.made_by: dict[Unit, int] = {}  # unit -> its product
+        self.told: dict[
+            Unit, Signal
+        ] = {}  # unit -> what tells that it is made, before its step ends
         self.posting: set[str] = set()  # compute lanes that have signalled a product
         self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
         self.heard: dict[int, int] = {}  # word that was waited for -> the step that waited
@@ -390,8 +394,8 @@ class ScatterStage(Stage):
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
         """Sum the products of all ranks; if ``own`` is None, of all others."""
-        waits: list[Signal] = []
-        after = [] if own is None else [own]
+        waits = [self.told[unit]] if unit in self.told else []
+        after = [] if own is None or waits else [own]
         parts, terms = [], []
         for rank in range(self.problem.world):
             if rank != self.me:
@@ -412,10 +416,10 @@ class ScatterStage(Stage):
     def _gather_blocks(self) -> None:
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
         for turn, unit in enumerate(self.mine.own):
-            if self.own_is_separate:
+            made, here = self._product_of(unit).out, self.results[unit.ordinal]
+            if unit not in self.made_by:
                 self._matmul(self._own_lane(turn), [unit])
-            elif self.peers:
-                made, here = self._product_of(unit).out, self.results[unit.ordinal]
+            elif made != here:
                 self._place(REDUCE_LANE, made, here, (self.made_by[unit],), terms=1 << self.me)
         order = peers_in_order(self.me, self.problem.world)
         if self.schedule.pull:

@@ -71,8 +71,7 @@ class TiledScatterStage(ScatterStage):
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        # What stays is part of the product if it goes where the rest goes, to be summed.
-        self.own_is_separate = not (self.sums and self.peers)
+        self.own_is_separate = not (self.sums and self.peers)  # it goes elsewhere than the rest
 
     def run(self) -> None:
         """Add all steps but the last, which hands over the slot."""
@@ -86,19 +85,20 @@ class TiledScatterStage(ScatterStage):
 
     def _multiply_all(self) -> None:
         """One product, whose pieces are sent as they are made."""
-        leave = [unit for units in self.mine.by_group for unit in units]
-        stay = [] if self.own_is_separate else self.mine.own
+        leave, stay = [unit for units in self.mine.by_group for unit in units], self.mine.own
         products = contiguous([self._product_of(unit) for unit in sorted([*leave, *stay])])
         if not products:
             return
         pull = self.schedule.pull
-        told = [self._valid(unit) if pull else self._made(unit) for unit in leave]
+        if not pull:  # signals leave no event between this lane and the others
+            self.told = {unit: self._made(unit) for unit in [*leave, *(stay if self.sums else [])]}
+        told = [self._valid(unit) for unit in leave] if pull else self.told.values()
         after = self.acquired if pull else ()  # peers wait for what it posts
         step = Step("matmul", "compute0", "all", after=after, products=products)
         index = self.add(step._replace(announces=tuple(told)))
         self.made_by = dict.fromkeys([*leave, *stay], index)
-        for unit, signal in [] if pull else zip(leave, told, strict=True):
-            self._push(unit, (), (signal,))
+        for unit in [] if pull else leave:
+            self._push(unit, (), (self.told[unit],))
 
     def _valid(self, unit: Unit) -> Signal:
         """The signal that a peer may fetch its piece."""
@@ -106,6 +106,6 @@ class TiledScatterStage(ScatterStage):
         return self.world.of_units("valid", self.me, peer, peer)[unit.ordinal]
 
     def _made(self, unit: Unit) -> Signal:
-        """The signal that a piece may be sent."""
+        """The signal that a piece is made."""
         word, out = self.world.made.first(unit.peer) + unit.ordinal, self._product_of(unit).out
         return Signal("made", self.me, self.me, unit.ordinal, word, out.row, out.row_stop)

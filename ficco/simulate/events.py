@@ -56,6 +56,9 @@ from ficco.problem import Problem
 from ficco.simulate.mirror import Mirror
 from ficco.timeline import SYNC_LANE
 
+#: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched
+#: after the recording of all else. Median of 30 shapes on one H200, 0.4 to 0.9.
+LIVE = 0.6
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
 
@@ -203,6 +206,7 @@ class _SimulatedRank:
             elif step.op in ("place", "reduce") and index not in self.placed:
                 available = now = now + host.matmul
             elif step.op == "matmul" and not one_launch:
+                now += LIVE * host.call * (index in self.tiled)
                 available = now + host.matmul  # the first product: the host goes on during it
                 now += host.matmul * (1 if step.part else len(step.products))
             if self.posts[launch[-1]] and not step.part:

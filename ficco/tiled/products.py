@@ -23,8 +23,6 @@ from ficco.tiled.worklist import TileList, TileRates, Tiling, Work, best
 #: Bytes of the unit that kernels load, and how many elements these are.
 UNIT, UNIT_ELEMENTS = 16, 8
 DTYPES = (torch.bfloat16, torch.float16)
-#: Sets of addresses whose arguments a launch keeps.
-_KEPT = 64
 _CONTIGUOUS = torch.contiguous_format
 
 #: Puts numbers on the device.
@@ -116,11 +114,10 @@ class TiledLaunch:
     ) -> None:
         self.tiles, self.dtype, self.b_rows, self.counters = tiles, dtype, b_rows, counters
         self._bind, self._memory = bind, memory
-        self._cache: dict[Any, Enqueue] = {}
 
     def launch(
         self, a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor], stream: Any
-    ) -> None:
+    ) -> Enqueue | None:
         """Enqueue ``out[p] = a[p] @ b`` for each product p.
 
         Args:
@@ -130,13 +127,12 @@ class TiledLaunch:
             out: [rows of p, n] each, likewise for rows that are announced.
             stream: PyTorch's current one, as the vendor's binding takes it.
 
+        Returns:
+            What enqueues it again for the same operands; None if some had to be copied.
+
         Raises:
             ValueError: a tensor has another shape or dtype, or may not be copied but must be.
         """
-        key = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (*a, b, *out))
-        enqueue = self._cache.get(key)
-        if enqueue is not None:
-            return enqueue(stream)
         self._check(a, b, out)
         operands = [*a, b if self.b_rows else b.t()]
         given = [t if addressable(t) else t.clone(memory_format=_CONTIGUOUS) for t in operands]
@@ -145,14 +141,11 @@ class TiledLaunch:
         ]
         enqueue = self._bind(given[:-1], given[-1], results)
         enqueue(stream)
-        pairs = zip((*given, *results), (*operands, *out), strict=True)
-        if all(new is old for new, old in pairs):
-            if len(self._cache) == _KEPT:
-                self._cache.clear()
-            self._cache[key] = enqueue
         for there, result in zip(out, results, strict=True):
             if there is not result:
                 there.copy_(result)
+        pairs = zip((*given, *results), (*operands, *out), strict=True)
+        return enqueue if all(new is old for new, old in pairs) else None
 
     def _check(
         self, a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
