@@ -188,11 +188,14 @@ def of(name: str, seconds: float) -> Prediction:
 
 @pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_all_to_all"])
 def test_few_rows_for_a_peer_are_left_to_the_library(operator: str) -> None:
-    tiled = Schedule.parse("tiled")
-    for rows, taken in ((TILED_ROWS - 1, False), (TILED_ROWS, True)):
-        for world in (1, 4):
-            problem = problem_of_sizes(operator, rows * world, 1024, 1024, "bfloat16", world)
-            assert predictable(tiled, problem, machine()) == taken
+    """For each of its pieces, where these arrive."""
+    arrive = not OPERATORS[operator].scatters
+    for name, pieces in (("tiled", 1), ("tiled:pieces=2,tail=2", 2), ("tiled:pieces=1+3+1", 3)):
+        pieces = pieces if arrive else 1
+        for rows, taken in ((pieces * TILED_ROWS - 1, False), (pieces * TILED_ROWS, True)):
+            for world in (1, 4):
+                problem = problem_of_sizes(operator, rows * world, 1024, 1024, "bfloat16", world)
+                assert predictable(Schedule.parse(name), problem, machine()) == taken
 
 
 def test_it_is_taken_where_it_gains_a_margin() -> None:
