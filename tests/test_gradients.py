@@ -8,7 +8,7 @@ on GPUs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -651,8 +651,35 @@ def _second_derivatives(at: Rank) -> list[Any]:
     return found
 
 
-def test_second_derivatives_are_refused() -> None:
-    for found in (failure for rank in run(2, _second_derivatives) for failure in rank):
+def _second_derivatives_towards(at: Rank) -> list[Any]:
+    """The same for ``torch.autograd.grad``, which visits only what leads to its inputs: here to the
+    leaf that both operands, or one of them, come from."""
+    found: list[Any] = []
+
+    def penalty(y: torch.Tensor, wanted: torch.Tensor, leaf: torch.Tensor) -> Any:
+        (grad,) = torch.autograd.grad((y * y.detach()).sum(), wanted, create_graph=True)
+        return caught(lambda: torch.autograd.grad((grad * leaf.sum()).sum(), leaf))
+
+    for saves in (False, True):
+        with ficco.options(save_gathered=saves):
+            for operator in OPERATORS:
+                case = case_of(operator, at.world, 4, 6, 8)
+                for leaf, other in ("ab", "ba"):
+                    made = dict(zip("ab", operands(case, make(case, at.world), at), strict=True))
+                    scaled = {leaf: 2 * made[leaf], other: made[other]}
+                    y = product(case, scaled["a"], scaled["b"])
+                    found.append(penalty(y, made[other], made[leaf]))
+            for layer in _layers(at):
+                x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+                found += [penalty(layer(2 * x, w), w, x), penalty(layer(x, 2 * w), x, w)]
+    x = torch.ones(4, 6, requires_grad=True)
+    (grad,) = torch.autograd.grad(functional.sum_gradient(x).square().sum(), x, create_graph=True)
+    return [*found, caught(lambda: torch.autograd.grad(grad.sum(), x))]
+
+
+@pytest.mark.parametrize("asks", [_second_derivatives, _second_derivatives_towards])
+def test_second_derivatives_are_refused(asks: Callable[[Rank], list[Any]]) -> None:
+    for found in (failure for rank in run(2, asks) for failure in rank):
         assert isinstance(found, Failure) and "second derivatives" in found.text
 
 

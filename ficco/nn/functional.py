@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +21,6 @@ from ficco.ops.gradients import (
     OperatorCall,
     SavedTensors,
     backward,
-    refuse_batched,
     refusing_second,
 )
 from ficco.ops.operands import frozen, process_group
@@ -67,7 +65,7 @@ def gathered_linears(
     else:
         call = OperatorCall("all_gather_matmul", group, schedule, cut)
         x, *weights = _autocast(flat, *weights)
-        y = _Joined.apply(x, call, *weights)
+        y, _ = _Joined.apply(x, call, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     sizes = [weight.shape[0] for weight in weights]
     # Not y.split, whose parts must not be changed in place; here nothing else holds y.
@@ -217,7 +215,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.call, ctx.options, ctx.shape = call, current(), x.shape
         ctx.sizes = [weight.shape[0] for weight in weights]
         where: dict[str, Any] = {"group": call.group, "schedule": call.schedule, "rows": call.rows}
@@ -228,12 +226,15 @@ class _Joined(torch.autograd.Function):
             y = all_gather_matmul(x, joined, **where)
         needed = weights if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(x if some and gathered is None else None, gathered, *needed)
-        return y
+        ctx.set_materialize_grads(False)
+        return y, gathered  # what is saved, too: autograd then knows that it comes from x
 
     @staticmethod
     @refusing_second
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, gathered, *weights = ctx.saved_tensors
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, gathered, *weights = tensors
         wanted = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
         joined = torch.cat(weights).t() if wanted[0] else None
         saved = SavedTensors(x, joined, gathered, ctx.shape, columns=True)
@@ -250,9 +251,10 @@ class _SumGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        refuse_batched(grad)
+    @refusing_second
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         # A copy: upstream may use the incoming gradient elsewhere, too.
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
@@ -283,8 +285,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @refusing_second
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, weight = tensors
         to_x, to_weight = ctx.needs_input_grad[:2]
         of_x = None
         if to_x and not ctx.copied:

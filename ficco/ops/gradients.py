@@ -360,30 +360,31 @@ def refusing_second(backward: Backward) -> Backward:
     """Wrap a backward so that its gradients cannot be differentiated again.
 
     PyTorch's ``once_differentiable`` refuses only if an incoming gradient requires a gradient
-    itself. But the gradient of one operand depends on the other operand, too, and that part of a
-    second derivative would be dropped silently.
+    itself, and only where the engine comes by its node. But a gradient also depends on the other
+    operand, and ``torch.autograd.grad`` visits only what leads to its inputs: so the node that
+    refuses lies between the gradients and all that they depend on.
 
     Args:
-        backward: returns the gradient of the first operand, then those of all others.
+        backward: gets the context, its saved tensors and the gradients of the results.
     """
 
     @wraps(backward)
     def refusing(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         refuse_batched(*grads)
+        saved = ctx.saved_tensors  # once: a checkpointed block would run for each time
         if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
+            return backward(ctx, saved, *grads)
         with torch.no_grad():
-            first, *others = results = backward(ctx, *grads)
+            results = backward(ctx, saved, *grads)
         if torch.compiler.is_compiling():  # compiled backwards refuse by themselves
             return results
-        both = first is not None and any(other is not None for other in others)
-        if not both and not any(grad is not None and grad.requires_grad for grad in grads):
-            return results
-        refuse: Any = torch._C._functions.DelayedError(REFUSAL.encode(), len(results))
-        refused: tuple[torch.Tensor | None, ...] = refuse(
-            *(None if one is None else one.detach().requires_grad_() for one in results)
+        sources = [source for source in (*saved, *grads) if source is not None]
+        refuse: Any = torch._C._functions.DelayedError(
+            REFUSAL.encode(), len(results) + len(sources)
         )
-        return refused
+        plain = (None if result is None else result.detach() for result in results)
+        refused: tuple[torch.Tensor | None, ...] = refuse(*plain, *sources)
+        return refused[: len(results)]
 
     return refusing
 
@@ -400,14 +401,17 @@ class Differentiable(torch.autograd.Function):
         operator, group, schedule, rows = call
         out, gathered = run(operator, a, b, group, schedule, rows, return_gathered or saves)
         save(ctx, a, b, gathered if saves else None)
-        return (out, gathered) if return_gathered else out
+        return out, gathered  # what is saved, too: autograd then knows that it comes from ``a``
 
     @staticmethod
     @refusing_second
     def backward(
-        ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
+        ctx: Any,
+        tensors: Sequence[torch.Tensor | None],
+        grad: torch.Tensor | None,
+        grad_gathered: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        a, b, gathered = ctx.saved_tensors
+        a, b, gathered = tensors
         saved = SavedTensors(a, b, gathered, ctx.shape, ctx.columns)
         needed = ctx.needs_input_grad[:2]
         return *backward(ctx.call, ctx.options, grad, grad_gathered, saved, needed), None, None

@@ -60,8 +60,8 @@ def operate(
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
-        out = Differentiable.apply(a, b, call, return_gathered)
-        return out if return_gathered else (out, None)
+        out, gathered = Differentiable.apply(a, b, call, return_gathered)
+        return out, gathered if return_gathered else None
     # The call path takes the group of a mesh by itself.
     return run(operator, a, b, group, schedule, rows, return_gathered)  # type: ignore[arg-type]
 
