@@ -116,7 +116,9 @@ class Board:
                 return
             time.sleep(SLEEP_S)
 
-    def agree(self, number: int, timeout_s: float, operator: str, schedule: str) -> None:
+    def agree(
+        self, number: int, timeout_s: float, operator: str, schedule: str, purpose: str = ""
+    ) -> None:
         """Wait until all ranks have posted a call that this rank has posted.
 
         A rank that is at least 256 calls ahead counts as agreeing, since its entry is overwritten.
@@ -147,7 +149,7 @@ class Board:
                     operator=operator,
                     rank=self.rank,
                     peer=absent[0],
-                    step="agree on what to compute",
+                    step=f"agree on what to compute {purpose}".rstrip(),
                     schedule=schedule,
                     seconds=seconds,
                     wanted=number,

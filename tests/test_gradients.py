@@ -808,22 +808,35 @@ def test_options_of_the_forward_are_those_of_the_backward(operator: str, device:
 # Ranks that disagree.
 
 
-def _ranks_that_differ(at: Rank, operator: str) -> Any:
-    group = dist.new_group(list(range(at.world)))
-    case = case_of(operator, at.world, 4, 6, 8, needs="b" if at.rank else "ab")
-    made = make(case, at.world)
-    a, b = operands(case, made, at)
-    y = product(case, a, b, group)
-    found = caught(lambda: y.backward(made.g[at.rank].to(y)))
-    ficco.close(group)
-    dist.destroy_process_group(group)
+def _ranks_that_differ(at: Rank, operator: str) -> dict[tuple[str, str], Any]:
+    found = {}
+    for needs in [("ab", "b"), ("ab", "a"), ("b", "a"), ("ab", "")]:
+        group = dist.new_group(list(range(at.world)))
+        case = case_of(operator, at.world, 4, 6, 8, needs=needs[at.rank])
+        made = make(case, at.world)
+        a, b = operands(case, made, at)
+
+        def step(case: Case = case, a: Any = a, b: Any = b, group: Any = group) -> None:
+            with ficco.options(timeout_s=5):
+                y = product(case, a, b, group)
+                if y.requires_grad:
+                    y.sum().backward()
+                product(case, a, b, group)  # the next step
+
+        found[needs] = caught(step)
+        ficco.close(group)
+        dist.barrier()
+        dist.destroy_process_group(group)
     return found
 
 
-@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_to_all"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_ranks_that_need_other_gradients_learn_it(operator: str) -> None:
-    for found in run(2, _ranks_that_differ, operator, fresh=True):
-        assert isinstance(found, Failure) and found.type == "RankMismatch", found
+    for found in run(2, _ranks_that_differ, operator):
+        for needs, failure in found.items():
+            assert isinstance(failure, Failure) and failure.type == "RankMismatch", (needs, failure)
+            assert f"of {operator}" in failure.text and "for the gradient" in failure.text
+            assert failure.text.count("for the gradient") == (2 if needs[1] else 1), failure.text
 
 
 # Calls beside and inside others.

@@ -45,22 +45,26 @@ def run(
     rows: Rows = None,
     return_gathered: bool = False,
     out: torch.Tensor | None = None,
+    purpose: str = "",
 ) -> Result:
     """One call of an operator: its result, and the gathered A if it was asked for.
 
     ``rows`` are one number per rank, or a W x W table for an all-to-all. The result goes to
-    ``out`` if that is given.
+    ``out`` if that is given. What a call of a backward is for, its ``purpose``, is part of what the
+    ranks agree on.
     """
     workspace = _workspace(group, a, b, operator)
     try:
-        cached, call = _begin(workspace, operator, a, b, schedule, rows, return_gathered, out)
+        cached, call = _begin(
+            workspace, operator, a, b, schedule, rows, return_gathered, out, purpose
+        )
         if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
             for first in range(0, b.shape[1], cached.columns):
                 some = slice(first, first + cached.columns)
                 right, into = call.tensors["b"][:, some], call.tensors["out"][:, some]
                 left = call.tensors["a"]
-                run(operator, left, right, group, schedule, cached.rows, out=into)
+                run(operator, left, right, group, schedule, cached.rows, False, into, purpose)
             return call.tensors["out"], None
         program = program_of(workspace, cached)
         _execute(workspace, program, call)
@@ -154,6 +158,7 @@ def _begin(
     rows: Rows,
     return_gathered: bool,
     out: torch.Tensor | None = None,
+    purpose: str = "",
 ) -> tuple[CachedCall, Call]:
     """Find or make what is kept for such calls, allocate this call's results and post it on the
     board. A call that goes by columns is not posted; its parts are."""
@@ -173,7 +178,7 @@ def _begin(
     of_a, of_b = (a.shape, a.dtype, a.device, a.layout), (b.shape, b.dtype, b.device, b.layout)
     asked = options.workspace_bytes, options.machine, options.search
     place = source and (source[0].serial, source[1])
-    key = operator, of_a, of_b, schedule, mode, rows, return_gathered, asked, place
+    key = operator, of_a, of_b, schedule, mode, rows, return_gathered, asked, place, purpose
     cached = workspace.programs.get(key)
     known = cached is not None
     if cached is None:
@@ -181,10 +186,10 @@ def _begin(
         problem = problem_of_operands(
             group, operator, a, b, rows, return_gathered, source is not None
         )
-        cached = _cached_call(workspace, problem, schedule, mode, source, options)
+        cached = _cached_call(workspace, problem, schedule, mode, source, options, purpose)
         cached.rows = rows
     call = _operands(cached, a, b, out)
-    post_call(workspace, cached, options, operator)
+    post_call(workspace, cached, options, operator, purpose)
     if not known:
         workspace.keep(key, cached)
     return cached, call
@@ -200,7 +205,9 @@ def number_call(workspace: Workspace, operator: str) -> Options:
     return options
 
 
-def post_call(workspace: Workspace, cached: CachedCall, options: Options, operator: str) -> None:
+def post_call(
+    workspace: Workspace, cached: CachedCall, options: Options, operator: str, purpose: str = ""
+) -> None:
     """Post the latest call on the board, and agree on it with the other ranks if need be."""
     number, board = workspace.calls, workspace.board
     cached.latest = number
@@ -209,7 +216,7 @@ def post_call(workspace: Workspace, cached: CachedCall, options: Options, operat
     board.post(number, cached.digest)
     workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
     if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
-        board.agree(number, options.timeout_s, operator, cached.plan.schedule)
+        board.agree(number, options.timeout_s, operator, cached.plan.schedule, purpose)
 
 
 def _cached_call(
@@ -219,6 +226,7 @@ def _cached_call(
     mode: str,
     source: tuple[Symmetric, int] | None,
     options: Options,
+    purpose: str = "",
 ) -> CachedCall:
     """Decide on and plan a kind of call that is seen for the first time."""
     engine = workspace.engine
@@ -249,6 +257,8 @@ def _cached_call(
     if source is not None and Schedule.parse(made.schedule).pull:
         left, (memory, start) = left_of(problem.operator), source
         agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
+    if purpose:
+        agreed.append(purpose)
     digest = workspace.board.describe(", ".join(agreed))
     return CachedCall(made, digest, fit.single, None if "publish" in made.buffer else source)
 

@@ -37,8 +37,8 @@ What overlaps with what:
 
 Only gradients that are needed are computed, and only tensors that they need are saved. Backwards
 are calls like any other: all ranks make the same ones in the same order. So the same operands must
-need gradients on every rank, and the same results must be used; otherwise the ranks get
-``RankMismatch``.
+need gradients on every rank, and the same results must be used. What a call is for is part of what
+the ranks compare, so otherwise they get ``RankMismatch``.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from torch.distributed import ProcessGroup
 from ficco.accelerator import gpu
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
+from ficco.ops.operands import left_of
 from ficco.options import Options, carried, current
 from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
@@ -84,12 +85,13 @@ Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
 class OperatorCall(NamedTuple):
-    """One call of an operator, without its operands."""
+    """One call of an operator, without its operands; ``purpose``: which gradients it is for."""
 
     operator: str
     group: ProcessGroup
     schedule: str | Schedule
     rows: Rows | None
+    purpose: str = ""
 
 
 class SavedTensors(NamedTuple):
@@ -128,6 +130,7 @@ def backward(
     grad = None if grad is None else grad.contiguous()
     if saved.a is not None and saved.a.dim() > 2:
         saved = saved._replace(a=saved.a.flatten(0, -2))
+    call = call._replace(purpose=_purpose(call.operator, *wanted))
     grad_a = grad_b = None
     with carried(options):
         if grad is not None:
@@ -136,6 +139,12 @@ def backward(
             returned = _returned(call, grad_gathered.contiguous())
             grad_a = returned if grad_a is None else grad_a.add_(returned)
     return None if grad_a is None else grad_a.view(saved.shape), grad_b
+
+
+@cache
+def _purpose(operator: str, to_a: bool, to_b: bool) -> str:
+    names = [left_of(operator)] * to_a + ["b"] * to_b
+    return f"for the gradient{'s' * (to_a and to_b)} of {' and '.join(names)} of {operator}"
 
 
 def _of_product(
@@ -208,7 +217,8 @@ def _transposed_product(
     ``rows`` rows, and is column-major if ``columns``."""
     operator, schedule = TRANSPOSED[call.operator], _schedule(call.schedule, whole_rows=False)
     out = right.new_empty((right.shape[1], rows)).t() if columns else None
-    return run(operator, left, right, call.group, schedule, call.rows, out=out)[0]
+    what = call.group, schedule, call.rows, False, out, call.purpose
+    return run(operator, left, right, *what)[0]
 
 
 def rows_multiplied(call: OperatorCall, m: int) -> int:
@@ -258,7 +268,8 @@ def _rows_back(call: OperatorCall) -> Rows | None:
 def _dual_of(call: OperatorCall) -> OperatorCall:
     """The call that sends everything back, by the dual operator."""
     schedule = _schedule(call.schedule)
-    return OperatorCall(DUAL[call.operator], call.group, schedule, _rows_back(call))
+    rows = _rows_back(call)
+    return call._replace(operator=DUAL[call.operator], schedule=schedule, rows=rows)
 
 
 @cache
@@ -274,15 +285,17 @@ def _schedule(schedule: str | Schedule, whole_rows: bool = True) -> str | Schedu
 
 
 def _dual(call: OperatorCall, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
-    operator, group, schedule, rows = _dual_of(call)
-    return run(operator, grad, b.t(), group, schedule, rows, return_gathered)
+    operator, group, schedule, rows, purpose = _dual_of(call)
+    what = group, schedule, rows, return_gathered, None, purpose
+    return run(operator, grad, b.t(), *what)
 
 
 def _gathered(call: OperatorCall, a: torch.Tensor) -> torch.Tensor:
     """Only the gathered or exchanged A, from a call whose ``b`` has no columns."""
     nothing = a.new_empty((a.shape[1], 0))
     schedule = _schedule(call.schedule, whole_rows=False)
-    return _there(run(call.operator, a, nothing, call.group, schedule, call.rows, True)[1])
+    what = call.group, schedule, call.rows, True, None, call.purpose
+    return _there(run(call.operator, a, nothing, *what)[1])
 
 
 def _summed_rows(call: OperatorCall, x: torch.Tensor) -> torch.Tensor:
@@ -398,7 +411,7 @@ class Differentiable(torch.autograd.Function):
     ) -> Any:
         ctx.call, ctx.options = call, current()
         saves = ctx.options.save_gathered and call.operator in GATHERS and ctx.needs_input_grad[1]
-        operator, group, schedule, rows = call
+        operator, group, schedule, rows, _ = call
         out, gathered = run(operator, a, b, group, schedule, rows, return_gathered or saves)
         save(ctx, a, b, gathered if saves else None)
         return out, gathered  # what is saved, too: autograd then knows that it comes from ``a``
