@@ -112,7 +112,8 @@ def _into(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
 
 
 def _back_into(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    y = x @ w
+    """As ``dist.all_reduce`` is traced."""
+    y = nn.functional.linear(x, w)
     return torch.ops.aten.copy(y, funcol.wait_tensor(reduce(y, g))) + 1
 
 
@@ -210,7 +211,14 @@ REPLACED = [
         (MAR,),
         "the result's rows are put in order by a copy",
     ),
-    Program("reduce in place", ((6, 8), (8, 5)), _back_into, (MAR,)),
+    Program("reduce in place", ((6, 8), (5, 8)), _back_into, (MAR,)),
+    Program("reduce a batch in place", ((2, 3, 8), (5, 8)), _back_into, (MAR,)),
+    Program(
+        "reduce a sum in place",
+        ((2, 3, 8), (8, 5), (8, 5)),
+        lambda x, w, v, g: torch.ops.aten.copy(y := x @ w + x @ v, reduce(y, g)) + 1,
+        (MAR,),
+    ),
     Program(
         "exchange before",
         ((6, 8), (8, 5)),

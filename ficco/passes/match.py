@@ -376,7 +376,7 @@ def _summands(
     while (relayout := relayout_to(node)) is not None:
         if relayout.converts is not None:
             raise Leave("the product is rounded to another dtype before it is reduced", about)
-        _check_only_user(node, consumers, about)
+        copies += _only_overwritten(node, consumers, about)
         if inner_users(relayout):
             raise Leave(f"{inner_users(relayout)[0].name} uses a part of the product, too", about)
         try:
@@ -386,15 +386,14 @@ def _summands(
         chain += reversed(relayout.nodes)
         consumers, node = set(relayout.nodes), relayout.source
     if isinstance(matmul, str):
-        _check_only_user(node, consumers, about)
+        copies += _only_overwritten(node, consumers, about)
         chain.append(node)
         for term in terms:
             _summands(call, term, {node}, order, summands, chain, copies)
         return
     if matmul.bias is not None:
         raise Leave("the bias is added on every rank, before the sum over ranks", about)
-    over = [user for user in node.users if _overwrites(user, node)]
-    _check_only_user(node, consumers | set(over), about)
+    copies += _only_overwritten(node, consumers, about)
     try:
         rows = rows_of(order, tensor_of(node).shape)
     except Unclear as error:
@@ -403,7 +402,6 @@ def _summands(
     if rows is None or (scatters and not _all_ranks(call, rows)):
         raise Leave("the columns of the product are scattered or moved, not its rows", about)
     _check_dtype(matmul)
-    copies += over
     summands.append((matmul, rows))
 
 
@@ -455,11 +453,14 @@ def _scattered(call: CollectiveCall) -> Order:
     return original((call.world, rows, *shape[1:]))
 
 
-def _check_only_user(node: Node, consumers: set[Node], about: Node | None) -> None:
-    """:class:`Leave` if a node has users other than the consumers."""
+def _only_overwritten(node: Node, consumers: set[Node], about: Node | None) -> list[Node]:
+    """The users of a node that only overwrite it; :class:`Leave` if any but these and the
+    consumers use it."""
+    over = [user for user in node.users if _overwrites(user, node)]
     for user in node.users:
-        if user not in consumers and not is_size(user):
+        if user not in consumers and user not in over and not is_size(user):
             raise Leave(f"{user.name} uses the product, too", about)
+    return over
 
 
 def _overwrites(user: Node, tensor: Node) -> bool:
