@@ -33,6 +33,13 @@ class InvalidArgument(ValueError):
         return ": ".join(self.args)
 
 
+#: What to do with a group whose ranks are no longer in step.
+REVIVE = (
+    "To use the group again, call ficco.close(group) on every rank; if one of its processes has "
+    "ended, make a new group"
+)
+
+
 class FiccoError(RuntimeError):
     """Base of the exceptions that only ficco raises. They can be pickled."""
 
@@ -63,8 +70,7 @@ class RankMismatch(FiccoError):
             "the ranks of this group disagree on what to compute:\n"
             + "\n".join(lines)
             + "\ncall ficco with the same sizes, schedule, options and machine file on every rank, "
-            "in the same order; unequal shards need rows=. To use the group again, call "
-            "ficco.close(group) on every rank"
+            f"in the same order; unequal shards need rows=. {REVIVE}"
         )
 
 
@@ -83,8 +89,7 @@ class PeerFailed(FiccoError):
         ranks = " and ".join(f"rank {rank}" for rank in self.reasons)
         super().__init__(
             f"a call of this group cannot be finished, since {failed}. See the output of {ranks} "
-            "for the whole error and fix that. This group can no longer be used by ficco: destroy "
-            "it and make a new one."
+            f"for the whole error and fix that. {REVIVE}."
         )
 
 
@@ -121,8 +126,7 @@ class SignalTimeout(FiccoError):
         super().__init__(
             f"{operator}: rank {rank} waited {seconds:.1f} s for {who} at step {step!r} of "
             f"schedule {schedule!r}{word}. {who} died, is stuck or did not make this call. "
-            "If it is only slow, raise ficco.options(timeout_s=...). This group can no longer be "
-            "used by ficco: destroy it and make a new one."
+            f"If it is only slow, raise ficco.options(timeout_s=...). {REVIVE}."
         )
 
 

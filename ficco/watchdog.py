@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ficco.board import Board
 from ficco.dma.engine import Engine, Slot, timed_out
-from ficco.errors import BackendError, FiccoError, SignalTimeout
+from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 
 #: Seconds between two looks.
 PERIOD_S = 0.05
@@ -83,7 +83,7 @@ class Watchdog:
             traceback.print_exc()
             return FiccoError(
                 f"the watchdog failed with {type(error).__name__}: {error}. Calls of this group "
-                "are no longer watched: destroy the group and make a new one"
+                f"are no longer watched. {REVIVE}"
             )
 
     def _release(self) -> bool:

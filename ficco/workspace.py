@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
-from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
+from ficco.errors import REVIVE, FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
@@ -183,7 +183,7 @@ class Workspace:
             if not isinstance(error, FiccoError):
                 error = FiccoError(
                     f"a call of this group was broken off by {why}. Its ranks are no longer in "
-                    "step: destroy the group and make a new one"
+                    f"step. {REVIVE}"
                 )
             self.error = copy.copy(error)  # without its traceback, which keeps tensors alive
         if self._told is not None:
@@ -197,7 +197,7 @@ class Workspace:
         if self.closed:
             raise FiccoError("the workspace of this group is closed; make a new group")
         if self.error is not None:
-            raise copy.copy(self.error)
+            raise _repeated(self.error)
 
     def refuse_within_block(self, what: str) -> None:
         """``FiccoError`` within a block of :func:`ficco.arriving`: calls of a group follow each
@@ -365,6 +365,13 @@ class Workspace:
                 kept.clear()
 
 
+def _repeated(error: FiccoError) -> FiccoError:
+    """The error of an earlier call, as a later one raises it."""
+    again = copy.copy(error)
+    again.args = (f"an earlier call of this group failed: {error}",)
+    return again
+
+
 def _why(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -385,7 +392,7 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
     workspace = _workspaces.get(key)
     if workspace is None or workspace.closed:
         if key in _failed:
-            raise copy.copy(_failed[key])
+            raise _repeated(_failed[key])
         if key in _inherited:
             raise FiccoError(
                 f"{operator}: this process was forked after ficco was used on this group, whose "

@@ -435,6 +435,8 @@ def test_a_mismatch_says_what_to_do_with_the_group() -> None:
     for failures in run(2, _close_after_mismatch):
         for failure in failures:
             assert failure.type == "RankMismatch" and "ficco.close(group)" in failure.text
+        first, again = (failure.text for failure in failures)
+        assert again == f"an earlier call of this group failed: {first}"
 
 
 def test_no_process_group() -> None:
@@ -561,4 +563,4 @@ def test_exception_tree() -> None:
     assert "ranks 0, 2: this" in text and "rank 1: that" in text
     text = str(ficco.PeerFailed({2: "MemoryError: none left.", 1: "KeyboardInterrupt"}))
     assert "since rank 1 failed: KeyboardInterrupt; rank 2 failed: MemoryError: none left. " in text
-    assert "output of rank 1 and rank 2" in text and "destroy it and make a new one" in text
+    assert "output of rank 1 and rank 2" in text and "ficco.close(group)" in text

@@ -92,10 +92,16 @@ def assert_timed_out(found: dict[str, Any], rank: int, peer: int, case: Case) ->
     assert_unusable(found)
 
 
+#: How a call begins the error of an earlier one.
+EARLIER = "an earlier call of this group failed: "
+
+
 def assert_unusable(found: dict[str, Any]) -> None:
     """The next call raises at once, and the group can be torn down."""
     assert isinstance(found["again"], Failure), found["again"]
     assert found["again"].type == found["first"].type
+    assert found["again"].text == EARLIER + found["first"].text
+    assert found["again"].text.count("ficco.close(group)") == 1
     assert found["waited_again"] < AT_ONCE_S
     assert found["torn"] is None, found["torn"]
     assert found["teardown"] < 5
@@ -305,6 +311,31 @@ def test_rank_that_never_calls(victim: int, schedule: str, warm: bool) -> None:
     found = run(3, _absent, case, victim, warm)
     for rank in {0, 1, 2} - {victim}:
         assert_timed_out(found[rank], rank, victim, case)
+
+
+def _revived(at: Rank, warm: bool) -> Any:
+    """As the text of a timeout says: close the group on every rank, and use it again."""
+    group, case = dist.new_group(list(range(at.world))), equal(at.world, 8, 8, 8)
+    if warm:
+        exact(at, case, 0, group)
+    made, found = make(at, case, 1, group), None
+    if at.rank != 1:
+        with ficco.options(timeout_s=PATIENCE_S):
+            found = caught(lambda: call(case, made.a, made.b, group))
+    at.barrier()
+    ficco.close(group)
+    for iteration in (2, 3):
+        exact(at, case, iteration, group)
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+def test_a_group_that_timed_out_is_used_again(warm: bool) -> None:
+    waited, _, other = run(3, _revived, warm)
+    for failure in (waited, other):
+        assert failure.type == "SignalTimeout" and "call ficco.close(group) on" in failure.text
 
 
 def _late(at: Rank, case: Case, warm: bool) -> None:
@@ -857,8 +888,8 @@ def test_a_rank_that_fails_alone_is_named_at_once(place: str, victim: int) -> No
             assert isinstance(error, Failure) and error.type == "PeerFailed", text
             assert error.fields["reasons"] == {victim: FIRST_LINES[kind]}, text
             assert f"rank {victim} failed: {FIRST_LINES[kind]}. " in error.text
-            assert "output of rank" in error.text and "destroy it and make a new" in error.text
-            assert mine["again"].text == error.text
+            assert "output of rank" in error.text and "ficco.close(group)" in error.text
+            assert mine["again"].text == EARLIER * bool(mine["first"]) + error.text
         if place != "caller's thread":
             assert all(mine["first"] for mine in found), case
 
