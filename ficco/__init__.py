@@ -1,5 +1,7 @@
 """ficco hides communication behind the matrix product that depends on it."""
 
+import typing
+
 from ficco.api import addresses, close, empty, explain, memory, synchronize
 from ficco.errors import (
     BackendError,
@@ -55,19 +57,26 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Load ``__version__``, ``nn`` and ``tile`` on first use: importing ficco stays cheap, and does
-    not need Triton."""
-    if name == "nn":
-        import ficco.nn as nn
+__version__: str
 
-        return nn
-    if name == "tile":
-        import ficco.tile as tile
+if typing.TYPE_CHECKING:
+    from ficco import nn as nn
+    from ficco import tile as tile
+else:
 
-        return tile
-    if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ficco.version import version
+    def __getattr__(name: str) -> object:
+        """Load ``__version__``, ``nn`` and ``tile`` on first use: importing ficco stays cheap, and
+        does not need Triton. Hidden from type checkers, which would take it to have any name."""
+        if name == "nn":
+            import ficco.nn as nn
 
-    return version()
+            return nn
+        if name == "tile":
+            import ficco.tile as tile
+
+            return tile
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ficco.version import version
+
+        return version()

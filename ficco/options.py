@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ficco.dma.choose import ENGINES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,23 @@ class Options:
             raise ValueError(f"{name}: required {wanted}, got {getattr(self, name)!r}")
 
 
+class Changes(TypedDict, total=False):
+    """The options that a call of :func:`options` may name, for type checkers; see
+    :class:`Options`."""
+
+    timeout_s: float
+    on_timeout: Literal["abort", "raise"]
+    engine: str | None
+    workspace_bytes: int | None
+    signals: Literal["auto", "write", "copy"]
+    replay: bool
+    machine: str | os.PathLike[str] | None
+    search: bool
+    log_problems: str | os.PathLike[str] | None
+    save_gathered: bool
+    all_reduce_gradients: Literal["sum", "equal"]
+
+
 _process = Options()
 _process_text = ""
 _block: ContextVar[Options | None] = ContextVar("ficco_options", default=None)
@@ -150,7 +170,7 @@ def saves_gathered(text: str) -> bool:
 
 
 @contextmanager
-def options(**changes: Any) -> Iterator[Options]:
+def options(**changes: Unpack[Changes]) -> Iterator[Options]:
     """Change options within a block: ``with ficco.options(timeout_s=5): ...``.
 
     See :class:`Options` for the names. Blocks nest. The setting belongs to the context: a thread
@@ -174,7 +194,7 @@ def carried(options: Options) -> Iterator[Options]:
         _block_text.reset(text)
 
 
-def set_options(**changes: Any) -> None:
+def set_options(**changes: Unpack[Changes]) -> None:
     """Change options for the whole process. :func:`options` blocks take precedence.
 
     Raises:
@@ -185,12 +205,13 @@ def set_options(**changes: Any) -> None:
     _process_text = to_text(_process)
 
 
-def _changed(options: Options, changes: dict[str, Any]) -> Options:
+def _changed(options: Options, given: Changes) -> Options:
+    changes: dict[str, Any] = {**given}
     known = [field.name for field in fields(Options)]
     for name in changes:
         if name not in known:
             raise ValueError(f"options: required one of {', '.join(known)}, got {name!r}")
     for name in ("machine", "log_problems"):
         if isinstance(changes.get(name), os.PathLike):
-            changes = {**changes, name: os.fspath(changes[name])}
+            changes[name] = os.fspath(changes[name])
     return replace(options, **changes)

@@ -10,6 +10,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ranks import Failure, Rank, caught, run
 from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
-from ficco.options import Options, from_text, saves_gathered, to_text
+from ficco.options import Changes, Options, from_text, saves_gathered, to_text
 
 #: Rows of a shard, k and n of the calls here.
 ROWS, K, N = 4, 8, 6
@@ -484,6 +485,11 @@ def test_a_text_of_options_says_whether_the_gathered_is_saved() -> None:
     for saves, timeout_s in product((False, True), (5.0, Options.timeout_s)):
         text = to_text(Options(save_gathered=saves, timeout_s=timeout_s))
         assert saves_gathered(text) == from_text(text).save_gathered == saves
+
+
+def test_type_checkers_know_every_option() -> None:
+    names = [field.name for field in fields(ficco.Options)]
+    assert list(Changes.__annotations__) == names
 
 
 def test_options_nest_and_follow_the_context() -> None:

@@ -37,6 +37,18 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
+def all_gather_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+    rows: Sequence[int] | None = None,
+    return_gathered: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def all_gather_matmul(
     a_shard: torch.Tensor,
     b: torch.Tensor,

@@ -1,0 +1,34 @@
+"""What a type checker says of a user's code.
+
+``make lint`` is the test: mypy is strict, and so reports an ignored error that it does not find.
+"""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import assert_type
+
+import ficco
+
+Both = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def calls(a: torch.Tensor, b: torch.Tensor, gathered: bool) -> None:
+    both = ficco.all_gather_matmul(a, b, return_gathered=True)
+    assert_type(both, tuple[torch.Tensor, torch.Tensor])
+    assert_type(ficco.all_gather_matmul(a, b), torch.Tensor)
+    assert_type(ficco.all_gather_matmul(a, b, return_gathered=gathered), Both)
+
+
+def options() -> None:
+    with ficco.options(timeout_s=5, machine="h200-4") as changed:
+        assert_type(changed, ficco.Options)
+    ficco.options(timeout=5)  # type: ignore[call-arg]
+    ficco.options(timeout_s="5")  # type: ignore[arg-type]
+    ficco.set_options(on_timeout="stop")  # type: ignore[arg-type]
+
+
+def module() -> None:
+    assert_type(ficco.__version__, str)
+    assert_type(ficco.nn.ColumnParallelLinear(8, 8), ficco.nn.ColumnParallelLinear)
+    ficco.all_gather(1)  # type: ignore[attr-defined]
