@@ -35,6 +35,10 @@ GRACE_S = 3.0
 #: Seconds between SIGTERM and SIGKILL.
 TERMINATE_S = 5.0
 
+#: Ranks on CPUs that may share a core unless more are asked for: with more, most of the time goes
+#: into switching between them, and starting them alone takes minutes.
+RANKS_PER_CORE = 8
+
 #: Seconds that ranks may take to start, before their own timeouts begin.
 START_S = 60.0
 
@@ -179,6 +183,18 @@ def check_ranks(ranks: int | None, device: str, least: int = 1) -> int:
     return ranks
 
 
+def check_load(ranks: int | None, device: str | None) -> None:
+    """``ValueError`` for more ranks on CPUs than the cores of this process can carry."""
+    cores = len(os.sched_getaffinity(0))
+    most = RANKS_PER_CORE * cores
+    on_cpus = (device or default_device()) == "cpu" and not under_torchrun()
+    if on_cpus and ranks is not None and ranks > most:
+        raise InvalidArgument(
+            "ranks",
+            f"required at most {most} on {cores} cores, got {ranks}; --oversubscribe starts more",
+        )
+
+
 def check_seconds(seconds: float) -> float:
     """How long to measure; ``ValueError`` if not above 0, or too long to wait for."""
     if not 0 < seconds <= LONGEST_S:
@@ -229,14 +245,14 @@ def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> tuple[Any] | 
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    for process in processes:
-        process.join(TERMINATE_S)
-        if process.is_alive():
-            process.kill()
-            process.join(TERMINATE_S)
+    """End those that still run, all within the same seconds."""
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        for process in processes:
+            if process.is_alive():
+                end(process)
+        deadline = time.monotonic() + TERMINATE_S
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0))
 
 
 def _rank(

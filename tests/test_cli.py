@@ -217,6 +217,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--set", "cpu", "--shapes", "x.csv", "--device", "cpu"], "got both"),
         (["bench", "--set", "experts", "--only", "g1"], "required some of g13, g14, g15, g16, got"),
         (["demo", "--ranks", "0"], "--ranks: required at least 1, got 0"),
+        *(
+            ([*command, "--device", "cpu", "--ranks", "4096"], "got 4096; --oversubscribe starts")
+            for command in (["demo"], ["bench"], ["tune"], ["characterize"], ["doctor"])
+        ),
         (["doctor", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         (["doctor", "--selftest", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         (["simulate", "--m", "8192"], "--n, --k: required with --m, got none"),
@@ -487,6 +491,30 @@ def _runs(process: str) -> bool:
         return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def _deaf(folder: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _stay(folder)
+
+
+def test_ranks_that_do_not_end_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ficco.launch.TERMINATE_S", 1.0)
+    monkeypatch.setattr("ficco.launch._collect", lambda *_: _wait_for(tmp_path, 3))
+    with pytest.raises(ZeroDivisionError):
+        launch(_deaf, 3, str(tmp_path))
+    began = float((tmp_path / "began").read_text())
+    assert time.monotonic() - began < 2.5
+    assert not any(map(_runs, set(os.listdir(tmp_path)) - {"began"}))
+
+
+def _wait_for(folder: Path, ranks: int) -> None:
+    while len(os.listdir(folder)) < ranks:
+        time.sleep(0.02)
+    (folder / "began").write_text(str(time.monotonic()))
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

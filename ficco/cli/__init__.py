@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, simulate, tune
 from ficco.cli.site import PACKAGES, not_installed, require_extra
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
-from ficco.launch import RankFailed
+from ficco.launch import RankFailed, check_load
 from ficco.version import version
 
 PROGRAM = "ficco"
@@ -63,6 +63,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         if parsed.command in WITH_EXTRA:
             require_extra()
+        if not getattr(parsed, "oversubscribe", True):
+            check_load(parsed.ranks, parsed.device)
         return int(COMMANDS[parsed.command].run(parsed) or 0)
     except RankFailed as error:
         if error.details:

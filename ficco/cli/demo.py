@@ -16,7 +16,7 @@ DEMO_S = 300.0
 
 
 def options(parser: Any) -> None:
-    add_ranks(parser, "(default: 4, or a GPU each)")
+    add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
     parser.add_argument(
         "--out",
         type=Path,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco import doctor, launch
-from ficco.cli.site import FLAG
+from ficco.cli.site import FLAG, add_ranks
 
 #: Seconds after which the ranks of ``doctor`` have hung.
 DOCTOR_S = 120.0
@@ -17,16 +17,10 @@ DOCTOR_S = 120.0
 
 def options(parser: Any) -> None:
     parser.add_argument("--json", **FLAG, help="print JSON")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="start so many ranks and make a call, which shows what reaches a peer; the "
-        "report on auto is then for as many (default: start none; auto for a GPU each, or 4)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device of those ranks (default: cuda where torch sees a GPU)",
+    add_ranks(
+        parser,
+        "start so many ranks and make a call, which shows what reaches a peer; the report on auto "
+        "is then for as many (default: start none; auto for a GPU each, or 4)",
     )
     parser.add_argument(
         "--selftest",

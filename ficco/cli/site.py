@@ -70,13 +70,18 @@ def site(
     return where(machine, world, asked, captured=captured)
 
 
-def add_ranks(parser: Any, started: str = "(default: a GPU each, or 4)") -> None:
+def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
     """Add the options that say how many ranks are started, and on what."""
-    parser.add_argument("--ranks", type=int, help=f"ranks to start {started}")
+    parser.add_argument("--ranks", type=int, help=ranks)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         help="cuda is any vendor's GPU (default: cuda where torch sees one)",
+    )
+    parser.add_argument(
+        "--oversubscribe",
+        **FLAG,
+        help=f"start more than {launch.RANKS_PER_CORE} CPU ranks per core",
     )
 
 
