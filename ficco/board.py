@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from ficco.dma.host import HostMemory
+from ficco.dma.host import HostMemory, dead
 from ficco.errors import PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import digest
 
@@ -61,6 +61,7 @@ class Board:
         self.rank, self.world, self._ranks = group.rank(), group.size(), range(group.size())
         size = ENTRIES * 8 + TEXTS * TEXT_BYTES
         memory = HostMemory(group, size, timeout_s, "the agreement board", operator)
+        self._pids = memory.pids
         # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in memory.maps]
         self._texts = [memoryview(part)[ENTRIES * 8 : size] for part in memory.maps]
@@ -108,6 +109,10 @@ class Board:
         """Whether this rank has posted that it refused a call."""
         return self._entry(self.rank, number) == _REFUSED
 
+    def ended(self, rank: int) -> bool:
+        """Whether the process of a rank has ended."""
+        return dead(self._pids[rank])
+
     def await_same(self, number: int) -> None:
         """Wait briefly until all ranks have the same entry for a call, such as a refusal."""
         end = time.monotonic() + GRACE_S
@@ -144,7 +149,9 @@ class Board:
             if error := self.mismatch(number):
                 raise error
             seconds = time.monotonic() - begin
-            if seconds > timeout_s:
+            ended = [rank for rank in absent if self.ended(rank) and not self._passed(rank, number)]
+            if ended or seconds > timeout_s:
+                absent = ended or absent
                 raise SignalTimeout(
                     operator=operator,
                     rank=self.rank,
@@ -154,6 +161,7 @@ class Board:
                     seconds=seconds,
                     wanted=number,
                     found=self._latest(absent[0], number),
+                    ended=bool(ended),
                 )
         if error := self._mismatch_of(number):
             raise error

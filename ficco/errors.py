@@ -104,6 +104,8 @@ class SignalTimeout(FiccoError):
         seconds: how long it waited.
         wanted, found: the value of the signal word that was waited for, and the one found; None
             if the word could not be read.
+        ended: the peer's process is seen to have ended, so that this did not take the whole time
+            limit.
     """
 
     def __init__(
@@ -117,16 +119,22 @@ class SignalTimeout(FiccoError):
         schedule: str = "unknown",
         wanted: int | None = None,
         found: int | None = None,
+        ended: bool = False,
     ) -> None:
         self.operator, self.schedule = operator, schedule
         self.rank, self.peer, self.step = rank, peer, step
-        self.seconds, self.wanted, self.found = seconds, wanted, found
+        self.seconds, self.wanted, self.found, self.ended = seconds, wanted, found, ended
         who = "a peer" if peer is None else f"rank {peer}"
         word = "" if wanted is None else f"; signal word: wanted {wanted}, found {found}"
+        why = (
+            f"The process of {who} has ended; see its output"
+            if ended
+            else f"{who} died, is stuck or did not make this call. If it is only slow, raise "
+            "ficco.options(timeout_s=...)"
+        )
         super().__init__(
             f"{operator}: rank {rank} waited {seconds:.1f} s for {who} at step {step!r} of "
-            f"schedule {schedule!r}{word}. {who} died, is stuck or did not make this call. "
-            f"If it is only slow, raise ficco.options(timeout_s=...). {REVIVE}."
+            f"schedule {schedule!r}{word}. {why}. {REVIVE}."
         )
 
 

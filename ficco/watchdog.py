@@ -22,6 +22,9 @@ from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 
 #: Seconds between two looks.
 PERIOD_S = 0.05
+#: Seconds for which a call still runs once the process of a rank has ended: what that has posted is
+#: there by then, and a call that has all it needs is over.
+ENDED_S = 0.5
 #: Seconds that freeing the streams of a stuck call may take before the process ends.
 RELEASE_S = 10.0
 #: Seconds that earlier calls have to end by themselves after a call was broken off.
@@ -50,6 +53,7 @@ class Watchdog:
     def __init__(self, workspace: Watched) -> None:
         self._workspace = workspace
         self._since: dict[int, float] = {}  # slot -> when its running call was first seen
+        self._ended: dict[int, float] = {}  # rank -> when its process was first seen to have ended
         self._stop = threading.Event()
         self.timeout_s = 60.0
         self.on_timeout = "abort"
@@ -104,6 +108,9 @@ class Watchdog:
         stuck: FiccoError | None = None
         slots = workspace.slots
         there = {id(slot) for slot in slots}
+        for rank in set(range(workspace.board.world)) - self._ended.keys():
+            if workspace.board.ended(rank):
+                self._ended[rank] = now
         self._since = {key: since for key, since in self._since.items() if key in there}
         for slot in slots:
             running, ended = workspace.engine.pulse(slot)
@@ -115,9 +122,20 @@ class Watchdog:
                 self._since[id(slot)] = now
             elif now - since > self.timeout_s and stuck is None:
                 stuck = self._timeout(slot, running, now - since)
+            elif self._ended and now - max(since, *self._ended.values()) > ENDED_S:
+                stuck = stuck or self._orphaned(slot, running, now - since)
         # A mismatch comes first: mismatched calls can end, with wrong results, before a timeout.
         # An error of this workspace, too: a call that broke off may have left others waiting.
         return workspace.error or workspace.board.mismatch(workspace.calls) or stuck
+
+    def _orphaned(self, slot: Slot, running: int, seconds: float) -> SignalTimeout | None:
+        """The error of a call that waits for a signal of a rank whose process has ended."""
+        if (program := slot.programs.get(running)) is None:
+            return None
+        missing = self._workspace.engine.missing(slot, program)
+        if missing is None or missing.peer not in self._ended:
+            return None
+        return timed_out(program.plan, missing, seconds, ended=True)
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -151,6 +152,23 @@ def test_an_absent_rank_is_named() -> None:
         assert (fields["rank"], fields["peer"]) == (rank, 1)
         assert (fields["wanted"], fields["found"]) == (5, 3)
         assert 0.3 <= seconds < 2
+
+
+def ends(at: Rank) -> Any:
+    mine = board()
+    mine.post(1, 9)
+    dist.barrier()
+    if at.rank == 1:
+        os._exit(0)
+    mine.post(2, 9)
+    begin = time.monotonic()
+    return caught(lambda: agree(mine, 2, 20.0)), time.monotonic() - begin
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
+    for failure, seconds in run(3, ends, fresh=True, catch=True)[::2]:
+        assert failure.type == "SignalTimeout" and seconds < 1.0
+        assert failure.fields["peer"] == 1 and failure.fields["ended"]
 
 
 def fails(at: Rank, how: str) -> Any:

@@ -33,6 +33,8 @@ from ficco.workspace import Workspace, workspaces
 
 #: Seconds after which the calls of these tests give up on a peer.
 PATIENCE_S = 1.0
+#: Seconds for which they wait for a peer whose process has ended, unless that is noticed.
+LONG_S = 20.0
 #: Seconds that a busy machine may take on top.
 SLACK_S = 2.5
 #: Seconds that anything may take that waits for nobody.
@@ -50,10 +52,12 @@ def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
     return caught(fn), time.monotonic() - started
 
 
-def outcome(at: Rank, case: Case, group: Any = None) -> dict[str, Any]:
+def outcome(
+    at: Rank, case: Case, group: Any = None, patience: float = PATIENCE_S
+) -> dict[str, Any]:
     """What a rank sees of a group in which something is wrong, to the end of the group."""
     made = make(at, case.on(a="plain"), 5, group)
-    with ficco.options(timeout_s=PATIENCE_S):
+    with ficco.options(timeout_s=patience):
         first, waited = timed(lambda: call(case, made.a, made.b, group))
         again, waited_again = timed(lambda: call(case, made.a, made.b, group))
 
@@ -72,8 +76,10 @@ def outcome(at: Rank, case: Case, group: Any = None) -> dict[str, Any]:
     }
 
 
-def assert_timed_out(found: dict[str, Any], rank: int, peer: int, case: Case) -> None:
-    """The whole story of one survivor."""
+def assert_timed_out(
+    found: dict[str, Any], rank: int, peer: int, case: Case, ended: bool = False
+) -> None:
+    """The whole story of one survivor, perhaps of the end of its peer's process."""
     first = found["first"]
     assert isinstance(first, Failure) and first.type == "SignalTimeout", first
     fields = first.fields
@@ -86,9 +92,11 @@ def assert_timed_out(found: dict[str, Any], rank: int, peer: int, case: Case) ->
     assert fields["schedule"] == case.schedule or fields["schedule"] == "none yet"
     assert 0 < fields["seconds"] <= PATIENCE_S + SLACK_S
     who = f"rank {peer}" if told else "a peer"
-    for word in ("all_gather_matmul", f"rank {rank} ", who, fields["step"], "timeout_s"):
+    assert fields["ended"] == ended, first.text
+    says = f"The process of {who} has ended" if ended else "timeout_s"
+    for word in ("all_gather_matmul", f"rank {rank} ", who, fields["step"], says):
         assert word in first.text
-    assert found["waited"] < PATIENCE_S + SLACK_S
+    assert found["waited"] < (AT_ONCE_S if ended else PATIENCE_S + SLACK_S)
     assert_unusable(found)
 
 
@@ -122,7 +130,8 @@ def _with_a_casualty(
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
     if how == "kill-before":
         time.sleep(0.3)
-    return outcome(at, case)
+    # The end of a process that has used the group is noticed, however long a call may wait.
+    return outcome(at, case, patience=LONG_S if warm and how != "stop" else PATIENCE_S)
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
@@ -140,14 +149,15 @@ def test_killed_rank(victim: int, schedule: str, warm: bool) -> None:
     found = run(3, _with_a_casualty, case, victim, "kill", warm, fresh=True, catch=True)
     assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
     for rank in {0, 1, 2} - {victim}:
-        assert_timed_out(found[rank], rank, victim, case)
+        ended = warm or bool(found[rank]["first"].fields["ended"])
+        assert_timed_out(found[rank], rank, victim, case, ended)
 
 
 def test_rank_killed_before_the_call_began() -> None:
     case = equal(4, 8, 8, 8, schedule="shrinking:pull")
     found = run(4, _with_a_casualty, case, 0, "kill-before", True, fresh=True, catch=True)
     for rank in (1, 2, 3):
-        assert_timed_out(found[rank], rank, 0, case)
+        assert_timed_out(found[rank], rank, 0, case, ended=True)
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
@@ -178,7 +188,7 @@ def _killed_at_step(at: Rank, case: Case, victim: int, step: int) -> dict[str, A
         exact(at, case, iteration)
     at.barrier()
     with disturb(Disturbance(delay_s=0.005, kill=(victim, step), seed=step)):
-        return outcome(at, case)
+        return outcome(at, case, patience=LONG_S)
 
 
 @pytest.mark.parametrize("step", [0, 2, 4, 6])
@@ -201,7 +211,7 @@ def test_rank_killed_in_the_middle_of_a_call(victim: int, schedule: str, step: i
         # A survivor that had all it needed ends this call well, and fails in the next.
         first = found[rank]["first"]
         if isinstance(first, Failure):
-            assert_timed_out(found[rank], rank, victim, case)
+            assert_timed_out(found[rank], rank, victim, case, ended=True)
             timed_out += 1
         else:
             assert found[rank]["again"].type == "SignalTimeout"

@@ -14,7 +14,7 @@ from ficco.dma.engine import Missing, Program, Slot
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
-from ficco.watchdog import PERIOD_S, Watchdog
+from ficco.watchdog import ENDED_S, PERIOD_S, Watchdog
 
 TIMEOUT_S = 0.4
 
@@ -51,8 +51,13 @@ class Engine:
 
 
 class Board:
+    world = 4
+
     def __init__(self, error: RankMismatch | None) -> None:
-        self.error = error
+        self.error, self.gone = error, set[int]()
+
+    def ended(self, rank: int) -> bool:
+        return rank in self.gone
 
     def mismatch(self, latest: int) -> RankMismatch | None:
         return self.error
@@ -85,10 +90,11 @@ def watch() -> Iterator[Callable[..., Workspace]]:
         ending: bool = False,
         error: RankMismatch | None = None,
         schedule: str = "growing",
+        timeout_s: float = TIMEOUT_S,
     ) -> Workspace:
         workspace = Workspace(running, ending, error, schedule)
         dog = Watchdog(workspace)  # type: ignore[arg-type]
-        dog.timeout_s, dog.on_timeout = TIMEOUT_S, "raise"
+        dog.timeout_s, dog.on_timeout = timeout_s, "raise"
         dogs.append(dog)
         return workspace
 
@@ -103,6 +109,31 @@ def until(workspace: Workspace, seconds: float) -> float:
     while workspace.error is None and time.monotonic() - begin < seconds:
         time.sleep(0.005)
     return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_end_of_the_process_that_is_waited_for_is_seen_at_once(
+    watch: Callable[..., Workspace], rank: int
+) -> None:
+    workspace = watch(running=7, timeout_s=20)
+    workspace.board.gone.add(rank)
+    waited = until(workspace, 4 * ENDED_S)
+    error = workspace.error
+    if rank == 2:  # the first signal that is missing is another's, who is there
+        assert error is None
+        return
+    assert isinstance(error, SignalTimeout) and (error.peer, error.ended) == (1, True)
+    assert ENDED_S <= waited < 1.0
+    assert "The process of rank 1 has ended; see its output" in str(error)
+    assert "timeout_s" not in str(error)
+
+
+def test_calls_that_end_do_not_care_whose_process_has_ended(
+    watch: Callable[..., Workspace],
+) -> None:
+    workspace = watch(running=7, ending=True, timeout_s=20)
+    workspace.board.gone.add(1)
+    assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S
 
 
 def test_a_stuck_call_is_named_and_released(

@@ -123,7 +123,9 @@ class CpuEngine(Engine):
             if lane not in state.blocked:
                 state.blocked[lane] = (step, signal, word, begin)
                 self._mark(program, state, lane, 1)
-            if time.monotonic() - begin > state.timeout_s:
+            # What a peer posts it posts before it ends.
+            ended = dead(state.pids[signal.poster]) and not semaphores().value(word)
+            if ended or time.monotonic() - begin > state.timeout_s:
                 self._expire(program, state)
         if state.blocked.pop(lane, None):
             self._mark(program, state, lane, 0)
@@ -163,7 +165,8 @@ class CpuEngine(Engine):
 
         step, signal, word, begin = min(list(state.blocked.values()), key=order)
         missing = Missing(step, signal.poster, 1, semaphores().value(word))
-        raise timed_out(program.plan, missing, time.monotonic() - begin)
+        ended = dead(state.pids[signal.poster])
+        raise timed_out(program.plan, missing, time.monotonic() - begin, ended)
 
     # Copies.
 

@@ -41,11 +41,13 @@ def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -
     mine, pids = counts[engine.rank], memory.host.pids
     peers = [peer for peer in range(engine.world) if peer != engine.rank]
 
-    def missing() -> int | None:
-        """The rank that is dead, or has started fewer collectives than this one."""
-        gone = [peer for peer in peers if dead(pids[peer])]
-        late = [peer for peer in peers if counts[peer][0] < mine[0]]
-        return next(iter(gone + late), None)
+    def missing() -> tuple[int | None, bool]:
+        """The rank that is dead, or has started fewer collectives than this one; whether it is
+        dead."""
+        for peer in peers:
+            if dead(pids[peer]):
+                return peer, True
+        return next((peer for peer in peers if counts[peer][0] < mine[0]), None), False
 
     def op(call: Call) -> None:
         mine[0] += 1
@@ -66,7 +68,7 @@ def collect(
     program: Program,
     call: Call,
     step: int,
-    missing: Callable[[], int | None],
+    missing: Callable[[], tuple[int | None, bool]],
     start: collectives.Start,
 ) -> None:
     """Run a collective, or raise an error that names the missing rank."""
@@ -85,7 +87,7 @@ def collect(
             except RuntimeError as error:
                 state.check()
                 engine.interrupt()  # ranks that disagree also fail here
-                while failed and missing() is None:
+                while failed and missing()[0] is None:
                     engine.interrupt()
                     # The connection is lost a little before the peer's process is gone.
                     if time.monotonic() - begin > DEATH_S:
@@ -96,7 +98,8 @@ def collect(
                 seconds = time.monotonic() - begin
                 late = work is not None and not work.is_completed()
                 if failed or (late and seconds > state.timeout_s):
-                    raise timed_out(program.plan, Missing(step, missing()), seconds) from error
+                    peer, ended = missing()
+                    raise timed_out(program.plan, Missing(step, peer), seconds, ended) from error
     except BaseException:
         _unfinished[:] = [pair for pair in _unfinished if not pair[0].is_completed()]
         if work is not None:

@@ -459,8 +459,8 @@ def in_turn(ops: Sequence[Op]) -> Op:
     return op
 
 
-def timed_out(plan: Plan, missing: Missing, seconds: float) -> SignalTimeout:
-    """The error of a step that has waited too long."""
+def timed_out(plan: Plan, missing: Missing, seconds: float, ended: bool = False) -> SignalTimeout:
+    """The error of a step that has waited too long, or for a peer whose process has ended."""
     step, signal = plan.steps[missing.step], missing.signal
     if signal is not None and signal in step.gates:  # the piece that did not come
         step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
@@ -473,4 +473,5 @@ def timed_out(plan: Plan, missing: Missing, seconds: float) -> SignalTimeout:
         seconds=seconds,
         wanted=missing.wanted,
         found=missing.found,
+        ended=ended,
     )

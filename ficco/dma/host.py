@@ -194,7 +194,10 @@ class HostMemory:
             arrived = rank == self.rank or semaphores().try_wait(gate)
             while not arrived and (rest := deadline - time.monotonic()) > 0:
                 self._interrupt()
+                ended = dead(self.pids[rank])
                 arrived = semaphores().wait(gate, min(rest, 0.02))  # in slices, for Ctrl-C
+                if ended and not arrived:
+                    raise self._timeout([rank], timeout_s - max(rest, 0), ended)
             if not arrived:
                 absent.append(rank)
         if absent:
@@ -217,7 +220,9 @@ class HostMemory:
         end = _address(part) + len(part)
         return [end - (rank + 1) * SEMAPHORE_STRIDE for rank in range(self.world)]
 
-    def _timeout(self, absent: list[int] | None, seconds: float) -> SignalTimeout:
+    def _timeout(
+        self, absent: list[int] | None, seconds: float, ended: bool = False
+    ) -> SignalTimeout:
         who = "the rank that hosts the store"
         if absent:
             who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
@@ -228,6 +233,7 @@ class HostMemory:
             step=f"share host memory for {self.purpose}: {who} absent",
             schedule="none yet",
             seconds=seconds,
+            ended=ended,
         )
 
     def _hello(self, fd: int) -> dict[str, Any]:
