@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -224,6 +225,16 @@ def test_candidates_with_a_number_are_the_first_of_those_ranked() -> None:
     for wrong in ("candidates=0", "candidates=", "candidates=x"):
         with pytest.raises(ValueError):
             choose([wrong])
+
+
+def test_cpus_have_several_compute_lanes_only_if_asked() -> None:
+    names = [one.name for one in choose(None, device="cpu")]
+    assert set(NAMED) <= set(names) and not any("compute=" in name for name in names)
+    assert any("compute=2" in one.name for one in choose(None))
+    cpu: Any = SimpleNamespace(asynchronous=False, refuses=lambda *_: "")
+    chosen = choose(["candidates", "growing:compute=2"], device="cpu")
+    found = [one.name for one in of_problem(chosen, _problem(OPERATOR), cpu)]
+    assert len(found) > 10 and [n for n in found if "compute" in n] == ["growing:compute=2"]
 
 
 def test_names_of_one_plan_are_timed_once() -> None:

@@ -869,6 +869,31 @@ def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capf
     assert said.endswith(f"measure again: {again}\n")
 
 
+@pytest.mark.parametrize("crowded", [True, False])
+def test_copies_are_checked_by_what_their_block_holds(
+    crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On crowded cores that is the bytes' time alone; what a call takes besides is in the host."""
+    call, rate = 500e-6, 3e9
+    latency = 0.0 if crowded else call
+    block = Copies(1, latency, 0.0, ((16384.0, rate), (1048576.0, rate)), TRUTH.provenance)
+
+    def times(site: Any, sizes: Any, pieces: Any) -> list[fits.CopyTime]:
+        return [
+            fits.CopyTime(size, 3 * count, call + 3 * count * size / rate)
+            for size in sizes
+            for count in pieces
+        ]
+
+    monkeypatch.setattr(check.communication, "copy_times", times)
+    quick = effort.EFFORTS["cpu", True]
+    machine = Machine("m", "cpu", 4, copies=block)
+    site: Any = SimpleNamespace(effort=quick, machine=machine, crowded=crowded, world=4)
+    points = list(check._copies(site))
+    assert len(points) == 2
+    assert all(point.ratio == pytest.approx(1.0, rel=1e-3) for point in points), points
+
+
 def test_a_point_holds_within_the_tolerance_on_either_side() -> None:
     assert check.Point("b", "x", 1.0, 1.25).holds(0.25)
     assert check.Point("b", "x", 1.25, 1.0).holds(0.25)

@@ -38,6 +38,12 @@ class BenchCandidate:
         """Whether it is a call of ficco's."""
         return self.kind == "ficco"
 
+    @property
+    def several_lanes(self) -> bool:
+        """Whether products run at the same time. On CPUs they share the cores of one product, and
+        take 4 to 80 times as long (4 ranks on 2 cores, 2026-11-24)."""
+        return self.ours and self.schedule != "auto" and Schedule.parse(self.schedule).compute > 1
+
 
 def parse(name: str) -> BenchCandidate:
     """A ficco candidate from its name: ``shard-overlap:pull@symmetric``, ``growing@stages=2``."""
@@ -92,14 +98,17 @@ SCHEDULES = tuple(
 )
 
 
-def choose(names: list[str] | None, without: Sequence[str] = ()) -> tuple[BenchCandidate, ...]:
-    """The candidates of a bench: the references but some, and the schedules of these names, or all.
+def choose(
+    names: list[str] | None, without: Sequence[str] = (), device: str = "cuda"
+) -> tuple[BenchCandidate, ...]:
+    """The candidates of a bench: the references but some, and the schedules of these names, or all
+    that are of use on ``"cuda"`` or ``"cpu"``.
 
     The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
     by kernel where copies are small, and those that sum in the memory of the peers. With a number
     it stands for as many of library products, besides serial, that are predicted to be fastest.
     """
-    ours = SCHEDULES
+    ours = tuple(one for one in SCHEDULES if device != "cpu" or not one.several_lanes)
     if names is not None:
         ours = tuple(_stands_for(name) or parse(name) for name in names)
     references = [one for one in REFERENCES if one.name not in without]
@@ -136,7 +145,9 @@ def of_problem(
         elif one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
             names = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
-            available |= dict.fromkeys(map(parse, names))
+            on_gpu = engine is None or engine.asynchronous
+            every = map(parse, names)
+            available |= dict.fromkeys(one for one in every if on_gpu or not one.several_lanes)
         elif problem.operator in (one.operators or OPERATORS):
             available[one] = None
     return tuple(one for one in available if not refused(one, problem, engine))

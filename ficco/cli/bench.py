@@ -262,7 +262,7 @@ def _products(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any
     from ficco.bench.run import BenchSettings, bench
 
     found, what = chosen(arguments, device)
-    candidates = choose(arguments.schedules, arguments.without)
+    candidates = choose(arguments.schedules, arguments.without, device)
     if arguments.schedules:
         _servable(candidates, found)
     told: dict[str, Any] = {

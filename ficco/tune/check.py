@@ -16,7 +16,7 @@ from ficco.machine import COLLECTIVES, Machine, Provenance
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
-from ficco.tune import communication, products
+from ficco.tune import communication, fits, products
 from ficco.tune.effort import EFFORTS
 from ficco.tune.run import TIMEOUT_S
 from ficco.tune.site import Site
@@ -81,6 +81,12 @@ def _gemm(site: Site) -> Iterator[Point]:
 def _copies(site: Site) -> Iterator[Point]:
     model, sizes = site.machine.copies, site.effort.sizes
     if model is None or site.world < 2:
+        return
+    if site.crowded:  # the block has the bytes' time alone; the rest is in the block host
+        curve = fits.copies(communication.copy_times(site, sizes, site.effort.pieces)).curve
+        for nbytes, rate in curve[1:]:
+            what = f"{nbytes / 1024:.0f} KiB"
+            yield Point("copies", what, nbytes / model.rate(nbytes), nbytes / rate)
         return
     for one in communication.copy_times(site, (sizes[1], sizes[-1]), (1,)):
         row = one.count * one.nbytes / model.rate(one.nbytes) + (one.count - 1) * model.gap

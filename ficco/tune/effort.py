@@ -50,7 +50,8 @@ class Effort:
         moves: bytes of copies within a rank.
         tiny: rows of a rank, columns of b and of A of calls whose host time counts.
         rule: m, n and k of products for the thresholds of the rule.
-        seconds: time for each step; the whole run takes about a quarter more.
+        seconds: time for each step, and ``takes``: how many times as long it takes, with what it
+            prepares and the ``least`` rounds.
         shape_seconds: time for each given problem.
         least: rounds of everything that is timed.
         exchanges: bytes that a rank has for another in a collective, whose library changes its
@@ -75,6 +76,7 @@ class Effort:
     shape_seconds: float
     least: int
     exchanges: tuple[int, ...]
+    takes: float = 1.25
 
 
 def grid(
@@ -207,5 +209,6 @@ EFFORTS = {
         shape_seconds=CPU.shape_seconds / 5,
         least=2,
         exchanges=(*CPU.exchanges[:4:2], 1 * MIB),
+        takes=6.0,
     ),
 }

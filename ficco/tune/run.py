@@ -108,7 +108,8 @@ class TuneSettings:
 
     def seconds(self, step: str) -> float:
         """About how long a step takes."""
-        return self.effort.seconds.get(step, 2 * self.effort.shape_seconds)
+        seconds = self.effort.seconds.get(step, 2 * self.effort.shape_seconds)
+        return seconds * self.effort.takes
 
 
 @dataclass
