@@ -7,12 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
-from ficco.specification import Buffer, Contraction, Exchange, Specification
+from ficco.scaling import FAMILIES, MULTIPLE, RECIPES, RESULTS, Scaling, factor_count
+from ficco.specification import (
+    ITEMSIZES,
+    Buffer,
+    Contraction,
+    Exchange,
+    Factors,
+    Specification,
+)
 
-#: Bytes per element of the supported dtypes.
+#: Bytes per element of the supported dtypes of operands without scales.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 #: Largest size of a dimension, and most ranks of a group: more than any host has. Beyond them
@@ -62,14 +70,15 @@ class Problem:
             rows that it multiplies.
         n: columns of the local B.
         k: columns of A. They are the rows of B or, if A is transposed, of the result.
-        dtype: name of the dtype of A, B and the product.
+        dtype: name of the dtype of A and, without scales, of B and the product.
         blocks: all-to-all: rows that rank i sends to rank j, as ``blocks[i][j]``; else empty.
         return_gathered: the gathered A is a second result.
         symmetric: A is in symmetric memory, so that peers can read it in place.
+        scaling: how float8 operands are scaled; None for any other.
 
     Raises:
         ValueError: a value is wrong, or they do not fit together.
-        NotImplementedError: the dtype is not supported.
+        NotImplementedError: the dtype or the recipe is not supported.
     """
 
     operator: str
@@ -80,13 +89,20 @@ class Problem:
     return_gathered: bool = False
     symmetric: bool = False
     blocks: tuple[tuple[int, ...], ...] = ()
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.operator not in OPERATORS:
             raise InvalidArgument(
                 "operator", f"required one of {', '.join(OPERATORS)}, got {self.operator!r}"
             )
-        if self.dtype not in ITEMSIZE:
+        if self.scaling is not None:
+            self._check_scaling(self.scaling)
+        elif self.dtype in FAMILIES:
+            raise ValueError(
+                f"dtype: required scales for {self.dtype}, got none; pass scale_a and scale_b"
+            )
+        elif self.dtype not in ITEMSIZE:
             raise NotImplementedError(
                 f"dtype {self.dtype} is not served; use one of {', '.join(ITEMSIZE)}"
             )
@@ -102,9 +118,48 @@ class Problem:
         if self.kind.blocks and not (square and self.rows == _summed(self.kind, self.blocks)):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
 
+    def _check_scaling(self, scaling: Scaling) -> None:
+        if scaling.recipe not in RECIPES:
+            raise InvalidArgument(
+                "recipe", f"required one of {', '.join(RECIPES)}, got {scaling.recipe!r}"
+            )
+        if needs := scaling.rules.needs:
+            raise NotImplementedError(
+                f"the recipe {scaling.recipe} needs {needs}, which no engine serves yet; quantise "
+                "with float32 factors, row by row or in blocks of 128"
+            )
+        families = [FAMILIES.get(dtype) for dtype in (self.dtype, scaling.right)]
+        if None in families:
+            raise ValueError(
+                f"scale_a, scale_b: required operands of {', '.join(FAMILIES)}, got {self.dtype} "
+                f"and {scaling.right}; leave the scales out, or quantise the operands"
+            )
+        if len(set(families)) > 1:
+            raise ValueError(
+                f"required operands of one family of float8, got {self.dtype} and "
+                f"{scaling.right}, whose bits mean other numbers; quantise both for one device"
+            )
+        if scaling.out not in RESULTS:
+            raise ValueError(f"out_dtype: required one of {', '.join(RESULTS)}, got {scaling.out}")
+        if scaling.bias and scaling.out == "float32":
+            raise ValueError(
+                "bias: required out_dtype bfloat16 or float16 with a bias, got float32; add it to "
+                "the result"
+            )
+        if self.kind.inner or scaling.replicated and self.kind.collective != "all-gather":
+            what = "factors of all ranks' rows on each" if scaling.replicated else "float8 operands"
+            raise NotImplementedError(f"{self.operator} does not take {what}")
+        for name, size in (("n", self.n), ("k", self.k)):
+            if size % MULTIPLE:
+                raise InvalidArgument(
+                    name,
+                    f"required a multiple of {MULTIPLE} for float8 operands, got {size}; pad with "
+                    "zeros",
+                )
+
     @classmethod
     def of_blocks(
-        cls, operator: str, blocks: Sequence[Sequence[int]], n: int, k: int, dtype: str
+        cls, operator: str, blocks: Sequence[Sequence[int]], n: int, k: int, dtype: str, **rest: Any
     ) -> Problem:
         """The Problem of an all-to-all, whose ``rows`` follow from its table.
 
@@ -113,7 +168,7 @@ class Problem:
         """
         table = tuple(tuple(row) for row in blocks)
         rows = _summed(OPERATORS[operator], table)
-        return cls(operator, rows, n, k, dtype, blocks=table)
+        return cls(operator, rows, n, k, dtype, blocks=table, **rest)
 
     @cached_property
     def kind(self) -> Operator:
@@ -218,21 +273,57 @@ class Problem:
 
         left, right = shapes(self.left_rows, self.k), shapes(self.b_rows, self.n)
         a = Buffer("a", "A", self.dtype, left, "operand", self.symmetric, leaves=not kind.scatters)
-        b = Buffer("b", "B", self.dtype, right, "operand")
+        b = Buffer("b", "B", self.scaling.right if self.scaling else self.dtype, right, "operand")
         first = self.offsets[:-1] if kind.sums and not kind.returns else ()
         shape = shapes(self.out_rows, self.n)
-        results = [Buffer("out", product, self.dtype, shape, "result", first=first)]
+        results = [Buffer("out", product, self.out_dtype, shape, "result", first=first)]
         if self.return_gathered:
             results.append(self.gathered("result"))
         exchange = Exchange(self.block, self.leaves, self.lands, terms=kind.scatters)
         if kind.sums:  # each rank has the whole product
             exchange = Exchange(self._whole, self._start, self._start, sums=True, terms=True)
-        summed = tuple(map(self.b_rows, ranks))
-        return Specification(
+        contraction = Contraction("A", "B", product, tuple(map(self.b_rows, ranks)), kind.inner)
+        asked = Specification(
             operands=(a, b),
             results=tuple(results),
-            contractions=(Contraction("A", "B", product, summed, kind.inner),),
+            contractions=(contraction,),
             exchanges={product if kind.scatters else "A": exchange},
+        )
+        return self._scaled(asked, self.scaling) if self.scaling else asked
+
+    def _scaled(self, asked: Specification, scaling: Scaling) -> Specification:
+        """The same with the factors of A and of B, and the bias."""
+        (a, b), (contraction,), rules = asked.operands, asked.contractions, scaling.rules
+        names = ("factors of A", "factors of B")
+        held, travels = a.shapes, self.sends_factors
+        if scaling.replicated:
+            held = tuple((self.product_rows(rank), self.k) for rank in range(self.world))
+
+        def buffer(name: str, holds: str, shapes: Sequence[tuple[int, int]], share: Any) -> Buffer:
+            counts = tuple(
+                (factor_count(m, share[0]), factor_count(n, share[1])) for m, n in shapes
+            )
+            return Buffer(name, holds, "float32", counts, "operand")
+
+        added = [
+            buffer("scale_a", names[0], held, rules.a)._replace(leaves=travels),
+            buffer("scale_b", names[1], b.shapes, rules.b),
+        ]
+        if scaling.bias:
+            added.append(
+                Buffer("bias", "bias", scaling.out, ((1, self.n),) * self.world, "operand")
+            )
+        exchanges = dict(asked.exchanges)
+        if travels:
+            by_rank = Exchange(self._one, self._start, self._sender)
+            exchanges[names[0]] = by_rank if scaling.by_rank else exchanges["A"]
+        factors = tuple(Factors(*each) for each in zip(names, (rules.a, rules.b), strict=True))
+        bias = "bias" if scaling.bias else ""
+        return replace(
+            asked,
+            operands=(a, b, *added),
+            contractions=(contraction._replace(scales=factors, bias=bias),),
+            exchanges=exchanges,
         )
 
     def _whole(self, src: int, dst: int) -> int:
@@ -241,15 +332,43 @@ class Problem:
     def _start(self, src: int, dst: int) -> int:
         return 0
 
+    def _one(self, src: int, dst: int) -> int:
+        return 1
+
+    def _sender(self, src: int, dst: int) -> int:
+        return src
+
     def gathered(self, memory: str) -> Buffer:
         """The buffer of the gathered A."""
         shapes = tuple((self.product_rows(rank), self.k) for rank in range(self.world))
         return Buffer("gathered", "A", self.dtype, shapes, memory)
 
+    @cached_property
+    def sends_factors(self) -> bool:
+        """Whether the factors of A's rows travel with them."""
+        return self.scaling is not None and not (self.kind.scatters or self.scaling.replicated)
+
+    def gathered_factors(self, name: str, memory: str) -> Buffer:
+        """A buffer of the factors of the gathered A: of its rows, or of each rank's."""
+        factors, by_rank = self.specification.operands[2], self.scaling and self.scaling.by_rank
+        rows = (self.world if by_rank else self.product_rows(rank) for rank in range(self.world))
+        shapes = tuple((count, factors.shapes[0][1]) for count in rows)
+        return factors._replace(name=name, shapes=shapes, memory=memory, leaves=False)
+
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
-        return ITEMSIZE[self.dtype]
+        """Bytes per element of A."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def out_dtype(self) -> str:
+        """Name of the dtype of the product."""
+        return self.scaling.out if self.scaling else self.dtype
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        """Multiples of rows and of columns at which pieces may begin."""
+        return self.scaling.rules[2:4] if self.scaling else (1, 1)
 
     @property
     def flops(self) -> int:
@@ -263,7 +382,8 @@ class Problem:
         flags = "".join(
             f", {name}" for name in ("return_gathered", "symmetric") if getattr(self, name)
         )
-        return f"{self.operator}(m={self.m} ({rows}), n={self.n}, k={self.k}, {self.dtype}{flags})"
+        dtype = f"{self.dtype} {self.scaling}" if self.scaling else self.dtype
+        return f"{self.operator}(m={self.m} ({rows}), n={self.n}, k={self.k}, {dtype}{flags})"
 
 
 def _summed(kind: Operator, blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

@@ -101,6 +101,19 @@ class Exchange(NamedTuple):
     terms: bool = False
 
 
+class Factors(NamedTuple):
+    """By what the elements of an operand are multiplied.
+
+    Attributes:
+        matrix: name of the matrix of factors.
+        share: how many rows and columns of the operand share a factor. 0: all of them, or all rows
+            of one block where the operand's rows travel; factors are then numbered by its sender.
+    """
+
+    matrix: str
+    share: tuple[int, int]
+
+
 class Contraction(NamedTuple):
     """A matrix product, ``out = a @ b`` or ``a.T @ b``.
 
@@ -108,7 +121,8 @@ class Contraction(NamedTuple):
         a, b, out: names of matrices.
         summed: by rank, the length of the dimension that is summed over.
         transposed: a is transposed.
-        scales: names of the matrices by which ``a`` and ``b`` are scaled, empty if neither is.
+        scales: the factors of ``a`` and ``b``, empty if neither is scaled.
+        bias: name of a row that is added once; empty for none.
     """
 
     a: str
@@ -116,7 +130,8 @@ class Contraction(NamedTuple):
     out: str
     summed: tuple[int, ...]
     transposed: bool = False
-    scales: tuple[str, ...] = ()
+    scales: tuple[Factors, ...] = ()
+    bias: str = ""
 
 
 @dataclass(frozen=True)

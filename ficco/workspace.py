@@ -81,6 +81,12 @@ class CachedCall:
         return self.plan.shape("out")
 
     @cached_property
+    def dtype(self) -> torch.dtype:
+        """That of the result."""
+        dtype: torch.dtype = getattr(torch, self.plan.buffer["out"].dtype)
+        return dtype
+
+    @cached_property
     def allocated(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
         """Name, shape and dtype of what a call allocates apart from the result."""
         return [

@@ -20,7 +20,7 @@ PACKAGE = Path(ficco.__file__).parent
 #: ``__init__``. A unit imports from lower lines alone.
 PURE = (
     ("amounts", "errors", "version", "warn"),
-    ("specification",),
+    ("scaling", "specification"),
     ("problem",),
     ("machine",),
     ("plan",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,12 +49,23 @@ def starts(
 
     problem, rank, transfer = plan.problem, plan.rank, plan.steps[step].transfer
     assert isinstance(problem, Problem) and transfer is not None
-    src, dst = tensors[transfer.src.buffer], tensors[transfer.dst.buffer]
-    rows = [slice(*bounds) for bounds in pairwise(problem.offsets)]
-    nonempty = [root for root in range(problem.world) if rows[root].start < rows[root].stop]
-    match problem.kind.collective:
+    # Libraries do not know float8; they move it as bytes.
+    src, dst = (
+        one.view(torch.uint8) if one.itemsize == 1 else one
+        for one in (tensors[transfer.src.buffer], tensors[transfer.dst.buffer])
+    )
+    peers, world = range(problem.world), problem.world
+    exchange = problem.specification.exchanges[plan.buffer[transfer.src.buffer].holds]
+    sizes = problem.rows if exchange.sums else [exchange.block(peer, rank) for peer in peers]
+    rows = [slice(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
+    nonempty = [root for root in range(world) if sizes[root]]
+    sent = [exchange.block(rank, peer) for peer in peers]
+    kind = problem.kind.collective
+    if kind == "all-to-all" and sum(sent) > len(src):  # each peer gets the same
+        kind = "all-gather"
+    match kind:
         case "all-gather":
-            if problem.equal:
+            if len(set(sizes)) == 1:
                 equal = options(c10d.AllgatherOptions)
                 yield partial(group._allgather_base, dst, src.contiguous(), equal)
                 return
@@ -72,9 +83,7 @@ def starts(
                 yield partial(group.reduce, [src[rows[root]]], one)
             dst.copy_(src[rows[rank]])
         case "all-to-all":
-            peers = range(problem.world)
-            sent = [problem.block(rank, peer) for peer in peers]
-            received = [problem.block(peer, rank) for peer in peers]
+            received = [exchange.block(peer, rank) for peer in peers]
             how = options(c10d.AllToAllOptions)
             yield partial(group.alltoall_base, dst, src.contiguous(), received, sent, how)
         case "all-reduce":

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ficco.machine import Machine
 from ficco.problem import Problem
-from ficco.schedules import Schedule, same_plans
+from ficco.schedules import Schedule, refusal, same_plans
 
 #: What engines offer: copies by DMA; copies by a kernel and products whose tiles wait, where these
 #: can be compiled for the GPU.
@@ -139,6 +139,8 @@ def candidates(
     """
     distinct: dict[Schedule, Schedule] = {}
     for schedule in _candidates(problem, machine, offers):
+        if refusal(problem, schedule):
+            continue
         # W pieces by number and by default are the same plan.
         distinct.setdefault(replace(schedule, pieces=schedule.pieces or problem.world), schedule)
     if problem.world > FEW_RANKS:

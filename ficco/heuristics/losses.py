@@ -117,7 +117,8 @@ def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> d
     what travels by the copy engines, ``"copies"``, and by the vendor's collective,
     ``"collective"``, where that is known. Sums and placement after the copies do not count."""
     operator = "all_gather_transposed_matmul" if problem.kind.inner else "all_gather_matmul"
-    product = Problem(operator, (problem.m,), problem.n, problem.k, problem.dtype)
+    sizes = problem.n, problem.k, problem.dtype
+    product = Problem(operator, (problem.m,), *sizes, scaling=problem.scaling)
     seconds = {"gemm": predict(product, Schedule.parse("serial"), machine, mode)}
     bare = replace(problem, k=0) if problem.kind.scatters else replace(problem, n=0)
     free = machine

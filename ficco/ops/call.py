@@ -16,13 +16,16 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import first_fit, fitted
 from ficco.ops.operands import (
+    Scales,
     flat,
     frozen,
     left_of,
     plain,
+    plain_scales,
     problem_of_operands,
     process_group,
     readable,
+    row_major,
 )
 from ficco.options import Options, current
 from ficco.plan import Plan
@@ -46,25 +49,26 @@ def run(
     return_gathered: bool = False,
     out: torch.Tensor | None = None,
     purpose: str = "",
+    scales: Scales | None = None,
 ) -> Result:
     """One call of an operator: its result, and the gathered A if it was asked for.
 
     ``rows`` are one number per rank, or a W x W table for an all-to-all. The result goes to
     ``out`` if that is given. What a call of a backward is for, its ``purpose``, is part of what the
-    ranks agree on.
+    ranks agree on. ``scales`` are those of float8 operands.
     """
     workspace = _workspace(group, a, b, operator)
     try:
-        cached, call = _begin(
-            workspace, operator, a, b, schedule, rows, return_gathered, out, purpose
-        )
+        given = schedule, rows, return_gathered, out, purpose, scales
+        cached, call = _begin(workspace, operator, a, b, *given)
         if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
             for first in range(0, b.shape[1], cached.columns):
                 some = slice(first, first + cached.columns)
                 right, into = call.tensors["b"][:, some], call.tensors["out"][:, some]
-                left = call.tensors["a"]
-                run(operator, left, right, group, schedule, cached.rows, False, into, purpose)
+                left, last = call.tensors["a"], first + right.shape[1]
+                of = scales.columns(first, last, b.shape[1]) if scales else None
+                run(operator, left, right, group, schedule, cached.rows, False, into, purpose, of)
             return call.tensors["out"], None
         program = program_of(workspace, cached)
         _execute(workspace, program, call)
@@ -137,7 +141,7 @@ def _operands(
     cached: CachedCall, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
 ) -> Call:
     """A call with its results and local buffers allocated."""
-    out = a.new_empty(cached.out) if out is None else out
+    out = a.new_empty(cached.out, dtype=cached.dtype) if out is None else out
     tensors = {"a": a, "b": b, "out": out}
     if not cached.columns:  # else its parts allocate the rest
         for name, shape, dtype in cached.allocated:
@@ -159,6 +163,7 @@ def _begin(
     return_gathered: bool,
     out: torch.Tensor | None = None,
     purpose: str = "",
+    scales: Scales | None = None,
 ) -> tuple[CachedCall, Call]:
     """Find or make what is kept for such calls, allocate this call's results and post it on the
     board. A call that goes by columns is not posted; its parts are."""
@@ -172,23 +177,31 @@ def _begin(
     a, b, source = flat(plain(a)), plain(b), None
     if not kind.scatters:
         a, source = readable(workspace, a)
+    elif scales is not None:
+        a = row_major(a)
     mode = "eager" if engine.asynchronous else "idle"
     if mode == "eager" and schedule == "auto" and engine.capturing():
         mode = "queued"
     of_a, of_b = (a.shape, a.dtype, a.device, a.layout), (b.shape, b.dtype, b.device, b.layout)
     asked = options.workspace_bytes, options.machine, options.search
     place = source and (source[0].serial, source[1])
-    key = operator, of_a, of_b, schedule, mode, rows, return_gathered, asked, place, purpose
+    of_scales = scales and scales.key(b)
+    key = (
+        *(operator, of_a, of_b, schedule, mode, rows, return_gathered, asked, place, purpose),
+        of_scales,
+    )
     cached = workspace.programs.get(key)
     known = cached is not None
     if cached is None:
         group = workspace.group
         problem = problem_of_operands(
-            group, operator, a, b, rows, return_gathered, source is not None
+            group, operator, a, b, rows, return_gathered, source is not None, scales
         )
         cached = _cached_call(workspace, problem, schedule, mode, source, options, purpose)
         cached.rows = rows
     call = _operands(cached, a, b, out)
+    if scales is not None:
+        call.tensors |= plain_scales(scales, cached.plan)
     post_call(workspace, cached, options, operator, purpose)
     if not known:
         workspace.keep(key, cached)

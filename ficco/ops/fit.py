@@ -88,11 +88,12 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
     left = max(0, cap - words)
     if words + whole.slot_bytes <= cap:
         return Fit(whole, single=True)
-    columns = problem.n * left // max(whole.slot_bytes, 1) // GRANULE * GRANULE
+    granule = max(GRANULE, problem.cuts[1])
+    columns = problem.n * left // max(whole.slot_bytes, 1) // granule * granule
     while columns and _bytes_of(whole, columns) > left:  # buffers are rounded up
-        columns -= GRANULE
+        columns -= granule
     if not columns:
-        few = min(GRANULE, problem.n)
+        few = min(granule, problem.n)
         raise _NoRoom(
             f"workspace_bytes: required at least {words + _bytes_of(whole, few)} for "
             f"{few} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Symmetric
+from ficco.plan import Plan
 from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
+from ficco.scaling import FAMILIES, MULTIPLE, RECIPES, Scaling, factor_count
 from ficco.workspace import Workspace
 
 
@@ -93,9 +95,18 @@ def readable(
     any."""
     if a.layout is not torch.strided or a.dim() < 2:
         return a, None  # refused by problem_of_operands
-    if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
-        a = a.contiguous()  # copy engines cannot move strided elements
+    a = row_major(a)
     return a, workspace.symmetric_source(a)
+
+
+def row_major(a: torch.Tensor) -> torch.Tensor:
+    """A with contiguous rows: copy engines cannot move strided elements, and libraries do not
+    multiply those of float8."""
+    if a.layout is not torch.strided or a.dim() < 2:
+        return a  # refused by problem_of_operands
+    if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
+        return a.contiguous()
+    return a
 
 
 def left_of(operator: str) -> str:
@@ -103,7 +114,141 @@ def left_of(operator: str) -> str:
     return "a_shard" if OPERATORS[operator].collective == "all-gather" else "a"
 
 
-def check_operands(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
+class Scales(NamedTuple):
+    """What a call of float8 operands has besides them, as its caller gives it."""
+
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether the caller gave any."""
+        tensors = self.scale_a is not None or self.scale_b is not None or self.bias is not None
+        return tensors or self.out_dtype is not None or self.use_fast_accum is not False
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are given, by name."""
+        given = zip(self._fields[:3], self[:3], strict=True)
+        return {name: tensor for name, tensor in given if tensor is not None}
+
+    def key(self, b: torch.Tensor) -> tuple[Any, ...]:
+        """What distinguishes kinds of calls. That of a ``b`` in another order must be refused."""
+        tensors = [(t.shape, t.dtype, t.device) for t in self.tensors.values()]
+        return *tensors, *self.tensors, self.out_dtype, self.use_fast_accum, b.stride()
+
+    def columns(self, first: int, last: int, n: int) -> Scales:
+        """Those of some columns of b; the first is one at which a piece may begin."""
+        assert self.scale_b is not None
+        of_b = self.scale_b
+        if of_b.numel() > 1 and (count := of_b.shape[1]) > 1:
+            share = 1 if count == n else RECIPES["block"].b[1]
+            of_b = of_b[:, first // share : -(-last // share)]
+        bias = None if self.bias is None else self.bias[first:last]
+        return self._replace(scale_b=of_b, bias=bias)
+
+
+def check_types(scales: Scales) -> None:
+    """Refuse what no call can have, before it counts as one."""
+    for name, value in zip(Scales._fields[:3], scales[:3], strict=True):
+        if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
+            raise ValueError(
+                f"{name}: required a torch.Tensor, got {type(value).__name__}; scale_a, scale_b, "
+                "bias, out_dtype and use_fast_accum are for operands of float8: pass both scales, "
+                "or none of these"
+            )
+    if scales.out_dtype is not None and not isinstance(scales.out_dtype, torch.dtype):
+        raise ValueError(f"out_dtype: required a torch.dtype or None, got {scales.out_dtype!r}")
+    if not isinstance(scales.use_fast_accum, bool):
+        raise ValueError(f"use_fast_accum: required True or False, got {scales.use_fast_accum!r}")
+
+
+def check_scales(scales: Scales, a: torch.Tensor, b: torch.Tensor, left: str) -> None:
+    """Refuse scales and orders in memory that no call can have."""
+    for name, tensor in scales.tensors.items():
+        if tensor.device != a.device:
+            raise ValueError(
+                f"{name}: required it on {a.device}, where {left} is, got one on {tensor.device}; "
+                "move it"
+            )
+    rows, cols = b.shape
+    in_columns = rows < 2 or b.stride(0) == 1 and (cols < 2 or b.stride(1) >= rows)
+    if b.numel() and not (in_columns and (cols < 2 or b.stride(1) % MULTIPLE == 0)):
+        raise ValueError(
+            f"b: required columns that are contiguous, {MULTIPLE} bytes or a multiple apart, for "
+            f"operands of float8, got strides {list(b.stride())}; pass weight.t(), or "
+            "b.t().contiguous().t()"
+        )
+
+
+def scaling_of(
+    scales: Scales, a: torch.Tensor, b: torch.Tensor, each: tuple[int, ...], left: str
+) -> Scaling:
+    """How a call's operands are scaled, told by the shapes of the scales. ``each``: rows by rank,
+    of which every rank may have all scales; empty where it cannot."""
+    of_a, of_b = scales.scale_a, scales.scale_b
+    assert of_a is not None and of_b is not None
+    dtype, right = (str(one.dtype).removeprefix("torch.") for one in (a, b))
+    out = str(scales.out_dtype or torch.bfloat16).removeprefix("torch.")
+    kinds = {str(one.dtype).removeprefix("torch.") for one in (of_a, of_b)}
+
+    def scaling(recipe: str, replicated: bool = False) -> Scaling:
+        biased = scales.bias is not None
+        return Scaling(recipe, right, out, biased, scales.use_fast_accum, replicated)
+
+    if dtype.startswith("float4"):
+        return scaling("mxfp4" if "float8_e8m0fnu" in kinds else "nvfp4")
+    if "float8_e8m0fnu" in kinds:
+        return scaling("mxfp8")
+    if kinds != {"float32"}:
+        raise ValueError(
+            f"scale_a, scale_b: required torch.float32, got {of_a.dtype} and {of_b.dtype}; convert "
+            "them with .float()"
+        )
+    if scales.bias is not None and out != "float32":
+        expected = getattr(torch, out, None), (b.shape[1],)
+        if (scales.bias.dtype, tuple(scales.bias.shape)) != expected:
+            raise ValueError(
+                f"bias: required [{b.shape[1]}] of out_dtype torch.{out}, got "
+                f"{list(scales.bias.shape)} of {scales.bias.dtype}; convert it"
+            )
+    got = tuple(flat(of_a).shape), tuple(of_b.shape)
+    counts = {False: a.shape[0], **({True: sum(each)} if each else {})}
+    wanted = []
+    for recipe, rules in RECIPES.items():
+        for replicated, rows in counts.items() if not rules.needs else ():
+            shapes = (
+                (factor_count(rows, rules.a[0]), factor_count(a.shape[1], rules.a[1])),
+                (factor_count(b.shape[0], rules.b[0]), factor_count(b.shape[1], rules.b[1])),
+            )
+            single = recipe == "tensor" and of_a.numel() == of_b.numel() == 1
+            if single or recipe != "tensor" and got == shapes:
+                # Where one rank has all rows, it cannot tell which of both its scales are.
+                return scaling(recipe, replicated and max(each) < rows)
+            wanted.append(" and ".join(str(list(shape)) for shape in shapes))
+    raise ValueError(
+        f"scale_a, scale_b: required, for these {left} and b, one of the pairs of shapes "
+        f"{'; '.join(dict.fromkeys(wanted))}, got {list(of_a.shape)} and {list(of_b.shape)}; pass "
+        "one scale for all, one for each row and column, or one for each 1 x 128 and 128 x 128"
+    )
+
+
+def plain_scales(scales: Scales, plan: Plan) -> dict[str, torch.Tensor]:
+    """The operands of a Plan that scales and bias make, row by row."""
+    found = {}
+    for name, tensor in scales.tensors.items():
+        rows, cols = plan.shape(name)
+        whole = tensor.reshape(-1 if cols else rows, cols)
+        found[name] = whole[:rows].contiguous()
+    return found
+
+
+def check_operands(
+    operator: str, a: torch.Tensor, b: torch.Tensor, scales: Scales | None = None
+) -> None:
     """Refuse shapes, dtypes and devices that no call can have; a tracer can check this much."""
     left, inner = left_of(operator), OPERATORS[operator].inner
     if a.dim() < 2 or b.dim() != 2:
@@ -117,13 +262,21 @@ def check_operands(operator: str, a: torch.Tensor, b: torch.Tensor) -> None:
             f"required as many columns of {left} as rows of b, got k={a.shape[-1]} and "
             f"k={b.shape[0]}; pass b as [k, n] (an nn.Linear weight as weight.t())"
         )
-    if a.dtype != b.dtype:
+    if scales is None and a.dtype != b.dtype:
         raise ValueError(
             f"required one dtype, got {left} {a.dtype} and b {b.dtype}; convert one of them"
         )
     if a.device != b.device:
         raise ValueError(
             f"required one device, got {left} on {a.device} and b on {b.device}; move one of them"
+        )
+    if scales is not None:
+        check_scales(scales, a, b, left)
+        return
+    if str(a.dtype).removeprefix("torch.") in FAMILIES and not inner:
+        raise ValueError(
+            f"scale_a, scale_b: required for operands of {a.dtype}, got none; pass by what they "
+            "are to be multiplied, one for all if need be"
         )
     check_dtype(a)
 
@@ -145,6 +298,7 @@ def problem_of_operands(
     rows: Any,
     return_gathered: bool,
     symmetric: bool,
+    scales: Scales | None = None,
 ) -> Problem:
     """The Problem that the operands make up.
 
@@ -162,12 +316,13 @@ def problem_of_operands(
             f"rows: required numbers on the CPU, got a tensor on {rows.device}; pass its "
             ".tolist(), which waits for the device"
         )
-    check_operands(operator, a, b)
+    check_operands(operator, a, b, scales)
     sizes = b.shape[1], a.shape[1], str(a.dtype).removeprefix("torch.")
     held, rank, world = a.shape[0], group.rank(), group.size()
     if OPERATORS[operator].blocks:
         table = _blocks(rows, held, rank, world)
-        problem = Problem.of_blocks(operator, table, *sizes)
+        scaling = scaling_of(scales, a, b, (), left) if scales else None
+        problem = Problem.of_blocks(operator, table, *sizes, scaling=scaling)
         if inner and problem.product_rows(rank) != b.shape[0]:
             raise ValueError(
                 f"required as many rows of b as rank {rank} receives of all ranks' a, got "
@@ -181,7 +336,9 @@ def problem_of_operands(
             f"required as many rows of b as all ranks have of {left}, got {b.shape[0]} and "
             f"{sum(each)}; pass all rows of b, and rows= where ranks have different numbers"
         )
-    return Problem(operator, each, *sizes, return_gathered, symmetric)
+    shared = () if OPERATORS[operator].scatters else each
+    scaling = scaling_of(scales, a, b, shared, left) if scales else None
+    return Problem(operator, each, *sizes, return_gathered, symmetric, scaling=scaling)
 
 
 def rows_by_rank(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:

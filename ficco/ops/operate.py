@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.ops import library
 from ficco.ops.call import Result, run
 from ficco.ops.gradients import Differentiable, OperatorCall
-from ficco.ops.operands import frozen, process_group
+from ficco.ops.operands import Scales, check_types, frozen, left_of, process_group
 from ficco.options import current_text
 from ficco.schedules import Schedule
 
@@ -39,10 +39,13 @@ def operate(
     schedule: str | Schedule,
     rows: Sequence[Any] | None,
     return_gathered: bool = False,
+    scales: Scales | None = None,
 ) -> Result:
     """One call of an operator: the product, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
+    if scales is not None and scales.given:
+        return _scaled(operator, a, b, group, schedule, rows, return_gathered, scales)
     if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
             "torch.jit.trace is not served; use torch.compile or torch.export"
@@ -64,6 +67,36 @@ def operate(
         return out, gathered if return_gathered else None
     # The call path takes the group of a mesh by itself.
     return run(operator, a, b, group, schedule, rows, return_gathered)  # type: ignore[arg-type]
+
+
+def _scaled(
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: ProcessGroup | DeviceMesh | None,
+    schedule: str | Schedule,
+    rows: Sequence[Any] | None,
+    return_gathered: bool,
+    scales: Scales,
+) -> Result:
+    """The same for operands of float8, which autocast leaves alone."""
+    check_types(scales)
+    tensors = {left_of(operator): a, "b": b, **scales.tensors}
+    if watched(*tensors.values()):
+        refuse_sharded(**tensors)
+        raise NotImplementedError(
+            "operands of float8 are not traced yet; keep the call out of compiled functions, or "
+            "decorate its function with torch.compiler.disable"
+        )
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise NotImplementedError(
+                    f"{name}: products of float8 operands have no gradient yet; pass "
+                    f"{name}.detach(), or call under torch.no_grad()"
+                )
+    ranks: Any = group  # the call path takes the group of a mesh by itself
+    return run(operator, a, b, ranks, schedule, rows, return_gathered, scales=scales)
 
 
 def watched(*operands: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.ops.operands import Scales
 from ficco.ops.operate import operate
 from ficco.schedules import Schedule
 
@@ -22,6 +23,11 @@ def all_gather_matmul(
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
     return_gathered: Literal[False] = False,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor: ...
 
 
@@ -34,6 +40,11 @@ def all_gather_matmul(
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
     return_gathered: Literal[True],
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -57,6 +68,11 @@ def all_gather_matmul(
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
     return_gathered: bool = False,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multiply the gathered rows of all ranks by a local matrix, while they travel.
 
@@ -114,7 +130,9 @@ def all_gather_matmul(
 
         y = ficco.all_gather_matmul(x_shard, linear.weight.t())
     """
-    out, gathered = operate("all_gather_matmul", a_shard, b, group, schedule, rows, return_gathered)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    given = group, schedule, rows, return_gathered, scales
+    out, gathered = operate("all_gather_matmul", a_shard, b, *given)
     return out if gathered is None else (out, gathered)
 
 
@@ -125,6 +143,11 @@ def all_to_all_matmul(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[Sequence[int]] | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Exchange row blocks with all ranks, and multiply them as they arrive.
 
@@ -161,7 +184,8 @@ def all_to_all_matmul(
 
         y = ficco.all_to_all_matmul(tokens, expert.weight.t())
     """
-    return operate("all_to_all_matmul", a, b, group, schedule, rows)[0]
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    return operate("all_to_all_matmul", a, b, group, schedule, rows, scales=scales)[0]
 
 
 def matmul_reduce_scatter(
@@ -171,6 +195,11 @@ def matmul_reduce_scatter(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply over a shard of k, sum the products of all ranks while they travel, and keep this
     rank's rows of the sum.
@@ -224,7 +253,8 @@ def matmul_reduce_scatter(
 
         y_shard = ficco.matmul_reduce_scatter(x, linear.weight.t())
     """
-    return operate("matmul_reduce_scatter", a, b, group, schedule, rows)[0]
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    return operate("matmul_reduce_scatter", a, b, group, schedule, rows, scales=scales)[0]
 
 
 def matmul_all_to_all(
@@ -234,6 +264,11 @@ def matmul_all_to_all(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     rows: Sequence[Sequence[int]] | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply row blocks, and exchange the products with all ranks as they are made.
 
@@ -270,7 +305,8 @@ def matmul_all_to_all(
 
         tokens = ficco.matmul_all_to_all(hidden, expert.weight.t())
     """
-    return operate("matmul_all_to_all", a, b, group, schedule, rows)[0]
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    return operate("matmul_all_to_all", a, b, group, schedule, rows, scales=scales)[0]
 
 
 def matmul_all_reduce(
@@ -279,6 +315,11 @@ def matmul_all_reduce(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply over a shard of k, and sum the products of all ranks while they travel.
 
@@ -313,7 +354,8 @@ def matmul_all_reduce(
 
         y = ficco.matmul_all_reduce(x, linear.weight.t())
     """
-    return operate("matmul_all_reduce", a, b, group, schedule, None)[0]
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    return operate("matmul_all_reduce", a, b, group, schedule, None, scales=scales)[0]
 
 
 def all_gather_transposed_matmul(

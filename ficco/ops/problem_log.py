@@ -16,12 +16,13 @@ _noted: set[tuple[str, Problem]] = set()
 
 
 def note(path: str | None, problem: Problem, rank: int) -> None:
-    """Append a problem that this process sees for the first time; rank 0 writes for all.
+    """Append a problem that this process sees for the first time; rank 0 writes for all. Problems
+    of float8 operands, which cannot be tuned, are left out.
 
     Warns if the file cannot be written; the call itself goes on.
     """
     path = path or os.environ.get(VARIABLE)
-    if not path or rank or (path, problem) in _noted:
+    if not path or rank or problem.scaling or (path, problem) in _noted:
         return
     _noted.add((path, problem))
     try:

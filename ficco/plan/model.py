@@ -115,8 +115,10 @@ class Product(NamedTuple):
         addend: the region of that sum if it is not in ``out``: ``out = addend + a @ b``, and
             ``accumulate`` is not set.
         transposed: ``a.T`` is multiplied; never a batch.
-        scales: of ``a``, a factor for each of its rows, and of ``b``, one for each of its columns,
-            as regions of float32; none for operands without scales. ``a``'s moves down with ``a``.
+        scales: the factors of ``a`` and of ``b``, as regions of float32
+            (:class:`ficco.specification.Factors`); none for operands without scales. ``a``'s move
+            down with ``a`` if they are as many as its rows.
+        bias: a row that is added to each row.
     """
 
     a: Region
@@ -130,6 +132,12 @@ class Product(NamedTuple):
     addend: Region | None = None
     transposed: bool = False
     scales: tuple[Region, ...] = ()
+    bias: Region | None = None
+
+    @property
+    def scale_stride(self) -> int:
+        """Rows by which the factors of ``a`` move down in a batch."""
+        return self.a_stride if self.scales and self.scales[0].rows == self.a.rows else 0
 
 
 class Reduction(NamedTuple):

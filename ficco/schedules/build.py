@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
-from ficco.schedules.builder import Builder, WordAllocator
+from ficco.schedules.builder import Builder, WordAllocator, scaled
 from ficco.schedules.gather import GatherStage, GatherWorld
 from ficco.schedules.inner import InnerGatherStage
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
@@ -64,6 +64,11 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
             f"schedule {schedule}: tiled is for operators each of whose rows is one product, which "
             f"{problem.operator} has not: its products add up to all rows; take another schedule"
         )
+    if problem.scaling and (schedule.beta or schedule.grouping == "tiled"):
+        what = "tiled has no kernel for"
+        if schedule.beta:
+            what = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
+        return f"schedule {schedule}: {what} products of float8 operands; take another schedule"
     return ""
 
 
@@ -136,30 +141,52 @@ def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     """The library's collective and one product: the baseline."""
     asked, kind = problem.specification, problem.kind
-    (a, b), out, added = asked.operands, asked.results[0], []
+    (a, b, *rest), out, added = asked.operands, asked.results[0], list[Buffer]()
+    factors = rest[0] if rest else a
 
     def whole(buffer: Buffer) -> Region:
         rows, cols = buffer.shapes[rank]
         return Region(buffer.name, rank, 0, rows, 0, cols)
 
-    left, made = a, out
+    left, made, moves = a, out, []
     if not kind.scatters:
         left = problem.gathered("result" if problem.return_gathered else "local")
         added = [] if problem.return_gathered else [left]
-        moved = Transfer(whole(a), whole(left))
+        if problem.sends_factors:
+            gathered = problem.gathered_factors("gathered scale", "local")
+            added.append(gathered)
+            moves.append(Transfer(whole(factors), whole(gathered)))
+            factors = gathered
+        moves.append(Transfer(whole(a), whole(left)))
     elif kind.returns:  # the library sums in place
-        moved = Transfer(whole(out), whole(out))
+        moves.append(Transfer(whole(out), whole(out)))
     else:
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in range(problem.world))
         made = Buffer("partial", out.holds, out.dtype, shapes, "local", leaves=True)
         added = [made]
-        moved = Transfer(whole(made), whole(out))
-    product = Product(whole(left), whole(b), whole(made), transposed=kind.inner)
+        moves.append(Transfer(whole(made), whole(out)))
+    products = [Product(whole(left), whole(b), whole(made), transposed=kind.inner)]
+    if problem.scaling:
+        products = list(_scaled(problem, products[0], whole(factors), rank))
     steps = [
-        Step("collective", "compute0", kind.collective, transfer=moved),
-        Step("matmul", "compute0", "all", products=(product,)),
+        *(Step("collective", "compute0", kind.collective, transfer=move) for move in moves),
+        Step("matmul", "compute0", "all", products=tuple(products)),
     ]
     if kind.scatters:
         steps.reverse()
     buffers = (*asked.operands, *asked.results, *added)
     return Plan(problem, str(schedule), rank, tuple(steps), buffers, 0)
+
+
+def _scaled(problem: Problem, whole: Product, factors: Region, rank: int) -> Iterator[Product]:
+    """The product of all rows with its factors; by rank where those are one for all of a rank's."""
+    if problem.kind.scatters or not (problem.scaling and problem.scaling.by_rank):
+        yield scaled(problem, whole, factors)
+        return
+    for peer in range(problem.world):
+        first = problem.lands(peer, rank)
+        last = first + problem.block(peer, rank)
+        a, out = (one._replace(row=first, row_stop=last) for one in (whole.a, whole.out))
+        some = whole._replace(a=a, out=out)
+        if some.out.rows:
+            yield scaled(problem, some, factors._replace(row=peer, row_stop=peer + 1))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ficco.plan.model import Plan, Planned, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Planned, Product, Region, Signal, Step, Transfer
 from ficco.problem import Problem
+from ficco.scaling import factors_of
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
 
@@ -105,7 +106,7 @@ class World:
         self.problem, self.schedule, self.words = problem, schedule, words
         self.world = problem.world
         asked = problem.specification
-        self.a, self.b, self.out = operands or (*asked.operands, asked.results[0])
+        self.a, self.b, self.out = operands or (*asked.operands[:2], asked.results[0])
         self.suffix = suffix
         self.buffers: list[Buffer] = []
 
@@ -187,6 +188,21 @@ class Builder:
         )
 
 
+def scaled(problem: Problem, product: Product, factors: Region | None = None) -> Product:
+    """A product with its factors, and with the bias if it is the first of those that add up."""
+    scaling, (a, b, out) = problem.scaling, product[:3]
+    assert scaling is not None
+
+    def of(name: str, region: Region, share: tuple[int, int]) -> Region:
+        rows, cols = factors_of(region[2:4], share[0]), factors_of(region[4:], share[1])
+        return Region(name, out.rank, *rows, *cols)
+
+    scales = (factors or of("scale_a", a, scaling.rules.a), of("scale_b", b, scaling.rules.b))
+    first = scaling.bias and not b.row
+    bias = Region("bias", out.rank, 0, 1, out.col, out.col_stop) if first else None
+    return product._replace(scales=scales, bias=bias)
+
+
 class Stage:
     """One rank's steps of a stage.
 
@@ -218,6 +234,20 @@ class Stage:
     def _right(self, row: int, row_stop: int, col: int, col_stop: int) -> Region:
         """A part of the local b."""
         return Region(self.b, self.me, row, row_stop, col, col_stop)
+
+    def _product(
+        self,
+        a: Region,
+        b: Region,
+        out: Region,
+        accumulate: bool = False,
+        terms: int = 0,
+        factors: Region | None = None,
+    ) -> Product:
+        """A product with what scales it. ``factors``: those of a's rows, if they are not where the
+        caller has them."""
+        product = Product(a, b, out, accumulate, terms=terms)
+        return scaled(self.problem, product, factors) if self.problem.scaling else product
 
     def _place(
         self,

@@ -8,6 +8,7 @@ from itertools import chain
 
 from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
+from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names
 from ficco.schedules.runs import merged
@@ -153,8 +154,12 @@ class GatherWorld(World):
         if cap is not None and needed > cap:
             self._make_rings(cap, needed)
         self.source = self.a  # where copies read
+        #: Where copies read the factors of A's rows, and where products find those of rows in
+        #: staging: a place for each row of the gathered A, or for each rank, also beside a ring.
+        self.factors_from = self.factors_at = "scale_a"
         if self.world > 1:
             self._add_slot_buffers(packs_columns)
+            self._add_factors()
         self.product = self.out  # where products go
         if (self.partial or problem.kind.inner) and self.out.itemsize < 4:
             self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
@@ -170,6 +175,16 @@ class GatherWorld(World):
         self.buffer("staging", self.a, shapes, layout="columns" if packs else "rows")
         if schedule.pull and not self.a.symmetric:
             self.source = self.buffer("publish", self.a, self.a.shapes, leaves=True)
+
+    def _add_factors(self) -> None:
+        if not self.problem.sends_factors:
+            return
+        factors = self.problem.specification.operands[2]
+        landing = self.problem.gathered_factors("", "slot").shapes
+        self.factors_at = self.buffer("staging scale", factors, landing).name
+        if self.schedule.pull:
+            shapes = factors.shapes
+            self.factors_from = self.buffer("publish scale", factors, shapes, leaves=True).name
 
     def _make_rings(self, cap: int, needed: int) -> None:
         """Let groups use the staging in turn, since all pieces do not fit under the cap."""
@@ -312,6 +327,7 @@ class GatherStage(Stage):
         me, mover, world = self.me, self.schedule.mover, self.world
         groups = max(arrivals.group_count for arrivals in world.arrivals)
         copies: list[list[Step]] = [[] for _ in range(groups)]
+        factors: list[list[Step]] = [[] for _ in range(groups)]
         for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
             lane, landing = self.lane_of[target], world.landing[target]
             units, sources = landing.arrivals.units(me), self._sources(me, landing.arrivals)
@@ -321,12 +337,53 @@ class GatherStage(Stage):
             for unit, name, room, signal, source, region in pieces:
                 move, label = new(Transfer, (source, region, 0, "")), f"{name}>{target}"
                 copy = Step("copy", lane, label, room, (signal,), transfer=move, mover=mover)
+                factors[unit.group] += self._factor_copies(copy, landing.arrivals, unit)
                 copies[unit.group].append(copy)
-        return copies
+        return [some + others for some, others in zip(factors, copies, strict=True)]
 
     def _pulls(self) -> list[list[Step]]:
-        me = self.me
-        return [[self._pull(unit) for unit in units if unit.peer != me] for units in self.groups]
+        groups = []
+        for units in self.groups:
+            theirs = [unit for unit in units if unit.peer != self.me]
+            copies = [self._pull(unit) for unit in theirs]
+            pairs = zip(copies, theirs, strict=True)
+            factors = [f for copy, u in pairs for f in self._factor_copies(copy, self.mine, u)]
+            waited = {signal for step in factors for signal in step.waits}
+            groups.append(factors)
+            for copy in copies:  # one step waits for a signal: the first on its lane
+                waits = tuple(signal for signal in copy.waits if signal not in waited)
+                groups[-1].append(copy._replace(waits=waits))
+        return groups
+
+    def _factor_copies(self, copy: Step, arrivals: Arrivals, unit: Unit) -> list[Step]:
+        """The copy of a unit's factors, before that of its rows, whose signal is for both; none if
+        they do not travel, or went with an earlier unit."""
+        if (move := self._factor_move(arrivals, unit, self.world.factors_from)) is None:
+            return []
+        waits = copy.waits if self.schedule.pull else ()  # a push has room for them, even in a ring
+        return [copy._replace(label=f"scale {copy.label}", waits=waits, posts=(), transfer=move)]
+
+    def _factor_move(self, arrivals: Arrivals, unit: Unit, source: str) -> Transfer | None:
+        """Where the factors of a unit go from a buffer of its rank; None if they do not travel, or
+        went with an earlier unit."""
+        scaling, problem = self.problem.scaling, self.problem
+        if scaling is None or not problem.sends_factors:
+            return None
+        by_columns, share_cols = self.schedule.dims == 2, scaling.rules.a[1]
+        first = unit.ordinal == 0
+        if not first and (scaling.by_rank or by_columns and share_cols == ALL):
+            return None
+        peer, rank = unit.peer, arrivals.rank
+        cols = (unit.start, unit.stop) if by_columns else (0, problem.k)
+        cols = factors_of(cols, share_cols)
+        begin, end = (0, arrivals.block(peer)) if by_columns else (unit.start, unit.stop)
+        leaves, lands = problem.leaves(peer, rank), problem.lands(peer, rank)
+        if scaling.by_rank:
+            begin, end, leaves, lands = 0, 1, 0, peer
+        return Transfer(
+            Region(source, peer, leaves + begin, leaves + end, *cols),
+            Region(self.world.factors_at, rank, lands + begin, lands + end, *cols),
+        )
 
     def _pull(self, unit: Unit) -> Step:
         peer, ordinal, *_ = unit
@@ -396,11 +453,19 @@ class GatherStage(Stage):
 
     def _publish(self) -> tuple[int, ...]:
         """Copy A to where peers can read it, if they do not read it in place."""
-        world, whole = self.world, (0, self.problem.left_rows(self.me), 0, self.problem.k)
-        if world.source is world.a or not self.problem.left_rows(self.me):
+        world = self.world
+        if not self.problem.left_rows(self.me):
             return ()
-        here, there = (Region(name, self.me, *whole) for name in (world.a.name, world.source.name))
-        return (self.add(Step("place", "compute0", "publish", transfer=Transfer(here, there))),)
+        moves = [] if world.source is world.a else [(world.a, world.source.name)]
+        if world.factors_from != "scale_a":
+            moves.append((self.problem.specification.operands[2], world.factors_from))
+        published = []
+        for source, target in moves:
+            rows, cols = source.shapes[self.me]
+            here, there = (Region(n, self.me, 0, rows, 0, cols) for n in (source.name, target))
+            step = Step("place", "compute0", "publish", transfer=Transfer(here, there))
+            published.append(self.add(step))
+        return tuple(published)
 
     def _close_pull(self) -> None:
         for lane, peers in self.builder.copy_lanes():
@@ -426,7 +491,8 @@ class GatherStage(Stage):
     def _own_product(self) -> Product:
         rows, n, src = self._block(self.me, self.me), self.problem.n, self._own_rows()
         out = Region(self.world.out.name, self.me, *rows, 0, n)
-        return Product(src, self._right(0, self.problem.k, 0, n), out)
+        factors = self._factors(self.me, src, rows, (0, self.problem.k))
+        return self._product(src, self._right(0, self.problem.k, 0, n), out, factors=factors)
 
     def _own_rows(self) -> Region:
         """The rank's own rows in its operand."""
@@ -493,9 +559,13 @@ class GatherStage(Stage):
         for unit in self.own_in_group[group]:
             here, there = self.shard[unit.ordinal], self.regions[self.me][unit.ordinal]
             self._place(lane, here, there, after)
+            move = self._factor_move(self.mine, unit, "scale_a")
+            if move and not self._factors_stay(self.me):
+                self._place(lane, move.src, move.dst, after)
 
     def _products(self, group: int) -> tuple[Product, ...]:
-        return merged(self.products[group])
+        scaling, products = self.problem.scaling, self.products[group]
+        return tuple(products) if scaling and scaling.by_rank else merged(products)
 
     @cached_property
     def products(self) -> list[list[Product]]:
@@ -506,12 +576,30 @@ class GatherStage(Stage):
         by_columns, k, n = self.schedule.dims == 2, self.problem.k, self.problem.n
         buffer, me, adds = self.product, self.me, self.world.partial
         pieces = zip(self.mine.units(peer), self.regions[peer], self.mine.rows(peer), strict=True)
-        products = []
-        for (_, ordinal, start, stop, _), a, (row, row_stop) in pieces:
+        scaled, products = self.problem.scaling is not None, []
+        for unit, a, rows in pieces:
+            _, ordinal, start, stop, _ = unit
             first, last = (start, stop) if by_columns else (0, k)
-            out = new(Region, (buffer, me, row, row_stop, 0, n))
-            products.append(Product(a, self._right(first, last, 0, n), out, adds and ordinal > 0))
+            out, right = new(Region, (buffer, me, *rows, 0, n)), self._right(first, last, 0, n)
+            factors = self._factors(peer, a, rows, (first, last)) if scaled else None
+            products.append(self._product(a, right, out, adds and ordinal > 0, factors=factors))
         return products
+
+    def _factors(self, peer: int, a: Region, rows: Rows, cols: Rows) -> Region | None:
+        """The factors of some rows of the gathered A and columns of A, which come from a peer and
+        are multiplied in ``a``; None for those that the caller has with its own rows."""
+        scaling, staged = self.problem.scaling, a.buffer != self.a
+        if scaling is None or not (staged or scaling.replicated) or self._factors_stay(peer):
+            return None
+        rows = (peer, peer + 1) if scaling.by_rank else rows
+        at = *rows, *factors_of(cols, scaling.rules.a[1])
+        return Region(self.world.factors_at, self.me, *at)
+
+    def _factors_stay(self, peer: int) -> bool:
+        """Whether the factors of own rows are used where the caller has them, wherever the rows
+        are."""
+        scaling = self.problem.scaling
+        return scaling is not None and scaling.by_rank and peer == self.me
 
     def completed(self, group: int) -> Iterable[Rows]:
         """Ranges of rows of the result whose last term a group adds, in rising order."""

@@ -16,8 +16,8 @@ from ficco.problem import Problem
 from ficco.schedules.builder import remembered
 from ficco.schedules.space import Schedule
 
-#: Boundaries between pieces are multiples of this if the pieces are long enough: 16 bytes of the
-#: narrowest dtype, the alignment that library GEMMs want.
+#: Boundaries between pieces are multiples of this if the pieces are long enough: 16 bytes of
+#: bfloat16, the alignment that library GEMMs want.
 GRANULE = 8
 
 T = TypeVar("T")
@@ -33,16 +33,20 @@ class Unit(NamedTuple):
     group: int  # units of one group are multiplied together
 
 
-def cut(length: int, pieces: int | tuple[int, ...]) -> list[tuple[int, int]]:
-    """Cut ``[0, length)`` into pieces of equal or given relative sizes, none of them empty.
+def cut(length: int, pieces: int | tuple[int, ...], least: int = 1) -> list[tuple[int, int]]:
+    """Cut ``[0, length)`` into pieces of equal or given relative sizes, none of them empty, at
+    multiples of ``least``.
 
     >>> cut(100, 4)
     [(0, 24), (24, 48), (48, 72), (72, 100)]
     >>> cut(64, (4, 2, 2)), cut(3, 8), cut(0, 4)
     ([(0, 32), (32, 48), (48, 64)], [(0, 1), (1, 2), (2, 3)], [])
+    >>> cut(50, 4, least=16)
+    [(0, 16), (16, 32), (32, 50)]
     """
     weights = pieces if isinstance(pieces, tuple) else (1,) * min(pieces, max(length, 1))
-    granule = GRANULE if length >= 2 * GRANULE * len(weights) else 1
+    granule = max(GRANULE, least)
+    granule = granule if length >= 2 * granule * len(weights) else least
     total = sum(weights)
     parts = accumulate(weights)
     bounds = [min(length, round(length * part / (total * granule)) * granule) for part in parts]
@@ -136,7 +140,7 @@ class Groups:
         block: Callable[[int], int],
     ) -> None:
         self.problem, self.schedule, self.rank = problem, schedule, rank
-        self.columns, self.block = columns, block
+        self.columns, self.block, self.least = columns, block, problem.cuts[schedule.dims - 1]
         self.sets = [s for s in sets if s]
         self.set_of = {peer: i for i, s in enumerate(self.sets) for peer in s}
         self.place_in_set = {peer: i for s in self.sets for i, peer in enumerate(s)}
@@ -145,13 +149,14 @@ class Groups:
         self.rounds = max(map(len, pieces.values()), default=0)
         self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
         ends = [self.cuts[peer][-1] for s in self.sets[-1:] for peer in s if self.cuts[peer]]
-        self.tail = max((len(cut(n, tail)) for n in {b - a for a, b in ends}), default=1) or 1
+        lengths = {b - a for a, b in ends}
+        self.tail = max((len(cut(n, tail, self.least)) for n in lengths), default=1) or 1
         self.group_count = self.regular + (self.tail - 1 if self.regular else 0)
 
     def _cut(self, rows: int) -> list[tuple[int, int]]:
         length = rows if self.schedule.dims == 1 else self.columns
         whole = [(0, length)]  # without columns there is still a product: zeros
-        pieces = cut(length, self.schedule.pieces or self.problem.world) or whole
+        pieces = cut(length, self.schedule.pieces or self.problem.world, self.least) or whole
         return pieces if rows else []
 
     @remembered
@@ -165,7 +170,7 @@ class Groups:
             for i, (start, stop) in enumerate(self.cuts[peer])
         ]
         if self.tail > 1 and units and units[-1].group == self.regular - 1:
-            units += finer(units.pop(), self.schedule.tail)
+            units += finer(units.pop(), self.schedule.tail, self.least)
         return units
 
     def count(self, peer: int) -> int:
@@ -204,10 +209,10 @@ class Groups:
         return groups
 
 
-def finer(unit: Unit, pieces: int) -> list[Unit]:
+def finer(unit: Unit, pieces: int, least: int = 1) -> list[Unit]:
     """A unit cut once more, each part in a group of its own."""
     peer, ordinal, start, stop, group = unit
-    cuts = cut(stop - start, pieces) or [(0, 0)]
+    cuts = cut(stop - start, pieces, least) or [(0, 0)]
     return [
         Unit(peer, ordinal + i, start + a, start + b, group + i) for i, (a, b) in enumerate(cuts)
     ]
@@ -263,7 +268,8 @@ class Departures(Groups):
         if not rows:
             return []
         length = rows if self.schedule.dims == 1 else self.columns
-        return finer(Unit(self.rank, 0, 0, length, self.group_count), self.schedule.tail)
+        whole = Unit(self.rank, 0, 0, length, self.group_count)
+        return finer(whole, self.schedule.tail, self.least)
 
     def of(self, peer: int) -> list[Unit]:
         """The units for a rank, in order."""

@@ -11,7 +11,7 @@ that the call has begun.
 
 from __future__ import annotations
 
-from ficco.plan.model import Product, Reduction, Region, Signal, Step
+from ficco.plan.model import Reduction, Region, Signal, Step
 from ficco.problem import Problem
 from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Unit, cut, finer
@@ -43,10 +43,11 @@ class OneShotWorld(World):
         first, rows = problem.offsets[rank], problem.rows[rank]
         if problem.kind.returns:
             first, rows = 0, problem.m
-        cuts = enumerate(cut(rows, schedule.pieces or self.world))
+        least = problem.cuts[0]
+        cuts = enumerate(cut(rows, schedule.pieces or self.world, least))
         pieces = [Unit(rank, i, start, stop, i) for i, (start, stop) in cuts]
         if pieces:
-            pieces += finer(pieces.pop(), schedule.tail)
+            pieces += finer(pieces.pop(), schedule.tail, least)
         return [(first + piece.start, first + piece.stop) for piece in pieces]
 
     def made(self, piece: int) -> list[Rows]:
@@ -107,7 +108,7 @@ class OneShotStage(Stage):
         products = []
         for rows in self.world.made(piece):
             left, made = Region(self.a, me, *rows, 0, k), Region(out, me, *rows, 0, n)
-            products.append(Product(left, self._right(0, k, 0, n), made))
+            products.append(self._product(left, self._right(0, k, 0, n), made))
         step = Step("matmul", self._lane(piece), f"piece {piece}", products=merged(products))
         self.products.append(self.add(step))
         if self.peers:

@@ -81,8 +81,15 @@ def joined(products: Iterable[Product]) -> list[Product]:
 def _kind(product: Product) -> tuple[object, ...]:
     """The fields in which products of one call must agree."""
     a, out = product.a, product.out
-    scales = [(s.buffer, s.row - a.row, s[4:]) for s in product.scales[:1]], product.scales[1:]
+    moving = [s.rows == a.rows for s in product.scales[:1]]
+    scales = (
+        [
+            (s.buffer, s.row - a.row, s[4:]) if moves else s
+            for s, moves in zip(product.scales, moving, strict=False)
+        ],
+        product.scales[1:],
+    )
     return (
         product.b, a[4:], out[4:], a.buffer, out.buffer, product.accumulate, product.terms,
-        product.addend, scales,
+        product.addend, scales, product.bias,
     )  # fmt: skip

@@ -264,7 +264,7 @@ class ScatterStage(Stage):
         (there, terms), k = self._target(owner), self.problem.k
         here = self.mine.in_operand(self.a, owner)
         return [
-            Product(a, self._right(0, k, *out[4:]), out, terms > 0, terms=terms)
+            self._product(a, self._right(0, k, *out[4:]), out, terms > 0, terms)
             for a, out in zip(here, there, strict=True)
         ]
 

@@ -291,6 +291,8 @@ class Footprint:
         which = np.flatnonzero(bools(map(bool, made.addend)))
         scaled = np.flatnonzero(bools(map(bool, made.scales)))
         self._scaled(matrix, made.scales, who)
+        if any(made.bias) or any(one.bias for one in self.contraction.values()):
+            self._biased(made, matrix, k_first, out, who)
         added = self._addends([products[index] for index in which], step[which])
         # One access for each product of a batch.
         each, turn = repeated(batch)
@@ -319,7 +321,7 @@ class Footprint:
             these = np.flatnonzero(np.isin(each, scaled))
             number = np.where(fixed, first, row)[these]
             made = [products[index] for index in each[these].tolist()]
-            reads.append(self._scales(made, turn[these], step[these], number))
+            reads.append(self._scales(made, turn[these], step[these], number, k_first[these]))
         return (
             Accesses(*map(np.concatenate, zip(*reads, strict=True))),
             Accesses.of(step, out, there, 0, (k_first, k_last), adds, terms[each], joins[each]),
@@ -350,33 +352,68 @@ class Footprint:
         of = self.buffers
         names = {name: of.holds[i] for i, name in enumerate(of.names)}
         for number, contraction in self.contraction.items():
-            wanted = [of.matrix[name] for name in contraction.scales]
+            wanted = [of.matrix[one.matrix] for one in contraction.scales]
             for at in np.flatnonzero(matrix == number).tolist() if wanted else ():
                 if [names.get(one.buffer, -1) for one in scales[at]] != wanted:
                     raise PlanError(f"{who(at)} is not scaled as asked for")
-        bare = bools(self.contraction[number].scales for number in matrix.tolist())
+        bare = bools(bool(self.contraction[number].scales) for number in matrix.tolist())
         demand(bare | ~bools(scales), who, "is scaled, which is not asked for")
 
-    def _scales(self, made: list[Product], turn: Ints, step: Ints, number: Ints) -> Accesses:
-        """Reads of the factors of the rows of a, whose numbers where they land are given; those of
+    def _scales(
+        self, made: list[Product], turn: Ints, step: Ints, number: Ints, k_first: Ints
+    ) -> Accesses:
+        """Reads of the factors of a, the numbers of whose rows where they land are given; those of
         b are operands."""
         of, who = self.buffers, self.steps.by_step(step)
-        factors = self._regions([one.scales[0] for one in made], step)
-        factors = factors.down(turn * ints(one.a_stride for one in made))
-        right = self._regions([one.scales[1] for one in made], step)
-        a = self._regions([one.a for one in made], step)
-        fits = (factors.rows == a.rows) & (factors.cols == 1) & (factors.rank == a.rank)
+        column = unzipped(made, Product)
+        a, b, out = (self._regions(some, step) for some in (column.a, column.b, column.out))
+        left, right = (self._regions([one.scales[i] for one in made], step) for i in (0, 1))
+        left = left.down(turn * ints(one.scale_stride for one in made))
+        asked = [self.contraction[each].scales for each in of.holds[out.buffer].tolist()]
+        shares = [(*one[0].share, *one[1].share) for one in asked]
+        height, width, depth, wide = np.array(shares, np.int64).reshape(-1, 4).T
+        k_last, last = k_first + b.rows, number + a.rows
+        row, row_stop = _shared(number, last, height)
+        for matrix in self.route:  # one factor for the rows of a sender
+            here = (of.holds[a.buffer] == matrix) & (height == 0)
+            sender, end = (self._sender(matrix, one, a.rank) for one in (number, last - 1))
+            row, row_stop = np.where(here, sender, row), np.where(here, end + 1, row_stop)
+        fits = (left.rows == row_stop - row) & (left.rank == a.rank)
+        for region, bounds in (
+            ((left.col, left.col_stop), _shared(k_first, k_last, width)),
+            ((right.row, right.row_stop), _shared(k_first, k_last, depth)),
+            ((right.col, right.col_stop), _shared(out.col, out.col_stop, wide)),
+        ):
+            fits &= (region[0] == bounds[0]) & (region[1] == bounds[1])
+        for first, share in ((k_first, width), (k_first, depth), (out.col, wide)):
+            fits &= first % np.maximum(share, 1) == 0
         fits &= of.operand[right.buffer] & (right.rank == a.rank)
-        fits &= (right.col == ints(one.out.col for one in made)) & (right.rows == 1)
-        fits &= right.cols == ints(one.out.cols for one in made)
         demand(fits, who, "is scaled by regions that do not fit")
         self._inside(right, who)
-        placed = of.placed[factors.buffer]
-        same = ~placed | (self._first(factors, who) == number)
+        placed = of.placed[left.buffer]
+        same = ~placed | (self._first(left, who) == row)
         demand(same, who, "is scaled by factors of other rows")
-        return Accesses.of(
-            step, factors, np.where(placed, self._begins(factors), number - factors.row)
-        )
+        return Accesses.of(step, left, np.where(placed, self._begins(left), row - left.row))
+
+    def _sender(self, matrix: int, row: Ints, rank: Ints) -> Ints:
+        """The rank that rows of a matrix come from, by their numbers where they land."""
+        route, sender = self.route[matrix], np.zeros_like(row)
+        for source in range(self.world):
+            first = route.lands[source, rank]
+            sender[(first <= row) & (row < first + route.block[source, rank])] = source
+        return sender
+
+    def _biased(self, made: Any, matrix: Ints, k_first: Ints, out: Regions, who: Who) -> None:
+        """The row that the specification adds is added by the first product of a sum."""
+        names = list(self.buffers.names)
+        for at, bias in enumerate(made.bias):
+            asked = self.contraction.get(int(matrix[at]))
+            wanted = asked.bias if asked and k_first[at] == 0 else ""
+            held = self.buffers.holds[names.index(bias.buffer)] if bias else -1
+            span = (int(out.rank[at]), 0, 1, int(out.col[at]), int(out.col_stop[at]))
+            right = held == self.buffers.matrix[wanted] and bias[1:] == span if wanted else not bias
+            if not right:
+                raise PlanError(f"{who(at)} does not add the bias once")
 
     def _addends(self, products: list[Product], step: Ints) -> Accesses:
         """Reads of the sums that products add themselves to and that are in another place."""
@@ -497,3 +534,9 @@ class Footprint:
         right = of.leaves[source] and not of.begins[source].any() and np.array_equal(wide, width)
         right &= np.array_equal(leave, (route.leaves + route.block).max(axis=1))
         return bool(right and (of.result[target] or whole and not self.terms[matrix]))
+
+
+def _shared(first: Ints, last: Ints, share: Ints) -> tuple[Ints, Ints]:
+    """The factors of rows or columns of which so many share one; 0: all."""
+    some = np.maximum(share, 1)
+    return np.where(share > 0, first // some, 0), np.where(share > 0, -(-last // some), 1)
