@@ -344,6 +344,12 @@ class Problem:
         return Buffer("gathered", "A", self.dtype, shapes, memory)
 
     @cached_property
+    def heights(self) -> tuple[int, ...]:
+        """Rows of the blocks of all pairs of ranks, those that are cut into pieces."""
+        ranks = range(self.world)
+        return tuple(self.block(src, dst) for src in ranks for dst in ranks)
+
+    @cached_property
     def sends_factors(self) -> bool:
         """Whether the factors of A's rows travel with them."""
         return self.scaling is not None and not (self.kind.scatters or self.scaling.replicated)

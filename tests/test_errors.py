@@ -109,13 +109,13 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]
     ),
     "fp8 e4m3": (
         lambda: _call(_a().to(FP8[0]), _b().to(FP8[0])),
-        "NotImplementedError",
-        ("float8_e4m3fn", "bfloat16"),
+        "ValueError",
+        ("float8_e4m3fn", "scale_a, scale_b"),
     ),
     "fp8 e5m2": (
         lambda: _call(_a().to(FP8[1]), _b().to(FP8[1])),
-        "NotImplementedError",
-        ("float8_e5m2",),
+        "ValueError",
+        ("float8_e5m2", "scale_a, scale_b"),
     ),
     "sparse a": (
         lambda: _call(_a().to_sparse(), _b()),

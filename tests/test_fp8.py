@@ -8,23 +8,35 @@ scales are powers of two, so that every product has one right answer before it i
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
+import hip_ranks
 import pytest
 import torch
 from cases import _hash, _span, compare
-from ranks import Rank, ranks, run
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Rank, caught, ranks, run
 from test_operators import BLOCKS, SUMS, TERMS, rows_for, schedules_of
 
 import ficco
-from ficco.scaling import RECIPES, factor_count
+from ficco.dma.scaled import lacking_on_cuda, lacking_on_hip
+from ficco.heuristics import decide
+from ficco.machine import find
+from ficco.plan import check
+from ficco.problem import Problem
+from ficco.scaling import RECIPES, Scaling, factor_count
+from ficco.schedules import Schedule, plans
 
 OPERATORS = ("all_gather_matmul", "all_to_all_matmul", *SUMS, "matmul_all_to_all")
 SERVED = tuple(name for name, recipe in RECIPES.items() if not recipe.needs)
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
+#: Those of A and B.
+DTYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2), (FNUZ, FNUZ))
 
 
 @dataclass(frozen=True)
@@ -156,45 +168,479 @@ def device() -> str:
 
 def schedules(operator: str) -> list[str]:
     """The schedules that serve float8: none that adds a product to a sum."""
-    found = [
-        "auto",
-        *schedules_of(operator if operator != "all_gather_matmul" else "all_to_all_matmul"),
-    ]
+    like = "all_to_all_matmul" if operator == "all_gather_matmul" else operator
+    found = ["auto", *schedules_of(like)]
     return [name for name in found if "beta" not in name and not name.startswith(("ring", "tiled"))]
 
 
-def every_schedule(operator: str, world: int) -> list[ScaledCase]:
-    """A case of each schedule of the space, with recipe, rows, sizes and dtypes drawn."""
+def every_schedule(operator: str, world: int, device: str, some: int = 1) -> list[ScaledCase]:
+    """A case of each schedule of the space, or of each so many, with all else drawn."""
     chance = random.Random(f"{operator} {world}")
-    cases = []
-    for schedule in schedules(operator):
-        recipe, out, bias = chance.choice(SERVED), chance.choice((None, torch.bfloat16)), False
-        if chance.random() < 0.2 or operator in SUMS and "collective" in schedule:
-            out = torch.float32  # gloo rounds after every term
-        else:
-            bias = chance.random() < 0.3
-        rows = rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse")))
-        replicated = (
-            operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
-        )
-        cases.append(
-            ScaledCase(
-                operator,
-                rows,
-                chance.choice((256, 400) if recipe == "block" else (16, 48, 144)),
-                chance.choice((16, 48, 272)),
-                recipe,
-                schedule,
-                out,
-                bias,
-                replicated and world > 1,
-            )
-        )
-    return cases
+    return [
+        drawn(chance, operator, world, device, name)
+        for name in schedules(operator)[chance.randrange(some) :: some]
+    ]
+
+
+def drawn(
+    chance: random.Random, operator: str, world: int, device: str, schedule: str
+) -> ScaledCase:
+    recipe, kind = chance.choice(SERVED), chance.choice(("equal", "ragged", "few", "sparse"))
+    if recipe == "block" and device != "cpu":  # multiples of four rows
+        kind = "equal"
+    dtypes = chance.choice(DTYPES if device == "cpu" else DTYPES[:3])
+    out, bias = chance.choice((None, torch.bfloat16, torch.float16)), chance.random() < 0.3
+    if chance.random() < 0.2 or (operator in SUMS and "collective" in schedule):
+        out, bias = torch.float32, False  # collectives round after every term
+    replicated = operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
+    sizes = (256, 400) if recipe == "block" else (16, 48, 144)
+    k, n = chance.choice(sizes), chance.choice((16, 48, 272))
+    rows = rows_for(operator, world, kind)
+    return ScaledCase(operator, rows, k, n, recipe, schedule, out, bias, replicated, dtypes)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @ranks(1, 2, 3, 4)
 def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
-    cases = every_schedule(operator, world)
+    cases = every_schedule(operator, world, device, some=1 if world == 2 else 4)
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+
+
+def _columns(at: Rank) -> None:
+    """Rings of stages, and calls by columns of b with their part of the factors and the bias."""
+    for iteration, (operator, recipe) in enumerate(product(OPERATORS, SERVED)):
+        k, n = (256, 544) if recipe == "block" else (144, 272)
+        schedule = "hetero-fused-1d:pieces=4"
+        case = ScaledCase(operator, rows_for(operator, at.world, "equal"), k, n, recipe, schedule)
+        with ficco.options(workspace_bytes=1 << 15):
+            exact(at, case.on(bias=True), iteration)
+
+
+@ranks(3)
+def test_memory_keeps_to_its_cap(device: str, world: int) -> None:
+    run(world, _columns, device=device)
+
+
+# One factor for all rows of a rank.
+
+
+def _whole(at: Rank, schedule: str) -> list[bool]:
+    """Whether ranks with factors of their own get what one product with one factor would give."""
+    case = ScaledCase("all_gather_matmul", (16,) * at.world, 32, 16, "tensor", schedule)
+    given, wanted = made(case, at, at.rank)  # another factor on each rank
+    factors = [2.0**rank for rank in range(at.world)]
+    shards = [operands(case, rank, 0, at.device).a for rank in range(at.world)]
+    given.a, given.scales["scale_a"] = shards[at.rank], torch.tensor(factors[at.rank])
+    given.scales["scale_a"] = given.scales["scale_a"].to(at.device)
+    found = call(case, given)
+    rows = torch.tensor(factors, device=at.device).repeat_interleave(16)[:, None]
+    gathered = torch.cat([shard.double() for shard in shards])
+    right = (gathered * rows @ given.wide_b).bfloat16()
+    wrong = (gathered * factors[at.rank] @ given.wide_b).bfloat16()
+    return [torch.equal(found, right), torch.equal(found, wrong)]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["serial", "serial:collective", "growing", "uniform-fused-1d:pull", "auto"]
+)
+def test_each_shard_has_its_own_factor(device: str, schedule: str) -> None:
+    """Where ranks scaled their shards differently, one factor for all is wrong without a word."""
+    assert run(4, _whole, schedule, device=device) == [[True, False]] * 4
+
+
+# Against PyTorch's own product of the whole.
+
+
+def _as_whole(at: Rank, operator: str, recipe: str, schedule: str) -> None:
+    """Random operands, whose products round: pieces of rows are those of the whole, bit by bit."""
+    torch.manual_seed(0)
+    world, m, k, n = at.world, 32 * at.world, 64, 48
+    a = [torch.randn(m, k).to(E4M3) for _ in range(world)]
+    b = torch.randn(n, k).to(E4M3).t()
+    count = {"tensor": (1, 1), "row": (m, n)}[recipe]
+    of_a, of_b = torch.rand(count[0], 1), torch.rand(1, count[1])
+    bias = torch.randn(n).bfloat16()
+    how = {"bias": bias, "out_dtype": torch.bfloat16}
+    products = [torch._scaled_mm(one, b, of_a, of_b, **how) for one in a]
+    mine = slice(at.rank * 32, at.rank * 32 + 32)
+    scales: dict[str, Any] = {"scale_b": of_b, "schedule": schedule, **how}
+    if operator == "all_gather_matmul":
+        own = of_a[mine] if recipe == "row" else of_a
+        found = ficco.all_gather_matmul(a[0][mine], b, scale_a=own, **scales)
+        assert torch.equal(found, products[0])
+        return
+    found = getattr(ficco, operator)(a[at.rank], b, scale_a=of_a, **scales)
+    total = torch.stack([one.float() for one in products])
+    right = torch.zeros(m, n)
+    for one in total:
+        right += one
+    assert torch.equal(found, (right[mine] if "scatter" in operator else right).bfloat16())
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+@pytest.mark.parametrize("operator", ["all_gather_matmul", *SUMS])
+def test_pieces_are_those_of_the_whole(operator: str, recipe: str) -> None:
+    for schedule in ("serial", "growing", "hetero-fused-1d:pieces=4,tail=2", "uniform-fused-1d"):
+        run(2, _as_whole, operator, recipe, schedule)
+
+
+def _special(at: Rank) -> None:
+    """NaN and infinity stay in their rows, and what overflows float16 is infinite."""
+    for dtype, value in ((E4M3, float("nan")), (E5M2, float("inf")), (E5M2, float("-inf"))):
+        a = torch.ones(8, 16).to(dtype)
+        if at.rank == 1:
+            a[2, 3] = value
+        b = torch.ones(16, 16).to(E4M3).t()
+        ones = {"scale_a": torch.ones(8, 1), "scale_b": torch.ones(1, 16)}
+        found = ficco.all_gather_matmul(a, b, schedule="hetero-fused-1d:pieces=2", **ones)
+        right = torch.full((16, 16), 16.0)
+        right[10] = value
+        torch.testing.assert_close(found.float(), right, rtol=0, atol=0, equal_nan=True)
+        big = {"scale_a": torch.full((), 2.0**13), "scale_b": torch.ones(())}
+        found = ficco.all_gather_matmul(a, b, out_dtype=torch.float16, **big)
+        assert found[0].isinf().all()
+
+
+def test_nan_infinity_and_overflow_travel_as_in_torch() -> None:
+    run(2, _special)
+
+
+# What a call may look like.
+
+
+def _forms(at: Rank) -> None:
+    case = ScaledCase("all_gather_matmul", (12,) * at.world, 32, 16, "row", "growing:pull")
+    given, wanted = made(case, at, 1)
+    a, scale = given.a, given.scales["scale_a"]
+    symmetric = ficco.empty(a.shape, dtype=a.dtype, device=at.device)
+    symmetric.copy_(a)
+    wide = torch.zeros(12, 64, device=at.device).to(a.dtype)[:, ::2]
+    wide.copy_(a)
+    for form in (a, symmetric, wide, a.view(3, 4, 32)):
+        given.a, given.scales["scale_a"] = form, scale.view(*form.shape[:-1], 1)
+        found, gathered = call(case, given, return_gathered=True)
+        compare("the result", found, wanted, str(form.shape))
+        everyone = [operands(case, rank, 1, at.device).a for rank in range(at.world)]
+        assert torch.equal(gathered.view(torch.uint8), torch.cat(everyone).view(torch.uint8))
+    with torch.autocast(at.device.type, dtype=torch.bfloat16):
+        compare("under autocast", call(case, given), wanted, "")
+    strided = torch.zeros(12, 3, device=at.device)
+    strided[:, 1] = scale[:, 0]
+    given.a, given.scales["scale_a"] = a, strided[:, 1:2]
+    compare("with strided scales", call(case, given), wanted, "")
+
+
+def test_forms_of_operands(device: str) -> None:
+    run(2, _forms, device=device)
+
+
+# Bad input: the same on every rank, and the group lives on.
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What is changed of a good call of rows, and the error."""
+
+    kind: str
+    words: tuple[str, ...]
+    changes: dict[str, Any]
+    operator: str = "all_gather_matmul"
+    n: int = 16
+    k: int = 32
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)
+    row_major: bool = False
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    return lambda device: torch.ones(shape, device=device).to(dtype)
+
+
+VALUE, INVALID, MISSING = "ValueError", "InvalidArgument", "NotImplementedError"
+BAD = {
+    "no scales": Bad(
+        VALUE, ("scale_a", "scale_b", "float8_e4m3fn", "none"), {"scale_a": None, "scale_b": None}
+    ),
+    "no scale_b": Bad(VALUE, ("scale_b", "NoneType", "both"), {"scale_b": None}),
+    "a number": Bad(VALUE, ("scale_a", "float", "both"), {"scale_a": 1.0}),
+    "scales of bfloat16": Bad(
+        VALUE,
+        ("scale_a, scale_b", "torch.float32", "torch.bfloat16", ".float()"),
+        {"scale_a": ones(8, 1, dtype=torch.bfloat16)},
+    ),
+    "scales of other rows": Bad(
+        VALUE, ("[8, 1] and [1, 16]", "[16, 1] and [1, 16]", "got [9, 1]"), {"scale_a": ones(9, 1)}
+    ),
+    "scales of rows of one dimension": Bad(VALUE, ("got [8] and",), {"scale_a": ones(8)}),
+    "scales of rows by one for all": Bad(
+        VALUE, ("got [8, 1] and [1, 1]",), {"scale_b": ones(1, 1)}, k=144
+    ),
+    "n": Bad(
+        INVALID, ("n: required a multiple of 16", "got 24", "pad"), {"scale_b": ones(1, 24)}, n=24
+    ),
+    "k": Bad(INVALID, ("k: required a multiple of 16", "got 24", "pad"), {}, k=24),
+    "b by rows": Bad(VALUE, ("b: required columns", "strides [16, 1]", ".t()"), {}, row_major=True),
+    "float8 and bfloat16": Bad(
+        VALUE, ("operands of float8", "bfloat16", "quantise"), {}, dtypes=(E4M3, torch.bfloat16)
+    ),
+    "scales of bfloat16 operands": Bad(
+        VALUE,
+        ("operands of float8", "bfloat16", "leave the scales out"),
+        {},
+        dtypes=(torch.bfloat16, torch.bfloat16),
+    ),
+    "families": Bad(
+        VALUE,
+        ("one family", "float8_e4m3fn", "float8_e4m3fnuz"),
+        {},
+        dtypes=(E4M3, torch.float8_e4m3fnuz),
+    ),
+    "bias and float32": Bad(
+        VALUE,
+        ("bias", "float32", "bfloat16 or float16"),
+        {"bias": ones(16, dtype=torch.bfloat16), "out_dtype": torch.float32},
+    ),
+    "bias of another dtype": Bad(VALUE, ("bias", "[16]", "torch.float32"), {"bias": ones(16)}),
+    "bias of another size": Bad(
+        VALUE, ("bias", "[16]", "[8]"), {"bias": ones(8, dtype=torch.bfloat16)}
+    ),
+    "out_dtype": Bad(
+        VALUE, ("out_dtype", "bfloat16, float16, float32", "float8"), {"out_dtype": E4M3}
+    ),
+    "no out_dtype": Bad(VALUE, ("out_dtype", "'bfloat16'"), {"out_dtype": "bfloat16"}),
+    "use_fast_accum": Bad(VALUE, ("use_fast_accum", "True or False"), {"use_fast_accum": 1}),
+    "mx": Bad(
+        MISSING,
+        ("mxfp8", "sm_100 or gfx950"),
+        {name: ones(128, dtype=torch.float8_e8m0fnu) for name in ("scale_a", "scale_b")},
+    ),
+    "beta": Bad(
+        VALUE,
+        ("beta", "float8", "another schedule"),
+        {"schedule": "growing:beta", "rows": None},
+        "matmul_reduce_scatter",
+    ),
+    "a ring": Bad(
+        VALUE,
+        ("ring", "float8", "another schedule"),
+        {"schedule": "ring", "rows": None},
+        "matmul_reduce_scatter",
+    ),
+    "tiled": Bad(VALUE, ("tiled", "float8", "another schedule"), {"schedule": "tiled"}),
+    "all rows of an all-to-all": Bad(
+        VALUE,
+        ("got [16, 1]",),
+        {"scale_a": ones(16, 1)},
+        "all_to_all_matmul",
+    ),
+}
+
+
+def _refused(at: Rank, what: str) -> tuple[str, str]:
+    bad = BAD[what]
+    a = torch.ones(8, bad.k, device=at.device).to(bad.dtypes[0])
+    b = torch.ones(bad.n, bad.k, device=at.device).to(bad.dtypes[1]).t()
+    b = b.contiguous() if bad.row_major else b
+    scales = {"scale_a": ones(8, 1), "scale_b": ones(1, bad.n)} | bad.changes
+    given = {
+        name: value(at.device) if callable(value) and not isinstance(value, type) else value
+        for name, value in scales.items()
+    }
+    case = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
+    exact(at, case, 0)
+    error = caught(lambda: getattr(ficco, bad.operator)(a, b, **given))
+    exact(at, case, 1)  # the group lives on
+    return error.type, error.text
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_wrong_arguments_are_refused(device: str, what: str) -> None:
+    first, second = run(2, _refused, what, device=device)
+    assert first == second and first[0] == BAD[what].kind, first
+    for word in BAD[what].words:
+        assert word in first[1], f"{word!r} is not in {first[1]}"
+
+
+def _order_of_b(at: Rank) -> str:
+    """A call that was served before does not serve one whose b lies row by row."""
+    case = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
+    exact(at, case, 0)
+    given, _ = made(case, at, 0)
+    given.b = given.b.contiguous()
+    return str(caught(lambda: call(case, given)).text)
+
+
+def test_another_order_in_memory_is_another_call(device: str) -> None:
+    assert all("b: required columns" in text for text in run(2, _order_of_b, device=device))
+
+
+def _unlike(at: Rank) -> str:
+    """Ranks that scale otherwise."""
+    recipe = ("row", "tensor")[at.rank]
+    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, recipe), at, 0)
+    error = caught(lambda: ficco.all_gather_matmul(given.a, given.b, **given.scales))
+    at.barrier()
+    ficco.close()
+    return f"{error.type} {error.text}"
+
+
+def test_ranks_that_scale_otherwise_disagree(device: str) -> None:
+    for text in run(2, _unlike, device=device):
+        assert text.startswith("RankMismatch") and "by row" in text and "by tensor" in text
+
+
+def _unserved(at: Rank) -> list[str]:
+    """Gradients and tracing."""
+    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
+    given.scales["scale_a"].requires_grad_()
+    calls = [lambda: ficco.all_gather_matmul(given.a, given.b, **given.scales)]
+    calls.append(lambda: torch.compile(calls[0], backend="eager", fullgraph=False)())
+    texts = [caught(one) for one in calls[:1]]
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        texts.append(caught(calls[0]))
+    with torch.no_grad():
+        calls[0]()
+    return [f"{error.type} {error.text}" for error in texts]
+
+
+def test_gradients_and_tracing_are_refused() -> None:
+    for gradient, traced in run(2, _unserved):
+        assert gradient.startswith(MISSING) and "scale_a" in gradient and "no gradient" in gradient
+        assert traced.startswith(MISSING) and "not traced" in traced
+
+
+def test_transposed_products_take_no_float8() -> None:
+    scaling = Scaling("row", "float8_e4m3fn")
+    for operator in ("all_gather_transposed_matmul", "all_to_all_transposed_matmul"):
+        sizes: Any = (((8,), (8,)), 16, 32) if "all_to_all" not in operator else None
+        with pytest.raises(NotImplementedError, match="does not take operands of float8|float8"):
+            if sizes:
+                Problem(operator, (8, 8), 16, 32, "float8_e4m3fn", scaling=scaling)
+            else:
+                Problem.of_blocks(
+                    operator, ((4, 4), (4, 4)), 16, 32, "float8_e4m3fn", scaling=scaling
+                )
+
+
+# What libraries lack.
+
+
+def lacks(
+    arch: Any, recipe: str, *, rows: int = 8, out: str = "bfloat16", a: str = "e4m3fn", b: str = ""
+) -> str:
+    scaling = Scaling(recipe, f"float8_{b or a}", out)
+    problem = Problem("all_gather_matmul", (rows,) * 2, 128, 128, f"float8_{a}", scaling=scaling)
+    if isinstance(arch, str):
+        return lacking_on_hip(problem, scaling, arch)
+    return lacking_on_cuda(problem, scaling, *arch)
+
+
+HOPPER, ADA, AMPERE, BLACKWELL = (
+    ((9, 0), (13, 0)),
+    ((8, 9), (12, 6)),
+    ((8, 6), (13, 0)),
+    ((10, 0), (13, 0)),
+)
+MI300X, MI350X = "gfx942:sramecc+:xnack-", "gfx950"
+LACKS: list[tuple[Any, dict[str, Any], str]] = [
+    (HOPPER, {"recipe": "tensor"}, ""),
+    (HOPPER, {"recipe": "row", "out": "float32"}, ""),
+    (HOPPER, {"recipe": "block", "out": "float16"}, ""),
+    (HOPPER, {"recipe": "row", "a": "e5m2", "b": "e4m3fn"}, ""),
+    (HOPPER, {"recipe": "block", "rows": 6}, "4 rows or a multiple.*got 6.*pad"),
+    (HOPPER, {"recipe": "tensor", "a": "e5m2"}, "no float8_e5m2 by float8_e5m2.*e4m3fn"),
+    (HOPPER, {"recipe": "tensor", "a": "e4m3fnuz"}, "gfx942.*e4m3fn"),
+    (AMPERE, {"recipe": "tensor"}, "8.9 or higher, got 8.6; pass bfloat16"),
+    (ADA, {"recipe": "row"}, ""),
+    (ADA, {"recipe": "row", "out": "float16"}, "in bfloat16, got out_dtype float16; pass bfloat16"),
+    (ADA, {"recipe": "block"}, "9.0 and CUDA 12.9 or later, got 8.9 and 12.6; pass those of rows"),
+    (BLACKWELL, {"recipe": "block"}, "got 10.0"),
+    (MI300X, {"recipe": "row", "a": "e4m3fnuz"}, ""),
+    (MI300X, {"recipe": "tensor", "a": "e4m3fnuz", "out": "float32"}, ""),
+    (MI300X, {"recipe": "row"}, "gfx942 multiplies float8_e4m3fnuz, got float8_e4m3fn"),
+    (
+        MI300X,
+        {"recipe": "row", "a": "e4m3fnuz", "out": "float32"},
+        "in bfloat16, got out_dtype float32",
+    ),
+    (MI300X, {"recipe": "block", "a": "e4m3fnuz"}, "no factors of blocks; pass those of rows"),
+    (MI350X, {"recipe": "row"}, ""),
+    (
+        MI350X,
+        {"recipe": "tensor", "a": "e4m3fnuz"},
+        "gfx950 multiplies float8_e4m3fn or float8_e5m2",
+    ),
+    (
+        "gfx90a",
+        {"recipe": "tensor", "a": "e4m3fnuz"},
+        "gfx942 or gfx950, got gfx90a; pass bfloat16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "what", "words"), LACKS)
+def test_what_a_library_lacks_is_said(where: Any, what: dict[str, Any], words: str) -> None:
+    text = lacks(where, **what)
+    assert re.search(words, text) if words else not text, text
+
+
+def _on_hip(at: Rank, cases: Sequence[ScaledCase]) -> str:
+    assert all_exact(at, cases) == len(cases)
+    case = cases[0].on(dtypes=(E4M3, E4M3))
+    given, _ = made(case, at, 0)
+    return str(caught(lambda: call(case, given)).text)
+
+
+def test_on_a_double_of_hip() -> None:
+    """gfx942's own float8, for the engine, its copies and its signals; and no other."""
+    chance = random.Random(3)
+    cases = [
+        drawn(chance, operator, 4, "cpu", name).on(
+            recipe=chance.choice(("tensor", "row")), k=48, out=None, dtypes=(FNUZ, FNUZ)
+        )
+        for operator in OPERATORS
+        for name in schedules(operator)[chance.randrange(9) :: 9]
+        if "kernel" not in name and not (operator in SUMS and "collective" in name)
+    ]
+    cases = [case.on(replicated=case.replicated and case.recipe == "row") for case in cases]
+    texts = hip_ranks.run(4, _on_hip, cases, timeout=120)
+    assert all("gfx942 multiplies float8_e4m3fnuz" in text for text in texts), texts
+
+
+# Plans.
+
+
+@given(data=st.data())
+def test_plans_with_factors_are_proven(data: st.DataObject) -> None:
+    """Whatever the recipe, the rows and the cuts: pieces begin where factors may."""
+    chance = data.draw(st.randoms(use_true_random=False))
+    operator, world = chance.choice(OPERATORS), chance.randint(1, 4)
+    name = chance.choice([one for one in schedules(operator) if one != "auto"])
+    recipe = chance.choice(SERVED)
+    rules, dtype = RECIPES[recipe], "float8_e4m3fn"
+    replicated = operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
+    scaling = Scaling(recipe, dtype, bias=chance.random() < 0.5, replicated=replicated)
+    n, k = (16 * chance.randint(1, 40) for _ in range(2))
+    sizes = [[chance.randrange(60) for _ in range(world)] for _ in range(world)]
+    if operator in BLOCKS:
+        problem = Problem.of_blocks(operator, sizes, n, k, dtype, scaling=scaling)
+    else:
+        problem = Problem(operator, tuple(sizes[0]), n, k, dtype, scaling=scaling)
+    found = plans(problem, Schedule.parse(name))
+    check(found)
+    for plan in found:
+        for step in plan.steps:
+            for one in step.products:
+                assert one.b.row % rules.cols == 0 and one.b.col % rules.cols == 0
+                assert len(one.scales) == 2
+
+
+def test_auto_passes_on_what_cannot_be_served() -> None:
+    machine = find("h200-4", None)
+    for operator in SUMS:
+        scaling = Scaling("row", "float8_e4m3fn")
+        sizes = 4096, 4096, "float8_e4m3fn"
+        problem = Problem(operator, (1024,) * 4, *sizes, scaling=scaling)
+        decision = decide(problem, machine=machine, offers=("dma", "kernel", "tiled"), search=True)
+        names = [decision.schedule, *decision.others]
+        assert decision.source == "model" and len(names) > 3
+        assert not any(one.beta or one.grouping == "tiled" for one in names)

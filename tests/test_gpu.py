@@ -157,7 +157,7 @@ REFUSED = {
     "b on the cpu": ("ValueError", ("one device", "cuda:0", "cpu", "move")),
     "a on the cpu": ("ValueError", ("cpu",)),
     "float64": ("NotImplementedError", ("float64", "bfloat16")),
-    "fp8": ("NotImplementedError", ("float8_e4m3fn",)),
+    "fp8": ("ValueError", ("float8_e4m3fn", "scale_a, scale_b")),
 }
 
 

@@ -20,6 +20,7 @@ from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.dma.driver import URGENT, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
+from ficco.dma.scaled import cuda_release, lacking_on_cuda
 from ficco.errors import BackendError
 from ficco.hip_kernels import kernels
 from ficco.hip_kernels.build import can_compile
@@ -34,6 +35,8 @@ except ImportError as error:
     ) from error
 
 from ficco.hip_kernels.cuda_binding import attribute, check
+from ficco.problem import Problem
+from ficco.scaling import Scaling
 from ficco.tiled.hopper import hopper_products
 from ficco.tiled.products import TiledProducts
 
@@ -332,6 +335,10 @@ class CudaDriver(Driver):
             "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; "
             "leave the knob out"
         )
+
+    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
+        capability = torch.cuda.get_device_capability(self.device)
+        return lacking_on_cuda(problem, scaling, capability, cuda_release())
 
     @cached_property
     def untiled(self) -> str:  # type: ignore[override]

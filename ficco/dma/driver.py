@@ -19,6 +19,8 @@ from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.dma.products import library
 from ficco.hip_kernels.launch import Kernels
+from ficco.problem import Problem
+from ficco.scaling import Scaling
 from ficco.tiled.products import TiledProducts
 
 #: Bytes of a signal word.
@@ -362,6 +364,10 @@ class Driver(ABC):
     untiled: str = "there is no product whose tiles wait for this GPU"
     #: Ranks share this GPU, so that copies between them are kernels.
     shared: bool = False
+
+    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
+        """Why the library multiplies no such float8 operands, and what to do; empty if it does."""
+        return ""
 
     def tiled(self) -> TiledProducts:
         """The product whose tiles wait."""

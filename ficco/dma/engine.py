@@ -22,6 +22,7 @@ from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
 from ficco.plan import Plan, Product, Reduction, Signal, Transfer
 from ficco.problem import Problem
+from ficco.scaling import Scaling
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -426,8 +427,14 @@ class Engine(ABC):
                 f"schedule {schedule}: the {self.name} engine has no mover {schedule.mover!r} yet; "
                 "leave the knob out"
             )
+        if problem.scaling and (why := self.unscaled(problem, problem.scaling)):
+            return f"{problem.operator}: {why}"
         if schedule.grouping == "tiled" and (why := self.untiled(problem, schedule)):
             return f"schedule {schedule}: {why}; take another schedule"
+        return ""
+
+    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
+        """Why no product of the library serves a problem's float8 operands; empty if one does."""
         return ""
 
     def wordless(self) -> str:

@@ -82,6 +82,7 @@ from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
+from ficco.scaling import Scaling
 from ficco.schedules import Schedule
 from ficco.tiled.worklist import MAX_GATES, Work
 from ficco.warn import warn_once
@@ -866,7 +867,11 @@ class GpuEngine(StreamEngine):
             capture=not means.uncaptured,
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
+            scaled=True,
         )
+
+    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
+        return self.driver.unscaled(problem, scaling)
 
     def wordless(self) -> str:
         if self.means.words == "slot":

@@ -27,10 +27,13 @@ from ficco.dma.driver import WORD, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Meeting
 from ficco.dma.memops import WAIT_32, MemOp
+from ficco.dma.scaled import cuda_release, lacking_on_cuda, lacking_on_hip
 from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Packed
+from ficco.problem import Problem
+from ficco.scaling import Scaling
 from ficco.tiled.portable import TritonKernel, lacking
 from ficco.tiled.products import TiledProducts
 
@@ -346,6 +349,13 @@ class HipDriver(Driver):
         # Code that was loaded before something went wrong is unloaded at the end, too.
         self._binding = self._binding or HipBinding(self.target(), self.index)
         return self._binding
+
+    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
+        target = self.target()
+        if target.vendor == "cuda":  # HIP's calls are handed on
+            capability = torch.cuda.get_device_capability(self.device)
+            return lacking_on_cuda(problem, scaling, capability, cuda_release())
+        return lacking_on_hip(problem, scaling, target.arch)
 
     @cached_property
     def untiled(self) -> str:  # type: ignore[override]

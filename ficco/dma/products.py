@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program, in_turn
+from ficco.dma.scaled import multiply_scaled
 from ficco.plan import Product, Transfer
 from ficco.problem import Problem
 
 #: Does ``out = addend + a @ b`` without a copy of the addend, on a stream; False if it cannot.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
-#: Rows or columns that share a factor of blocks.
-BLOCK = 128
-#: PyTorch's numbers of these recipes (torch.nn.functional.ScalingType).
-_BY_1X128, _BY_128X128 = 4, 5
 #: The elementwise functions that a place operation may apply, by name.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": torch.relu}
 #: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
@@ -167,97 +163,3 @@ def _product(program: Program, product: Product, add_product: AddProduct | None,
             multiply_scaled(some, b, into, (of_a, cols(call)), recipe, bias, accumulate, fast)
 
     return scaled
-
-
-def multiply_scaled(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor],
-    recipe: str,
-    bias: torch.Tensor | None = None,
-    accumulate: bool = False,
-    fast: bool = False,
-) -> None:
-    """``out (+)= (a * scale) @ (b * scale) + bias`` for float8 matrices; scales row by row.
-
-    Only float32 is added to. No library adds a float8 product to a sum, so that the product takes
-    as much memory while it runs.
-    """
-    into = torch.empty_like(out) if accumulate else out
-    if a.is_cuda:
-        _scaled_on_gpu(a, b, into, scales, recipe, bias, fast)
-    elif recipe in _recipes_on_cpu():
-        torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=into.dtype, out=into)
-    else:
-        total = dequantised(a, scales[0]) @ dequantised(b, scales[1])
-        into.copy_(total if bias is None else total + bias)
-    if accumulate:
-        out.add_(into)
-
-
-def dequantised(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """A matrix in float32, multiplied by factors that one or 128 rows or columns share, or all."""
-    for dim, size in enumerate(matrix.shape):
-        if factors.shape[dim] not in (1, size):
-            factors = factors.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
-    return matrix.float() * factors
-
-
-@cache
-def _recipes_on_cpu() -> tuple[str, ...]:
-    """The recipes that ``torch._scaled_mm`` of this PyTorch has on CPUs."""
-    one = torch.zeros(16, 16).to(torch.float8_e4m3fn)
-    rows, cols = torch.ones(16, 1), torch.ones(1, 16)
-    try:
-        torch._scaled_mm(one, one.t(), rows, cols, out_dtype=torch.float32)
-    except RuntimeError:
-        return ("tensor",)
-    return ("tensor", "row")
-
-
-def _scaled_on_gpu(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor],
-    recipe: str,
-    bias: torch.Tensor | None,
-    fast: bool,
-) -> None:
-    of_a, of_b = map(_aligned, scales)
-    if recipe == "block":  # the first version takes no columns of scales that are padded
-        how = [of_a.t().contiguous().t()], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
-        torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], fast, out=out)
-    elif recipe == "row" and out.dtype not in row_results(a.device):  # of a sum
-        one = of_a.new_ones(())
-        wide = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
-        out.copy_(wide.mul_(of_a).mul_(of_b))
-    else:
-        more: Any = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": fast}
-        torch._scaled_mm(a, b, of_a, of_b, **more, out=out)
-
-
-def _aligned(scale: torch.Tensor) -> torch.Tensor:
-    """A scale without gaps that begins at a multiple of 16 bytes, as the libraries read it."""
-    scale = scale.contiguous()
-    return scale.clone() if scale.data_ptr() % 16 else scale
-
-
-def _padded(scale: torch.Tensor) -> torch.Tensor:
-    """The scale of blocks of B column by column, each padded to four (cuBLAS, "1D and 2D Block
-    Scaling for FP8 Data Types")."""
-    rows, cols = scale.shape
-    padded = scale.new_zeros((cols, -(-rows // 4) * 4))
-    padded[:, :rows] = scale.t()
-    return padded.t()
-
-
-@cache
-def row_results(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The dtypes that a GPU's library makes products by rows in: cuBLASLt's all from CUDA 12.9 on
-    and on compute capability 9.0, others bfloat16."""
-    release = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-    if release >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9:
-        return torch.bfloat16, torch.float16, torch.float32
-    return (torch.bfloat16,)

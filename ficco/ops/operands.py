@@ -176,7 +176,8 @@ def check_scales(scales: Scales, a: torch.Tensor, b: torch.Tensor, left: str) ->
             )
     rows, cols = b.shape
     in_columns = rows < 2 or b.stride(0) == 1 and (cols < 2 or b.stride(1) >= rows)
-    if b.numel() and not (in_columns and (cols < 2 or b.stride(1) % MULTIPLE == 0)):
+    apart = cols < 2 or b.stride(1) % MULTIPLE == 0 or rows % MULTIPLE  # of k the Problem says more
+    if b.numel() and not (in_columns and apart):
         raise ValueError(
             f"b: required columns that are contiguous, {MULTIPLE} bytes or a multiple apart, for "
             f"operands of float8, got strides {list(b.stride())}; pass weight.t(), or "

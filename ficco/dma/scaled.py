@@ -1,0 +1,179 @@
+"""Products of float8 operands with scales, by PyTorch's libraries, and what each of these lacks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ficco.problem import Problem
+from ficco.scaling import FAMILIES, RECIPES, Scaling
+
+#: Rows or columns that share a factor of blocks.
+BLOCK = 128
+#: PyTorch's numbers of these recipes (torch.nn.functional.ScalingType).
+_BY_1X128, _BY_128X128 = 4, 5
+#: The first compute capability with float8, and the only one whose library takes blocks.
+FIRST, HOPPER = (8, 9), 9
+#: The first release of CUDA whose library has factors of rows and of blocks.
+BY_LIBRARY = (12, 9)
+#: The families of float8 of AMD's architectures.
+ARCHITECTURES = {"gfx942": "fnuz", "gfx950": "OCP"}
+
+
+def multiply_scaled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    recipe: str,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    fast: bool = False,
+) -> None:
+    """``out (+)= (a * scale) @ (b * scale) + bias`` for float8 matrices; scales row by row.
+
+    Only float32 is added to. No library adds a float8 product to a sum, so that the product takes
+    as much memory while it runs.
+    """
+    into = torch.empty_like(out) if accumulate else out
+    if a.is_cuda:
+        _scaled_on_gpu(a, b, into, scales, recipe, bias, fast)
+    elif recipe in _recipes_on_cpu():
+        torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=into.dtype, out=into)
+    else:
+        total = dequantised(a, scales[0]) @ dequantised(b, scales[1])
+        into.copy_(total if bias is None else total + bias)
+    if accumulate:
+        out.add_(into)
+
+
+def dequantised(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """A matrix in float32, multiplied by factors that one or 128 rows or columns share, or all."""
+    for dim, size in enumerate(matrix.shape):
+        if factors.shape[dim] not in (1, size):
+            factors = factors.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
+    return matrix.float() * factors
+
+
+@cache
+def _recipes_on_cpu() -> tuple[str, ...]:
+    """The recipes that ``torch._scaled_mm`` of this PyTorch has on CPUs."""
+    one = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    rows, cols = torch.ones(16, 1), torch.ones(1, 16)
+    try:
+        torch._scaled_mm(one, one.t(), rows, cols, out_dtype=torch.float32)
+    except RuntimeError:
+        return ("tensor",)
+    return ("tensor", "row")
+
+
+def _scaled_on_gpu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    recipe: str,
+    bias: torch.Tensor | None,
+    fast: bool,
+) -> None:
+    of_a, of_b = map(_aligned, scales)
+    if recipe == "block":  # the first version takes no columns of scales that are padded
+        how = [of_a.t().contiguous().t()], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
+        torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], fast, out=out)
+    elif recipe == "row" and out.dtype not in row_results(a.device):  # for a sum of parts of k
+        one = of_a.new_ones(())
+        wide = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        out.copy_(wide.mul_(of_a).mul_(of_b))
+    else:
+        more: Any = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": fast}
+        torch._scaled_mm(a, b, of_a, of_b, **more, out=out)
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """A scale without gaps that begins at a multiple of 16 bytes, as the libraries read it."""
+    scale = scale.contiguous()
+    return scale.clone() if scale.data_ptr() % 16 else scale
+
+
+def _padded(scale: torch.Tensor) -> torch.Tensor:
+    """The scale of blocks of B column by column, each padded to four (cuBLAS, "1D and 2D Block
+    Scaling for FP8 Data Types")."""
+    rows, cols = scale.shape
+    padded = scale.new_zeros((cols, -(-rows // 4) * 4))
+    padded[:, :rows] = scale.t()
+    return padded.t()
+
+
+@cache
+def row_results(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes that a GPU's library makes products by rows in."""
+    names = _row_results(torch.cuda.get_device_capability(device), cuda_release())
+    return tuple(getattr(torch, name) for name in names)
+
+
+def cuda_release() -> tuple[int, ...]:
+    """That of PyTorch's build; (0, 0) if it has none."""
+    return tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+
+
+def _row_results(capability: tuple[int, int], release: tuple[int, ...]) -> tuple[str, ...]:
+    if release >= BY_LIBRARY and capability[0] == HOPPER:
+        return "bfloat16", "float16", "float32"
+    return ("bfloat16",)
+
+
+def lacking_on_cuda(
+    problem: Problem, scaling: Scaling, capability: tuple[int, int], release: tuple[int, ...]
+) -> str:
+    """What NVIDIA's library lacks for a problem, on a compute capability and with a release of
+    CUDA; empty if nothing."""
+    dtypes, (major, minor) = (problem.dtype, scaling.right), capability
+    if capability < FIRST:
+        return f"float8 needs compute capability 8.9 or higher, got {major}.{minor}; pass bfloat16"
+    if "fnuz" in map(FAMILIES.get, dtypes):
+        return f"{problem.dtype} is for gfx942; quantise to float8_e4m3fn"
+    if dtypes == ("float8_e5m2", "float8_e5m2"):
+        return (
+            "the library multiplies no float8_e5m2 by float8_e5m2; quantise one of them to "
+            "float8_e4m3fn"
+        )
+    if scaling.recipe == "block":
+        if major != HOPPER or release < BY_LIBRARY:
+            return (
+                f"factors of blocks need compute capability 9.0 and CUDA 12.9 or later, got "
+                f"{major}.{minor} and {'.'.join(map(str, release))}; pass those of rows"
+            )
+        if odd := [rows for rows in problem.heights if rows % scaling.rules.rows]:
+            return (
+                f"factors of blocks need {RECIPES['block'].rows} rows or a multiple for each rank, "
+                f"got {odd[0]}; pad with zeros"
+            )
+    return _by_rows(scaling, _row_results(capability, release))
+
+
+def lacking_on_hip(problem: Problem, scaling: Scaling, arch: str) -> str:
+    """What AMD's library lacks for a problem on an architecture; empty if nothing. Not seen on a
+    card."""
+    dtypes, name = (problem.dtype, scaling.right), arch.partition(":")[0]
+    family = ARCHITECTURES.get(name)
+    if family is None:
+        return f"float8 needs {' or '.join(ARCHITECTURES)}, got {name}; pass bfloat16"
+    if set(map(FAMILIES.get, dtypes)) != {family}:
+        right = " or ".join(dtype for dtype, one in FAMILIES.items() if one == family)
+        return f"{name} multiplies {right}, got {' and '.join(dtypes)}; quantise to that"
+    if scaling.recipe == "block":
+        return "the library takes no factors of blocks; pass those of rows"
+    if scaling.recipe == "row" and "float8_e5m2" in scaling.right:
+        return "the library takes no float8_e5m2 as b by rows; quantise it to float8_e4m3fn"
+    return _by_rows(scaling, ("bfloat16",))
+
+
+def _by_rows(scaling: Scaling, served: tuple[str, ...]) -> str:
+    if scaling.recipe != "row" or scaling.out in served:
+        return ""
+    return (
+        f"the library makes products by rows in {', '.join(served)}, got out_dtype {scaling.out}; "
+        "pass bfloat16"
+    )
