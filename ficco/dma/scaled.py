@@ -140,6 +140,8 @@ def lacking_on_cuda(
             "float8_e4m3fn"
         )
     if scaling.recipe == "block":
+        if "float8_e5m2" in dtypes:
+            return "factors of blocks are for float8_e4m3fn, got float8_e5m2; quantise to that"
         if major != HOPPER or release < BY_LIBRARY:
             return (
                 f"factors of blocks need compute capability 9.0 and CUDA 12.9 or later, got "
