@@ -78,10 +78,17 @@ def summed(rows: tuple[int, ...], dtype: str = "bfloat16") -> Problem:
     return Problem("matmul_reduce_scatter", rows, 12, 16, dtype)
 
 
-def scaled(rows: tuple[int, ...], name: str, cap: int | None = None, **how: Any) -> list[Plan]:
+def scaled(
+    rows: tuple[int, ...],
+    name: str,
+    cap: int | None = None,
+    k: int = 32,
+    recipe: str = "row",
+    bias: bool = False,
+) -> list[Plan]:
     """With the rows of A travel their factors."""
-    scaling = Scaling("row", "float8_e4m3fn", **how)
-    problem = Problem("all_gather_matmul", rows, 16, 32, "float8_e4m3fn", scaling=scaling)
+    scaling = Scaling(recipe, "float8_e4m3fn", bias=bias)
+    problem = Problem("all_gather_matmul", rows, 16, k, "float8_e4m3fn", scaling=scaling)
     return schedules.plans(problem, schedules.Schedule.parse(name), cap)
 
 
@@ -405,6 +412,87 @@ def test_broken_scales_are_caught(what: str, rank: int) -> None:
     plans = scaled((16,) * 4, "hetero-unfused-1d:pieces=2")
     with pytest.raises(PlanError, match=words):
         check(edited(plans, rank, edit))
+
+
+def factor(**fields: Any) -> Callable[[Step], Step]:
+    """Other factors of A in the first product of a step that waits."""
+
+    def edit(step: Step) -> Step:
+        if not (step.products and step.waits):
+            return step
+        left, right = step.products[0].scales
+        return products(lambda s: True, scales=(left._replace(**fields), right))(step)
+
+    return edit
+
+
+def bias_of(step: Step) -> Region | None:
+    return next((product.bias for product in step.products), None)
+
+
+BROKEN_RECIPES: dict[str, tuple[str, str, Callable[[Step], Step], str]] = {
+    "the factor of another rank": (
+        "tensor",
+        "growing",
+        factor(row=3, row_stop=4),
+        "before it is written",
+    ),
+    "the factor of a rank that came before": (
+        "tensor",
+        "growing",
+        lambda s: factor(row=0, row_stop=1)(s) if "2.0" in s.label else s,
+        "another piece|holds",
+    ),
+    "the factors of two ranks": ("tensor", "growing", factor(row=1, row_stop=3), "do not fit"),
+    "the factor of the own rows": (
+        "tensor",
+        "growing",
+        factor(buffer="scale_a", row=0, row_stop=1),
+        "factors of other rows|do not fit",
+    ),
+    "fewer blocks": ("block", "growing", factor(col_stop=1), "do not fit"),
+    "the blocks of other columns": (
+        "block",
+        "uniform-fused-2d:pieces=2",
+        factor(col=0, col_stop=1),
+        "do not fit",
+    ),
+    "no bias": ("row", "growing", products(bias_of, bias=None), "does not add the bias once"),
+    "the bias twice": (
+        "row",
+        "uniform-fused-2d:pieces=2",
+        products(lambda s: s.products[0].accumulate, bias=Region("bias", 1, 0, 1, 0, 16)),
+        "does not add the bias once",
+    ),
+    "the bias of other columns": (
+        "row",
+        "growing",
+        products(bias_of, bias={"col_stop": 8}),
+        "does not add the bias once",
+    ),
+    "a factor of columns as the bias": (
+        "row",
+        "growing",
+        products(bias_of, bias={"buffer": "scale_b"}),
+        "does not add the bias once",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_RECIPES)
+def test_broken_recipes_are_caught(what: str) -> None:
+    recipe, name, edit, words = BROKEN_RECIPES[what]
+    plans = scaled((16,) * 4, name, k=256, recipe=recipe, bias=True)
+    check(plans)
+    with pytest.raises(PlanError, match=words):
+        check(edited(plans, 1, edit))
+
+
+def test_a_bias_that_nobody_asked_for_is_caught() -> None:
+    plans = scaled((16,) * 4, "growing")
+    biased = products(lambda s: True, bias=Region("b", 1, 0, 1, 0, 16))
+    with pytest.raises(PlanError, match="does not add the bias once"):
+        check(edited(plans, 1, biased))
 
 
 def test_scales_behind_the_signal_are_caught() -> None:

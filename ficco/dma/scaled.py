@@ -78,7 +78,7 @@ def _scaled_on_gpu(
     bias: torch.Tensor | None,
     fast: bool,
 ) -> None:
-    of_a, of_b = map(_aligned, scales)
+    of_a, of_b = scales if recipe == "tensor" else map(_aligned, scales)
     if recipe == "block":  # the first version takes no columns of scales that are padded
         how = [of_a.t().contiguous().t()], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
         torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], fast, out=out)

@@ -114,13 +114,29 @@ def all_gather_matmul(
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4,pull"``, or a Schedule.
         rows: rows of every rank's shard, if they are not equal; the same on every rank.
         return_gathered: also return the gathered A, a tensor of its own.
+        scale_a, scale_b: float32, by what operands of float8 are multiplied before the product, as
+            in ``torch._scaled_mm``; their shapes say how they are scaled (docs/fp8.md):
+
+            ==================  ==========================  ==================
+            one for all         any shape of one element    the same
+            rows and columns    [m/W, 1], or [m, 1]         [1, n]
+            1x128 by 128x128    [m/W, k/128], or [m, ...]   [k/128, n/128]
+            ==================  ==========================  ==================
+
+            Each rank passes those of its shard, which travel with its rows, or all of them. Ranks
+            may have different ones for all. ``b`` is column-major, n and k are multiples of 16.
+        bias: [n] of the result's dtype, added to each row; for float8 only.
+        out_dtype: of the result: bfloat16 (default), float16 or float32; for float8 only.
+        use_fast_accum: let the library add up in less than float32; for float8 only.
 
     Raises:
         ValueError: an argument is wrong. The text says what is required, what was given and what
             to do.
-        NotImplementedError: the dtype is not bfloat16, float16, float32 or, on CPUs, float64; an
-            operand is sparse; the device has no engine; the call is under forward-mode
-            differentiation, ``torch.func.grad`` or ``torch.jit.trace``.
+        NotImplementedError: the dtype is not bfloat16, float16, float32, float8 with scales or, on
+            CPUs, float64; the library or the device lacks the dtype or the scales; operands of
+            float8 need a gradient or are traced; an operand is sparse; the device has no engine;
+            the call is under forward-mode differentiation, ``torch.func.grad`` or
+            ``torch.jit.trace``.
         RankMismatch: ranks disagree on the problem, the schedule or the options.
         SignalTimeout: a peer died, is stuck or did not call. On a GPU see ``options(on_timeout)``.
         PeerFailed: a call ended with an error on another rank, which the text names.
@@ -176,6 +192,8 @@ def all_to_all_matmul(
         rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
             rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and the result
             has as many as column ``rank`` of the table sums to.
+        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+            :func:`ficco.all_gather_matmul`; each rank passes the scales of its own rows.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.
@@ -245,6 +263,9 @@ def matmul_reduce_scatter(
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
         rows: rows of the result on every rank, if they are not equal; the same on every rank.
+        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+            :func:`ficco.all_gather_matmul`; each rank scales its own ``a``, and adds its bias to
+            its own product, so that the sum has the biases of all ranks.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.
@@ -297,6 +318,8 @@ def matmul_all_to_all(
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
         rows: as for :func:`ficco.all_to_all_matmul`.
+        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+            :func:`ficco.all_gather_matmul`; each rank scales its own ``a``.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.
@@ -346,6 +369,8 @@ def matmul_all_reduce(
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
+        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+            :func:`ficco.all_gather_matmul`; as in :func:`ficco.matmul_reduce_scatter`.
 
     Raises:
         As :func:`ficco.all_gather_matmul`.
