@@ -53,6 +53,7 @@ class ScaledCase:
     bias: bool = False
     replicated: bool = False
     dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)
+    fast: bool = False
 
     def on(self, **changes: Any) -> ScaledCase:
         return replace(self, **changes)
@@ -113,6 +114,8 @@ def operands(case: ScaledCase, rank: int, iteration: int, device: torch.device) 
         scales["bias"] = (_hash(_span(0, 1, device), cols, iteration + rank) % 9 - 4)[0].to(dtype)
     if case.out is not None:
         scales["out_dtype"] = case.out
+    if case.fast:
+        scales["use_fast_accum"] = True
     return Operands(a, b, scales, *wide)
 
 
@@ -634,6 +637,10 @@ def test_plans_with_factors_are_proven(data: st.DataObject) -> None:
             for one in step.products:
                 assert one.b.row % rules.cols == 0 and one.b.col % rules.cols == 0
                 assert len(one.scales) == 2
+            if step.op == "copy" and "scale" in step.label and not scaling.by_rank:
+                sent, (me, to) = step.transfer.src, step.transfer[:2]
+                first = problem.leaves(me.rank, to.rank)
+                assert (sent.row - first) % rules.rows == 0
 
 
 def test_auto_passes_on_what_cannot_be_served() -> None:

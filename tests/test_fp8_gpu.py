@@ -75,6 +75,14 @@ def test_operands(recipe: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", SERVED)
+def test_fast_accumulation(recipe: str) -> None:
+    """So few terms are exact in whatever the library adds up in."""
+    case = ScaledCase("all_gather_matmul", (64,), 256, 144, recipe, "serial", fast=True)
+    run(1, _one, case, device="cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(4, 128, 16), (4, 400, 272), (12, 640, 128), (3, 16, 16)])
 @pytest.mark.parametrize("recipe", SERVED)
 def test_sizes(recipe: str, sizes: tuple[int, int, int]) -> None:
