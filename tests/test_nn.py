@@ -847,6 +847,38 @@ def test_layers_of_a_module_share_its_gather() -> None:
     run(4, _shared)
 
 
+def _shared_by_all(at: Rank) -> None:
+    """Every rank has the input; the gradients of its layers are one sum over ranks."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import PrepareModuleInput, RowwiseParallel
+
+    plan = sequence_plan() | {
+        "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "down": RowwiseParallel(),
+    }
+    for kind, sums in ((Mlp, 1), (Twice, 2), (Frozen, 1)):
+        whole, model = kind(), parallelize_module(kind(), mesh_of(at), plan)
+        x = integers(2, SEQUENCE, HIDDEN, seed=3)
+        grad = integers(2, SEQUENCE, HIDDEN, seed=4)
+        mine = x.clone().requires_grad_()
+        want, y = whole(x.requires_grad_()), model(mine)
+        same(y, want, f"{kind.__name__}: y")
+        want.backward(grad)
+        with counted("matmul_all_reduce") as counts:
+            y.backward(grad)
+        assert counts == {"matmul_all_reduce": sums}, kind
+        same(mine.grad, x.grad, f"{kind.__name__}: gradient of x")
+        for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
+            if full.grad is not None:
+                same(param.grad.full_tensor(), full.grad, f"{kind.__name__}: gradient of {name}")
+
+
+def test_layers_of_an_input_that_all_have_share_the_sum_of_its_gradient() -> None:
+    run(4, _shared_by_all)
+
+
 def _under_way(at: Rank) -> None:
     """Layers behind an embedding whose rows a collective still brings when they are called."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -1039,11 +1071,14 @@ def _refusals(at: Rank) -> list[Failure]:
     from ficco.nn import ColwiseParallel, RowwiseParallel
 
     class Own(nn.Linear):
-        pass
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
 
-    mesh = mesh_of(at)
+    mesh, replaced = mesh_of(at), nn.Linear(8, 8)
+    replaced.forward = lambda x: x
     return [
         caught(lambda: parallelize_module(Own(8, 8), mesh, ColwiseParallel())),
+        caught(lambda: parallelize_module(replaced, mesh, ColwiseParallel())),
         caught(lambda: parallelize_module(nn.Linear(8, 6), mesh, ColwiseParallel())),
         caught(lambda: parallelize_module(nn.Linear(6, 8), mesh, RowwiseParallel())),
         caught(lambda: parallelize_module(nn.LayerNorm(8), mesh, RowwiseParallel())),
@@ -1051,10 +1086,44 @@ def _refusals(at: Rank) -> list[Failure]:
 
 
 def test_styles_refuse_what_they_do_not_serve() -> None:
-    kinds = ["NotImplementedError", "ValueError", "ValueError", "NotImplementedError"]
+    own, wrong = "NotImplementedError", "ValueError"
     for failures in run(4, _refusals):
-        assert [failure.type for failure in failures] == kinds
+        assert [failure.type for failure in failures] == [own, own, wrong, wrong, own]
         assert "torch.distributed.tensor.parallel" in failures[0].text
+        assert "got one with a forward of its own" in failures[1].text
+
+
+def _subclasses(at: Rank) -> None:
+    """Layers that clients derive without another forward stay what they are."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ficco.nn import ColumnParallelLinear
+
+    class Named(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.weight)
+
+        def doubled(self) -> torch.Tensor:
+            return 2 * self.weight
+
+    x = integers(2, SEQUENCE, HIDDEN, seed=3)
+    whole, model = Mlp(), Mlp()
+    model.up = Named(HIDDEN, WIDE)
+    model.up.load_state_dict(whole.up.state_dict())
+    column = ColumnParallelLinear.from_linear(model.up, sequence_dim=1)
+    same(column(part(x, at, 1)), part(whole.up(x), at, 2), "from_linear of a subclass")
+    model = parallelize_module(model, mesh_of(at), sequence_plan())
+    with counted("all_gather_matmul") as counts:
+        same(model(part(x, at, 1)), part(whole(x), at, 1), "a module with a subclass")
+    assert counts == {"all_gather_matmul": 1}
+    assert isinstance(model.up, Named) and type(model.up).__name__ == "Named"
+    same(model.up.doubled().full_tensor(), 2 * whole.up.weight, "a method of the subclass")
+    model.up.reset_parameters()
+    same(plain(model.up.weight), torch.ones(WIDE // at.world, HIDDEN), "its initialisation")
+
+
+def test_a_subclass_with_the_same_forward_stays_what_it_is() -> None:
+    run(2, _subclasses)
 
 
 def _other_meshes(at: Rank) -> list[Failure]:

@@ -116,6 +116,10 @@ print(json.dumps({
     "configs": sorted(p.name for p in (folder / "configs").iterdir()),
     "found": str(configs()),
     "decision": str(ficco.explain("all_gather_matmul", m=8, n=8, k=8, world=2)),
+    "backend": [
+        str(type(point.load()))
+        for point in importlib.metadata.entry_points(group="torch_dynamo_backends", name="ficco")
+    ],
 }))
 """
 
@@ -129,6 +133,7 @@ def test_wheel_installs_and_imports(installed: Path, tmp_path: Path) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert found["version"] == re.search(r'^version = "(.*)"', text, re.M)[1]  # type: ignore[index]
     assert found["decision"]
+    assert found["backend"] == ["<class 'ficco.passes.compiling.Backend'>"]
 
 
 def test_command_is_installed(installed: Path, tmp_path: Path) -> None:

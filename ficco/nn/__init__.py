@@ -6,7 +6,14 @@ loaded by ``import ficco.nn`` or by the first use of ``ficco.nn``.
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from ficco.nn.functional import sum_gradient
+from ficco.nn.functional import (
+    copied_linear,
+    copied_linears,
+    gathered_linears,
+    reduced_linear,
+    scattered_linear,
+    sum_gradient,
+)
 from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, full_state_dict, gather_once
 from ficco.nn.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
@@ -17,7 +24,12 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",
+    "copied_linear",
+    "copied_linears",
     "full_state_dict",
     "gather_once",
+    "gathered_linears",
+    "reduced_linear",
+    "scattered_linear",
     "sum_gradient",
 ]

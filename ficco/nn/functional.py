@@ -4,6 +4,10 @@ Weights are [out, in] as in ``nn.Linear``, each rank's own part. Activations are
 sequence at ``sequence_dim``. The operators shard rows, which all dimensions but the last make up,
 so the sequence must be the first dimension. If it is not, it is moved there: for a shard of
 activations that is a small copy, for a result it is a view.
+
+``group`` is a ProcessGroup, a DeviceMesh of one dimension, or None for WORLD. All functions raise
+``ValueError`` for operands that are DTensors or whose shapes do not fit, and for a group that this
+rank is not in.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ def gathered_linears(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     *,
-    group: ProcessGroup,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     sequence_dim: int = 0,
     rows: Sequence[int] | None = None,
@@ -45,6 +49,7 @@ def gathered_linears(
     The sequence is gathered once for all weights [n, k]. ``rows`` are the ranks' sequence lengths,
     if they are not equal.
     """
+    group = process_group(group)
     dim, rank = sequence_at(x, sequence_dim), group.rank()
     length = x.shape[dim]
     lengths = (length,) * group.size() if rows is None else _checked(rows, group.size())
@@ -76,9 +81,9 @@ def gathered_linears(
 def scattered_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
     *,
-    group: ProcessGroup,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
     sequence_dim: int = 0,
     rows: Sequence[int] | None = None,
@@ -88,7 +93,7 @@ def scattered_linear(
     ``weight`` is this rank's [n, k]. The bias [n], equal on all ranks, is added once, to the sum;
     its gradient is summed over ranks. ``rows`` are the sequence lengths of the ranks' results.
     """
-    dim = sequence_at(x, sequence_dim)
+    group, dim = process_group(group), sequence_at(x, sequence_dim)
     length = x.shape[dim]
     world, rank = group.size(), group.rank()
     if rows is None and length % world:
@@ -115,9 +120,9 @@ def scattered_linear(
 def reduced_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
     *,
-    group: ProcessGroup,
+    group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
     """Linear layer summed over ranks, with the result on every rank: [..., k] -> [..., n].
@@ -127,20 +132,46 @@ def reduced_linear(
     under ``options(all_reduce_gradients="equal")``.
     """
     refuse_derivatives()
-    y = _Linear.apply(*_autocast(_rows(x), weight), group, schedule, False)
+    refuse_sharded(x=x, weight=weight)
+    y = _Reduced.apply(*_autocast(_rows(x), weight), process_group(group), schedule)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
+
+
+def copied_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+) -> tuple[torch.Tensor, ...]:
+    """Linear layers of an input that every rank has: [..., k] -> [..., n] for each weight [n, k].
+
+    The forward needs no communication. The backward sums the gradient of x over ranks, once for
+    all weights: it is one :func:`ficco.matmul_all_reduce` of the gradients side by side, for which
+    they and the weights are copied if there are several.
+    """
+    refuse_derivatives()
+    refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    first, *rest = _autocast(_rows(x), *weights)
+    outs = _Copied.apply(first, process_group(group), schedule, *rest)
+    return tuple(
+        _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
+        for y, bias in zip(outs, biases, strict=True)
+    )
 
 
 def copied_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, group: ProcessGroup
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
-    """Linear layer of an input that every rank has, [..., k] -> [..., n].
-
-    The forward needs no communication. The backward sums the gradient of x over ranks.
-    """
-    refuse_derivatives()
-    y = _Linear.apply(*_autocast(_rows(x), weight), group, "auto", True)
-    return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
+    """:func:`copied_linears` with one weight: [..., k] -> [..., n]."""
+    (y,) = copied_linears(x, (weight,), (bias,), group=group, schedule=schedule)
+    return y
 
 
 def sum_gradient(
@@ -261,9 +292,8 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-class _Linear(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n]. The product is summed over ranks or, if ``copied``, the gradient
-    of x is, as it is computed."""
+class _Reduced(torch.autograd.Function):
+    """[m, k] x [n, k] -> [m, n], summed over ranks, whose gradient is the same on all of them."""
 
     @staticmethod
     def forward(
@@ -272,15 +302,9 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         group: ProcessGroup,
         schedule: str | Schedule,
-        copied: bool,
     ) -> torch.Tensor:
         to_x, to_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
-        ctx.group, ctx.copied = group, copied
-        # Compiled code keeps the options of its compilation, forward and backward.
-        ctx.options = None if torch.compiler.is_compiling() else current()
-        if copied:
-            return x @ weight.t()
         return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
 
     @staticmethod
@@ -290,10 +314,40 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight = tensors
         to_x, to_weight = ctx.needs_input_grad[:2]
+        return grad @ weight if to_x else None, grad.t() @ x if to_weight else None, None, None
+
+
+class _Copied(torch.autograd.Function):
+    """[m, k] x [n, k] for several weights -> [m, n] for each; the gradient of x is summed over
+    ranks as it is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: ProcessGroup,
+        schedule: str | Schedule,
+        *weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        to_x, _, _, *to_weights = ctx.needs_input_grad
+        needed = weights if to_x else ()
+        ctx.save_for_backward(x if any(to_weights) else None, *needed)
+        ctx.group, ctx.schedule = group, schedule
+        # Compiled code keeps the options of its compilation, forward and backward.
+        ctx.options = None if torch.compiler.is_compiling() else current()
+        return tuple(x @ weight.t() for weight in weights)
+
+    @staticmethod
+    @refusing_second
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        to_x, _, _, *to_weights = ctx.needs_input_grad
         of_x = None
-        if to_x and not ctx.copied:
-            of_x = grad @ weight
-        elif to_x:
+        if to_x:
+            several = len(grads) > 1
+            joined = torch.cat(grads, 1) if several else grads[0]
+            weight = torch.cat(weights) if several else weights[0]
             with nullcontext() if ctx.options is None else carried(ctx.options):
-                of_x = matmul_all_reduce(grad, weight, group=ctx.group)
-        return of_x, grad.t() @ x if to_weight else None, None, None, None
+                of_x = matmul_all_reduce(joined, weight, group=ctx.group, schedule=ctx.schedule)
+        pairs = zip(grads, to_weights, strict=True)
+        return of_x, None, None, *(grad.t() @ x if wanted else None for grad, wanted in pairs)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from ficco.nn.functional import gathered_linears, scattered_linear
 from ficco.ops.operands import process_group
@@ -117,8 +118,8 @@ class _ParallelLinear(nn.Linear):
         """This rank's part of a layer that all ranks hold; ``linear`` itself is not changed.
 
         Raises:
-            ValueError: ``linear`` is not a plain, unsharded ``nn.Linear`` without hooks, or the
-                ranks cannot share it equally.
+            ValueError: ``linear`` is not an unsharded ``nn.Linear`` without hooks, or a subclass
+                of it with the same forward; or the ranks cannot share it equally.
         """
         _check_source(linear)
         layer = cls.__new__(cls)
@@ -430,12 +431,19 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def not_linear(module: nn.Module) -> str:
+    """What a module is, in words, if it multiplies otherwise than ``nn.Linear`` does; else ''."""
+    kind = type(module)
+    linear = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    if not linear or is_parametrized(module):
+        return f"a {kind.__name__}"
+    return "one with a forward of its own" if "forward" in vars(module) else ""
+
+
 def _check_source(linear: nn.Module) -> None:
     """``ValueError`` if a layer has more than a weight and a bias, since that would be lost."""
-    if type(linear) is not nn.Linear:
-        got = f"a {type(linear).__name__}"
-    elif "forward" in vars(linear):
-        got = "one with a forward of its own"
+    if got := not_linear(linear):
+        pass
     elif any(getattr(linear, hooks) for hooks in _HOOKS):
         got = "one with hooks"
     elif linear._parameters.keys() != set(_PARAMETERS) or linear._buffers or linear._modules:
@@ -445,8 +453,9 @@ def _check_source(linear: nn.Module) -> None:
     else:
         return
     raise ValueError(
-        "linear: required an unsharded torch.nn.Linear, not a subclass, with only a weight and a "
-        f"bias and without hooks, got {got}; put those on the parallel layer instead"
+        "linear: required an unsharded torch.nn.Linear, or a subclass with the same forward, with "
+        "only a weight and a bias and without hooks, "
+        f"got {got}; put those on the parallel layer instead"
     )
 
 

@@ -8,6 +8,7 @@ product) are left to PyTorch. A parallelization plan therefore needs to change i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -18,12 +19,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import style as torch_style
 from torch.nn.utils.parametrize import is_parametrized
 
-from ficco.nn.functional import copied_linear, reduced_linear, scattered_linear
+from ficco.nn.functional import copied_linears, reduced_linear, scattered_linear
 from ficco.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     check_schedule,
     gathered,
+    not_linear,
     ranks_of,
 )
 from ficco.schedules import Schedule
@@ -42,13 +44,12 @@ class _ColwiseLinear(ColumnParallelLinear):
         layout = _layout(x, style.input_layouts, self.mesh)
         dim = _sequence(x, layout)
         shared = getattr(x, _SHARED, None)
-        if dim is None:
-            local = _local(_redistributed(x, style.input_layouts, self.mesh, Replicate()))
-            y = copied_linear(local, *self.local(), group=self.group)
-        elif shared is not None and shared.serves(self, x):
+        if shared is not None and shared.serves(self, x):
             y = shared.take(self, x)
         else:
-            (y,) = _gathered(x, dim, (self,))
+            if dim is None:
+                x = _redistributed(x, style.input_layouts, self.mesh, Replicate())
+            (y,) = _multiplied(x, dim, (self,))
         return _laid_out(y, self.mesh, Shard(y.dim() - 1), style)
 
 
@@ -135,7 +136,7 @@ class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
         ValueError: there is no such schedule, or (from ``parallelize_module``) the ranks cannot
             share the layer equally.
         NotImplementedError: (from ``parallelize_module``) the module is a subclass of
-            ``nn.Linear``.
+            ``nn.Linear`` with a forward of its own.
     """
 
     _kind = _ColwiseLinear
@@ -167,7 +168,8 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
     the module gets the DTensor still sharded. Its shape is the global one, as before, and the
     :class:`ColwiseParallel` layers that receive it gather it while they multiply. Direct children
     of the module that receive the very same tensor gather it once for all of them (see
-    :func:`ficco.nn.gather_once`). With ``use_local_output=True`` it does what PyTorch's does.
+    :func:`ficco.nn.gather_once`), or sum its gradient once if every rank has it (``Replicate()``).
+    With ``use_local_output=True`` it does what PyTorch's does.
 
     If the input or a weight is changed in place between the calls of two such children, the later
     ones gather anew. Under ``torch.compile`` and in inference mode such changes go unnoticed: pass
@@ -189,17 +191,18 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        module.register_forward_pre_hook(_share, with_kwargs=True)
+        module.register_forward_pre_hook(share_inputs, with_kwargs=True)
         return module
 
 
 class _Shared:
-    """Column-parallel layers of one input, which is gathered once, when the first is called.
+    """Column-parallel layers of one input, whose collectives are one: it is gathered once, when
+    the first is called, or (``dim`` None, every rank has it) its gradient is summed once.
 
     The input refers to this object and not the reverse: a cycle would keep activations alive.
     """
 
-    def __init__(self, dim: int, layers: Sequence[_ColwiseLinear]) -> None:
+    def __init__(self, dim: int | None, layers: Sequence[_ColwiseLinear]) -> None:
         self.dim, self.layers = dim, layers
         self.hooks = _saving_hooks()
         self.outs: dict[_ColwiseLinear, torch.Tensor] | None = None
@@ -225,7 +228,7 @@ class _Shared:
         if self.outs is None:
             self.modes = _modes(x)
             self.weights = {each: _weights(each) for each in self.layers}
-            outs = _gathered(x, self.dim, self.layers)
+            outs = _multiplied(x, self.dim, self.layers)
             self.outs = dict(zip(self.layers, outs, strict=True))
         return self.outs.pop(layer)
 
@@ -265,19 +268,21 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a module is called, note on its inputs the layers that share them."""
+def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a module is called, note on its inputs the layers that share them: a hook."""
     layers = tuple(child for child in module.children() if _shares(child))
     for x in (*args, *kwargs.values()):
         if len(layers) < 2 or not isinstance(x, DTensor) or x.device_mesh.ndim != 1:
             continue
         dim = _sequence(x, x.placements[0])
+        if dim is None and not (x.placements[0] == Replicate() and torch.is_grad_enabled()):
+            continue
         alike = tuple(
             layer
             for layer in layers
             if layer.mesh == x.device_mesh and layer.in_features == x.shape[-1]
         )
-        if dim is not None and len(alike) > 1:
+        if len(alike) > 1:
             setattr(x, _SHARED, _Shared(dim, alike))
 
 
@@ -290,9 +295,13 @@ def _shares(child: nn.Module) -> TypeGuard[_ColwiseLinear]:
     )
 
 
-def _gathered(
-    x: torch.Tensor, dim: int, layers: Sequence[_ColwiseLinear]
+def _multiplied(
+    x: torch.Tensor, dim: int | None, layers: Sequence[_ColwiseLinear]
 ) -> tuple[torch.Tensor, ...]:
+    """The layers' local outputs of a sequence sharded at ``dim``, or of an input that all have."""
+    if dim is None:
+        weights, biases = zip(*(layer.local() for layer in layers), strict=True)
+        return copied_linears(_local(x), weights, biases, group=layers[0].group)
     rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
     return gathered(_local(x), layers, dim, rows)
 
@@ -304,20 +313,31 @@ def _convert(
     mesh: DeviceMesh,
 ) -> nn.Module:
     """Turn a layer into a parallel one in place, since its parent is not known here."""
-    if type(module) is not nn.Linear:
+    if got := not_linear(module):
         raise NotImplementedError(
-            f"{type(style).__name__}: required a torch.nn.Linear, got its subclass "
-            f"{type(module).__name__}, whose forward would be lost; use the style of "
+            f"{type(style).__name__}: required a torch.nn.Linear, or a subclass with the same "
+            f"forward, got {got}, whose forward would be lost; use the style of "
             "torch.distributed.tensor.parallel for it"
         )
     ranks = ranks_of(mesh)
     kind.check_features(module.in_features, module.out_features, ranks.group.size())
     style._partition_linear_fn("", module, mesh)
-    module.__class__ = kind
     layer: Any = module
+    layer.__class__ = _joined(kind, type(layer))  # type: ignore[arg-type]
     layer.settle(ranks, 0, style.schedule)
     layer.style = style
     return module
+
+
+@cache
+def _joined(kind: type[Any], layer: type[Any]) -> type[Any]:
+    """A parallel layer that is still what it was: a client's subclass keeps its methods, and how
+    it is initialised."""
+    if layer is nn.Linear:
+        return kind
+    reset = layer.reset_parameters
+    own = {} if reset is nn.Linear.reset_parameters else {"reset_parameters": reset}
+    return type(layer.__name__, (kind, layer), {"__module__": layer.__module__, **own})
 
 
 def _layout(x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh) -> Placement:

@@ -4,4 +4,8 @@ from ficco.passes.compiling import backend, inductor_pass
 from ficco.passes.report import Entry, Report
 from ficco.passes.rewrite import replace
 
-__all__ = ["Entry", "Report", "backend", "inductor_pass", "replace"]
+#: ``torch.compile(model, backend="ficco")``: :func:`backend` for all groups, by an entry point of
+#: the installed package. ``torch_compile.report`` accumulates all that a process compiles with it.
+torch_compile = backend()
+
+__all__ = ["Entry", "Report", "backend", "inductor_pass", "replace", "torch_compile"]
