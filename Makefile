@@ -7,10 +7,10 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-clients speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.ready ## Run the demo
 	@$(PY) -m ficco demo
@@ -30,7 +30,12 @@ quick test: export PYTHONDONTWRITEBYTECODE :=
 
 # Three tests at a time on two cores: many wait for what they have asked for.
 test: lint ## Lint, then run the tests that need no GPU
-	$(PY) -m pytest -m "not gpu and not multigpu" -n 3 --dist worksteal
+	$(PY) -m pytest -m "not gpu and not multigpu and not clients" -n 3 --dist worksteal
+
+test-clients: ## Run ficco inside torchtitan, Transformers, vLLM and others, in environments of their own
+	PYTHON=$(PYTHON) tests/clients/install.sh
+	build/clients/bin/python -m pytest -m clients tests/clients --ignore tests/clients/test_vllm.py
+	build/clients-vllm/bin/python -m pytest -m clients tests/clients/test_vllm.py
 
 speed: .venv/.ready ## On a quiet machine: what ficco costs the host, against its limits
 	$(PY) -m tools.host_speed

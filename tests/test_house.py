@@ -44,6 +44,7 @@ LAYERS = (
     ("ops",),
     ("api", "passes"),
     ("nn", "tile"),
+    ("integrations",),
     ("ficco",),
     ("launch", "doctor"),
     ("bench",),
@@ -73,6 +74,18 @@ IMPURE_MODULES = {
     "cuda",
     "hip",
     "triton",
+}
+
+#: Packages that ficco serves from inside.
+CLIENTS = {
+    "accelerate",
+    "lightning",
+    "megatron",
+    "peft",
+    "spmd_types",
+    "torchtitan",
+    "transformers",
+    "vllm",
 }
 
 #: Names of vendors and of their libraries, as words in code; prose may say them. "cuda" is
@@ -181,6 +194,16 @@ def impure(package: Path = PACKAGE) -> list[str]:
     ]
 
 
+def clients(package: Path = PACKAGE) -> list[str]:
+    """Imports of clients, or of their integrations, outside of these."""
+    return [
+        f"{found.where}: {found.unit} imports {found.module}"
+        for found in imports(package)
+        if found.unit != "integrations"
+        and (found.module.split(".")[0] in CLIENTS or "integrations" in targets(found, package))
+    ]
+
+
 def vendor_names(package: Path = PACKAGE) -> list[str]:
     """Vendors' names in code (names and strings, no prose) outside of where they belong."""
     wrong = []
@@ -266,6 +289,10 @@ def test_pure_half_knows_no_device_group_or_clock() -> None:
     assert impure() == []
 
 
+def test_clients_are_imported_by_their_integrations_alone() -> None:
+    assert clients() == []
+
+
 def test_vendors_are_named_in_engines_alone() -> None:
     assert vendor_names() == []
 
@@ -307,6 +334,8 @@ def test_every_module_has_a_docstring() -> None:
         ("bench/calls.py", "import ficco.dma.hip_api as hip", vendor_modules),
         ("selftest/checks.py", "from ficco.dma.cublaslt import CublasLt", vendor_modules),
         ("launch.py", "def f():\n    torch.cuda.synchronize()", own_gpus),
+        ("nn/linear.py", "def f():\n    import transformers", clients),
+        ("passes/graph.py", "from vllm.distributed import get_tp_group", clients),
         ("bench/run.py", "from torch import cuda", own_gpus),
     ],
 )

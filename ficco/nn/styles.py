@@ -108,9 +108,30 @@ class _Scheduled:
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
-            return _convert(module, self._kind, self, device_mesh)
+            return self.convert(module, device_mesh, shard=True)
         applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]
         return applied
+
+    def convert(self, module: nn.Module, mesh: DeviceMesh, *, shard: bool = False) -> nn.Module:
+        """Turn a layer into a parallel one in place, since its parent is not known here.
+
+        Its parameters are this style's DTensors already, unless ``shard``.
+        """
+        if got := not_linear(module):
+            raise NotImplementedError(
+                f"{type(self).__name__}: required a torch.nn.Linear, or a subclass with the same "
+                f"forward, got {got}, whose forward would be lost; use the style of "
+                "torch.distributed.tensor.parallel for it"
+            )
+        layer: Any = module
+        ranks = ranks_of(mesh)
+        self._kind.check_features(layer.in_features, layer.out_features, ranks.group.size())
+        if shard:
+            self._partition_linear_fn("", layer, mesh)  # type: ignore[attr-defined]
+        layer.__class__ = _joined(self._kind, type(layer))  # type: ignore[arg-type]
+        layer.settle(ranks, 0, self.schedule)
+        layer.style = self
+        return module
 
 
 class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
@@ -269,18 +290,29 @@ def _version(x: torch.Tensor) -> int | None:
 
 
 def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a module is called, note on its inputs the layers that share them: a hook."""
-    layers = tuple(child for child in module.children() if _shares(child))
+    """Before a module is called, note on its inputs the layers that share them: a hook.
+
+    A plain tensor is shared by the layers to which it is what every rank has.
+    """
+    layers = [child for child in module.children() if _shares(child)]
     for x in (*args, *kwargs.values()):
-        if len(layers) < 2 or not isinstance(x, DTensor) or x.device_mesh.ndim != 1:
+        if len(layers) < 2 or not isinstance(x, torch.Tensor) or x.dim() == 0:
             continue
-        dim = _sequence(x, x.placements[0])
-        if dim is None and not (x.placements[0] == Replicate() and torch.is_grad_enabled()):
+        mesh: Any = layers[0].mesh
+        placements: tuple[Placement, ...] = (Replicate(),)
+        if sharded := isinstance(x, DTensor):
+            mesh, placements = x.device_mesh, x.placements
+        if mesh.ndim != 1:
+            continue
+        dim = _sequence(x, placements[0])
+        if dim is None and not (placements[0] == Replicate() and torch.is_grad_enabled()):
             continue
         alike = tuple(
             layer
             for layer in layers
-            if layer.mesh == x.device_mesh and layer.in_features == x.shape[-1]
+            if layer.mesh == mesh
+            and layer.in_features == x.shape[-1]
+            and (sharded or layer.style.input_layouts == placements)
         )
         if len(alike) > 1:
             setattr(x, _SHARED, _Shared(dim, alike))
@@ -304,29 +336,6 @@ def _multiplied(
         return copied_linears(_local(x), weights, biases, group=layers[0].group)
     rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
     return gathered(_local(x), layers, dim, rows)
-
-
-def _convert(
-    module: nn.Linear,
-    kind: type[_ColwiseLinear | _RowwiseLinear],
-    style: Any,
-    mesh: DeviceMesh,
-) -> nn.Module:
-    """Turn a layer into a parallel one in place, since its parent is not known here."""
-    if got := not_linear(module):
-        raise NotImplementedError(
-            f"{type(style).__name__}: required a torch.nn.Linear, or a subclass with the same "
-            f"forward, got {got}, whose forward would be lost; use the style of "
-            "torch.distributed.tensor.parallel for it"
-        )
-    ranks = ranks_of(mesh)
-    kind.check_features(module.in_features, module.out_features, ranks.group.size())
-    style._partition_linear_fn("", module, mesh)
-    layer: Any = module
-    layer.__class__ = _joined(kind, type(layer))  # type: ignore[arg-type]
-    layer.settle(ranks, 0, style.schedule)
-    layer.style = style
-    return module
 
 
 @cache

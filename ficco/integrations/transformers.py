@@ -1,0 +1,247 @@
+"""Tensor-parallel styles for Hugging Face Transformers.
+
+:func:`register` adds styles to Transformers' own registry; a plan names them as it does its own::
+
+    register()
+    config = AutoConfig.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, distributed_config=DistributedConfig(tp_plan=plan(config, sequence_parallel=True))
+    )
+
+Parameters and checkpoints are those of Transformers' styles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.distributed import tensor_parallel as stock
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from ficco.nn import ColwiseParallel, RowParallelLinear, RowwiseParallel
+from ficco.nn.styles import share_inputs
+from ficco.warn import warn_once
+
+
+class _FiccoLinear:
+    """Before a style of Transformers' among the base classes: it shards the parameters as that
+    does, and the layer runs as one of ficco's."""
+
+    def __init__(self, style: ColwiseParallel | RowwiseParallel) -> None:
+        layouts = {"input_layouts": style.input_layouts[0]}
+        super().__init__(**layouts, output_layouts=style.output_layouts[0])  # type: ignore[call-arg]
+        self.style = style
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        try:
+            return self.style.convert(module, mesh)
+        except (NotImplementedError, ValueError) as error:
+            warn_once(f"a layer is left to Transformers' own style: {error}")
+            super().install_forward(module, mesh)  # type: ignore[misc]
+            return module
+
+
+class FiccoColwise(_FiccoLinear, stock.ColwiseParallel):
+    """Weights ``Shard(0)``. The sequence is gathered if the input is a DTensor ``Shard(1)``; for
+    any other input the backward sums its gradient over ranks."""
+
+
+class FiccoRowwise(_FiccoLinear, stock.RowwiseParallel):
+    """Weights ``Shard(1)``; the product is summed over ranks, and scattered between layers that
+    share the sequence (:class:`FiccoModule`)."""
+
+
+#: What a row-parallel layer returns where the ranks share the sequence.
+_SCATTERED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+
+
+#: And where every rank has all of it.
+_REDUCED = RowwiseParallel()
+
+
+class FiccoModule(stock.TensorParallelLayer):
+    """On the attention and the MLP: column-parallel layers that share the input share their
+    communication. With ``sequence`` a row-parallel layer lays its result out as that input is."""
+
+    def __init__(self, sequence: bool) -> None:
+        self.sequence = sequence
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(share_inputs, with_kwargs=True)
+        return super().install_forward(module, mesh) if self.sequence else module
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = args[0] if args else kwargs["hidden_states"]
+        style: Any = _SCATTERED if isinstance(x, DTensor) else _REDUCED
+        for child in module.children():
+            if isinstance(child, RowParallelLinear):
+                child.style = style
+        return args, kwargs
+
+
+class FiccoLayer(stock.TensorParallelLayer):
+    """On a decoder layer: from the first on hidden states are DTensors ``Shard(1)``, if the ranks
+    can share the sequence equally. If not, as where one token is decoded, every rank has them."""
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, *rest = args
+        if not isinstance(x, DTensor) and x.shape[1] % mesh.size() == 0:
+            x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            x = x.redistribute(placements=[Shard(1)])
+        return (x, *rest), kwargs
+
+
+class FiccoNorm(stock.SequenceParallel):
+    """A norm between such layers. The last one returns a plain tensor that every rank has."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__(sequence_dim=1, use_local_output=False)
+        self.last = last
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, *rest = args
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return (x, *rest), kwargs
+
+    def transform_output_post_forward(
+        self, module: nn.Module, output: DTensor, mesh: DeviceMesh
+    ) -> torch.Tensor:
+        if self.last:
+            output = output.redistribute(placements=[Replicate()])
+        return output.to_local() if output.placements == (Replicate(),) else output
+
+
+#: Styles of Transformers' that ficco's operators serve. All others stay as they are in a plan.
+_LINEAR = {
+    "colwise": FiccoColwise(ColwiseParallel()),
+    "colwise_gather_output": FiccoColwise(ColwiseParallel(output_layouts=Replicate())),
+    "colwise_rep": FiccoColwise(ColwiseParallel(output_layouts=Replicate())),
+    "rowwise": FiccoRowwise(_REDUCED),
+    "rowwise_split_input": FiccoRowwise(RowwiseParallel(input_layouts=Replicate())),
+    "rowwise_rep": FiccoRowwise(RowwiseParallel(input_layouts=Replicate())),
+}
+_OTHERS = {
+    "ficco_module": FiccoModule(sequence=False),
+    "ficco_sequence_module": FiccoModule(sequence=True),
+    "ficco_layer": FiccoLayer(),
+    "ficco_norm": FiccoNorm(last=False),
+    "ficco_last_norm": FiccoNorm(last=True),
+}
+#: What a plan may have where the ranks share the sequence.
+_IN_SEQUENCE = {
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",  # of lm_head, behind the last norm
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicated_with_grad_allreduce",  # of norms of heads
+}
+
+
+def register(*, replace: bool = False) -> None:
+    """Add ficco's styles to ``transformers.distributed``: ``ficco_colwise``, ``ficco_rowwise`` and
+    those that :func:`plan` names.
+
+    Args:
+        replace: also put them under Transformers' own names, so that ``tp_plan="auto"`` runs them.
+            Needed with a static cache, which finds the heads of a rank by the name ``colwise``.
+    """
+    for name, style in _LINEAR.items():
+        stock.ALL_PARALLEL_STYLES.register(f"ficco_{name}", style)
+        if replace:
+            stock.ALL_PARALLEL_STYLES.register(name, style)
+    for name, other in _OTHERS.items():
+        stock.ALL_PARALLEL_STYLES.register(name, other)
+
+
+def plan(
+    config: PretrainedConfig,
+    *,
+    sequence_parallel: bool = False,
+    auto_class: Any = AutoModelForCausalLM,
+) -> dict[str, str]:
+    """The plan for ``DistributedConfig(tp_plan=...)``: the model's own, with ficco's styles.
+
+    Args:
+        config: of the model; ``auto_class.from_config`` makes it without memory, for its names.
+        sequence_parallel: between the layers every rank has its part of the sequence, [b, s/W, h].
+            A sequence that the ranks cannot share equally is treated as without.
+
+    Raises:
+        NotImplementedError: (``sequence_parallel``) the model is not a stack of decoder layers with
+            norms, an attention and an MLP whose plan has column- and row-parallel layers only.
+        ValueError: the model has no plan.
+    """
+    with torch.device("meta"):
+        model = auto_class.from_config(config)
+    own: dict[str, str] = dict(model.tp_plan or {})
+    if not own:
+        raise ValueError(
+            f"config: required a model that has a tensor-parallel plan, {type(model).__name__} has "
+            "none; write one of the styles ficco_colwise and ficco_rowwise"
+        )
+    linears = {
+        replace_layer_number_by_wildcard(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    served = {
+        name: f"ficco_{style}"
+        for name, style in own.items()
+        if style in _LINEAR and name in linears
+    }
+    # Those in the model itself, such as lm_head, share their input with no other.
+    parents = {name.rpartition(".")[0] for name in served if ".*." in name}
+    rules = {**dict.fromkeys(sorted(parents - own.keys()), "ficco_module"), **served}
+    return {**rules, **_of_sequence(model, own, rules)} if sequence_parallel else rules
+
+
+def _of_sequence(model: nn.Module, own: dict[str, str], rules: dict[str, str]) -> dict[str, str]:
+    """The rules that share the sequence between the layers of a model."""
+
+    def refuse(got: str) -> NotImplementedError:
+        return NotImplementedError(
+            "sequence_parallel: required one stack of decoder layers with norms, an attention and "
+            f"an MLP of column- and row-parallel layers, got {type(model).__name__} with {got}; "
+            "use sequence_parallel=False"
+        )
+
+    if others := sorted({*own.values()} - _IN_SEQUENCE):
+        raise refuse(f"the styles {', '.join(others)}")
+    stacks = {name[: name.index(".*")] for name in rules if ".*" in name}
+    if len(stacks) != 1:
+        raise refuse(f"the stacks {', '.join(sorted(stacks)) or 'none'}")
+    (stack,) = stacks
+    modules = [name for name, style in rules.items() if style == "ficco_module"]
+    found = {f"{stack}.*": "ficco_layer", **dict.fromkeys(modules, "ficco_sequence_module")}
+    for layer in model.get_submodule(stack).children():
+        for name, child in layer.named_children():
+            name = f"{stack}.*.{name}"
+            if name in modules or not list(child.parameters()):
+                continue
+            if list(child.children()):
+                raise refuse(f"{name}, a {type(child).__name__}")
+            found[name] = "ficco_norm"
+    if deep := [name for name in modules if name.count(".") != stack.count(".") + 2]:
+        raise refuse(", ".join(deep))
+    parent = stack.rpartition(".")[0]
+    last = [
+        name
+        for name, child in model.get_submodule(parent).named_children()
+        if not isinstance(child, nn.Embedding) and [*child.parameters(False)]
+    ]
+    if len(last) != 1:
+        raise refuse(f"{', '.join(last) or 'nothing'} behind its layers")
+    return {**found, f"{parent}.{last[0]}" if parent else last[0]: "ficco_last_norm"}
