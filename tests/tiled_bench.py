@@ -148,11 +148,11 @@ def arriving(products: TiledProducts, tiles: TileList, operands: Any, late: torc
     prepared = products.prepare(
         tiles, DTYPE, b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
     )
-    split = a.split(work.rows), out.split(work.rows)
-    launch = partial(
-        prepared.launch, split[0], b, split[1], torch.cuda.current_stream().cuda_stream
-    )
-    return Gated(launch, gates, ns)
+    gates.fill_(1)
+    stream = torch.cuda.current_stream().cuda_stream
+    again = prepared.launch(a.split(work.rows), b, out.split(work.rows), stream)
+    assert again is not None
+    return Gated(partial(again, stream), gates, ns)
 
 
 def launcher(
@@ -168,8 +168,11 @@ def launcher(
     stream = torch.cuda.current_stream().cuda_stream
     a, b, out = operands
 
+    again = prepared.launch([a], b, [out], stream)
+    assert again is not None
+
     def launch(words: torch.Tensor = words) -> None:  # which must live as long
-        prepared.launch([a], b, [out], stream)
+        again(stream)
 
     return launch
 
