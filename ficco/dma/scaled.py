@@ -78,7 +78,7 @@ def _scaled_on_gpu(
     bias: torch.Tensor | None,
     fast: bool,
 ) -> None:
-    of_a, of_b = scales if recipe == "tensor" else map(_aligned, scales)
+    of_a, of_b = map(_aligned, scales) if recipe == "row" else scales
     if recipe == "block":  # the first version takes no columns of scales that are padded
         how = [of_a.t().contiguous().t()], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
         torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], fast, out=out)
@@ -101,6 +101,8 @@ def _padded(scale: torch.Tensor) -> torch.Tensor:
     """The scale of blocks of B column by column, each padded to four (cuBLAS, "1D and 2D Block
     Scaling for FP8 Data Types")."""
     rows, cols = scale.shape
+    if rows % 4 == 0:
+        return scale.t().contiguous().t()
     padded = scale.new_zeros((cols, -(-rows // 4) * 4))
     padded[:, :rows] = scale.t()
     return padded.t()
@@ -142,10 +144,11 @@ def lacking_on_cuda(
     if scaling.recipe == "block":
         if "float8_e5m2" in dtypes:
             return "factors of blocks are for float8_e4m3fn, got float8_e5m2; quantise to that"
-        if major != HOPPER or release < BY_LIBRARY:
+        if major != HOPPER or release < BY_LIBRARY or not hasattr(torch, "_scaled_mm_v2"):
             return (
-                f"factors of blocks need compute capability 9.0 and CUDA 12.9 or later, got "
-                f"{major}.{minor} and {'.'.join(map(str, release))}; pass those of rows"
+                "factors of blocks need compute capability 9.0, CUDA 12.9 or later and a PyTorch "
+                f"with torch.nn.functional.scaled_mm, got {major}.{minor}, "
+                f"{'.'.join(map(str, release))} and {torch.__version__}; pass those of rows"
             )
         if odd := [rows for rows in problem.heights if rows % scaling.rules.rows]:
             return (

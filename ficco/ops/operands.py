@@ -238,12 +238,14 @@ def scaling_of(
 
 
 def plain_scales(scales: Scales, plan: Plan) -> dict[str, torch.Tensor]:
-    """The operands of a Plan that scales and bias make, row by row."""
+    """The operands of a Plan that scales and bias make: row by row if copies move them, else column
+    by column, as libraries read those of blocks."""
     found = {}
     for name, tensor in scales.tensors.items():
         rows, cols = plan.shape(name)
-        whole = tensor.reshape(-1 if cols else rows, cols)
-        found[name] = whole[:rows].contiguous()
+        whole = tensor.reshape(-1 if cols else rows, cols)[:rows]
+        travels = plan.buffer[name].leaves
+        found[name] = whole.contiguous() if travels else whole.t().contiguous().t()
     return found
 
 

@@ -183,10 +183,10 @@ def _scaled(problem: Problem, whole: Product, factors: Region, rank: int) -> Ite
     if problem.kind.scatters or not (problem.scaling and problem.scaling.by_rank):
         yield scaled(problem, whole, factors)
         return
-    for peer in range(problem.world):
+    peers = [peer for peer in range(problem.world) if problem.block(peer, rank)]
+    for peer in peers or [0]:
         first = problem.lands(peer, rank)
         last = first + problem.block(peer, rank)
         a, out = (one._replace(row=first, row_stop=last) for one in (whole.a, whole.out))
-        some = whole._replace(a=a, out=out)
-        if some.out.rows:
-            yield scaled(problem, some, factors._replace(row=peer, row_stop=peer + 1))
+        part = factors._replace(row=peer, row_stop=peer + 1)
+        yield scaled(problem, whole._replace(a=a, out=out), part)

@@ -344,20 +344,21 @@ class GatherStage(Stage):
     def _pulls(self) -> list[list[Step]]:
         groups = []
         for units in self.groups:
-            theirs = [unit for unit in units if unit.peer != self.me]
-            copies = [self._pull(unit) for unit in theirs]
-            pairs = zip(copies, theirs, strict=True)
-            factors = [f for copy, u in pairs for f in self._factor_copies(copy, self.mine, u)]
-            waited = {signal for step in factors for signal in step.waits}
-            groups.append(factors)
-            for copy in copies:  # one step waits for a signal: the first on its lane
-                waits = tuple(signal for signal in copy.waits if signal not in waited)
-                groups[-1].append(copy._replace(waits=waits))
+            factors, copies = list[Step](), list[Step]()
+            for unit in units:
+                if unit.peer != self.me:
+                    copy = self._pull(unit)
+                    ahead = self._factor_copies(copy, self.mine, unit)
+                    factors += ahead
+                    copies.append(copy._replace(waits=()) if ahead else copy)
+            groups.append(factors + copies)
         return groups
 
     def _factor_copies(self, copy: Step, arrivals: Arrivals, unit: Unit) -> list[Step]:
         """The copy of a unit's factors, before that of its rows, whose signal is for both; none if
         they do not travel, or went with an earlier unit."""
+        if not self.problem.sends_factors:
+            return []
         if (move := self._factor_move(arrivals, unit, self.world.factors_from)) is None:
             return []
         waits = copy.waits if self.schedule.pull else ()  # a push has room for them, even in a ring

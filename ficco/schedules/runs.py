@@ -81,14 +81,11 @@ def joined(products: Iterable[Product]) -> list[Product]:
 def _kind(product: Product) -> tuple[object, ...]:
     """The fields in which products of one call must agree."""
     a, out = product.a, product.out
-    moving = [s.rows == a.rows for s in product.scales[:1]]
-    scales = (
-        [
-            (s.buffer, s.row - a.row, s[4:]) if moves else s
-            for s, moves in zip(product.scales, moving, strict=False)
-        ],
-        product.scales[1:],
-    )
+    scales: tuple[object, ...] = product.scales
+    if product.scales:  # those of a follow its rows, if each has one
+        left, right = product.scales
+        follows = left.rows == a.rows
+        scales = (left.buffer, left.row - a.row, left[4:]) if follows else left, right
     return (
         product.b, a[4:], out[4:], a.buffer, out.buffer, product.accumulate, product.terms,
         product.addend, scales, product.bias,
