@@ -40,6 +40,11 @@ from test_faults import (  # noqa: F401  likewise
     test_late_rank_is_no_fault,
     test_mismatch_of_options,
 )
+from test_fp8 import (  # noqa: F401  likewise
+    test_each_shard_has_its_own_factor,
+    test_every_schedule_is_exact,
+    test_forms_of_operands,
+)
 from test_operators import (  # noqa: F401  likewise
     test_errors_keep_to_their_bounds,
     test_operators_in_any_order,
