@@ -157,9 +157,8 @@ def where(
 
 def held_bytes(problem: Problem, rank: int, extra_bytes: int) -> int:
     """Bytes of a rank's operands and product, and of what its schedule adds to them in one slot."""
-    left, out = problem.left_rows(rank), problem.out_rows(rank)
-    elements = left * problem.k + (problem.b_rows(rank) + out) * problem.n
-    return elements * problem.itemsize + extra_bytes
+    asked = problem.specification
+    return sum(one.nbytes(rank) for one in (*asked.operands, asked.results[0])) + extra_bytes
 
 
 def too_large(problem: Problem, rank: int, extra_bytes: int, machine: Machine | None) -> str:

@@ -225,9 +225,9 @@ class _SimulatedRank:
         return self.clock
 
 
-def _exchanged_bytes(problem: Problem) -> int:
-    """Bytes that a rank has for another, as curves of collectives count them; where ranks or
-    blocks differ, those of the rank that has most to send or to receive."""
+def _exchanged_bytes(problem: Problem, row_bytes: int) -> int:
+    """Bytes that a rank has for another, as curves of collectives count them, in rows of so many;
+    where ranks or blocks differ, those of the rank that has most to send or to receive."""
     if not problem.kind.blocks:
         rows: float = max(problem.rows)
     else:
@@ -235,7 +235,7 @@ def _exchanged_bytes(problem: Problem) -> int:
         sent = [sum(problem.block(i, j) for j in peers if j != i) for i in peers]
         received = [sum(problem.block(i, j) for i in peers if i != j) for j in peers]
         rows = max(*sent, *received) / max(problem.world - 1, 1)
-    return round(rows * (problem.n if problem.kind.scatters else problem.k) * problem.itemsize)
+    return round(rows * row_bytes)
 
 
 def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
@@ -470,9 +470,11 @@ class Simulation:
         elif step.op == "collective":
             self.at_collective.append(lane)
             if len(self.at_collective) == len(self.ranks):  # it begins when all have reached it
-                assert isinstance(self.problem, Problem)
-                kind = self.problem.kind.collective
-                end = self.now + self.machine.exchange(kind, _exchanged_bytes(self.problem))
+                assert isinstance(self.problem, Problem) and step.transfer is not None
+                sent, kind = step.transfer.src, self.problem.kind.collective
+                row_bytes = sent.cols * self.itemsize[sent.buffer]
+                nbytes = _exchanged_bytes(self.problem, row_bytes)
+                end = self.now + self.machine.exchange(kind, nbytes)
                 for one in self.at_collective:
                     self._push(end, _END, one)
                 self.at_collective = []
