@@ -509,6 +509,16 @@ def _unserved(at: Rank) -> list[str]:
     return [f"{error.type} {error.text}" for error in texts]
 
 
+def _bare(at: Rank) -> str:
+    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return str(caught(lambda: ficco.all_gather_matmul(given.a, given.b)).text)
+
+
+def test_autocast_does_not_drop_scales() -> None:
+    assert all("scale_a, scale_b: required" in text for text in run(2, _bare))
+
+
 def test_gradients_and_tracing_are_refused() -> None:
     for gradient, traced in run(2, _unserved):
         assert gradient.startswith(MISSING) and "scale_a" in gradient and "no gradient" in gradient

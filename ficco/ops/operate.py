@@ -44,14 +44,14 @@ def operate(
     """One call of an operator: the product, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
-    if scales is not None and scales.given:
-        return _scaled(operator, a, b, group, schedule, rows, return_gathered, scales)
     if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
             "torch.jit.trace is not served; use torch.compile or torch.export"
         )
     if forward_ad._current_level >= 0:
         _refuse_tangents(a, b)
+    if scales is not None and scales.given:
+        return _scaled(operator, a, b, group, schedule, rows, return_gathered, scales)
     kind = a.device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         a, b = cast(a, kind), cast(b, kind)
@@ -144,7 +144,7 @@ def cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
     """An operand as ``torch.mm`` would take it under autocast; gradients are cast back."""
     if operand.device.type != kind or not operand.is_floating_point():
         return operand
-    if operand.dtype == torch.float64:
+    if operand.dtype == torch.float64 or operand.itemsize == 1:  # float8 lacks its scales
         return operand
     return operand.to(torch.get_autocast_dtype(kind))
 
