@@ -32,7 +32,7 @@ def multiply_scaled(
     accumulate: bool = False,
     fast: bool = False,
 ) -> None:
-    """``out (+)= (a * scale) @ (b * scale) + bias`` for float8 matrices; scales row by row.
+    """``out (+)= (a * scale) @ (b * scale) + bias`` for float8 matrices; scales as in a Plan.
 
     Only float32 is added to. No library adds a float8 product to a sum, so that the product takes
     as much memory while it runs.
