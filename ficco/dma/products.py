@@ -155,11 +155,9 @@ def _product(program: Program, product: Product, add_product: AddProduct | None,
     added = None if product.bias is None else places.view(product.bias)
 
     def scaled(call: Call) -> None:
-        a, b, out, factors = left(call), right(call), result(call), rows(call)
-        if product.batch == 1:
-            a, out, factors = a[None], out[None], factors[None]
-        bias = None if added is None else added(call)[0]
-        for some, into, of_a in zip(a, out, factors, strict=True):
-            multiply_scaled(some, b, into, (of_a, cols(call)), recipe, bias, accumulate, fast)
+        whole = left(call), result(call), rows(call)
+        b, of_b, bias = right(call), cols(call), None if added is None else added(call)[0]
+        for a, out, of_a in [whole] if product.batch == 1 else zip(*whole, strict=True):
+            multiply_scaled(a, b, out, (of_a, of_b), recipe, bias, accumulate, fast)
 
     return scaled

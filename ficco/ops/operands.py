@@ -132,13 +132,13 @@ class Scales(NamedTuple):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are given, by name."""
-        given = zip(self._fields[:3], self[:3], strict=True)
-        return {name: tensor for name, tensor in given if tensor is not None}
+        found = {"scale_a": self.scale_a, "scale_b": self.scale_b, "bias": self.bias}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def key(self, b: torch.Tensor) -> tuple[Any, ...]:
         """What distinguishes kinds of calls. That of a ``b`` in another order must be refused."""
-        tensors = [(t.shape, t.dtype, t.device) for t in self.tensors.values()]
-        return *tensors, *self.tensors, self.out_dtype, self.use_fast_accum, b.stride()
+        tensors = [one is not None and (one.shape, one.dtype, one.device) for one in self[:3]]
+        return *tensors, self.out_dtype, self.use_fast_accum, b.stride()
 
     def columns(self, first: int, last: int, n: int) -> Scales:
         """Those of some columns of b; the first is one at which a piece may begin."""
@@ -153,12 +153,12 @@ class Scales(NamedTuple):
 
 def check_types(scales: Scales) -> None:
     """Refuse what no call can have, before it counts as one."""
-    for name, value in zip(Scales._fields[:3], scales[:3], strict=True):
-        if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
+    for which, value in enumerate(scales[:3]):
+        if not isinstance(value, torch.Tensor) and (value is not None or which < 2):
             raise ValueError(
-                f"{name}: required a torch.Tensor, got {type(value).__name__}; scale_a, scale_b, "
-                "bias, out_dtype and use_fast_accum are for operands of float8: pass both scales, "
-                "or none of these"
+                f"{scales._fields[which]}: required a torch.Tensor, got {type(value).__name__}; "
+                "scale_a, scale_b, bias, out_dtype and use_fast_accum are for operands of float8: "
+                "pass both scales, or none of these"
             )
     if scales.out_dtype is not None and not isinstance(scales.out_dtype, torch.dtype):
         raise ValueError(f"out_dtype: required a torch.dtype or None, got {scales.out_dtype!r}")
@@ -240,12 +240,14 @@ def scaling_of(
 def plain_scales(scales: Scales, plan: Plan) -> dict[str, torch.Tensor]:
     """The operands of a Plan that scales and bias make: row by row if copies move them, else column
     by column, as libraries read those of blocks."""
-    found = {}
+    found, buffers, rank = {}, plan.buffer, plan.rank
     for name, tensor in scales.tensors.items():
-        rows, cols = plan.shape(name)
-        whole = tensor.reshape(-1 if cols else rows, cols)[:rows]
-        travels = plan.buffer[name].leaves
-        found[name] = whole.contiguous() if travels else whole.t().contiguous().t()
+        buffer = buffers[name]
+        rows, cols = shape = buffer.shapes[rank]
+        if tensor.shape != shape:
+            tensor = tensor.reshape(-1 if cols else rows, cols)[:rows]
+        by_rows = buffer.leaves or rows < 2 or cols < 2
+        found[name] = tensor.contiguous() if by_rows else tensor.t().contiguous().t()
     return found
 
 
