@@ -44,7 +44,10 @@ class Options:
         search: ``schedule="auto"`` looks beyond the named schedules, which takes up to 0.2 s for a
             problem seen for the first time.
         log_problems: a file to which rank 0 appends every problem that it sees for the first time,
-            for ``ficco tune --from-log``. Takes precedence over ``FICCO_LOG_PROBLEMS``.
+            for ``--from-log`` of ``ficco tune`` and ``ficco explain``. Takes precedence over
+            ``FICCO_LOG_PROBLEMS``.
+        log: rank 0 logs a line (INFO, logger ``ficco``) on every problem that it sees for the first
+            time: the schedule that it takes, and why. The variable ``FICCO_LOG=1`` does the same.
         save_gathered: keep the gathered A for the gradient of ``b``, which takes W times the
             memory of the shard. Otherwise the backward gathers it again, under other work.
         all_reduce_gradients: how ``matmul_all_reduce`` reads the gradients of its result.
@@ -64,6 +67,7 @@ class Options:
     machine: str | None = None
     search: bool = False
     log_problems: str | None = None
+    log: bool = False
     save_gathered: bool = False
     all_reduce_gradients: str = "sum"
 
@@ -88,7 +92,7 @@ class Options:
             value = getattr(self, name)
             text = value is None or (isinstance(value, str) and bool(value))
             self._require(text, f"{wanted} or None", name)
-        for name in ("replay", "search", "save_gathered"):
+        for name in ("replay", "search", "log", "save_gathered"):
             self._require(isinstance(getattr(self, name), bool), "True or False", name)
 
     def _require(self, holds: bool, wanted: str, name: str) -> None:
@@ -109,6 +113,7 @@ class Changes(TypedDict, total=False):
     machine: str | os.PathLike[str] | None
     search: bool
     log_problems: str | os.PathLike[str] | None
+    log: bool
     save_gathered: bool
     all_reduce_gradients: Literal["sum", "equal"]
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,12 +18,14 @@ import numpy as np
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 
 import ficco
 import ficco.cli
 from ficco.bench import series
 from ficco.bench.calls import Runner
 from ficco.bench.cases import Case
+from ficco.dma.cpu import CpuEngine
 from ficco.errors import ConfigError
 from ficco.heuristics import decide
 from ficco.machine import (
@@ -919,6 +924,80 @@ def call_and_log(at: ranks.Rank, path: str) -> None:
     ficco.close()
 
 
+def told(at: ranks.Rank, how: str) -> tuple[list[str], list[str]]:
+    """The lines of a log, and warnings, of a step that is made twice."""
+    problem_log._said.clear()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger, level = logging.getLogger("ficco"), logging.getLogger("ficco").level
+    logger.addHandler(handler)
+    group = dist.new_group(list(range(at.world)))
+    a, b = torch.ones(4, 8, requires_grad=True), torch.ones(8, 16)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if how == "variable":
+            patch.setenv("FICCO_LOG", "1")
+        if how == "level":
+            logger.setLevel(logging.INFO)
+        if how == "refused":
+            patch.setattr(
+                CpuEngine,
+                "refuses",
+                lambda _, problem, one: "" if one.mover == "collective" else "there is none",
+            )
+        with ficco.options(log=how in ("option", "refused")):
+            for _ in range(2):
+                ficco.all_gather_matmul(a, b, group=group).sum().backward()
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return lines, [str(one.message) for one in seen]
+
+
+@pytest.mark.parametrize("how", ["off", "option", "variable", "level"])
+def test_a_run_says_once_what_each_problem_takes(how: str) -> None:
+    (lines, warned), *others = ranks.run(2, told, how)
+    assert others == [([], [])] and not warned
+    if how == "off":
+        assert lines == []
+        return
+    first, second = lines
+    problem = Problem("all_gather_matmul", (4, 4), 16, 8, "float32")
+    taken = re.fullmatch(r"(.*): (\S+) \((\w+): .*\)", first)
+    assert taken and taken[1] == str(problem) and Schedule.parse(taken[2])
+    assert taken[3] == "fallback" and "`ficco tune` measures this machine" in first
+    assert ", for the gradient of a_shard of all_gather_matmul: " in second
+
+
+def test_a_call_that_cannot_have_its_schedule_says_so_once() -> None:
+    (lines, warned), other = ranks.run(2, told, "refused")
+    assert other == ([], [])
+    for line in (*lines, *warned):
+        assert "serial:collective in place of " in line
+    assert len(warned) == len(set(warned)) and all("there is none" in text for text in warned)
+    assert warned[0].startswith("schedule='auto' takes serial:collective in place of ")
+
+
+def test_what_a_program_noted_is_explained(tmp_path: Path, capsys: Any) -> None:
+    log = tmp_path / "problems.jsonl"
+    ranks.run(2, call_and_log, str(log))
+    base = ("explain", "--from-log", log, "--machine", "h200-2")
+    assert cli(*base) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("all_gather_matmul(m=8 (4 x 2 ranks), n=8, ")
+    assert all(" on h200-2" in line for line in lines)
+    assert cli(*base, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    taken = [line.split(": ")[1].split(" ")[0] for line in lines]
+    assert taken == [one["schedule"] for one in found]
+    without = "--m: required without --from-log"
+    for wrong, why in ((("--m", 4), without), (("--world", 5), "got none")):
+        assert cli(*base, *wrong) == 2
+        assert why in capsys.readouterr().err
+
+
 def tune_shapes(at: ranks.Rank, path: str, problems: tuple[Problem, ...]) -> tuning.Outcome:
     return tuning.tune(
         tuning.TuneSettings(Path(path), "cpu", quick=True, only=("shapes",), problems=problems)
@@ -929,11 +1008,11 @@ def test_logged_problems_become_tuned_entries(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "m.yaml"
     ranks.run(2, call_and_log, str(log))
     assert [json.loads(line)["n"] for line in log.read_text().splitlines()] == [8, 16, 0]
-    problems = calls.from_log(log, 2)
+    problems = problem_log.read(log, 2)
     assert [(p.rows, p.n, p.k, p.dtype) for p in problems] == [
         ((4, 4), 8, 8, "float32"), ((4, 4), 16, 8, "float32")
     ]  # fmt: skip
-    assert calls.from_log(log, 3) == []
+    assert problem_log.read(log, 3) == []
     machine_file(path)
     outcome = ranks.run(2, tune_shapes, str(path), tuple(problems[:1]))[0]
     assert not outcome.failures, outcome.failures
@@ -962,7 +1041,7 @@ def call_and_log_all(at: ranks.Rank, path: str) -> None:
 def test_logged_problems_of_every_operator_are_tuned_and_found_again(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "m.yaml"
     ranks.run(2, call_and_log_all, str(log))
-    problems = calls.from_log(log, 2)
+    problems = problem_log.read(log, 2)
     table = ((5, 1), (2, 4))
     assert [(p.operator, p.rows, p.blocks) for p in problems] == [
         ("matmul_reduce_scatter", (1, 5), ()),
@@ -1039,7 +1118,7 @@ def test_a_log_with_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line
     good = '{"operator": "all_gather_matmul", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}'
     log.write_text(f"{good}\n{line}\n")
     with pytest.raises(ConfigError, match="line 2: required a problem"):
-        calls.from_log(log, 2)
+        problem_log.read(log, 2)
 
 
 @pytest.mark.parametrize("name", ["", "\ud800", "a\0b"], ids=["a folder", "no text", "a zero"])

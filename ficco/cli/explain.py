@@ -31,6 +31,7 @@ from ficco.cli.site import (
 )
 from ficco.heuristics import decide
 from ficco.heuristics.where import too_large
+from ficco.ops import problem_log
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
@@ -43,6 +44,8 @@ def options(parser: Any) -> None:
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
     parser.add_argument("--search", **FLAG, help="look beyond the named schedules")
+    text = "instead: what each problem takes that a program noted with FICCO_LOG_PROBLEMS=FILE"
+    parser.add_argument("--from-log", **FILE, help=text)
     parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
     parser.add_argument(
         "--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})"
@@ -52,6 +55,8 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.from_log:
+        return _from_log(arguments)
     _refuse(arguments)
     asked = site(arguments.machine, arguments.world, captured=arguments.captured)
     decision = decide(
@@ -71,6 +76,27 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(f"wrote {draw(decision, measured, arguments.draw)}", file=sys.stderr)
     return 1 if bad else 0
+
+
+def _from_log(arguments: argparse.Namespace) -> int:
+    """A line for each problem of a log, or as JSON."""
+    for name in ("m", "n", "k", "rows", "measure", "draw"):
+        if getattr(arguments, name) not in (None, False):
+            raise ValueError(f"--{name}: required without --from-log, whose problems have sizes")
+    problems = problem_log.read(arguments.from_log, arguments.world)
+    if not problems:
+        raise ValueError(f"--from-log: required a problem in {arguments.from_log}, got none")
+    decisions = []
+    for one in problems:
+        asked = site(arguments.machine, one.world, captured=arguments.captured)
+        how: Any = {"machine": asked.machine, "mode": asked.mode, "search": arguments.search}
+        decisions.append(decide(one, arguments.schedule, **how))
+    if arguments.json:
+        print(json.dumps([as_json(decision, {}) for decision in decisions], indent=2))
+        return 0
+    for decision in decisions:
+        print(problem_log.choice(decision))
+    return 0
 
 
 def _refuse(arguments: argparse.Namespace) -> None:

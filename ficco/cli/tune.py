@@ -120,7 +120,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
-    from ficco.tune.calls import from_cases, from_log
+    from ficco.ops import problem_log
+    from ficco.tune.calls import from_cases
 
     problems = []
     if arguments.shapes:
@@ -128,7 +129,8 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
         problems += from_cases(read, ranks, device, arguments.operator or ())
     if arguments.from_log:
         wanted = arguments.operator or OPERATORS
-        logged = [one for one in from_log(arguments.from_log, ranks) if one.operator in wanted]
+        every = problem_log.read(arguments.from_log, ranks)
+        logged = [one for one in every if one.operator in wanted]
         if not logged:
             of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(

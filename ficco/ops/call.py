@@ -259,9 +259,13 @@ def _cached_call(
         warn_once(f"schedule='auto' takes {chosen}: {decision.reason}")
     if schedule == "auto":
         fit = first_fit(workspace, problem, decision, options.workspace_bytes)
+        why = engine.refuses(problem, chosen)
+        if why and engine.rank == 0:
+            warn_once(f"schedule='auto' takes {fit.plan.schedule} in place of {chosen}: {why}")
     else:
         fit = fitted(workspace, problem, chosen, options.workspace_bytes)
     made = fit.plan
+    problem_log.say(options.log, decision, made.schedule, purpose, engine.rank)
     if fit.columns:
         return CachedCall(made, 0, fit.single, None, fit.columns)
     agreed = [str(problem), f"schedule {made.schedule}", str(known)]

@@ -3,10 +3,8 @@ schedules of given problems, each proven right and then timed in pairs."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,7 +13,6 @@ from ficco.bench.cases import MEMORY_SHARE, Case
 from ficco.bench.inputs import Operands
 from ficco.bench.series import Times
 from ficco.bench.verify import Verifier
-from ficco.errors import ConfigError
 from ficco.heuristics.candidates import SERIALS, candidates
 from ficco.heuristics.rule import ROWS, Observation, fit_thresholds
 from ficco.machine import Host, Machine, Thresholds, Tuned, tuned_key
@@ -180,33 +177,6 @@ def name_of(problem: Problem) -> str:
     """The name of a problem as a step of a run."""
     rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
     return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.dtype}"
-
-
-def from_log(path: Path, world: int) -> list[Problem]:
-    """The problems that a program has logged, for so many ranks, each once, without empty ones.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not of a problem.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
-    logged: dict[Problem, None] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-            rows, n, k = tuple(map(int, data["rows"])), int(data["n"]), int(data["k"])
-            blocks = tuple(tuple(map(int, sent)) for sent in data.get("blocks", ()))
-            sizes = rows, n, k, str(data["dtype"])
-            logged[Problem(str(data["operator"]), *sizes, blocks=blocks)] = None
-        except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-            why = f"{type(error).__name__}: {error}"
-            wanted = f"required a problem as FICCO_LOG_PROBLEMS writes it: {why}"
-            raise ConfigError(str(path), f"line {number}", wanted) from None
-    return [problem for problem in logged if problem.world == world and problem.flops]
 
 
 def from_cases(
