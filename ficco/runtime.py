@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ficco import ranges
 from ficco.dma.engine import Engine, Op, Program, Slot, Symmetric, callers
 from ficco.plan import Plan, in_parts, together, unknown
 
@@ -27,6 +28,10 @@ def compile(
     for run in together(plan):
         lane = plan.steps[run[0]].lane
         ops = list(_operations(program, engine, run, needed, trace))
+        if ranges.STEPS or trace:
+            step = plan.steps[run[0]]
+            text = f"{step.label} ({step.op} on {lane})"
+            ops = [op if op in (None, callers) else ranges.as_range(text, op) for op in ops]
         if lane not in entered:
             entered.add(lane)
             ops.insert(0, engine.enter(program, lane))

@@ -33,6 +33,7 @@ LAYERS = (
     *PURE,
     # Above this line devices, process groups and clocks begin.
     ("accelerator",),
+    ("ranges",),
     ("hip_kernels",),
     ("tiled",),
     ("dma",),

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
+from ficco import ranges
 from ficco.nn.functional import copied_linear, gathered_linears
 from ficco.ops import library
 from ficco.ops.gradients import by_columns
@@ -629,6 +631,46 @@ def _direct(at: Rank, needs: str) -> list[str]:
 def test_eager_calls_do_not_pass_the_dispatcher() -> None:
     seen = ["ficco::all_gather_matmul"]  # the call that asks for it
     assert run(2, _direct, "") == run(2, _direct, "ab") == [seen] * 2
+
+
+def _ranges(at: Rank, how: str) -> tuple[list[str], list[str]]:
+    """What a profiler has of a forward and its backward, and what a tool is told."""
+    group, told = dist.new_group(list(range(at.world))), []
+    case = case_of("all_gather_matmul", at.world, 4, 6, 8, schedule="serial", needs="a")
+    a, b = operands(case, make(case, at.world), at)
+
+    def step() -> None:
+        called(case, a, b, group).sum().backward()
+
+    nvtx = SimpleNamespace(range_push=told.append, range_pop=lambda: told.append("pop"))
+    stub = SimpleNamespace(is_available=lambda: True, nvtx=nvtx)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges, "STEPS", how == "steps")
+        if how == "off":
+            patch.setattr(ranges, "marked", None)  # nobody may call it
+        if how == "tool":
+            patch.setattr(ranges, "TOOLED", True)
+            patch.setattr(ranges, "gpu", stub)
+        profiled = how in ("profiler", "steps")
+        with profile if profiled else nullcontext():
+            step()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    events = sorted(profile.events() if profiled else (), key=lambda event: event.time_range.start)
+    names = [event.name for event in events]
+    return [name for name in names if name.startswith("ficco: ") or " on " in name], told
+
+
+def test_calls_are_ranges_where_anybody_sees_them() -> None:
+    asked = "ficco: all_gather_matmul(m=8 (4 x 2 ranks), n=8, k=6, float32), serial"
+    dual = "ficco: matmul_reduce_scatter(m=8 (4 x 2 ranks), n=6, k=8, float32), serial"
+    assert run(2, _ranges, "off") == [([], [])] * 2
+    assert run(2, _ranges, "profiler") == [([asked, dual], [])] * 2
+    assert run(2, _ranges, "tool") == [([], [asked, "pop", dual, "pop"])] * 2
+    for names, _ in run(2, _ranges, "steps"):
+        inside = names[1 : names.index(dual)]
+        assert names[0] == asked and inside and all(" on compute0)" in name for name in inside)
 
 
 def _selective(at: Rank, save: bool) -> list[str]:

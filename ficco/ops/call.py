@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ficco import ranges
 from ficco.dma.engine import Call, Program, Span, Symmetric
 from ficco.heuristics import decide
 from ficco.ops import problem_log
@@ -131,7 +132,11 @@ def _execute(workspace: Workspace, program: Program, call: Call) -> None:
     try:
         if grad:  # inside: Ctrl-C may come right after it
             torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
-        workspace.engine.execute(program, call)
+        if ranges.active():
+            with ranges.marked(f"ficco: {program.plan.problem}, {program.plan.schedule}"):
+                workspace.engine.execute(program, call)
+        else:
+            workspace.engine.execute(program, call)
     finally:
         if grad:
             torch._C._set_grad_enabled(True)
