@@ -34,21 +34,34 @@ FORMAT = "ficco-timelines-1"
 
 @dataclass(frozen=True)
 class Bar:
-    """One step, or one wait, on a lane. Times are seconds after the call began on its rank."""
+    """One step, or one wait, on a lane. Times are seconds after the call began on its rank.
+
+    Attributes:
+        way: of a copy, ``"send"`` to a peer or ``"receive"`` from one; empty for all else.
+    """
 
     lane: str
     label: str
     kind: str
     start_s: float
     stop_s: float
+    way: str = ""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The bars of every rank, in the order of their start."""
+    """The bars of every rank, in the order of their start.
+
+    Attributes:
+        title: what it shows, such as the schedule.
+        problem, source: of which problem, and by what and where it was simulated or measured; empty
+            if that is not known, as in files of earlier versions.
+    """
 
     title: str
     ranks: tuple[tuple[Bar, ...], ...]
+    problem: str = ""
+    source: str = ""
 
     @property
     def stop_s(self) -> float:
@@ -75,11 +88,16 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
     return flops, float(sum(map(plan.nbytes, moved)))
 
 
-def assemble(title: str, ranks: Sequence[Sequence[tuple[Step, float, float]]]) -> Timeline:
+def assemble(
+    title: str,
+    plans: Sequence[Plan],
+    ranks: Sequence[Sequence[tuple[Step, float, float]]],
+    source: str = "",
+) -> Timeline:
     """The Timeline of every rank's steps, each with its start and stop, in the order of starts."""
     whole = max((stop for steps in ranks for _, _, stop in steps), default=0.0)
     ranks_bars = []
-    for steps in ranks:
+    for plan, steps in zip(plans, ranks, strict=True):
         bars: list[Bar] = []
         stops: dict[str, float] = {}  # of each lane's previous step
         for step, start, stop in steps:
@@ -88,10 +106,17 @@ def assemble(title: str, ranks: Sequence[Sequence[tuple[Step, float, float]]]) -
             since = stops.get(step.lane, 0.0)
             if (step.waits or step.after) and start - since > SHORT_WAIT * whole:
                 bars.append(Bar(step.lane, f"wait: {step.label}", "wait", since, start))
-            bars.append(Bar(step.lane, step.label, step.op, start, stop))
+            bars.append(Bar(step.lane, step.label, step.op, start, stop, _way(plan, step)))
             stops[step.lane] = stop
         ranks_bars.append(tuple(bars))
-    return Timeline(title, tuple(ranks_bars))
+    return Timeline(title, tuple(ranks_bars), str(plans[0].problem), source)
+
+
+def _way(plan: Plan, step: Step) -> str:
+    ends = {step.transfer.src.rank, step.transfer.dst.rank} if step.transfer else set()
+    if step.op != "copy" or len(ends) < 2 or step.transfer is None:
+        return ""
+    return "send" if step.transfer.src.rank == plan.rank else "receive"
 
 
 def dumps(timelines: Sequence[Timeline]) -> str:
@@ -114,7 +139,12 @@ def loads(text: str, source: str) -> list[Timeline]:
         raise ConfigError(source, "format", f"required {FORMAT!r}, got {got!r}")
     try:
         return [
-            Timeline(str(one["title"]), tuple(tuple(map(_bar, bars)) for bars in one["ranks"]))
+            Timeline(
+                str(one["title"]),
+                tuple(tuple(map(_bar, bars)) for bars in one["ranks"]),
+                str(one.get("problem", "")),
+                str(one.get("source", "")),
+            )
             for one in data["timelines"]
         ]
     except (KeyError, TypeError, ValueError) as error:
@@ -125,7 +155,8 @@ def loads(text: str, source: str) -> list[Timeline]:
 def _bar(data: dict[str, Any]) -> Bar:
     lane, label, kind = (str(data[name]) for name in ("lane", "label", "kind"))
     kind = OLD_KINDS.get(kind, kind)
-    bar = Bar(lane, label, kind, float(data["start_s"]), float(data["stop_s"]))
+    times = float(data["start_s"]), float(data["stop_s"])
+    bar = Bar(lane, label, kind, *times, str(data.get("way", "")))
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
     return bar

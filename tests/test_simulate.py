@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ficco import cli
+from ficco.bench import draw as drawing
 from ficco.bench.draw import draw, trace
 from ficco.errors import ConfigError
 from ficco.machine import (
@@ -911,6 +912,36 @@ def test_bad_input_of_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ):
         assert cli.run(["plot", *arguments, "--out", str(tmp_path / "x.png")]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_copies_are_sends_or_receives() -> None:
+    for name, way in (("growing", "send"), ("growing:pull", "receive")):
+        found = simulate(plans(problem_of(4, 4, 4, n=2), Schedule.parse(name)), TOY)
+        ways = {bar.way for bars in found.ranks for bar in bars if bar.kind == "copy"}
+        assert ways == {way}
+        assert not any(bar.way for bars in found.ranks for bar in bars if bar.kind != "copy")
+
+
+def test_a_picture_says_what_it_shows_on_one_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales: list[float] = []
+    real = drawing._draw_one
+    monkeypatch.setattr(
+        drawing, "_draw_one", lambda *args: (scales.append(args[3]), real(*args))[1]
+    )
+    short, long = (problem_of(rows, rows, n=2) for rows in (4, 8))
+    made = [simulate(plans(one, NAMED["serial"]), TOY) for one in (short, long)]
+    made.append(simulate(plans(long, NAMED["growing"]), TOY, "idle"))
+    text = draw(made, tmp_path / "x.svg", ranks=[1]).read_text()
+    assert len(scales) == 3 and set(scales) == {max(one.stop_s for one in made)}
+    assert text.count(str(short)) == 1 and text.count(str(long)) == 2  # in the panels' titles
+    assert text.count("time after the call began on the rank [") == 1 and "rank 1" in text
+    text = draw(made[1:], tmp_path / "y.svg", ranks=[1]).read_text()
+    assert text.count(str(long)) == 1 and f"{long}, rank 1 of 2" in text
+    for mode in ("queued", "idle"):
+        assert text.count(f"simulated on {TOY.name}, {mode}") == 1
+    assert "simulated" not in draw([replace(made[0], source="")], tmp_path / "z.svg").read_text()
 
 
 def test_timelines_of_different_calls_stand_side_by_side(tmp_path: Path) -> None:

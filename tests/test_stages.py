@@ -855,7 +855,7 @@ def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
         with pytest.raises(NotImplementedError, match=words):
             read(strange)
     with pytest.raises(NotImplementedError, match="a timeline does not know .* 'attend'"):
-        assemble("", [[(strange.steps[0], 0.0, 1.0)]])
+        assemble("", [strange], [[(strange.steps[0], 0.0, 1.0)]])
     with pytest.raises(PlanError, match="does not hold what its operation says"):
         check([strange])
 

@@ -99,8 +99,7 @@ def demo(device_name: str, out: Path | None) -> int:
     out = out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
     out.mkdir(parents=True, exist_ok=True)
     results.to_csv(out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f")
-    limited = f"; copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s" * (device.type == "cpu")
-    note = f"{problem} on {device.type}, rank 0{limited}"
+    note = f"copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s" * (device.type == "cpu")
     picture = draw(timelines, out / "timelines.png", columns=2, ranks=[0], note=note)
     by_operator = pd.DataFrame(taking)
     _show("all_gather_matmul by every schedule", results, results["ms"].iloc[0])

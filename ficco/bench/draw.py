@@ -48,6 +48,8 @@ COLOURS = {
     "matmul": BLUE,
     "call": BLUE,
     "copy": ORANGE,
+    "send": ORANGE,
+    "receive": SAND,
     "collective": PURPLE,
     "place": GREEN,
     "reduce": "#4f7a5a",
@@ -69,7 +71,10 @@ def draw(
         path: the picture.
         columns: Timelines side by side, for example the planned and the measured one.
         ranks: the ranks to show; None for all.
-        note: a line above the grid.
+        note: a line below the title.
+
+    The title has what all of them share of problem and source; what differs is in the panels'. All
+    have one scale.
     """
     from matplotlib.patches import Patch
 
@@ -89,11 +94,22 @@ def draw(
     heights = [
         max(len(names) for names in lanes[i * columns : (i + 1) * columns]) for i in range(rows)
     ]
-    there = {bar.kind for timeline in timelines for bars in timeline.ranks for bar in bars}
+    bars = [bar for timeline in timelines for bars in timeline.ranks for bar in bars]
+    there = {bar.way or bar.kind for bar in bars}
+    until_s = max((one.stop_s for one in timelines), default=0.0)
+    problems, sources = (
+        list(dict.fromkeys(getattr(one, what) for one in timelines if one.ranks))
+        for what in ("problem", "source")
+    )
+    world = max((len(one.ranks) for one in timelines), default=0)
+    shown = "" if ranks is None else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    of_all = [*problems[:1], shown and f"{shown} of {world}"] if len(problems) < 2 else [shown]
+    shared = len(sources) < 3 and "" not in sources
+    title = [", ".join(filter(None, of_all)), *(sources if shared else ()), note]
     kinds = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in there]
     size = max(7.0, 6.5 * columns), sum(0.24 * h + 0.75 for h in heights) + 0.8
     path = Path(path)
-    with picture(path, *size, note) as figure:
+    with picture(path, *size, "\n".join(filter(None, title))) as figure:
         ratios = {"height_ratios": [height + 1.5 for height in heights]}
         grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=ratios)
         for axes in grid.flat[len(timelines) :]:
@@ -102,9 +118,10 @@ def draw(
             if not names:
                 axes.set_axis_off()
                 continue
-            first = i // columns * columns
-            until_s = max(one.stop_s for one in timelines[first : first + columns])
-            _draw_one(axes, timeline, names, until_s)
+            own = [timeline.problem] * (len(problems) > 1)
+            own += [timeline.source] * (not shared)
+            last = i + columns >= len(timelines)
+            _draw_one(axes, timeline, names, until_s, ", ".join(filter(None, own)), last)
         figure.legend(
             handles=kinds, loc="outside lower center", ncols=max(len(kinds), 1), frameon=False
         )
@@ -112,7 +129,12 @@ def draw(
 
 
 def _draw_one(
-    axes: Any, timeline: Timeline, names: Sequence[tuple[int, str]], until_s: float
+    axes: Any,
+    timeline: Timeline,
+    names: Sequence[tuple[int, str]],
+    until_s: float,
+    about: str,
+    last: bool,
 ) -> None:
     scale, unit = (1e3, "ms") if until_s >= 1e-3 else (1e6, "us")
     row_of = {name: i for i, name in enumerate(names)}
@@ -126,7 +148,7 @@ def _draw_one(
                 (bar.stop_s - bar.start_s) * scale,
                 left=bar.start_s * scale,
                 height=0.5 if bar.kind == "wait" else 0.85,
-                color=COLOURS[bar.kind],
+                color=COLOURS[bar.way or bar.kind],
                 edgecolor="white",
                 linewidth=0.4,
             )
@@ -135,7 +157,10 @@ def _draw_one(
     axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, max(until_s * scale, 1e-9))
-    axes.set_title(f"{timeline.title} ({timeline.stop_s * scale:.3g} {unit})", loc="left")
+    title = f"{timeline.title} ({timeline.stop_s * scale:.3g} {unit})"
+    axes.set_title("\n".join(filter(None, (title, about))), loc="left")
+    if last:
+        axes.set_xlabel(f"time after the call began on the rank [{unit}]")
 
 
 def trace(timelines: Sequence[Timeline], path: str | Path) -> Path:
@@ -151,7 +176,8 @@ def trace(timelines: Sequence[Timeline], path: str | Path) -> Path:
             events.append({**meta, "tid": thread, "name": "thread_name", "args": {"name": lane}})
         for bar in bars:
             start, stop = bar.start_s * 1e6, bar.stop_s * 1e6  # microseconds, by the format
-            what = {"ph": "X", "pid": process, "tid": threads[bar.lane], "name": bar.label}
+            name = f"{bar.way} {bar.label}".strip()
+            what = {"ph": "X", "pid": process, "tid": threads[bar.lane], "name": name}
             events.append({**what, "cat": bar.kind, "ts": start, "dur": stop - start})
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -248,7 +248,6 @@ class Bench:
         timelines = trace_all(list(dict.fromkeys(names)), operands, self.group)
         if self.rank == 0:
             stem = self.settings.csv.with_suffix("")
-            note = f"{operands.problem}, rank 0 of {self.world}; planned at the rates measured"
-            draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0], note=note)
+            draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
             trace(timelines, f"{stem}_trace.json")
             Path(f"{stem}_timelines.json").write_text(dumps(timelines))

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.bench.inputs import Operands
-from ficco.dma.engine import Span
+from ficco.dma.engine import Span, fingerprint
 from ficco.machine import Machine
 from ficco.machine.flat import flat
 from ficco.ops.call import run_traced
@@ -47,19 +47,24 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, (plan, spans), group=group)
             plans = [plan for plan, _ in everyone]
-            real = measured(f"{schedule}: measured", plans, [spans for _, spans in everyone])
+            here = fingerprint(a.device, group.size()).accelerator
+            spans = [spans for _, spans in everyone]
+            real = measured(f"{schedule}: measured", plans, spans, f"measured on {here}")
+            title, source = f"{schedule}: planned", f"planned at the rates measured on {here}"
             machine = machine_of(plans, real)
-            timelines += [simulate(plans, machine, title=f"{schedule}: planned"), real]
+            timelines += [simulate(plans, machine, title=title, source=source), real]
     return timelines
 
 
-def measured(title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]]) -> Timeline:
+def measured(
+    title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]], source: str = "measured"
+) -> Timeline:
     """The Timeline of a traced call: a Plan and its Spans for every rank."""
     ranks = [
         [(plan.steps[one.step], one.start, one.stop) for one in sorted(mine, key=lambda s: s.start)]
         for plan, mine in zip(plans, spans, strict=True)
     ]
-    return assemble(title, ranks)
+    return assemble(title, plans, ranks, source)
 
 
 def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:

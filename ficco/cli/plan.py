@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(why)
     if drawn is not None:
         mode = "idle" if asked.mode == "idle" else "queued"
-        note = f"{asked_of}\nsimulated on {drawn.name}, {mode}"
-        write([simulate(made, drawn, mode)], arguments, note)
+        write([simulate(made, drawn, mode)], arguments)
     return 0
 
 

@@ -59,11 +59,11 @@ def options(parser: Any) -> None:
     result.add_argument("--timelines", **FILE, help=text)
 
 
-def write(timelines: Sequence[Timeline], arguments: argparse.Namespace, note: str) -> None:
+def write(timelines: Sequence[Timeline], arguments: argparse.Namespace) -> None:
     """Write what ``--draw`` and ``--trace`` ask for."""
     if arguments.draw:
         ranks = [0] if len(timelines) > 1 else None  # all ranks of one call
-        print(f"wrote {draw(timelines, arguments.draw, ranks=ranks, note=note)}", file=sys.stderr)
+        print(f"wrote {draw(timelines, arguments.draw, ranks=ranks)}", file=sys.stderr)
     if arguments.trace:
         print(f"wrote {trace(timelines, arguments.trace)}", file=sys.stderr)
 
@@ -135,7 +135,7 @@ def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode
         simulate(plans(problem, schedule), machine, mode, f"{schedule}: simulated")
         for schedule in schedules or simulated.default_schedules(problem, machine)
     ]
-    write(timelines, arguments, f"{problem}\nsimulated on {machine.name}, {mode}")
+    write(timelines, arguments)
     if arguments.timelines:
         arguments.timelines.parent.mkdir(parents=True, exist_ok=True)
         arguments.timelines.write_text(dumps(timelines))

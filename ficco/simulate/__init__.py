@@ -23,7 +23,11 @@ __all__ = ["MODES", "predict", "simulate"]
 
 
 def simulate(
-    plans: Sequence[Plan], machine: Machine, mode: str = "queued", title: str = ""
+    plans: Sequence[Plan],
+    machine: Machine,
+    mode: str = "queued",
+    title: str = "",
+    source: str = "",
 ) -> Timeline:
     """When the steps of all ranks run.
 
@@ -31,15 +35,16 @@ def simulate(
         plans: of all ranks, in their order.
         machine: what it runs on; a group of another size is simulated at the same rates.
         mode: ``"queued"`` or ``"idle"``.
-        title: of the Timeline; the schedule's name if empty.
+        title, source: of the Timeline; the schedule's name, and that of the machine, if empty.
 
     Raises:
         ValueError: the machine lacks a block that the plans need, the mode is none, or the plans
             wait for each other for ever.
     """
+    source = source or f"simulated on {machine.name}, {mode}"
     with paused():
         ranks = Simulation(plans, machine, mode).run()
-    return assemble(title or plans[0].schedule, ranks)
+    return assemble(title or plans[0].schedule, plans, ranks, source)
 
 
 def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued") -> float:
