@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -460,3 +462,29 @@ def test_the_papers_claims_beside_a_simulation(tmp_path: Path) -> None:
     }
     committed = ROOT / "docs" / "simulated" / "mi300x-8.csv"
     assert (tmp_path / "simulated" / "mi300x-8.csv").read_bytes() == committed.read_bytes()
+
+
+def test_pictures_have_a_bar_for_auto_and_break_into_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+
+    @contextmanager
+    def kept(*args: Any) -> Iterator[Any]:
+        with real(*args) as figure:
+            figures.append(figure)
+            yield figure
+
+    real = plots.picture
+    monkeypatch.setattr(plots, "picture", kept)
+    for name, shapes, rows in (("measured-h200-4", 8, 1), ("unseen-h200-4", 27, 3)):
+        table = BENCH.read(RESULTS / f"{name}.csv")
+        there = modes(table)
+        plots.shares(table, there, tmp_path / "share.png", name)
+        panels = figures.pop().axes
+        assert len(panels) == rows * len(there)
+        assert sum(len(panel.get_xticks()) for panel in panels) == shapes * len(there)
+        assert "ficco, auto" in panels[0].get_legend_handles_labels()[1]
+        plots.speedups(table, there, tmp_path / "speedup.png", name)
+        assert all(axes.get_legend() is None for axes in figures[-1].axes)  # it covers nothing
+        assert len(figures.pop().legends) == 1

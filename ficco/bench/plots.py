@@ -27,7 +27,8 @@ DRAWN = {
     "serial": ("serial", GREY),
     "pytorch": ("PyTorch fused op", ORANGE),
     "overlap": ("shard overlap", GREEN),
-    "best": ("ficco, best schedule", BLUE),
+    "auto": ("ficco, auto", BLUE),
+    "best": ("ficco, best schedule", LIGHT),
     "ideal": ("ideal", BLACK),
     "best_1d": ("ficco 1D", BLUE),
     "best_2d": ("ficco 2D", LIGHT),
@@ -36,9 +37,12 @@ DRAWN = {
 
 #: Roles that the first picture compares, that the second draws over the balance of GEMM and
 #: communication, and of which it shows geometric means.
-SHARES = ("serial", "pytorch", "overlap", "best")
+SHARES = ("serial", "pytorch", "overlap", "auto", "best")
 CURVES = ("ideal", "overlap", "best")
 MEANS = ("ideal", "overlap", "best_1d", "best_2d", "pieces", "pytorch")
+
+#: Shapes in a row of the first picture.
+MOST_SHAPES = 10
 
 
 def draw_next_to(csv: Path, rows: pd.DataFrame) -> list[Path]:
@@ -80,16 +84,41 @@ def _bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]
 def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: str) -> None:
     """Share of the ideal by shape, a panel per mode."""
     by_mode = {mode: lines(rows, mode) for mode in modes_there}
-    size = max(6.0, 1.3 * max(map(len, by_mode.values())) + 2), 2.9 * len(by_mode) + 0.6
+    shown = [
+        (mode, measured, part)
+        for mode, there in by_mode.items()
+        for measured in [[role for role in SHARES if there[role, "share"].notna().any()]]
+        for part in _in_rows(there)
+    ]
+    widest = max(len(part) for *_, part in shown)
+    size = max(6.0, 1.3 * widest + 2), 2.9 * len(shown) + 0.6
     with picture(path, *size, title) as figure:
-        panels = figure.subplots(len(by_mode), 1, squeeze=False)[:, 0]
-        for axes, (mode, there) in zip(panels, by_mode.items(), strict=True):
-            measured = [role for role in SHARES if there[role, "share"].notna().any()]
+        panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+        for axes, (mode, measured, there) in zip(panels, shown, strict=True):
             series = [(DRAWN[role][0], there[role, "share"], DRAWN[role][1]) for role in measured]
             _bars(axes, [_shape(row) for _, row in there["shape"].iterrows()], series)
+            axes.set_xlim(-0.6, widest - 0.4)
             axes.set_ylabel(f"share of ideal, {mode}")
-        handles = panels[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(SHARES), frameon=False)
+        _legend_below(figure, panels[0])
+
+
+def _in_rows(there: pd.DataFrame) -> list[pd.DataFrame]:
+    """Shapes in rows of about the same length, ``MOST_SHAPES`` at most."""
+    rows = -(-len(there) // MOST_SHAPES)
+    length = -(-len(there) // rows)
+    return [there.iloc[first : first + length] for first in range(0, len(there), length)]
+
+
+def _legend_below(figure: Any, axes: Any) -> None:
+    """What is in these axes, below all axes of the figure."""
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=max(len(names), 1), frameon=False
+    )
+
+
+def _legend_beside(axes: Any, title: str = "") -> None:
+    axes.legend(title=title or None, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
 def _shape(row: pd.Series) -> str:
@@ -114,13 +143,13 @@ def speedups(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: 
             left.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
             left.set_xlabel("time of the GEMM / time of the communication")
             left.set_ylabel(f"speed-up over serial, {mode}")
-            left.legend()
             means = pd.Series({role: geomean(there[role, "speedup"]) for role in MEANS}).dropna()
             names, colours = zip(*(DRAWN[role] for role in means.index), strict=True)
             names = [name.replace(" ", "\n", 1) for name in names]
             right.bar_label(right.bar(names, means, color=colours), fmt="%.2f")
             right.axhline(1, color=GREY, linewidth=0.8)
             right.set_ylabel(f"geometric mean of {len(there)} shapes")
+        _legend_below(figure, panels[0, 0])
 
 
 # Losses.
@@ -156,7 +185,7 @@ def _loss_bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any,
         (f"{label}: {geomean(values):.2f}", values, colour) for label, values, colour in series
     )
     _bars(axes, [name.replace("x", "\n") for name in names], labelled)
-    axes.legend(title="geometric means")
+    _legend_beside(axes, "geometric means")
 
 
 def _ratios(rows: pd.DataFrame, names: Sequence[str], **where: Any) -> list[float]:
@@ -198,7 +227,7 @@ def communication_dil(rows: pd.DataFrame, path: Path, title: str) -> Any:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.set_xlabel("MiB of a shard")
         axes.set_ylabel("time in W pieces / at once")
-        axes.legend(title="geometric means")
+        _legend_beside(axes, "geometric means")
     return figure
 
 
@@ -248,5 +277,5 @@ def proportion(rows: pd.DataFrame, path: Path, title: str) -> Any:
             axes.set_xticks(places, [name.replace("x", "\n") for name in names])
             axes.set_title(what)
         all_axes[0].set_ylabel("share of the loss")
-        all_axes[0].legend()
+        _legend_beside(all_axes[-1])
     return figure

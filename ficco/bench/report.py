@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ MODE_WORDS = {
 HOW = (
     "All candidates of a shape run in shuffled order in every round, so that a GPU that gets hot "
     "slows down all of them alike. A round's time is that of its slowest rank. Milliseconds are "
-    "medians over rounds; shares and ratios are medians of the ratios of each round. "
+    "medians over rounds; shares and ratios are medians of the ratios of each round, not ratios of "
+    "these medians, so that what slows down a whole round does not count. "
     "ideal = the longer of one whole library GEMM alone and the faster of the vendor's collective "
     "and the copy engines alone. serial = the better of that collective and the copy engines, with "
     "the GEMM behind. overlap = overlap efficiency as in Flux (arXiv:2406.06858, equation 2). "
@@ -200,8 +201,23 @@ def _costs(rows: pd.DataFrame) -> str:
         "Memory beside operands and result, on the rank that takes most, over the bytes of the "
         f"{what}; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
-        f"\n\n{markdown(heads, text.reset_index())}"
+        f"{_named(table.index)}\n\n{markdown(heads, text.reset_index())}"
     )
+
+
+#: Candidates whose names do not say what they are.
+NAMES = {
+    "serial-collective": "the library's collective and the product one after the other, without "
+    "ficco",
+    "serial:collective": "the same as a schedule of ficco's",
+    "ficco-rccl": "the paper's name for pieces that the library's collectives carry, without ficco",
+}
+
+
+def _named(names: Iterable[str]) -> str:
+    """What those of these candidates are that need it said."""
+    said = [f"`{name}`: {NAMES[name]}" for name in NAMES if name in names]
+    return f" {'; '.join(said)}." if said else ""
 
 
 def _accuracy(rows: pd.DataFrame) -> str:
