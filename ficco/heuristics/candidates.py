@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ficco.machine import Machine
 from ficco.problem import Problem
-from ficco.schedules import Schedule, refusal, same_plans
+from ficco.schedules import Schedule, own_candidates, refusal, same_plans
 
 #: What engines offer: copies by DMA; copies by a kernel and products whose tiles wait, where these
 #: can be compiled for the GPU.
@@ -164,6 +164,8 @@ def _candidates(
     waiting = TILED_MESH if on_mesh(machine) else TILED
     for name in waiting if tiles and not problem.kind.inner else ():
         yield suited(Schedule.parse(name), problem, machine)
+    own = (Schedule.parse(name) for name in offers if name in own_candidates())
+    yield from (schedule for schedule in own if not refusal(problem, schedule))
 
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:
@@ -235,6 +237,6 @@ def serves(schedule: Schedule, machine: Machine | None) -> bool:
 
 def suited(schedule: Schedule, problem: Problem, machine: Machine | None) -> Schedule:
     """The schedule with a copy lane per peer where a mesh has a link to each of them."""
-    if not on_mesh(machine) or schedule.mover == "collective":
+    if not on_mesh(machine) or schedule.mover == "collective" or schedule.own:
         return schedule
     return replace(schedule, copy=max(problem.world - 1, 1))

@@ -39,7 +39,7 @@ from ficco.heuristics.search import search as search_further
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
 from ficco.problem import Problem
-from ficco.schedules import Schedule, plan, refusal
+from ficco.schedules import Schedule, own_candidates, plan, refusal
 from ficco.simulate import predict as simulated
 from ficco.warn import warn_once
 
@@ -187,6 +187,7 @@ def decide(
     Raises:
         ValueError: no schedule or mode is called that, or the operator cannot take the schedule.
     """
+    offers = (*offers, *(name for name in own_candidates() if name not in offers))
     if mode not in MODES:
         raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
     if not isinstance(wanted, (str, Schedule)):

@@ -92,6 +92,8 @@ def _neighbours(schedule: Schedule, problem: Problem, machine: Machine) -> Itera
 
 def _changes(schedule: Schedule, problem: Problem, machine: Machine) -> Iterator[Schedule]:
     kind, tiled = problem.kind, schedule.grouping == "tiled"
+    if schedule.own:
+        return
     for sizes in wave_groups(schedule, problem, machine) if tiled else ():
         yield replace(schedule, pieces=sizes)
     for lanes in () if tiled else (1, 2):

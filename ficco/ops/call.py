@@ -276,7 +276,8 @@ def _cached_call(
     agreed = [str(problem), f"schedule {made.schedule}", str(known)]
     if options.workspace_bytes is not None:
         agreed.append(f"workspace_bytes={options.workspace_bytes}")
-    if source is not None and Schedule.parse(made.schedule).pull:
+    parsed = Schedule.parse(made.schedule)
+    if source is not None and (parsed.pull or parsed.own):
         left, (memory, start) = left_of(problem.operator), source
         agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
     if purpose:

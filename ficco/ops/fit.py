@@ -82,6 +82,14 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
         )
     if cap is None or not whole.words:
         return Fit(whole)
+    if schedule.own and not problem.kind.scatters:
+        needed = engine.slot_bytes(whole.words, whole.slot_bytes)
+        if needed > cap:
+            raise _NoRoom(
+                f"workspace_bytes: required at least {needed} for schedule {schedule} on "
+                f"{problem}, got {cap}; allow more, or use another schedule"
+            )
+        return Fit(whole, single=True)
     if not problem.kind.scatters:
         return Fit(_ring(workspace, whole, schedule, cap), single=True)
     words = engine.slot_bytes(whole.words, 0)

@@ -275,12 +275,12 @@ def _dual_of(call: OperatorCall) -> OperatorCall:
 @cache
 def _schedule(schedule: str | Schedule, whole_rows: bool = True) -> str | Schedule:
     """The schedule of a backward: that of the forward, or "auto" if only sums have that one, such
-    as a ``one-shot`` or one with ``beta``: the dual of a sum is not a sum. ``tiled`` is for
-    ``whole_rows``, each of which is one product."""
+    as a ``one-shot`` or one with ``beta``: the dual of a sum is not a sum; or if it is one of the
+    user's own. ``tiled`` is for ``whole_rows``, each of which is one product."""
     if schedule == "auto":
         return schedule
     parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
-    lacks = parsed.beta or parsed.grouping == "one-shot"
+    lacks = parsed.beta or parsed.grouping in ("one-shot", "own")
     return "auto" if lacks or (parsed.grouping == "tiled" and not whole_rows) else schedule
 
 

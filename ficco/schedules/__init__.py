@@ -6,6 +6,7 @@ docs/schedules.md draws the named ones; ``ficco plan`` draws any, such as ``grow
 from ficco.schedules.build import plan, plans, refusal, same_plans
 from ficco.schedules.gather import StagingTooSmall
 from ficco.schedules.groups import GRANULE
+from ficco.schedules.own import own_candidates, register
 from ficco.schedules.space import KNOBS, NAMED, Schedule
 
 __all__ = [
@@ -14,8 +15,10 @@ __all__ = [
     "NAMED",
     "Schedule",
     "StagingTooSmall",
+    "own_candidates",
     "plan",
     "plans",
     "refusal",
+    "register",
     "same_plans",
 ]

@@ -9,9 +9,10 @@ from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.builder import Builder, WordAllocator, scaled
-from ficco.schedules.gather import GatherStage, GatherWorld
+from ficco.schedules.gather import GatherStage, GatherWorld, StagingTooSmall
 from ficco.schedules.inner import InnerGatherStage
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
+from ficco.schedules.own import own_plans
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.schedules.space import Schedule
 from ficco.schedules.tiled import TiledGatherStage, TiledScatterStage
@@ -53,6 +54,11 @@ def plans(
 def refusal(problem: Problem, schedule: Schedule) -> str:
     """Why a schedule cannot serve a Problem; empty if it can."""
     kind = problem.kind
+    if schedule.own:
+        try:
+            own_plans(problem, schedule)
+        except ValueError as error:
+            return str(error)
     if (schedule.beta or schedule.grouping == "one-shot") and not kind.sums:
         what = schedule.grouping if schedule.grouping in ("ring", "one-shot") else "beta"
         return (
@@ -109,6 +115,12 @@ def _plans(
     staging_bytes: int | None,
     packs_columns: bool,
 ) -> list[Plan]:
+    if schedule.own:
+        every = own_plans(problem, schedule)
+        if staging_bytes is not None and every[0].slot_bytes > staging_bytes:
+            text = f"schedule {schedule}: it has no ring of steps"
+            raise StagingTooSmall(text, every[0].slot_bytes)
+        return [every[rank] for rank in ranks]
     if why := refusal(problem, schedule):
         raise ValueError(why)
     if schedule.mover == "collective" and problem.world > 1:

@@ -14,7 +14,14 @@ from functools import lru_cache
 from typing import Any
 
 #: How pieces share steps.
-GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot", "tiled")
+GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot", "tiled", "own")
+
+#: The group of entry points by which a package offers schedules of its own: the name is the
+#: schedule's, the object the function that makes its Plans (:func:`ficco.schedules.register`).
+ENTRY_POINTS = "ficco.schedules"
+
+#: Those functions by name, once they are registered or loaded.
+OWN: dict[str, Callable[..., Any]] = {}
 
 #: The order in which pieces travel; the first is the default.
 ORDERS = ("piece", "peer")
@@ -50,6 +57,7 @@ class Schedule:
             - ``"tiled"``: all. One product, whose tiles each wait for the piece that they are made
               of (gather; Flux, section 4, TileLink), or whose blocks of rows are sent as soon as
               their last tile is done (scatter; FlashOverlap, section 3).
+            - ``"own"``: as the function ``own`` has it. No other axis means anything.
         dims: 1 cuts by rows what travels, 2 by columns. Products of columns of A accumulate;
             columns of a product are columns of b.
         pieces: pieces per shard or block, or their relative sizes. 0 means one per rank, the
@@ -64,6 +72,7 @@ class Schedule:
             collective by the group's library, for serial only.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.
+        own: the name of a schedule that :func:`ficco.schedules.register` or an entry point added.
         beta: for operators that sum. The products of the peers are summed and rounded first, and
             the GEMM of the own product adds to that sum (beta = 1), so that no work is left after
             it. A ring always has it.
@@ -83,6 +92,7 @@ class Schedule:
     copy: int = 1
     compute: int = 1
     beta: bool = False
+    own: str = ""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -113,6 +123,13 @@ class Schedule:
             )
         if self.grouping == "tiled":
             self._check_tiled()
+        if (self.grouping == "own") != bool(self.own) or (
+            self.own and replace(self, grouping="fused", own="") != NAMED["serial"]
+        ):
+            raise ValueError(
+                "own: required the grouping own, the name of a schedule of one's own and no other "
+                f"axis, got {self.grouping!r} and {self.own!r}"
+            )
         if self.beta and self.uniform:
             raise ValueError(
                 "beta: required the own product last (uniform=False), since it adds itself to the "
@@ -160,6 +177,8 @@ class Schedule:
         def fixed(schedule: Schedule) -> tuple[bool, str, int]:
             return schedule.uniform, schedule.grouping, schedule.dims
 
+        if self.own:
+            return self.own
         bases = [name for name, base in NAMED.items() if fixed(base) == fixed(self)]
         # A knob that is left out has the base's value. Take the base that needs the fewest knobs
         # and, of equals, not serial, since other schedules overlap.
@@ -237,9 +256,23 @@ NAMED: dict[str, Schedule] = {
 }
 
 
+def _is_own(name: str) -> bool:
+    """Whether a schedule of one's own has that name; looks for an entry point, if need be."""
+    if name not in OWN and name:
+        from importlib.metadata import entry_points
+
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            OWN.setdefault(name, point.load())
+    return name in OWN
+
+
 @lru_cache(maxsize=4096)
 def _parse(name: str) -> Schedule:
     base, _, text = name.partition(":")
+    if base not in NAMED and _is_own(base):
+        if text:
+            raise ValueError(f"schedule {name!r}: {base} is one of your own, and has no knobs")
+        return Schedule(True, "own", 1, pieces=1, own=base)
     if base not in NAMED:
         near = [f"; did you mean {one!r}?" for one in get_close_matches(base, NAMED, 1)]
         raise ValueError(

@@ -24,7 +24,11 @@ def mirrored(problem: Problem, schedule: Schedule, machine: Machine, mode: str) 
     step (they begin one after the other, or send products that differ)."""
     subtracts = schedule.grouping == "ring" or problem.world.bit_count() > 1
     # The neighbourhoods of these groups are alike for powers of two only.
-    if not problem.equal or (subtracts and schedule.grouping in ("growing", "shrinking")):
+    if (
+        schedule.own
+        or not problem.equal
+        or (subtracts and schedule.grouping in ("growing", "shrinking"))
+    ):
         return None
     if machine.topology is not None and machine.topology.kind == "switch":
         skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0

@@ -1,0 +1,181 @@
+"""Schedules of one's own: registered, proven, and used wherever a name is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, call, exact, make
+from ranks import Failure, Rank, caught, ranks, run
+
+import ficco
+from ficco import cli
+from ficco.heuristics import candidates, decide
+from ficco.machine import find
+from ficco.plan import render
+from ficco.problem import Problem
+from ficco.schedules import Schedule, own, plan, space
+from ficco.simulate import predict
+
+PAGE = Path(__file__).parent.parent / "docs" / "own-schedules.md"
+HALVES, USE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+PROBLEM = Problem("all_gather_matmul", (64,) * 4, 32, 64, "bfloat16")
+
+
+def defined(wrong: bool = False) -> own.PlanFunction:
+    """The page's function; ``wrong``: without what products wait for."""
+    code = HALVES.replace("a.buffer, waits, products", "a.buffer, products") if wrong else HALVES
+    assert (code != HALVES) == wrong
+    names: dict[str, Any] = {}
+    exec(code.replace("@ficco.schedules.register", "#"), names)
+    function: own.PlanFunction = names["two_halves"]
+    return function
+
+
+def forget() -> None:
+    space.OWN.clear()
+    own._candidates.clear()
+    space._parse.cache_clear()
+    own.own_plans.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered() -> Iterator[None]:
+    yield
+    forget()
+
+
+# On the ranks of the CPU engine.
+
+
+def _halves(at: Rank) -> list[Any]:
+    forget()
+    own.register("two-halves")(defined())
+    group = dist.new_group(list(range(at.world)))
+    for rows in ((4,) * at.world, (3, 0, 5, 1)[: at.world]):
+        for iteration in range(3):
+            exact(at, Case(rows, 6, 8, schedule="two-halves"), iteration, group)
+    a, b = torch.ones(4, 6, requires_grad=True), torch.ones(6, 8)
+    ficco.all_gather_matmul(a, b, group=group, schedule="two-halves").sum().backward()
+    assert a.grad is not None and (a.grad == 8 * at.world).all()  # by auto
+    with ficco.options(workspace_bytes=100):
+        small = Case((4,) * at.world, 6, 8, schedule="two-halves")
+        made = make(at, small, 0, group)
+        found = [caught(lambda: call(small, made.a, made.b, group))]
+    summed = {"group": group, "schedule": "two-halves"}
+    found.append(caught(lambda: ficco.matmul_all_reduce(a.detach(), b, **summed)))
+    forget()
+    own.register("two-halves")(defined(wrong=True))
+    wrong = Case((4,) * at.world, 6, 16, schedule="two-halves")
+    made = make(at, wrong, 0, group)
+    found.append(caught(lambda: call(wrong, made.a, made.b, group)))
+    forget()
+    if at.rank:
+        own.register("two-halves")(defined())
+    with ficco.options(timeout_s=5):
+        found.append(caught(lambda: call(wrong, made.a, made.b, group)))
+    forget()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+@ranks(2, 4)
+def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(world: int) -> None:
+    for rank, (small, other, wrong, alone) in enumerate(run(world, _halves)):
+        assert isinstance(small, Failure) and "workspace_bytes: required at least" in small.text
+        assert other.type == "ValueError" and "required all_gather_matmul of several" in other.text
+        assert wrong.type == "ValueError", wrong
+        text = " ".join(wrong.text.split())
+        assert text.startswith("schedule two-halves: its plans for all_gather_matmul(m=")
+        assert " are wrong: signal ready 0.0>1 is posted and never waited for" in text
+        assert world > 2 or text in " ".join(PAGE.read_text().split())
+        assert alone.type == ("ValueError" if rank == 0 else "RankMismatch"), alone
+
+
+def test_what_the_page_says_can_be_run() -> None:
+    assert 'schedule="two-halves"' in USE and "dist.init_process_group()" in USE
+    assert len(HALVES.partition("def two_halves")[2].strip().splitlines()) <= 36
+
+
+# Anywhere.
+
+
+def test_a_registered_name_stands_where_names_do() -> None:
+    own.register("two-halves")(defined())
+    schedule = Schedule.parse("two-halves")
+    assert str(schedule) == "two-halves" and Schedule.parse(str(schedule)) == schedule
+    assert "copy1    |         | 0.1>1" in render(plan(PROBLEM, schedule, 0))
+    machine = find("h200-4", None)
+    assert machine and predict(PROBLEM, schedule, machine) > 0
+    decision = decide(PROBLEM, "two-halves", machine=machine)
+    assert decision.source == "caller" and "* two-halves" in decision.table()
+    with pytest.raises(ValueError, match="has no knobs"):
+        Schedule.parse("two-halves:pull")
+    with pytest.raises(ValueError, match="no other axis"):
+        Schedule(False, "own", 1, own="two-halves")
+
+
+def test_names_that_cannot_be_registered() -> None:
+    own.register("two-halves")(defined())
+    for name in ("", "a b", "a:b", "auto", "growing", "pull", "two-halves"):
+        with pytest.raises(ValueError, match="name: required"):
+            own.register(name)(defined())
+    with pytest.raises(ValueError, match="got 'three-halves'"):
+        Schedule.parse("three-halves")
+
+
+def test_what_makes_no_plan_is_refused() -> None:
+    right = defined()
+    for name, function in (
+        ("none", lambda problem, rank: None),
+        ("another-rank", lambda problem, rank: right(problem, 0)),
+    ):
+        own.register(name)(function)
+        with pytest.raises(ValueError, match="required the Plan of rank [01]"):
+            plan(PROBLEM, Schedule.parse(name), 0)
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_auto_compares_those_that_ask_for_it(search: bool) -> None:
+    machine, schedule = find("h200-4", None), None
+    for asked in (False, True):
+        forget()
+        own.register("two-halves", candidate=asked)(defined())
+        schedule = Schedule.parse("two-halves")
+        decision = decide(PROBLEM, machine=machine, search=search)
+        assert (schedule in decision.others) == asked
+        assert ("two-halves" in [one.schedule for one in decision.candidates]) == asked
+    summed = Problem("matmul_all_reduce", (64,) * 4, 32, 64, "bfloat16")
+    assert schedule not in candidates(summed, machine, ("two-halves",))  # it does not serve these
+
+
+def test_packages_offer_schedules(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    asked: list[dict[str, str]] = []
+
+    class Point:
+        @staticmethod
+        def load() -> own.PlanFunction:
+            return defined()
+
+    def entry_points(**which: str) -> list[type[Point]]:
+        asked.append(which)
+        return [Point] if which["name"] == "two-halves" else []
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    sizes = ["--m", "256", "--n", "32", "--k", "64", "--machine", "h200-4"]
+    for command in (
+        ["plan", "two-halves", *sizes],
+        ["explain", "--schedule", "two-halves", *sizes],
+        ["simulate", "two-halves", *sizes],
+    ):
+        forget()
+        assert cli.run(command) == 0, capsys.readouterr()
+        assert "two-halves" in capsys.readouterr().out
+    assert asked[0] == {"group": "ficco.schedules", "name": "two-halves"}
