@@ -47,6 +47,7 @@ from ficco.machine import (
 )
 from ficco.ops import problem_log
 from ficco.problem import Problem
+from ficco.scaling import Scaling
 from ficco.schedules import Schedule, plan
 from ficco.tune import calls, check, communication, effort, fits, products
 from ficco.tune import run as tuning
@@ -978,6 +979,22 @@ def test_a_call_that_cannot_have_its_schedule_says_so_once() -> None:
         assert "serial:collective in place of " in line
     assert len(warned) == len(set(warned)) and all("there is none" in text for text in warned)
     assert warned[0].startswith("schedule='auto' takes serial:collective in place of ")
+
+
+def test_what_is_noted_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "problems.jsonl"
+    rows = ((1, 2), (3, 4))
+    scaling = Scaling("tensor", "float8_e4m3fn")
+    problems = [
+        Problem("all_gather_matmul", (4, 5), 8, 16, "float32"),
+        Problem.of_blocks("all_to_all_matmul", rows, 8, 16, "bfloat16"),
+        Problem("all_gather_matmul", (16, 16), 16, 32, "float8_e4m3fn", scaling=scaling),
+    ]
+    for problem in (*problems, *problems):
+        problem_log.note(str(log), problem, 0)
+        problem_log.note(str(log), problem, 1)
+    assert problem_log.read(log) == problem_log.read(log, 2) == problems
+    assert problem_log.read(log, 4) == [] and len(log.read_text().splitlines()) == 3
 
 
 def test_what_a_program_noted_is_explained(tmp_path: Path, capsys: Any) -> None:

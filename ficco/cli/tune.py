@@ -130,7 +130,8 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
     if arguments.from_log:
         wanted = arguments.operator or OPERATORS
         every = problem_log.read(arguments.from_log, ranks)
-        logged = [one for one in every if one.operator in wanted]
+        # The tuner makes no float8 operands.
+        logged = [one for one in every if one.operator in wanted and one.scaling is None]
         if not logged:
             of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from ficco.errors import ConfigError
 from ficco.heuristics import Decision
 from ficco.problem import Problem
+from ficco.scaling import Scaling
 
 #: Names the file if :attr:`ficco.Options.log_problems` does not.
 VARIABLE = "FICCO_LOG_PROBLEMS"
@@ -26,13 +27,12 @@ _said: set[str] = set()
 
 
 def note(path: str | None, problem: Problem, rank: int) -> None:
-    """Append a problem that this process sees for the first time; rank 0 writes for all. Problems
-    of float8 operands, which cannot be tuned, are left out.
+    """Append a problem that this process sees for the first time; rank 0 writes for all.
 
     Warns if the file cannot be written; the call itself goes on.
     """
     path = path or os.environ.get(VARIABLE)
-    if not path or rank or problem.scaling or (path, problem) in _noted:
+    if not path or rank or (path, problem) in _noted:
         return
     _noted.add((path, problem))
     try:
@@ -62,8 +62,9 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
             data = json.loads(line)
             rows, n, k = tuple(map(int, data["rows"])), int(data["n"]), int(data["k"])
             blocks = tuple(tuple(map(int, sent)) for sent in data.get("blocks", ()))
+            scaling = Scaling(**data["scaling"]) if data.get("scaling") else None
             sizes = rows, n, k, str(data["dtype"])
-            logged[Problem(str(data["operator"]), *sizes, blocks=blocks)] = None
+            logged[Problem(str(data["operator"]), *sizes, blocks=blocks, scaling=scaling)] = None
         except (ValueError, KeyError, TypeError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {error}"
             wanted = f"required a problem as {VARIABLE} writes it: {why}"
