@@ -22,6 +22,7 @@ from ficco.ops.operators import (
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
+from ficco.ops.symm_mem import behind_symm_mem
 from ficco.options import Options, options, set_options
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -44,6 +45,7 @@ __all__ = [
     "all_to_all_matmul",
     "all_to_all_transposed_matmul",
     "arriving",
+    "behind_symm_mem",
     "close",
     "empty",
     "explain",

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,6 +35,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -402,6 +404,23 @@ def _answer(at: Rank, task: bytes, path: list[str]) -> Any:
         return result
     except BaseException as error:
         return failure(error, Escaped)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often this rank runs ficco's operators, in backwards and compiled code, too."""
+    from ficco.ops import gradients, library, operate
+
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        for module in (operate, library, gradients):
+
+            def run(operator: str, *args: Any, _run: Any = module.run, **kwargs: Any) -> Any:
+                counts[operator] += 1
+                return _run(operator, *args, **kwargs)
+
+            stack.enter_context(mock.patch.object(module, "run", run))
+        yield counts
 
 
 def failure(error: BaseException, kind: type[Failure] = Failure) -> Failure:

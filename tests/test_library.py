@@ -7,6 +7,7 @@ import contextvars
 import itertools
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,13 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import Program
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, counted, run
 from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -750,3 +752,53 @@ def test_what_traces_sizes_as_tensors_is_refused() -> None:
 def test_transforms_of_torch_func() -> None:
     for failure in (failure for rank in run(2, _transformed) for failure in rank):
         assert failure.type == "NotImplementedError" and "forward mode" in failure.text
+
+
+def _behind_symm_mem(at: Rank) -> None:
+    """PyTorch's fused operators, as its own collectives and products compute them."""
+    import torch.distributed._symmetric_memory as stock
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ficco.behind_symm_mem()
+        ficco.behind_symm_mem()
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(5)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    def alike(found: Any, want: Any, about: str) -> None:
+        tensors = [[t for t in tree_leaves(x) if t is not None] for x in (found, want)]
+        pairs = zip(*tensors, strict=True)
+        for one, other in pairs:
+            assert torch.equal(one, other) and one.stride() == other.stride(), about
+
+    for dim, shape in ((0, (4, 6)), (0, (4, 3, 6)), (1, (3, 4, 6)), (2, (3, 4, 6))):
+        last = dim == len(shape) - 1
+        x = integers(at.world, *shape)[at.rank]
+        weights = [integers(shape[-1] * (at.world if last else 1), n) for n in (5, 7, 2)]
+        with counted() as counts:
+            for some, keeps in ((weights, True), (weights, False), (weights[:1], False)):
+                given = (x, some, dim, name)
+                found = torch.ops.symm_mem.fused_all_gather_matmul(*given, return_A=keeps)
+                want = stock._fused_all_gather_matmul_fallback(*given, return_A=keeps)
+                alike(found, want, f"{shape}, gathered at {dim}, {keeps}")
+            for how in ("sum", "avg"):
+                whole = [size * (at.world if i == dim else 1) for i, size in enumerate(shape)]
+                a, b = integers(at.world, *whole)[at.rank], integers(whole[-1], 8)
+                given = (a, b, how, dim, name)
+                found = torch.ops.symm_mem.fused_matmul_reduce_scatter(*given)
+                want = stock._fused_matmul_reduce_scatter_fallback(*given)
+                alike(found, want, f"{shape}, scattered at {dim}, {how}")
+        wanted = {} if last else {"all_gather_matmul": 3, "matmul_reduce_scatter": 2}
+        assert counts == wanted, (dim, counts)
+    # On GPUs PyTorch has kernels of its own, which are in force no more.
+    for operator in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        kernels = torch._C._dispatch_dump(f"symm_mem::{operator}").splitlines()
+        (active,) = [line for line in kernels if line.startswith("CUDA:")]
+        assert "ficco/ops/symm_mem.py" in active, active
+
+
+def test_pytorchs_fused_operators_run_ficco() -> None:
+    run(2, _behind_symm_mem, fresh=True)

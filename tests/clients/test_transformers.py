@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, caught, run
+from ranks import Rank, caught, counted, run
 
 pytestmark = pytest.mark.clients
 
@@ -89,23 +85,6 @@ def close(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None
     for name, tensor in want.items():
         worst = (found[name] - tensor).abs().max() / tensor.abs().max()
         assert worst < CLOSE, f"{name}: {worst}"
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """The operators of ficco that run, in backwards, too."""
-    from ficco.ops import gradients, library, operate
-
-    counts: Counter[str] = Counter()
-    with contextlib.ExitStack() as stack:
-        for module in (operate, library, gradients):
-
-            def run(operator: str, *args: Any, _run: Any = module.run, **kwargs: Any) -> Any:
-                counts[operator] += 1
-                return _run(operator, *args, **kwargs)
-
-            stack.enter_context(mock.patch.object(module, "run", run))
-        yield counts
 
 
 #: Operators of two layers, forward and backward, and of lm_head's backward. Attention and MLP share

@@ -1,0 +1,105 @@
+"""ficco's operators behind PyTorch's own names for them, ``torch.ops.symm_mem.fused_*``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ficco.ops.operate import operate
+from ficco.ops.operators import matmul_reduce_scatter
+
+#: Where tensors of CPUs and of GPUs of any vendor are dispatched to. PyTorch has kernels for GPUs
+#: alone.
+_KEYS = ("CPU", "CUDA")
+
+
+@cache
+def behind_symm_mem() -> None:
+    """Make ficco the implementation of PyTorch's fused operators, for the rest of the process.
+
+    Programs that call ``torch.ops.symm_mem.fused_all_gather_matmul`` and
+    ``fused_matmul_reduce_scatter`` run ficco unchanged: Inductor's Async TP, torchtitan's
+    ``tp_gemm_backend="dist_gemm"``. On CPUs, where PyTorch has no kernels for them, they run, too.
+    Several products of one gathered tensor are one operator, for the widest, and plain products.
+    Gathering or scattering the last dimension stays a collective and a product of PyTorch's, and
+    the scaled (fp8) operators stay as they are.
+
+    Raises:
+        NotImplementedError: this PyTorch has no such operators, or its kernels cannot be replaced.
+    """
+    try:
+        import torch.distributed._symmetric_memory as stock  # which defines the operators
+
+        kernels = {
+            "fused_all_gather_matmul": _gathering(stock._fused_all_gather_matmul_fallback),
+            "fused_matmul_reduce_scatter": _scattering(stock._fused_matmul_reduce_scatter_fallback),
+        }
+        library = torch.library.Library("symm_mem", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name, kernel in kernels.items():
+                for key in _KEYS:
+                    library.impl(name, kernel, key, allow_override=True)
+    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+        raise NotImplementedError(
+            f"PyTorch {torch.__version__}: its fused operators cannot be replaced ({error}); use "
+            "ficco.passes or ficco.nn"
+        ) from error
+    _LIBRARIES.append(library)
+
+
+#: What is registered lasts as long as its library.
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def _gathering(stock: Any) -> Any:
+    def fused_all_gather_matmul(
+        A: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        gather_dim: int,
+        group_name: Any,
+        *,
+        return_A: bool = True,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        if gather_dim % A.dim() == A.dim() - 1:
+            both: tuple[torch.Tensor, list[torch.Tensor]]
+            both = stock(A, Bs, gather_dim, group_name, return_A=return_A)
+            return both
+        x, group = A.movedim(gather_dim, 0), _resolve_process_group(group_name)
+        keeps = return_A or len(Bs) > 1
+        widest = max(range(len(Bs)), key=lambda i: Bs[i].shape[1])
+        with torch.no_grad():
+            name, rows = "all_gather_matmul", x.flatten(0, -2)
+            y, kept = operate(name, rows, Bs[widest], group, "auto", None, keeps)
+            gathered: Any = kept
+            outs = [y if i == widest else gathered @ B for i, B in enumerate(Bs)]
+
+        def back(rows: torch.Tensor) -> torch.Tensor:
+            return rows.view(-1, *x.shape[1:-1], rows.shape[1]).movedim(0, gather_dim)
+
+        return back(gathered) if return_A else None, [back(out) for out in outs]
+
+    return fused_all_gather_matmul
+
+
+def _scattering(stock: Any) -> Any:
+    def fused_matmul_reduce_scatter(
+        A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: Any
+    ) -> torch.Tensor:
+        if scatter_dim % A.dim() == A.dim() - 1 or reduce_op not in ("sum", "avg"):
+            out: torch.Tensor = stock(A, B, reduce_op, scatter_dim, group_name)
+            return out
+        x, group = A.movedim(scatter_dim, 0), _resolve_process_group(group_name)
+        with torch.no_grad():
+            y = matmul_reduce_scatter(x.flatten(0, -2), B, group=group)
+        if reduce_op == "avg":
+            y /= group.size()
+        # Contiguous as PyTorch's description of the operator says, by which compilers plan.
+        return y.view(-1, *x.shape[1:-1], y.shape[1]).movedim(0, scatter_dim).contiguous()
+
+    return fused_matmul_reduce_scatter
