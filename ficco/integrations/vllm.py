@@ -10,6 +10,10 @@ import os
 from typing import Any
 
 import torch
+import torch.fx
+
+from ficco.passes import replace
+from ficco.passes.graph import arguments
 
 
 def register() -> None:
@@ -61,3 +65,44 @@ def _row_parallel_linear() -> Any:
 
     logger = init_logger("vllm.ficco")
     return FiccoRowParallelLinear
+
+
+def inductor_pass(graph: torch.fx.Graph) -> None:
+    """ficco's pass on vLLM's own all-reduces, for its compiled models::
+
+        CompilationConfig(inductor_passes={"post_grad_custom_pre_pass": inductor_pass})
+
+    ``vllm::all_reduce`` is PyTorch's functional collective while :func:`ficco.passes.replace` runs;
+    those that it leaves become vLLM's again.
+    """
+    from vllm.distributed import parallel_state
+
+    functional, own = torch.ops._c10d_functional, torch.ops.vllm.all_reduce.default
+    collectives: dict[torch.fx.Node, str] = {}
+    for node in list(graph.nodes):
+        if node.target is not own:
+            continue
+        given = arguments(node)
+        tensor, name = given["tensor"], given["group_name"]
+        coordinator = parallel_state._groups[name]()
+        if coordinator is None:
+            continue
+        group = coordinator.device_group.group_name
+        done = _before(node, functional.all_reduce.default, tensor, "sum", group)
+        collectives[done] = name
+        node.replace_all_uses_with(_before(node, functional.wait_tensor.default, done))
+        graph.erase_node(node)
+    replace(graph)
+    for node in [node for node in graph.nodes if node in collectives]:
+        (wait,) = node.users
+        wait.replace_all_uses_with(_before(node, own, node.args[0], collectives[node]))
+        graph.erase_node(wait)
+        graph.erase_node(node)
+
+
+def _before(node: torch.fx.Node, target: Any, *args: Any) -> torch.fx.Node:
+    """A new node in front of another, which it is to replace."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args)
+    made.meta = dict(node.meta)
+    return made

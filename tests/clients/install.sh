@@ -9,7 +9,7 @@ for name in clients clients-vllm; do
     echo "setting up $folder"
     rm -rf "$folder"
     "${PYTHON:-python3}" -m venv "$folder"
-    "$folder/bin/python" -m pip install -q --no-compile -r "$list"
+    "$folder/bin/python" -m pip install -q -r "$list"
     cp "$list" "$folder/installed.txt"
   fi
   # Always: clients find ficco by its entry points.

@@ -1,0 +1,90 @@
+"""vLLM with ficco's plug-in, against vLLM without: the same tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, run
+
+pytestmark = pytest.mark.clients
+
+ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions that are called on workers
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def served(model: Path, how: str, **env: str) -> dict[str, Any]:
+    program = str(Path(__file__).with_name("serve.py"))
+    done = subprocess.run(
+        [sys.executable, program, str(model), how],
+        env={**os.environ, **ENV, **env},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_tokens_are_stocks(tmp_path: Path) -> None:
+    stock = served(tmp_path / "model", "eager")
+    assert stock["calls"] == [{}, {}]  # a plug-in that nobody asked for does nothing
+    ficco = served(tmp_path / "model", "compiled", FICCO_VLLM="1")
+    assert ficco["tokens"] == stock["tokens"]
+    # Two layers with two such products each: in a prefill and eleven decoding steps.
+    assert ficco["calls"] == [{"matmul_all_reduce": 48}] * 2
+
+
+def _passed(at: Rank) -> list[str]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from vllm.distributed import parallel_state
+
+    from ficco.integrations.vllm import inductor_pass
+
+    coordinator = SimpleNamespace(
+        device_group=dist.group.WORLD,
+        world_size=at.world,
+        _all_reduce_out_place=lambda x: x.clone(),
+    )
+    parallel_state._groups["tp:0"] = lambda: coordinator
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = torch.ops.vllm.all_reduce(x @ w, group_name="tp:0")
+        return summed.relu(), torch.ops.vllm.all_reduce(x, group_name="tp:0")
+
+    x, w = torch.arange(12.0).view(3, 4) + at.rank, torch.arange(8.0).view(4, 2)
+    with FakeTensorMode() as mode:
+        graph = make_fx(layer)(mode.from_tensor(x), mode.from_tensor(w))
+    inductor_pass(graph.graph)
+    graph.recompile()
+    want = sum((torch.arange(12.0).view(3, 4) + rank) @ w for rank in range(at.world))
+    found, left = graph(x, w)
+    assert torch.equal(found, want) and torch.equal(left, x)
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_the_pass_knows_vllms_all_reduce() -> None:
+    first, second = run(2, _passed, timeout=150)
+    assert first == second
+    assert sum("ficco.matmul_all_reduce" in name for name in first) == 1
+    assert first.count("vllm.all_reduce.default") == 1  # of no product: vLLM's again
+    assert not any("c10d" in name for name in first)
