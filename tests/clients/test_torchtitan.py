@@ -61,11 +61,15 @@ def calls(found: dict[str, Any]) -> dict[str, float]:
     return {name: count / len(found["losses"]) for name, count in found["calls"].items()}
 
 
+TWO = "--parallelism.tensor_parallel_degree 2 --parallelism.spmd_backend"
+
+
 def test_overrides_train_as_stock(tmp_path: Path) -> None:
-    partial = "--parallelism.spmd_backend partial_dtensor --parallelism.tensor_parallel_degree 2"
-    stock, ficco, unknown, replicated = trained(
+    partial = f"{TWO} partial_dtensor"
+    full, stock, ficco, unknown, replicated = trained(
         2,
         [
+            training("fused", f"{TWO} full_dtensor", *OVERRIDES, SELECTIVE),
             training("fused", partial),
             training("fused", partial, *OVERRIDES, SELECTIVE),
             training("fused", partial, *OVERRIDES),
@@ -74,20 +78,20 @@ def test_overrides_train_as_stock(tmp_path: Path) -> None:
         tmp_path,
     )
     assert len(stock["losses"]) == 3 and stock["calls"] == {}
-    torch.testing.assert_close(ficco["losses"], stock["losses"], rtol=1e-6, atol=0)
-    assert calls(ficco) == STEP
+    for found in (full, ficco, unknown):
+        torch.testing.assert_close(found["losses"], stock["losses"], rtol=1e-6, atol=0)
+    assert calls(full) == calls(ficco) == STEP
     # Selective checkpointing that does not know ficco's operators recomputes them all.
-    assert unknown["losses"] == ficco["losses"]
     assert calls(unknown) == {"all_gather_matmul": 16, "matmul_reduce_scatter": 12}
     # Without sequence parallelism blocks stay as they are, and the log says so.
     assert replicated["calls"] == {}
 
 
 def test_overrides_serve_separate_weights_inside_fsdp(tmp_path: Path) -> None:
-    full = "--parallelism.spmd_backend full_dtensor --parallelism.tensor_parallel_degree 2"
+    partial = f"{TWO} partial_dtensor"
     stock, ficco = trained(
         4,
-        [training("separate", full), training("separate", full, *OVERRIDES, SELECTIVE)],
+        [training("separate", partial), training("separate", partial, *OVERRIDES, SELECTIVE)],
         tmp_path,
     )
     torch.testing.assert_close(ficco["losses"], stock["losses"], rtol=1e-6, atol=0)
