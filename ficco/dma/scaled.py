@@ -78,10 +78,14 @@ def _scaled_on_gpu(
     bias: torch.Tensor | None,
     fast: bool,
 ) -> None:
-    of_a, of_b = map(_aligned, scales) if recipe == "row" else scales
-    if recipe == "block":  # the first version takes no columns of scales that are padded
+    if bias is not None and out.dtype == torch.float32:  # of a sum of parts of k; none takes both
+        _scaled_on_gpu(a, b, out, scales, recipe, None, fast)
+        out.add_(bias)
+        return
+    of_a, of_b = scales if recipe == "block" else map(_aligned, scales)
+    if recipe == "block":  # never fast. The first version takes no padded columns of scales.
         how = [of_a.t().contiguous().t()], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
-        torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], fast, out=out)
+        torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], False, out=out)
     elif recipe == "row" and out.dtype not in row_results(a.device):  # for a sum of parts of k
         one = of_a.new_ones(())
         wide = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
