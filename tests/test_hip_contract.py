@@ -12,7 +12,7 @@ dtypes. What stays out, by names without ``test_``, and why:
   the host's: timeout_is_that_of_the_call, unfinished_collective_does_not_hold_the_process,
   rank_that_never_calls, and the mismatch of movers.
 * As on a GPU the next call or ``ficco.synchronize`` tells of a signal that is late, not yet the
-  call itself: who_gave_up_waiting_is_not_waited_for.
+  call itself: who_gave_up_waiting_is_not_waited_for, a_group_that_timed_out_is_used_again.
 * It closes a group with memory of ``ficco.empty`` in hand, which stays allocated with the caller;
   the double calls that a leak: mismatch_of_symmetric_memory,
   slices_of_symmetric_memory_are_none_on_every_rank.

@@ -339,8 +339,10 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     @refusing_second
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = tensors
         to_x, _, _, *to_weights = ctx.needs_input_grad
         of_x = None
         if to_x:
