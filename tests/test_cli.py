@@ -135,12 +135,15 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "caller", 8)
     ops = [step["op"] for step in found["steps"]]
     assert ops.count("copy") == 3 and "matmul" in ops
-    for operator, of in (("all_gather_matmul", "gates"), ("matmul_reduce_scatter", "announces")):
+    for operator, of, own in (
+        ("all_gather_matmul", "gates", []),
+        ("matmul_reduce_scatter", "announces", [[0, 16]]),  # for the sum
+    ):
         command = ["plan", "tiled", *SIZES, "--operator", operator, "--json"]
         assert cli.run(command) == 0
         steps = json.loads(capsys.readouterr().out)["steps"]
         (product,) = (step for step in steps if step["op"] == "matmul")
-        assert [signal["rows"] for signal in product[of]] == [[16, 32], [32, 48], [48, 64]]
+        assert [signal["rows"] for signal in product[of]] == [[16, 32], [32, 48], [48, 64], *own]
 
 
 def test_plan_says_what_auto_takes_and_why(capsys: pytest.CaptureFixture[str]) -> None:
