@@ -447,6 +447,7 @@ SHARED_STILL = {"Batch", "Copies", "Event", "uncaptured"}
 
 def test_class_names_are_unique() -> None:
     shared = shared_class_names()
+    shared.pop("Config", None)  # torchtitan wants one inside each of its modules
     assert {name: shared[name] for name in shared.keys() - SHARED_STILL} == {}
 
 

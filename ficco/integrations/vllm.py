@@ -34,7 +34,7 @@ def _row_parallel_linear() -> Any:
 
     from ficco.ops.operators import matmul_all_reduce
 
-    class FiccoRowParallelLinear(RowParallelLinear):
+    class FiccoReducedLinear(RowParallelLinear):
         """vLLM's layer where it is quantized, adds its bias, does not reduce or splits its input;
         otherwise one ``matmul_all_reduce``."""
 
@@ -64,7 +64,7 @@ def _row_parallel_linear() -> Any:
             return y, self.bias if self.skip_bias_add else None
 
     logger = init_logger("vllm.ficco")
-    return FiccoRowParallelLinear
+    return FiccoReducedLinear
 
 
 def inductor_pass(graph: torch.fx.Graph) -> None:

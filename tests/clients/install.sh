@@ -3,6 +3,8 @@
 # one of its own: it wants an older Transformers. Ends with an error where anything is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# Without compiled files each process of a test would compile what it imports: vLLM's takes minutes.
+unset PYTHONDONTWRITEBYTECODE
 for name in clients clients-vllm; do
   folder=build/$name list=tests/clients/$name.txt
   if ! cmp -s "$list" "$folder/installed.txt"; then
@@ -10,6 +12,8 @@ for name in clients clients-vllm; do
     rm -rf "$folder"
     "${PYTHON:-python3}" -m venv "$folder"
     "$folder/bin/python" -m pip install -q -r "$list"
+    # vLLM asks for builds for GPUs of these, which a torch for CPUs cannot load. Text needs none.
+    "$folder/bin/python" -m pip uninstall -q -y torchaudio torchcodec torchvision
     cp "$list" "$folder/installed.txt"
   fi
   # Always: clients find ficco by its entry points.
