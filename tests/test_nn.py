@@ -421,7 +421,7 @@ def test_wrong_use_says_what_is_required() -> None:
         "required 4 sequence lengths",
         "required rows[",
         "required a plain tensor, got a DTensor",
-        "required one group, sequence_dim and in_features",
+        "required one group, sequence_dim, in_features and recipe",
         "required ColumnParallelLinear layers, each as an argument, got Linear",
         "required ColumnParallelLinear layers, each as an argument, got list",
         "x: required a torch.Tensor, got NoneType",
@@ -463,7 +463,11 @@ def counted(*names: str) -> Iterator[dict[str, int]]:
     import ficco.nn.functional as functional
 
     counts = dict.fromkeys(names, 0)
-    real = {name: getattr(functional, name) for name in names}
+    real = {name: getattr(functional, name) for name in (*names, "run")}
+
+    def run(operator: str, *args: Any, **kwargs: Any) -> Any:
+        counts[operator] = counts.get(operator, 0) + 1
+        return real["run"](operator, *args, **kwargs)
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -475,9 +479,10 @@ def counted(*names: str) -> Iterator[dict[str, int]]:
     try:
         for name in names:
             setattr(functional, name, counting(name))
+        functional.run = run
         yield counts
     finally:
-        for name in names:
+        for name in real:
             setattr(functional, name, real[name])
 
 

@@ -22,6 +22,16 @@ BY_LIBRARY = (12, 9)
 ARCHITECTURES = {"gfx942": "fnuz", "gfx950": "OCP"}
 
 
+@cache
+def float8_of(device: torch.device) -> torch.dtype:
+    """The e4m3 that a device multiplies."""
+    if device.type == "cuda" and torch.version.hip:
+        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        if ARCHITECTURES.get(name) == "fnuz":
+            return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
+
+
 def multiply_scaled(
     a: torch.Tensor,
     b: torch.Tensor,

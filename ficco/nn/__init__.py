@@ -16,10 +16,12 @@ from ficco.nn.functional import (
 )
 from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, full_state_dict, gather_once
 from ficco.nn.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from ficco.ops.recipes import Float8Recipe
 
 __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
+    "Float8Recipe",
     "PrepareModuleInput",
     "RowParallelLinear",
     "RowwiseParallel",

@@ -5,7 +5,9 @@ sequence at ``sequence_dim``. The operators shard rows, which all dimensions but
 so the sequence must be the first dimension. If it is not, it is moved there: for a shard of
 activations that is a small copy, for a result it is a view.
 
-``group`` is a ProcessGroup, a DeviceMesh of one dimension, or None for WORLD. All functions raise
+``group`` is a ProcessGroup, a DeviceMesh of one dimension, or None for WORLD. With ``recipe=``, a
+:class:`Float8Recipe` or its name, products are of float8 operands, cast here; weights that share an
+input are cast as one. Such calls break the graph of ``torch.compile``. All functions raise
 ``ValueError`` for operands that are DTensors or whose shapes do not fit, and for a group that this
 rank is not in.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
     OperatorCall,
     SavedTensors,
@@ -30,6 +34,7 @@ from ficco.ops.gradients import (
 from ficco.ops.operands import frozen, process_group
 from ficco.ops.operate import cast, refuse_derivatives, refuse_sharded, watched
 from ficco.ops.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.options import carried, current
 from ficco.schedules import Schedule
 
@@ -43,6 +48,7 @@ def gathered_linears(
     schedule: str | Schedule = "auto",
     sequence_dim: int = 0,
     rows: Sequence[int] | None = None,
+    recipe: Float8Recipe | str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Linear layers of the gathered sequence: [..., s/W, ..., k] -> [..., s, ..., n] for each.
 
@@ -64,9 +70,11 @@ def gathered_linears(
     flat = x.flatten(0, -2)
     # Not _Joined where the call is traced or watched: a compiler chooses by itself what to keep,
     # and dispatch modes and tensor wrappers see the backward of operators only.
-    if len(weights) == 1 or watched(x, *weights):
-        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        y = all_gather_matmul(flat, weight.t(), group=group, schedule=schedule, rows=cut)
+    if recipe is not None:
+        call = OperatorCall("all_gather_matmul", group, schedule, cut, recipe=recipe_of(recipe))
+        y = _of_float8(_Joined, flat, call, *weights)[0]
+    elif len(weights) == 1 or watched(x, *weights):
+        y = all_gather_matmul(flat, _cat(weights).t(), group=group, schedule=schedule, rows=cut)
     else:
         call = OperatorCall("all_gather_matmul", group, schedule, cut)
         x, *weights = _autocast(flat, *weights)
@@ -87,6 +95,7 @@ def scattered_linear(
     schedule: str | Schedule = "auto",
     sequence_dim: int = 0,
     rows: Sequence[int] | None = None,
+    recipe: Float8Recipe | str | None = None,
 ) -> torch.Tensor:
     """Linear layer summed over ranks, its result sharded: [..., s, ..., k] -> [..., s/W, ..., n].
 
@@ -110,9 +119,12 @@ def scattered_linear(
     x = x.movedim(dim, 0)
     batch = x.shape[1:-1]
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
-    y = matmul_reduce_scatter(
-        x.flatten(0, -2), weight.t(), group=group, schedule=schedule, rows=cut
-    )
+    flat = x.flatten(0, -2)
+    if recipe is not None:
+        call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
+        y = _of_float8(_Joined, flat, call, weight)[0]
+    else:
+        y = matmul_reduce_scatter(flat, weight.t(), group=group, schedule=schedule, rows=cut)
     y = y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim)
     return _biased(y, None if bias is None else sum_gradient(bias, group))
 
@@ -124,6 +136,7 @@ def reduced_linear(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
+    recipe: Float8Recipe | str | None = None,
 ) -> torch.Tensor:
     """Linear layer summed over ranks, with the result on every rank: [..., k] -> [..., n].
 
@@ -133,7 +146,13 @@ def reduced_linear(
     """
     refuse_derivatives()
     refuse_sharded(x=x, weight=weight)
-    y = _Reduced.apply(*_autocast(_rows(x), weight), process_group(group), schedule)
+    group = process_group(group)
+    if recipe is not None:
+        call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
+        with carried(replace(current(), all_reduce_gradients="equal")):
+            y = _of_float8(_Joined, _rows(x), call, weight)[0]
+    else:
+        y = _Reduced.apply(*_autocast(_rows(x), weight), group, schedule)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -144,6 +163,7 @@ def copied_linears(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
+    recipe: Float8Recipe | str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Linear layers of an input that every rank has: [..., k] -> [..., n] for each weight [n, k].
 
@@ -153,8 +173,14 @@ def copied_linears(
     """
     refuse_derivatives()
     refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
-    first, *rest = _autocast(_rows(x), *weights)
-    outs = _Copied.apply(first, process_group(group), schedule, *rest)
+    call = OperatorCall(
+        "matmul_all_reduce", process_group(group), schedule, None, recipe=recipe_of(recipe)
+    )
+    if call.recipe is not None:
+        outs = _of_float8(_Copied, _rows(x), call, *weights)
+    else:
+        first, *rest = _autocast(_rows(x), *weights)
+        outs = _Copied.apply(first, call, *rest)
     return tuple(
         _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
         for y, bias in zip(outs, biases, strict=True)
@@ -168,10 +194,24 @@ def copied_linear(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
+    recipe: Float8Recipe | str | None = None,
 ) -> torch.Tensor:
     """:func:`copied_linears` with one weight: [..., k] -> [..., n]."""
-    (y,) = copied_linears(x, (weight,), (bias,), group=group, schedule=schedule)
+    (y,) = copied_linears(x, (weight,), (bias,), group=group, schedule=schedule, recipe=recipe)
     return y
+
+
+def partial_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Float8Recipe | None,
+) -> torch.Tensor:
+    """Linear layer without communication: [..., k] -> [..., n]."""
+    if recipe is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    y = _of_float8(_Partial, _rows(x), recipe, weight)
+    return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
 def sum_gradient(
@@ -236,8 +276,27 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(cast(tensor, kind) for tensor in tensors)
 
 
+@torch._disable_dynamo
+def _of_float8(function: Any, x: torch.Tensor, how: Any, *weights: torch.Tensor) -> Any:
+    """Apply a Function whose products are of float8, which are not traced yet."""
+    refuse_derivatives()
+    tensors = {"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}}
+    refuse_sharded(**tensors)
+    if watched(*tensors.values()):
+        raise NotImplementedError(
+            "recipe: layers of float8 are not traced yet; keep the call out of dispatch modes, "
+            "fake tensors and transforms, or leave the recipe out"
+        )
+    x, *rest = _autocast(x, *weights)
+    return function.apply(x, how, *rest)
+
+
+def _cat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+
+
 class _Joined(torch.autograd.Function):
-    """Gathered [m, k] x [n, k] for several weights -> [m, sum of n].
+    """An operator's [m, k] x [n, k] for several weights -> [m', sum of n].
 
     The weights are joined anew in each pass: the backward reads the parameters, so that no joined
     copy is kept.
@@ -249,12 +308,13 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.call, ctx.options, ctx.shape = call, current(), x.shape
         ctx.sizes = [weight.shape[0] for weight in weights]
-        where: dict[str, Any] = {"group": call.group, "schedule": call.schedule, "rows": call.rows}
-        gathered, some, joined = None, any(ctx.needs_input_grad[2:]), torch.cat(weights).t()
-        if ctx.options.save_gathered and some:
-            y, gathered = all_gather_matmul(x, joined, return_gathered=True, **where)
-        else:
-            y = all_gather_matmul(x, joined, **where)
+        some, joined = any(ctx.needs_input_grad[2:]), _cat(weights)
+        a, b, scales = call.operands(x, joined)
+        # What is gathered in float8 is not what the gradients of weights are made of.
+        saves = ctx.options.save_gathered and some and scales is None
+        what = call.group, call.schedule, call.rows, saves
+        y, gathered = run(call.operator, a, b, *what, scales=scales)
+        gathered = gathered if saves else None
         needed = weights if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(x if some and gathered is None else None, gathered, *needed)
         ctx.set_materialize_grads(False)
@@ -267,7 +327,7 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         x, gathered, *weights = tensors
         wanted = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
-        joined = torch.cat(weights).t() if wanted[0] else None
+        joined = _cat(weights).t() if wanted[0] else None
         saved = SavedTensors(x, joined, gathered, ctx.shape, columns=True)
         grad_x, grad_joined = backward(ctx.call, ctx.options, grad, None, saved, wanted)
         if grad_joined is None:
@@ -317,25 +377,52 @@ class _Reduced(torch.autograd.Function):
         return grad @ weight if to_x else None, grad.t() @ x if to_weight else None, None, None
 
 
+class _Partial(torch.autograd.Function):
+    """[m, k] x [n, k] -> [m, n] in float8, without communication."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, recipe: Float8Recipe, weight: torch.Tensor
+    ) -> torch.Tensor:
+        to_x, _, to_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
+        ctx.recipe = recipe
+        return recipe.product(x, weight)
+
+    @staticmethod
+    @refusing_second
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, weight = tensors
+        to_x, _, to_weight = ctx.needs_input_grad
+        of_x = None
+        if to_x and ctx.recipe.gradient:
+            of_x = ctx.recipe.product(grad, weight.t(), backward=True)
+        elif to_x:
+            of_x = grad @ weight
+        return of_x, None, grad.t() @ x if to_weight else None
+
+
 class _Copied(torch.autograd.Function):
     """[m, k] x [n, k] for several weights -> [m, n] for each; the gradient of x is summed over
     ranks as it is computed."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        group: ProcessGroup,
-        schedule: str | Schedule,
-        *weights: torch.Tensor,
+        ctx: Any, x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        to_x, _, _, *to_weights = ctx.needs_input_grad
+        to_x, _, *to_weights = ctx.needs_input_grad
         needed = weights if to_x else ()
         ctx.save_for_backward(x if any(to_weights) else None, *needed)
-        ctx.group, ctx.schedule = group, schedule
+        ctx.call = call
         # Compiled code keeps the options of its compilation, forward and backward.
         ctx.options = None if torch.compiler.is_compiling() else current()
-        return tuple(x @ weight.t() for weight in weights)
+        if call.recipe is None:
+            return tuple(x @ weight.t() for weight in weights)
+        joined = call.recipe.product(x, _cat(weights))
+        sizes = [weight.shape[0] for weight in weights]
+        return tuple(y.contiguous() for y in joined.split(sizes, 1))
 
     @staticmethod
     @refusing_second
@@ -343,13 +430,17 @@ class _Copied(torch.autograd.Function):
         ctx: Any, tensors: Sequence[torch.Tensor], *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x, *weights = tensors
-        to_x, _, _, *to_weights = ctx.needs_input_grad
+        call, scales = ctx.call, {}
+        to_x, _, *to_weights = ctx.needs_input_grad
         of_x = None
         if to_x:
-            several = len(grads) > 1
-            joined = torch.cat(grads, 1) if several else grads[0]
-            weight = torch.cat(weights) if several else weights[0]
+            joined = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
+            weight = _cat(weights)
+            if call.recipe is not None and call.recipe.gradient:
+                joined, weight, given = call.recipe.operands(joined, weight.t(), backward=True)
+                scales = given._asdict()
+            where: dict[str, Any] = {"group": call.group, "schedule": call.schedule}
             with nullcontext() if ctx.options is None else carried(ctx.options):
-                of_x = matmul_all_reduce(joined, weight, group=ctx.group, schedule=ctx.schedule)
+                of_x = matmul_all_reduce(joined, weight, **where, **scales)
         pairs = zip(grads, to_weights, strict=True)
-        return of_x, None, None, *(grad.t() @ x if wanted else None for grad, wanted in pairs)
+        return of_x, None, *(grad.t() @ x if wanted else None for grad, wanted in pairs)

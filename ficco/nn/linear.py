@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ficco.nn.functional import gathered_linears, scattered_linear
 from ficco.ops.operands import process_group
+from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class _ParallelLinear(nn.Linear):
     ranks: Ranks
     sequence_dim: int
     schedule: str | Schedule
+    recipe: Float8Recipe | None
 
     def __init__(
         self,
@@ -102,9 +104,10 @@ class _ParallelLinear(nn.Linear):
         group: ProcessGroup | DeviceMesh | None = None,
         sequence_dim: int = 0,
         schedule: str | Schedule = "auto",
+        recipe: Float8Recipe | str | None = None,
     ) -> None:
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._become(whole, group, sequence_dim, schedule)
+        self._become(whole, group, sequence_dim, schedule, recipe)
 
     @classmethod
     def from_linear(
@@ -114,6 +117,7 @@ class _ParallelLinear(nn.Linear):
         group: ProcessGroup | DeviceMesh | None = None,
         sequence_dim: int = 0,
         schedule: str | Schedule = "auto",
+        recipe: Float8Recipe | str | None = None,
     ) -> Self:
         """This rank's part of a layer that all ranks hold; ``linear`` itself is not changed.
 
@@ -123,7 +127,7 @@ class _ParallelLinear(nn.Linear):
         """
         _check_source(linear)
         layer = cls.__new__(cls)
-        layer._become(linear, group, sequence_dim, schedule)
+        layer._become(linear, group, sequence_dim, schedule, recipe)
         return layer.train(linear.training)
 
     def _become(
@@ -132,10 +136,11 @@ class _ParallelLinear(nn.Linear):
         group: ProcessGroup | DeviceMesh | None,
         sequence_dim: int,
         schedule: str | Schedule,
+        recipe: Float8Recipe | str | None,
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.settle(ranks_of(group), sequence_dim, schedule)
+        self.settle(ranks_of(group), sequence_dim, schedule, recipe)
         for name, full in whole.named_parameters():
             part = self._part(name, full.detach())
             if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
@@ -144,9 +149,17 @@ class _ParallelLinear(nn.Linear):
         if whole.bias is None:
             self.register_parameter("bias", None)
 
-    def settle(self, ranks: Ranks, sequence_dim: int, schedule: str | Schedule) -> None:
+    def settle(
+        self,
+        ranks: Ranks,
+        sequence_dim: int,
+        schedule: str | Schedule,
+        recipe: Float8Recipe | str | None = None,
+    ) -> None:
         """Set where and how this layer runs."""
-        self.check_features(self.in_features, self.out_features, ranks.group.size())
+        self.recipe = recipe_of(recipe)
+        sizes = self.in_features, self.out_features
+        self.check_features(*sizes, ranks.group.size(), self.recipe)
         check_schedule(schedule)
         if not isinstance(sequence_dim, int):
             raise ValueError(f"sequence_dim: required a dimension, got {sequence_dim!r}")
@@ -154,14 +167,19 @@ class _ParallelLinear(nn.Linear):
         self.register_forward_hook(_called)
 
     @classmethod
-    def check_features(cls, in_features: int, out_features: int, world: int) -> None:
-        """``ValueError`` if the ranks cannot share the layer equally."""
+    def check_features(
+        cls, in_features: int, out_features: int, world: int, recipe: Float8Recipe | None = None
+    ) -> None:
+        """``ValueError`` if the ranks cannot share the layer equally, or not by the recipe."""
         name, size = (("out_features", out_features), ("in_features", in_features))[cls.cut]
         if size % world:
             raise ValueError(
                 f"{name}: required a multiple of the group's {world} ranks, got {size}; pad the "
                 "layer or take a smaller group"
             )
+        if recipe is not None:
+            outputs, inputs = (world, 1) if cls.cut == 0 else (1, world)
+            check_multiples(out_features // outputs, in_features // inputs)
 
     @property
     def group(self) -> ProcessGroup:
@@ -276,9 +294,10 @@ class _ParallelLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         group = self.group
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
         return (
             f"{super().extra_repr()}, rank {group.rank()} of {group.size()}, "
-            f"sequence_dim={self.sequence_dim}, schedule={str(self.schedule)!r}"
+            f"sequence_dim={self.sequence_dim}, schedule={str(self.schedule)!r}{recipe}"
         )
 
 
@@ -311,6 +330,8 @@ class ColumnParallelLinear(_ParallelLinear):
             ``torch.distributed.checkpoint`` want them.
         sequence_dim: the dimension of the sequence.
         schedule: as for the operator.
+        recipe: None, or how to multiply in float8, a :class:`Float8Recipe` or ``"tensor"``,
+            ``"row"`` or ``"block"``; this rank's inputs and outputs are then multiples of 16.
 
     Raises:
         ValueError: ``out_features`` is not a multiple of the number of ranks, or another argument
@@ -359,6 +380,7 @@ class RowParallelLinear(_ParallelLinear):
         weight, bias = self.local()
         _check_features(x, weight.shape[1], "this rank's columns")
         where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
+        where["recipe"] = self.recipe
         return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
 
 
@@ -370,7 +392,7 @@ def gather_once(
     Equals ``tuple(layer(x) for layer in layers)``, with the shapes of
     :class:`ColumnParallelLinear`, but takes one :func:`ficco.all_gather_matmul` with the layers'
     weights side by side. The weights are joined anew in each forward and backward; no joined copy
-    is kept. The first layer's schedule is used.
+    is kept; with a recipe they are cast as one. The first layer's schedule is used.
 
     Example::
 
@@ -378,7 +400,7 @@ def gather_once(
 
     Raises:
         ValueError: one is not a ColumnParallelLinear, or the layers differ in their group,
-            ``sequence_dim`` or ``in_features``.
+            ``sequence_dim``, ``in_features`` or ``recipe``.
     """
     if not layers:
         return ()
@@ -389,10 +411,10 @@ def gather_once(
                 "layers: required ColumnParallelLinear layers, each as an argument, got "
                 f"{type(layer).__name__}"
             )
-        shared = ("group", "sequence_dim", "in_features")
+        shared = ("group", "sequence_dim", "in_features", "recipe")
         if any(getattr(layer, name) != getattr(first, name) for name in shared):
             raise ValueError(
-                "layers: required one group, sequence_dim and in_features, got "
+                "layers: required one group, sequence_dim, in_features and recipe, got "
                 f"{first} and {layer}; call them one by one"
             )
     _check_features(x, first.in_features, "all columns of this rank's part of the sequence")
@@ -407,7 +429,9 @@ def gathered(
 ) -> tuple[torch.Tensor, ...]:
     """The layers' outputs for a plain tensor that suits them all."""
     weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-    where: dict[str, Any] = {"group": layers[0].group, "schedule": layers[0].schedule}
+    first = layers[0]
+    where: dict[str, Any] = {"group": first.group, "schedule": first.schedule}
+    where["recipe"] = first.recipe
     return gathered_linears(x, weights, biases, **where, sequence_dim=sequence_dim, rows=rows)
 
 

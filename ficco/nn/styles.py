@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import style as torch_style
 from torch.nn.utils.parametrize import is_parametrized
 
-from ficco.nn.functional import copied_linears, reduced_linear, scattered_linear
+from ficco.nn.functional import copied_linears, partial_linear, reduced_linear, scattered_linear
 from ficco.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,6 +28,7 @@ from ficco.nn.linear import (
     not_linear,
     ranks_of,
 )
+from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.schedules import Schedule
 
 #: The attribute of an input in which :class:`PrepareModuleInput` notes the layers that share it.
@@ -65,14 +66,13 @@ class _RowwiseLinear(RowParallelLinear):
         if style.output_layouts[0] == Partial():
             return _laid_out(self._partial(local), mesh, Partial(), style)
         dim = _sequence(x, style.output_layouts[0])
-        group, schedule = self.group, self.schedule
+        where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
+        where["recipe"] = self.recipe
         if dim is None:
-            y = reduced_linear(local, *self.local(), group=group, schedule=schedule)
+            y = reduced_linear(local, *self.local(), **where)
             return _laid_out(y, mesh, Replicate(), style)
         rows = _uneven(local.shape[dim], mesh)
-        y = scattered_linear(
-            local, *self.local(), group=group, schedule=schedule, sequence_dim=dim, rows=rows
-        )
+        y = scattered_linear(local, *self.local(), **where, sequence_dim=dim, rows=rows)
         uneven = None if rows is None else torch.Size((*local.shape[:-1], y.shape[-1]))
         return _laid_out(y, mesh, Shard(dim), style, uneven)
 
@@ -81,12 +81,12 @@ class _RowwiseLinear(RowParallelLinear):
         weight, bias = self.local()
         if bias is not None and self.group.rank() > 0:
             bias = bias - bias.detach()
-        return nn.functional.linear(x, weight, bias)
+        return partial_linear(x, weight, bias, self.recipe)
 
 
 class _Scheduled:
-    """Adds a schedule, and layers of ficco's in place of ``nn.Linear``, to the style of PyTorch's
-    that follows it among the base classes."""
+    """Adds a schedule, a recipe, and layers of ficco's in place of ``nn.Linear``, to the style of
+    PyTorch's that follows it among the base classes."""
 
     _kind: type[_ColwiseLinear | _RowwiseLinear]
 
@@ -97,6 +97,7 @@ class _Scheduled:
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         schedule: str | Schedule = "auto",
+        recipe: Float8Recipe | str | None = None,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             input_layouts=input_layouts,
@@ -104,7 +105,7 @@ class _Scheduled:
             use_local_output=use_local_output,
         )
         check_schedule(schedule)
-        self.schedule = schedule
+        self.schedule, self.recipe = schedule, recipe_of(recipe)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
@@ -125,11 +126,12 @@ class _Scheduled:
             )
         layer: Any = module
         ranks = ranks_of(mesh)
-        self._kind.check_features(layer.in_features, layer.out_features, ranks.group.size())
+        sizes = layer.in_features, layer.out_features
+        self._kind.check_features(*sizes, ranks.group.size(), self.recipe)
         if shard:
             self._partition_linear_fn("", layer, mesh)  # type: ignore[attr-defined]
         layer.__class__ = _joined(self._kind, type(layer))  # type: ignore[arg-type]
-        layer.settle(ranks, 0, self.schedule)
+        layer.settle(ranks, 0, self.schedule, self.recipe)
         layer.style = self
         return module
 
@@ -152,10 +154,11 @@ class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
     Args:
         input_layouts, output_layouts, use_local_output: as for PyTorch's.
         schedule: as for the operator.
+        recipe: None, or how to multiply in float8, as for :class:`ficco.nn.ColumnParallelLinear`.
 
     Raises:
-        ValueError: there is no such schedule, or (from ``parallelize_module``) the ranks cannot
-            share the layer equally.
+        ValueError: there is no such schedule or recipe, or (from ``parallelize_module``) the ranks
+            cannot share the layer equally.
         NotImplementedError: (from ``parallelize_module``) the module is a subclass of
             ``nn.Linear`` with a forward of its own.
     """
@@ -312,6 +315,7 @@ def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             for layer in layers
             if layer.mesh == mesh
             and layer.in_features == x.shape[-1]
+            and layer.recipe == layers[0].recipe
             and (sharded or layer.style.input_layouts == placements)
         )
         if len(alike) > 1:
@@ -333,7 +337,8 @@ def _multiplied(
     """The layers' local outputs of a sequence sharded at ``dim``, or of an input that all have."""
     if dim is None:
         weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-        return copied_linears(_local(x), weights, biases, group=layers[0].group)
+        where: dict[str, Any] = {"group": layers[0].group, "recipe": layers[0].recipe}
+        return copied_linears(_local(x), weights, biases, **where)
     rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
     return gathered(_local(x), layers, dim, rows)
 

@@ -32,6 +32,8 @@ What overlaps with what:
 - With ``options(save_gathered=True)`` the forward of the upper two keeps the gathered A: m k
   elements from forward to backward instead of the m k / W of the shard, and no copies of A in the
   backward.
+- A layer of float8 (``OperatorCall.recipe``) casts dY and b for dA. dB is a product of the dtype of
+  its input, for which the rows are gathered in that dtype.
 - ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, before the gathering
   product starts. ``options(all_reduce_gradients="equal")`` needs no communication.
 
@@ -53,7 +55,8 @@ from torch.distributed import ProcessGroup
 from ficco.accelerator import gpu
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
-from ficco.ops.operands import left_of
+from ficco.ops.operands import Scales, left_of
+from ficco.ops.recipes import Float8Recipe
 from ficco.options import Options, carried, current
 from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
@@ -85,13 +88,24 @@ Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
 class OperatorCall(NamedTuple):
-    """One call of an operator, without its operands; ``purpose``: which gradients it is for."""
+    """One call of an operator, without its operands; ``purpose``: which gradients it is for;
+    ``recipe``: how its operands, and those of the product for dA, are cast to float8."""
 
     operator: str
     group: ProcessGroup
     schedule: str | Schedule
     rows: Rows | None
     purpose: str = ""
+    recipe: Float8Recipe | None = None
+
+    def operands(
+        self, a: torch.Tensor, weight: torch.Tensor, backward: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, Scales | None]:
+        """The operands of ``a @ weight.t()`` as they are multiplied, and scales of float8."""
+        recipe = self.recipe
+        if recipe is None or (backward and recipe.gradient is None):
+            return a, weight.t(), None
+        return recipe.operands(a, weight, backward)
 
 
 class SavedTensors(NamedTuple):
@@ -158,7 +172,11 @@ def _of_product(
     if call.operator != "matmul_all_reduce":
         return _of_scattering(call, grad, saved, to_a, to_b)
     if current().all_reduce_gradients == "equal":
-        grad_a = _product(grad, _there(saved.b).t()) if to_a else None
+        recipe, grad_a = call.recipe, None
+        if to_a and recipe is not None and recipe.gradient:
+            grad_a = recipe.product(grad, _there(saved.b), backward=True)
+        elif to_a:
+            grad_a = _product(grad, _there(saved.b).t())
         return grad_a, weight_gradient(_there(saved.a), grad, saved.columns) if to_b else None
     world, m = call.group.size(), grad.shape[0]
     call = call._replace(rows=tuple(m // world + (rank < m % world) for rank in range(world)))
@@ -195,12 +213,16 @@ def _of_transposed(
 def _of_scattering(
     call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
 ) -> Gradients:
-    if not to_a:
-        a, back = _there(saved.a), _dual_of(call)
-        return None, _transposed_product(back, grad, a, grad.shape[1], not saved.columns).t()
-    grad_a, gathered = _dual(call, grad, _there(saved.b), to_b)
+    # What a gradient in float8 gathers is not what dB is to be made of.
+    apart = call.recipe is not None and call.recipe.gradient is not None
+    grad_a = gathered = None
+    if to_a:
+        grad_a, gathered = _dual(call, grad, _there(saved.b), to_b and not apart)
     if not to_b:
         return grad_a, None
+    if gathered is None:
+        a, back = _there(saved.a), _dual_of(call)
+        return grad_a, _transposed_product(back, grad, a, grad.shape[1], not saved.columns).t()
     return grad_a, weight_gradient(_there(saved.a), _there(gathered), saved.columns)
 
 
@@ -285,9 +307,10 @@ def _schedule(schedule: str | Schedule, whole_rows: bool = True) -> str | Schedu
 
 
 def _dual(call: OperatorCall, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
-    operator, group, schedule, rows, purpose = _dual_of(call)
+    operator, group, schedule, rows, purpose, _ = _dual_of(call)
+    left, right, scales = call.operands(grad, b, backward=True)
     what = group, schedule, rows, return_gathered, None, purpose
-    return run(operator, grad, b.t(), *what)
+    return run(operator, left, right, *what, scales=scales)
 
 
 def _gathered(call: OperatorCall, a: torch.Tensor) -> torch.Tensor:
@@ -411,7 +434,7 @@ class Differentiable(torch.autograd.Function):
     ) -> Any:
         ctx.call, ctx.options = call, current()
         saves = ctx.options.save_gathered and call.operator in GATHERS and ctx.needs_input_grad[1]
-        operator, group, schedule, rows, _ = call
+        operator, group, schedule, rows, *_ = call
         out, gathered = run(operator, a, b, group, schedule, rows, return_gathered or saves)
         save(ctx, a, b, gathered if saves else None)
         return out, gathered  # what is saved, too: autograd then knows that it comes from ``a``
