@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-clients speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-clients test-vllm speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,9 +32,12 @@ quick test: export PYTHONDONTWRITEBYTECODE :=
 test: lint ## Lint, then run the tests that need no GPU
 	$(PY) -m pytest -m "not gpu and not multigpu and not clients" -n 3 --dist worksteal
 
-test-clients: ## Run ficco inside torchtitan, Transformers, vLLM and others, in environments of their own
-	PYTHON=$(PYTHON) tests/clients/install.sh
+test-clients: ## Run ficco inside torchtitan, Transformers and Megatron-core, in an environment of their own
+	PYTHON=$(PYTHON) tests/clients/install.sh clients
 	build/clients/bin/python -m pytest -m clients tests/clients --ignore tests/clients/test_vllm.py
+
+test-vllm: ## Run ficco inside vLLM, in an environment of its own (3 GB)
+	PYTHON=$(PYTHON) tests/clients/install.sh clients-vllm
 	build/clients-vllm/bin/python -m pytest -m clients tests/clients/test_vllm.py
 
 speed: .venv/.ready ## On a quiet machine: what ficco costs the host, against its limits
