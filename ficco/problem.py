@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
-from ficco.scaling import FAMILIES, MULTIPLE, RECIPES, RESULTS, Scaling, factor_count
+from ficco.scaling import FAMILIES, MULTIPLE, RECIPES, RESULTS, Scaling, factor_count, name_of
 from ficco.specification import (
     ITEMSIZES,
     Buffer,
@@ -370,6 +370,18 @@ class Problem:
     def out_dtype(self) -> str:
         """Name of the dtype of the product."""
         return self.scaling.out if self.scaling else self.dtype
+
+    @property
+    def kind_of_operands(self) -> str:
+        """Dtype and scales of the operands, by the name that files have for them."""
+        return name_of(self.dtype, self.scaling)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of a row of what travels: of A, without factors, or of the product."""
+        if self.kind.scatters:
+            return self.n * ITEMSIZES[self.out_dtype]
+        return self.k * self.itemsize
 
     @property
     def cuts(self) -> tuple[int, int]:

@@ -93,6 +93,35 @@ class Scaling:
         return " ".join([f"x {self.right} by {self.recipe}, {self.out}", *flags])
 
 
+#: Kinds of operands by the names that commands and files have for them: their dtype and how they
+#: are scaled. Results are bfloat16.
+SCALED = {
+    f"{name}-{recipe}": (dtype, Scaling(recipe, dtype))
+    for name, dtype in (("fp8", "float8_e4m3fn"), ("fp8fnuz", "float8_e4m3fnuz"))
+    for recipe, rules in RECIPES.items()
+    if not rules.needs
+}
+
+
+def operands_of(name: str) -> tuple[str, Scaling | None]:
+    """The dtype of a kind of operands, and how they are scaled.
+
+    >>> operands_of("bfloat16"), operands_of("fp8-row")[0]
+    (('bfloat16', None), 'float8_e4m3fn')
+    """
+    return SCALED.get(name, (name, None))
+
+
+def name_of(dtype: str, scaling: Scaling | None) -> str:
+    """The name of a kind of operands: of :data:`SCALED`, or else in words.
+
+    >>> name_of(*operands_of("fp8-row"))
+    'fp8-row'
+    """
+    named = (name for name, kind in SCALED.items() if kind == (dtype, scaling))
+    return next(named, f"{dtype} {scaling}" if scaling else dtype)
+
+
 def factors_of(span: Span, share: int) -> Span:
     """The factors of some rows or columns, of which so many share one.
 

@@ -29,10 +29,10 @@ from ficco.workspace import workspace_of
 NATIVE_ROWS = (2048, 4096)
 NATIVE_SWITCH = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
-#: PyTorch's fused operator, where it has one.
+#: PyTorch's fused operator, where it has one, and that for operands with scales.
 FUSED = {
-    "all_gather_matmul": "fused_all_gather_matmul",
-    "matmul_reduce_scatter": "fused_matmul_reduce_scatter",
+    "all_gather_matmul": ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul"),
+    "matmul_reduce_scatter": ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter"),
 }
 
 #: The collectives from and into one tensor; newer releases of PyTorch renamed them.
@@ -62,14 +62,21 @@ class Runner:
 
 def unavailable(candidate: BenchCandidate, operands: Operands) -> str:
     """Why a candidate does not exist for this shape on this device; empty if it does."""
+    scaling = operands.problem.scaling
+    if candidate.kind == "pieces" and scaling:
+        return "PyTorch has no batched product of float8"
     if candidate.kind in ("pytorch", "pytorch-native"):
         if operands.device.type != "cuda":
             return "PyTorch has it on GPUs only"
         from torch.distributed import _symmetric_memory  # noqa: F401 (it registers the op)
 
-        if not hasattr(torch.ops.symm_mem, FUSED[operands.problem.operator]):
+        if not hasattr(torch.ops.symm_mem, _fused_name(operands.problem)):
             return "this PyTorch does not have it"
+        if scaling and scaling.recipe == "block":
+            return "PyTorch's has no factors of blocks"
     if candidate.kind == "pytorch-native":
+        if scaling:
+            return "PyTorch's native path has no scales"
         m, world = operands.problem.m, operands.problem.world
         low, high = NATIVE_ROWS
         if not low < m <= high or m % world**2:
@@ -87,7 +94,7 @@ def expected(runner: Runner, operands: Operands) -> torch.Tensor:
     if runner.expected == "whole":
         return operands.whole_OK
     if runner.expected == "product":
-        return torch.mm(operands.multiplied_PK, operands.b_KN)
+        return operands.reference_product()
     return operands.reference()
 
 
@@ -124,6 +131,11 @@ def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
     )
 
     def move(rows: torch.Tensor) -> torch.Tensor:
+        if rows.is_floating_point() and rows.element_size() == 1:  # not every library knows float8
+            return move(rows.view(torch.uint8)).view(rows.dtype)
+        return moved_by(rows)
+
+    def moved_by(rows: torch.Tensor) -> torch.Tensor:
         collective = problem.kind.collective
         if collective == "all-reduce":
             dist.all_reduce(rows, group=group)
@@ -144,7 +156,8 @@ def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGro
     kind = operands.problem.kind
     if not kind.scatters:
         return Runner(lambda: move(operands.a_LK), "whole")
-    product = operands.empty(operands.problem.product_rows(operands.rank), operands.problem.n)
+    problem = operands.problem
+    product = operands.empty(problem.product_rows(operands.rank), problem.n, problem.out_dtype)
     product.normal_()
 
     @contextmanager
@@ -155,7 +168,7 @@ def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGro
 
     return Runner(
         lambda: move(product),
-        proof=lambda: move(torch.mm(operands.a_LK, operands.b_KN)),
+        proof=lambda: move(operands.product()),
         context=fresh if kind.returns else nullcontext,
     )
 
@@ -167,14 +180,17 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
     for one in movements(problem):
         a = operands.a_LK
         if problem.kind.scatters:
-            a = operands.empty(one.left_rows(rank), one.k).normal_()
-        moved.append((one, a, operands.empty(one.b_rows(rank), 0)))
+            a = operands.empty(one.left_rows(rank), one.k, one.dtype).normal_()
+        moved.append((one, a, operands.empty(one.b_rows(rank), 0, one.dtype)))
+    scales = {} if problem.kind.scatters else dict(operands.scales)
+    if problem.scaling and scales and not problem.scaling.by_rank:
+        scales["scale_b"] = scales["scale_b"][:, :0]
 
     def run() -> torch.Tensor:
-        return [call(*one, group, schedule) for one in moved][-1]
+        return [call(*one, group, schedule, **scales) for one in moved][-1]
 
     if problem.operator == "all_gather_matmul":
-        gathered = partial(call, *moved[0], group, schedule, return_gathered=True)
+        gathered = partial(call, *moved[0], group, schedule, return_gathered=True, **scales)
         return Runner(run, "whole", proof=lambda: gathered()[1])
     # The same copies with products, which show whether rows arrive.
     return Runner(run, proof=_ficco(candidate, operands, group).run)
@@ -183,13 +199,15 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
 def _serial_collective(
     candidate: BenchCandidate, operands: Operands, group: ProcessGroup
 ) -> Runner:
-    move, kind = exchange(operands, group), operands.problem.kind
+    move, kind, scale = exchange(operands, group), operands.problem.kind, operands.scales
+    travels = operands.problem.sends_factors and not operands.problem.scaling.by_rank
 
     def run() -> torch.Tensor:
         if kind.scatters:
-            return move(torch.mm(operands.a_LK, operands.b_KN))
-        whole = move(operands.a_LK)
-        return torch.mm(whole.t() if kind.inner else whole, operands.b_KN)
+            return move(operands.product())
+        whole, of_a = move(operands.a_LK), scale.get("scale_a")
+        whole_scale = move(of_a) if of_a is not None and travels else of_a
+        return operands.multiplied(whole.t() if kind.inner else whole, whole_scale)
 
     return Runner(run)
 
@@ -228,7 +246,9 @@ def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup)
     enable = _symmetric_memory.enable_symm_mem_for_group
     if not hasattr(enable, "__deprecated__"):  # older releases must be told
         enable(group.group_name)
-    op = getattr(torch.ops.symm_mem, FUSED[operands.problem.operator])
+    op = getattr(torch.ops.symm_mem, _fused_name(operands.problem))
+    if operands.problem.scaling:
+        return Runner(partial(_pytorch_scaled, op, operands, group.group_name))
     if operands.problem.kind.scatters:
         return Runner(lambda: op(operands.a_LK, operands.b_KN, "sum", 0, group.group_name))
 
@@ -240,6 +260,23 @@ def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup)
         return Runner(run)
     # The native path is chosen by a variable that is read in every call.
     return Runner(run, context=lambda: variable(NATIVE_SWITCH, "1"))
+
+
+def _fused_name(problem: Problem) -> str:
+    return FUSED[problem.operator][problem.scaling is not None]
+
+
+def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> torch.Tensor:
+    """A call of PyTorch's fused operator for operands with scales."""
+    a, b, (of_a, of_b) = operands.a_LK, operands.b_KN, operands.scales.values()
+    out_dtype: Any = getattr(torch, operands.problem.out_dtype)
+    how: Any = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
+    if operands.problem.kind.scatters:
+        summed: torch.Tensor = op(*how, None, None, out_dtype, False)
+        return summed
+    how = (a, [b], of_a, [of_b], 0, group, [None], [None], [out_dtype], [False])
+    product: torch.Tensor = op(*how)[1][0]
+    return product
 
 
 @contextmanager
@@ -259,7 +296,8 @@ def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -
 
     def run() -> Any:
         a = getattr(operands, name)
-        return call(operands.problem, a, operands.b_KN, group, candidate.schedule)
+        where = operands.b_KN, group, candidate.schedule
+        return call(operands.problem, a, *where, **operands.scales)
 
     if not candidate.stages:
         return Runner(run)
@@ -282,9 +320,7 @@ def step_bytes(plan: Plan) -> int:
 
 
 BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
-    "gemm": lambda _, operands, __: Runner(
-        lambda: torch.mm(operands.multiplied_PK, operands.b_KN), "product"
-    ),
+    "gemm": lambda _, operands, __: Runner(operands.product, "product"),
     "collective": _collective,
     "copies": _copies,
     "serial-collective": _serial_collective,

@@ -195,7 +195,7 @@ def movements(problem: Problem) -> tuple[Problem, ...]:
     >>> [str(one) for one in movements(Problem("matmul_reduce_scatter", (2, 2), 8, 4, "float32"))]
     ['all_to_all_matmul(m=4 (4 x 2 ranks), n=0, k=8, float32)']
     """
-    kind, width, dtype = problem.kind, problem.n, problem.dtype
+    kind, width, dtype = problem.kind, problem.n, problem.out_dtype
     if not kind.scatters:
         return (replace(problem, n=0),)
     table = problem.blocks or (problem.rows,) * problem.world
@@ -207,16 +207,11 @@ def movements(problem: Problem) -> tuple[Problem, ...]:
 
 def moved_bytes(problem: Problem) -> int:
     """Bytes of what is exchanged on a rank: the gathered A, or the product."""
-    return problem.m * _width(problem) * problem.itemsize
+    return problem.m * problem.moved_bytes
 
 
 def block_bytes(problem: Problem) -> int:
     """Bytes of the largest block that a rank sends to another."""
     ranks = range(problem.world)
     rows = [problem.block(src, dst) for src in ranks for dst in ranks if src != dst]
-    return max(rows, default=0) * _width(problem) * problem.itemsize
-
-
-def _width(problem: Problem) -> int:
-    """Columns of what travels."""
-    return problem.n if problem.kind.scatters else problem.k
+    return max(rows, default=0) * problem.moved_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from ficco.errors import ConfigError
 from ficco.heuristics import problem_of_sizes
 from ficco.machine import configs
 from ficco.problem import OPERATORS, Problem
+from ficco.scaling import SCALED
+from ficco.specification import ITEMSIZES
 
 #: Ranks of the paper's machine. Its scenarios are benched as one of so many ranks sees them,
 #: however many there are here.
@@ -34,7 +36,7 @@ class Case:
         m: rows of the product; of an all-to-all those that one rank multiplies.
         n: columns of one rank's B.
         k: columns of one rank's A.
-        dtype: name of the dtype.
+        dtype: name of the dtype, or of a kind of float8 operands (``ficco.scaling.SCALED``).
         label: where the shape comes from, in words.
         skip: why it is not measured; empty if it is.
         operator: what is asked for.
@@ -77,18 +79,24 @@ class Case:
         collective's and in the staging of two slots, and its product once in float32, for sums.
         What is scattered counts eight times: as the collective's, as what is only copied, as a
         call's own and as the plain product, in the staging of two slots, and published in two; what
-        the reference is made of counts once.
+        the reference is made of counts once. Operands of float8 count once more in float32 and in
+        the result's dtype.
         """
         problem = self.problem(world)
         left = max(map(problem.left_rows, range(world))) * problem.k
         multiplied = max(map(problem.product_rows, range(world)))
         result = max(map(problem.out_rows, range(world)))
         right = max(map(problem.b_rows, range(world)))
-        elements = right * problem.n + 4 * left + 3 * result * problem.n
+        elements, made = right * problem.n + 4 * left, 3 * result * problem.n
+        wide = 4 * result * problem.n
         if problem.kind.scatters:
-            more = 8 * multiplied * problem.n + result * problem.k
-            return (elements + more) * problem.itemsize
-        return (elements + 4 * multiplied * problem.k) * problem.itemsize + 4 * result * problem.n
+            elements, made = elements + result * problem.k, made + 8 * multiplied * problem.n
+            wide = 0
+        else:
+            elements += 4 * multiplied * problem.k
+        if problem.scaling:
+            wide += 6 * max(multiplied * problem.k, right * problem.n)
+        return elements * problem.itemsize + made * ITEMSIZES[problem.out_dtype] + wide
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
@@ -103,6 +111,10 @@ class Case:
         """Why this shape is not measured with so much free memory; empty if it is."""
         if self.skip:
             return self.skip
+        try:
+            self.problem(world)
+        except (ValueError, NotImplementedError) as error:  # sizes that float8 operands cannot have
+            return str(error)
         if self.m % world:
             return f"{self.m} rows do not divide by {world} ranks, as the collective needs"
         need = self.memory(world)
@@ -146,6 +158,22 @@ def weight_gradients() -> list[Case]:
         what = {"name": f"{case.name}-gradient", "label": label, "operator": WEIGHT_GRADIENT}
         both += [case, replace(case, m=case.k, k=case.m, **what)]
     return both
+
+
+#: Names of dtypes and of kinds of operands that shapes can be measured in.
+DTYPES = ("bfloat16", "float16", "float32", *SCALED)
+
+
+def of_dtypes(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """Shapes in each of these dtypes instead of their own, which follow their names if there are
+    several; their own for none."""
+    if not names:
+        return list(cases)
+    return [
+        replace(case, dtype=name, name=case.name if len(names) == 1 else f"{case.name} {name}")
+        for name in names
+        for case in cases
+    ]
 
 
 def _shipped(name: str) -> tuple[str, Callable[[], list[Case]]]:

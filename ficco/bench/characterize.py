@@ -26,6 +26,7 @@ from ficco.bench.series import MeasuredCalls, Stopwatch, Times, timed_during
 from ficco.bench.tables import bar
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
+from ficco.scaling import operands_of
 
 #: What a row is about. ``dil``: decomposition, ``cil``: contention loss.
 GEMM_DIL, COPY_DIL, GEMM_CIL, COPY_CIL = "gemm-dil", "communication-dil", "gemm-cil", "copy-cil"
@@ -50,10 +51,13 @@ class LossSettings(RunSettings):
     Attributes:
         cases: products.
         sizes: bytes of the shards whose communication is measured without products.
+        parts: measure decomposed products only, cut as so many ranks cut them; 0: everything, on
+            the ranks there are.
     """
 
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
+    parts: int = 0
 
 
 def characterize(settings: LossSettings) -> pd.DataFrame | None:
@@ -70,7 +74,7 @@ class LossBench:
         self.group = dist.group.WORLD
         self.device = local_device(settings.device)
         self.watch = Stopwatch(self.group, self.device)
-        self.world, self.rank = self.watch.world, self.watch.rank
+        self.world, self.rank = settings.parts or self.watch.world, self.watch.rank
 
     def run(self) -> pd.DataFrame | None:
         rows = self.settings.record(LOSSES, self._steps(), self.rank, self.world)
@@ -81,6 +85,8 @@ class LossBench:
         settings, console = self.settings, Console(stderr=True, quiet=self.rank != 0)
         each = settings.seconds * (1 - COMMUNICATION_SHARE) / max(len(settings.cases), 1)
         actions = {"communication": (self.communication, settings.seconds * COMMUNICATION_SHARE)}
+        if settings.parts:
+            each, actions = settings.seconds / max(len(settings.cases), 1), {}
         actions |= {case.name: (partial(self.shape, case), each) for case in settings.cases}
         left = settings.seconds
         for number, (name, (action, seconds)) in enumerate(actions.items()):
@@ -103,7 +109,8 @@ class LossBench:
         return list(rows)
 
     def _calls(self, dtype: str) -> MeasuredCalls:
-        return MeasuredCalls(self.group, self.device, getattr(torch, dtype))
+        name, scaling = operands_of(dtype)
+        return MeasuredCalls(self.group, self.device, getattr(torch, name), scaling)
 
     def communication(self, seconds: float) -> list[Loss]:
         """Whole shards against pieces, by copies and by the collective (figure 8)."""
@@ -138,7 +145,10 @@ class LossBench:
         what = {"case": case.name, **sizes, "dtype": case.dtype, "world": self.world}
         if why := case.skipped(self.world, Verifier(self.watch).free_bytes()):
             return [{**what, "status": "skipped", "note": why}]
-        rows = [*self._decomposed(case, seconds * 0.4), *self._contended(case, seconds * 0.6)]
+        share = 1.0 if self.settings.parts else 0.4
+        rows = list(self._decomposed(case, seconds * share))
+        if not self.settings.parts:
+            rows += self._contended(case, seconds * (1 - share))
         return [{**what, **row} for row in rows]
 
     def _decomposed(self, case: Case, seconds: float) -> Iterator[Loss]:

@@ -34,6 +34,7 @@ from ficco.dma.engine import Call, Capabilities, Op, Program, Slot, Symmetric
 from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
+from ficco.dma.scaled import dequantised
 from ficco.machine import Machine, Provenance
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
@@ -178,7 +179,8 @@ def brought(
     """The rows that copies bring to a rank, from the steps of all ranks, carried out one by one in
     the order in which they end on a Machine.
 
-    ``operands``: the tensors ``a`` and ``b`` of every rank.
+    ``operands``: the tensors ``a`` and ``b`` of every rank, and the factors of float8 operands, as
+    the buffers of its Plan.
     """
     memory = {(name, r): tensor for r, own in enumerate(operands) for name, tensor in own.items()}
     for plan in every:
@@ -210,7 +212,12 @@ def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> No
         _part(memory, step.transfer.dst).copy_(_part(memory, step.transfer.src))
     for product, i in ((one, i) for one in step.products for i in range(one.batch)):
         a, out = _part(memory, product.a, i * product.a_stride), product.out
-        total = (a.t() if product.transposed else a) @ _part(memory, product.b)
+        b = _part(memory, product.b)
+        if product.scales:
+            of_a, of_b = product.scales
+            a = dequantised(a, _part(memory, of_a, i * product.scale_stride))
+            b = dequantised(b, _part(memory, of_b))
+        total = (a.t() if product.transposed else a) @ b
         target = _part(memory, out, i * product.out_stride)
         if product.accumulate or product.addend is not None:
             total = total + (target if (to := product.addend) is None else _part(memory, to))

@@ -19,7 +19,7 @@ from ficco.bench.calls import Runner
 from ficco.bench.candidates import COMPARED, BenchCandidate
 from ficco.bench.cases import Case
 from ficco.bench.frames import REPLAY
-from ficco.bench.inputs import Draw, Operands
+from ficco.bench.inputs import Draw, Operands, draw_normal
 from ficco.bench.measure import HOST_ROWS, DeviceClock, Item, peak_bytes
 from ficco.bench.replay import (
     NO_PACES,
@@ -41,6 +41,7 @@ from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Program
 from ficco.errors import FiccoError
 from ficco.machine import Fingerprint, Machine, find, nearest, save
+from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
 from ficco.problem import Problem
 from ficco.workspace import SLOTS, Workspace, adopt, workspace_of
@@ -98,10 +99,10 @@ class ReplayOperands(Operands):
         for peer in self.peers.values():
             peer.exact_b()
 
-    def _fill(self, iteration: int, draw: Draw) -> None:
-        super()._fill(iteration, draw)
+    def _fill(self, iteration: int, draw: Draw, draw_factors: Draw) -> None:
+        super()._fill(iteration, draw, draw_factors)
         for peer in self.peers.values():
-            peer._fill(iteration, draw)
+            peer._fill(iteration, draw, draw_factors)
 
 
 def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace: Workspace) -> Any:
@@ -117,7 +118,10 @@ def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace:
                 slot.memory.tensor[slot.data :].fill_(0xFF)
         every = plans_of(program.plan, engine.packs_columns)
         ranks = sorted({**operands.peers, operands.rank: operands}.items())
-        everyone = [{"a": one.a_LK, "b": one.b_KN} for _, one in ranks]
+        everyone = [
+            {"a": one.a_LK, "b": one.b_KN, **plain_scales(Scales(**one.scales), every[rank])}
+            for rank, one in ranks
+        ]
         images = brought(every, engine.courier.machine, everyone, engine.rank)
         engine.images = portable(buffers_of(program), images)
         try:
@@ -314,7 +318,7 @@ class ReplayBench(Bench):
         for slot in workspace_of(self.watch.group, self.device).slots:
             assert slot.memory is not None
             data = slot.memory.tensor[slot.data :]
-            data.view(operands.a_LK.dtype).normal_()  # products are faster on zeros
+            draw_normal(data.view(operands.a_LK.dtype))  # products are faster on zeros
         return [*checked, Checked(ARRIVALS, Runner(torch.Tensor, "whole"))]
 
     def _errors(self, checked: list[Checked], operands: Operands) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,10 @@ from torch.distributed import ProcessGroup
 import ficco
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
+from ficco.bench.inputs import draw_normal, factors
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
+from ficco.dma.scaled import multiply_scaled
+from ficco.scaling import Scaling, factors_of
 from ficco.schedules.groups import cut
 
 Call = Callable[[], Any]
@@ -228,12 +232,14 @@ class MeasuredCalls:
 
     Attributes:
         dtype: of all operands.
+        scaling: of operands of float8.
         memory: normal numbers that all operands are cut from; grown as needed.
     """
 
     group: ProcessGroup
     device: torch.device
     dtype: torch.dtype
+    scaling: Scaling | None = None
     memory: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -252,7 +258,8 @@ class MeasuredCalls:
             generator.manual_seed(len(name) + self.group.rank())
             self.memory.pop(key, None)
             made = torch.empty(rows * cols, dtype=dtype, device=self.device)
-            numbers = self.memory[key] = made.normal_(generator=generator)
+            draw_normal(made, generator)
+            numbers = self.memory[key] = made
         return numbers[: rows * cols].view(rows, cols)
 
     def shard(self, nbytes: int) -> torch.Tensor:
@@ -292,6 +299,8 @@ class MeasuredCalls:
         """
         if wide:
             return self.accumulated(m, n, k, 1)
+        if self.scaling is not None:
+            return self._scaled(m, n, k, cut(m, parts, least=self.scaling.rules.rows), [(0, k)])
         a, b, out = self.operands(batch * m, n, k)
         if batch > 1:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
@@ -311,6 +320,9 @@ class MeasuredCalls:
 
     def accumulated(self, m: int, n: int, k: int, parts: int, rounding: bool = False) -> Call:
         """A product cut by columns of A into parts that add up in float32, then rounded."""
+        if self.scaling is not None:
+            inner = cut(k, parts, least=self.scaling.rules.cols)
+            return self._scaled(m, n, k, [(0, m)], inner, adds=parts == 1, rounding=rounding)
         a, b = self.matrix("a", m, k), self.matrix("b", k, n)
         sums = self.matrix("sums", m, n, torch.float32)
         out = self.matrix("out", m, n)
@@ -322,6 +334,45 @@ class MeasuredCalls:
                 add(sums, a[:, first:last], b[first:last], start=single and i == 0)
             if rounding and out.dtype != sums.dtype:
                 out.copy_(sums)
+
+        return run
+
+    def _scaled(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        down: Sequence[tuple[int, int]],
+        inner: Sequence[tuple[int, int]],
+        adds: bool = False,
+        rounding: bool = False,
+    ) -> Call:
+        """A product of float8 operands, cut by rows and by columns of A, whose parts add up in
+        float32. ``adds``: the first does, too."""
+        assert self.scaling is not None
+        recipe, rules = self.scaling.recipe, self.scaling.rules
+        sums = adds or len(inner) > 1
+        a, b = self.matrix("a", m, k), self.matrix("b", n, k).t()
+        out = self.matrix("out", m, n, getattr(torch, self.scaling.out))
+        into = self.matrix("sums", m, n, torch.float32) if sums else out
+        of_a, of_b = factors(rules, self.device, m, n, k)
+        parts = []
+        for (top, below), (first, last) in product(down, inner):
+            rows, cols = (
+                factors_of(span, share)
+                for span, share in zip(((top, below), (first, last)), rules.a, strict=True)
+            )
+            up = factors_of((first, last), rules.b[0])
+            scales = of_a[slice(*rows), slice(*cols)].contiguous(), of_b[slice(*up)].contiguous()
+            operands = a[top:below, first:last], b[first:last], into[top:below]
+            how = {"accumulate": sums and (adds or first > 0)}
+            parts.append(partial(multiply_scaled, *operands, scales, recipe, **how))
+
+        def run() -> None:
+            for part in parts:
+                part()
+            if rounding:
+                out.copy_(into)
 
         return run
 

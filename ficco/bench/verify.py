@@ -163,8 +163,7 @@ class Verifier:
             return ficco.memory(self.watch.group)
         if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):
             # PyTorch's fused operator asks for a shard, or two blocks of the product.
-            width = 2 * problem.n if problem.kind.scatters else problem.k
-            return max(problem.rows) * width * problem.itemsize
+            return max(problem.rows) * problem.moved_bytes * (1 + problem.kind.scatters)
         return 0
 
 
@@ -185,11 +184,12 @@ def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
         for rows in problem.rows
     ]
     everyone = zip(picked, problem.offsets, strict=False)
-    sums = operands.a_LK[torch.cat([rows + first for rows, first in everyone])].double()
+    left = operands.wide(operands.a_LK, operands.scales.get("scale_a"))
+    sums = left[torch.cat([rows + first for rows, first in everyone])].double()
     dist.all_reduce(sums, group=group)
     mine = sums.split([len(rows) for rows in picked])[rank]
     width = max(1, FLOAT64_ELEMENTS // max(problem.k, 1))
-    parts = [mine @ some.double() for some in operands.b_KN.split(width, dim=1)]
+    parts = [mine @ some.double() for some in operands.wide_b_KN.split(width, dim=1)]
     wanted = torch.cat(parts, dim=1)
     rows = picked[rank] + (problem.offsets[rank] if problem.kind.returns else 0)
 

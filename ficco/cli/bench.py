@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from ficco.cli.site import (
     CSV,
     FLAG,
     NAMES,
+    add_dtypes,
     add_files,
     add_ranks,
     add_rounds,
@@ -31,6 +33,7 @@ from ficco.cli.site import (
     writable,
 )
 from ficco.problem import OPERATORS
+from ficco.scaling import SCALED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,6 +63,7 @@ def options(parser: Any) -> None:
         "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
     )
     what.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k; optionally op")
+    add_dtypes(what)
     what.add_argument("--only", **NAMES, help="only the shapes with these names")
     what.add_argument(
         "--schedules",
@@ -279,7 +283,9 @@ def _products(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any
     from ficco.tune.products import refitted
 
     told |= {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
-    told |= {"rank": arguments.rank or 0, "products": refitted if arguments.products else None}
+    recipes = {case.dtype.partition("-")[2] for case in found if case.dtype in SCALED}
+    measure = partial(refitted, recipes=tuple(sorted(recipes)))
+    told |= {"rank": arguments.rank or 0, "products": measure if arguments.products else None}
     told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
     return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told
 
@@ -287,7 +293,7 @@ def _products(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any
 def _layers(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
     from ficco.bench import layers
 
-    for name in ("set", "shapes", "only", "operator", "schedules", "timelines", "json"):
+    for name in ("set", "shapes", "only", "operator", "dtype", "schedules", "timelines", "json"):
         if getattr(arguments, name):
             raise ValueError(f"--layers: required without --{name}, which is for products")
     modes = tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
@@ -316,12 +322,16 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
         if name not in there:
             raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
     kept = [case for case in found if not arguments.only or case.name in arguments.only]
-    return kept, "-".join(what)
+    kept = cases.of_dtypes(kept, arguments.dtype or ())
+    if arguments.timelines and any(case.dtype in SCALED for case in kept):
+        raise ValueError("--timelines: required operands without scales, got float8")
+    return kept, "-".join([*what, *(arguments.dtype or ())])
 
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
-    by_operator = {case.operator: case.problem(2) for case in shapes}
+    kinds = {(case.operator, case.dtype): case for case in shapes}
+    by_operator = {kind: case.problem(2) for kind, case in kinds.items()}
     for candidate in candidates:
         reasons = [refused(candidate, problem) for problem in by_operator.values()]
         if reasons and all(reasons):

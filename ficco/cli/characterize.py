@@ -9,8 +9,10 @@ import sys
 from functools import partial
 from typing import Any
 
+from ficco.bench.cases import of_dtypes
 from ficco.cli.bench import START_S, measured, place, run_settings
-from ficco.cli.site import CSV, add_files, add_ranks, add_rounds, shapes
+from ficco.cli.site import CSV, add_dtypes, add_files, add_ranks, add_rounds, shapes
+from ficco.scaling import SCALED
 
 #: Bytes of the shards whose communication is measured without products, and seconds for everything.
 SIZES = {
@@ -27,6 +29,9 @@ def options(parser: Any) -> None:
         help="shapes (default: measured; on CPUs cpu)",
     )
     parser.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
+    add_dtypes(parser)
+    text = "only products, cut as so many ranks cut them: on one rank, with no peer"
+    parser.add_argument("--parts", type=int, metavar="W", help=text)
     add_ranks(parser)
     parser.add_argument(
         "--seconds", type=float, help="time for everything (default: 120; on CPUs 20)"
@@ -46,10 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
         for path in draw_next_to(arguments.plot, LOSSES.read(arguments.plot)):
             print(f"wrote {path}", file=sys.stderr)
         return 0
-    device, ranks = place(arguments, 2)  # one has no peer
+    parts = arguments.parts or 0
+    if arguments.parts is not None and parts < 2:
+        raise ValueError(f"--parts: required 2 or more, got {parts}")
+    device, ranks = place(arguments, 1 if parts else 2)  # one has no peer
     seconds = SECONDS[device] if arguments.seconds is None else arguments.seconds
     cases = shapes(arguments, [arguments.set or ("measured" if device == "cuda" else "cpu")])
+    cases = of_dtypes(cases, arguments.dtype or ())
+    if not parts and any(case.dtype in SCALED for case in cases):
+        raise ValueError("--dtype: required --parts for operands of float8, got none")
     told = run_settings(arguments, "losses", device, ranks) | {"seconds": seconds}
-    settings = LossSettings(cases=tuple(cases), sizes=SIZES[device], **told)
+    settings = LossSettings(cases=tuple(cases), sizes=SIZES[device], parts=parts, **told)
     draw = partial(draw_next_to, settings.csv)
     return measured(characterize, arguments, settings, START_S + 3 * seconds, draw)

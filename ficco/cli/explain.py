@@ -132,7 +132,8 @@ def _measure(
 
     require_extra()
     asked, device = decision.problem, launch.default_device()
-    case = Case("explained", asked.m, asked.n, asked.k, asked.dtype, operator=asked.operator)
+    sizes = asked.m, asked.n, asked.k, asked.kind_of_operands
+    case = Case("explained", *sizes, operator=asked.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
         settings = BenchSettings(

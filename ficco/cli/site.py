@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco import launch
-from ficco.bench.cases import SETS, Case, read
+from ficco.bench.cases import DTYPES, SETS, Case, read
 from ficco.dma.engine import fingerprint
 from ficco.heuristics import Where, problem_of_sizes, where
 from ficco.machine import Fingerprint
@@ -85,6 +85,13 @@ def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or
     )
 
 
+def add_dtypes(parser: Any) -> None:
+    """Add the option that says what the operands of shapes are."""
+    text = "dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
+    text += ", ".join(DTYPES)
+    parser.add_argument("--dtype", **NAMES, choices=DTYPES, help=text)
+
+
 def add_rounds(parser: Any) -> None:
     """Add the option that says how often each shape is measured."""
     text = "at most so many rounds per shape (default: 25)"
@@ -104,7 +111,8 @@ def add_sizes(parser: Any, required: bool = False) -> None:
     for name, what in SIZES.items():
         parser.add_argument(f"--{name}", type=int, required=required, help=what)
     parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
-    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    text = f"{', '.join(DTYPES)} (default: bfloat16)"
+    parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help=text)
 
 
 def add_operator(parser: Any) -> None:

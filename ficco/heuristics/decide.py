@@ -221,6 +221,9 @@ def decide(
         choice = saved.get(key) if saved else None
         if choice is None:
             choice = _modelled(_Query(problem, known, mode, search, offers, predict))
+            if block := known.unmeasured(problem.scaling):
+                lacks = f"{known.name} lacks {block}, products are predicted by gemm; {REMEDY}"
+                choice = choice[0], f"{choice[1]} ({lacks})"
             if saved:
                 saved.put(key, *choice)
         return decision(choice[0], "model", choice[1])

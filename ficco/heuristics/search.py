@@ -126,7 +126,8 @@ def waves(schedule: Schedule, problem: Problem, machine: Machine) -> list[tuple[
     pieces take least time; of equal ones, those whose first piece is nearest to three quarters.
     """
     ranks = range(problem.world)
-    gemm, rows = machine.gemm, max(problem.block(i, j) for i in ranks for j in ranks)
+    gemm = machine.products(problem.scaling)
+    rows = max(problem.block(i, j) for i in ranks for j in ranks)
     if gemm is None or rows < PARTS:
         return []
     together = problem.world - 1 if schedule.grouping == "fused" else 1

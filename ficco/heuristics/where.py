@@ -13,6 +13,7 @@ from ficco.errors import InvalidArgument
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
 from ficco.problem import MOST_RANKS, OPERATORS, Problem
+from ficco.scaling import operands_of
 
 _KNOWN = "with --machine or FICCO_MACHINE"
 
@@ -65,7 +66,8 @@ def problem_of_sizes(
     Args:
         operator: name of the public operator.
         m: rows that a rank multiplies; where they differ, those of the rank with most.
-        n, k, dtype: as :class:`Problem` has them.
+        n, k: as :class:`Problem` has them.
+        dtype: likewise, or a name of :data:`ficco.scaling.SCALED`.
         world: number of ranks.
         rows: as the operators take it: rows of each rank, or the table of an all-to-all; None for
             as equal ones as there are.
@@ -82,14 +84,15 @@ def problem_of_sizes(
     if world > MOST_RANKS:
         raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {world}")
     kind, ranks = OPERATORS[operator], range(world)
+    dtype, scaling = operands_of(dtype)
     if rows is None:
         equal = tuple(m // world + (rank < m % world) for rank in ranks)
         if not kind.blocks:
-            return Problem(operator, equal, n, k, dtype)
+            return Problem(operator, equal, n, k, dtype, scaling=scaling)
         table = [equal] * world  # as many rows for each peer
         if not kind.scatters:
             table = list(zip(*table, strict=True))
-        return Problem.of_blocks(operator, table, n, k, dtype)
+        return Problem.of_blocks(operator, table, n, k, dtype, scaling=scaling)
     if kind.returns:
         raise InvalidArgument(
             "rows", f"required none for {operator}, whose result is the same everywhere"
@@ -101,7 +104,8 @@ def problem_of_sizes(
         numbers = f"a table of {world} x {world}" if kind.blocks else world
         raise InvalidArgument("rows", f"required {numbers} numbers, got {rows}")
     make: Any = Problem.of_blocks if kind.blocks else Problem
-    problem: Problem = make(operator, given if kind.blocks else tuple(given), n, k, dtype)
+    sizes = given if kind.blocks else tuple(given), n, k, dtype
+    problem: Problem = make(operator, *sizes, scaling=scaling)
     if problem.m != m:
         most = "the largest sum" if kind.blocks else "the sum"
         raise InvalidArgument("rows", f"required {most} {m}, which is m, got {problem.m}")

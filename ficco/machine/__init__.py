@@ -7,6 +7,7 @@ from ficco.machine.files import digest, dumps, load, loads, save
 from ficco.machine.find import Fingerprint, configs, find, known, nearest, user_dir
 from ficco.machine.model import (
     COLLECTIVES,
+    SCALED_PRODUCTS,
     Collective,
     Contention,
     Copies,
@@ -25,6 +26,7 @@ from ficco.machine.model import (
 
 __all__ = [
     "COLLECTIVES",
+    "SCALED_PRODUCTS",
     "Collective",
     "Contention",
     "Copies",

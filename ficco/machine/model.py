@@ -14,6 +14,7 @@ from math import exp, inf, log
 from typing import Annotated, Any
 
 from ficco.problem import ITEMSIZE, Problem
+from ficco.scaling import SCALED, Scaling
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ COLLECTIVES = {
     "all-to-all": "all_to_all",
     "all-reduce": "all_reduce",
 }
+
+#: The blocks of a machine that products of float8 operands have, by recipe.
+SCALED_PRODUCTS = {"tensor": "fp8_tensor", "row": "fp8_row", "block": "fp8_block"}
 
 #: How ranks can be joined.
 KINDS = ("mesh", "switch")
@@ -251,7 +255,8 @@ class Tuned:
     """The schedules that were measured fastest for one problem.
 
     Attributes:
-        operator, rows, n, k, dtype, blocks: of the Problem; its rows on every rank.
+        operator, rows, n, k, dtype, blocks: of the Problem; its rows on every rank, and what it
+            calls its kind of operands.
         queued, idle: name of the schedule to take in a captured or host-ahead call, and in one
             whose GPU waits for the host.
         seconds: measured time of ``queued``, then of ``idle``.
@@ -262,7 +267,7 @@ class Tuned:
     rows: tuple[Size, ...]
     n: Size
     k: Size
-    dtype: Annotated[str, OneOf(tuple(ITEMSIZE))]
+    dtype: Annotated[str, OneOf((*ITEMSIZE, *SCALED))]
     queued: str
     idle: str
     seconds: tuple[Seconds, Seconds]
@@ -273,7 +278,8 @@ class Tuned:
 
 def tuned_key(one: Tuned | Problem) -> tuple[object, ...]:
     """What an entry is looked up by."""
-    return one.operator, tuple(one.rows), one.n, one.k, one.dtype, tuple(one.blocks)
+    kind = one.kind_of_operands if isinstance(one, Problem) else one.dtype
+    return one.operator, tuple(one.rows), one.n, one.k, kind, tuple(one.blocks)
 
 
 @dataclass(frozen=True)
@@ -410,8 +416,11 @@ def tiles_seconds(
 
 
 def result_bytes(itemsize: Any, wide: Any, adds: bool = False) -> Any:
-    """Bytes that an element of the result moves: what is added to is read, too; wide is float32."""
-    return itemsize + (8 - itemsize) * wide + itemsize * adds
+    """Bytes that an element of the result moves: what is added to is read, too; wide is float32.
+    The product of one-byte operands has two bytes, and is added to sums by a pass of its own."""
+    narrow = itemsize == 1
+    itemsize = itemsize + narrow
+    return itemsize + (8 + 8 * narrow - itemsize) * wide + itemsize * adds
 
 
 def memory_seconds(
@@ -469,6 +478,8 @@ class Machine:
     Attributes:
         name: of the file, too.
         gemm, tiled: products of the library, and the product whose tiles wait for signals.
+        fp8_tensor, fp8_row, fp8_block: the library's of float8 operands, by the recipe of their
+            scales; see :meth:`products`.
         all_gather, reduce_scatter, all_to_all, all_reduce: the vendor's, see :meth:`exchange`.
         accelerator: name of the device as its driver gives it; the fingerprint of a host is this
             and ``ranks``.
@@ -490,6 +501,9 @@ class Machine:
     all_to_all: Collective | None = None
     all_reduce: Collective | None = None
     gemm: Gemm | None = None
+    fp8_tensor: Gemm | None = None
+    fp8_row: Gemm | None = None
+    fp8_block: Gemm | None = None
     tiled: Gemm | None = None
     memory: Memory | None = None
     contention: Contention | None = None
@@ -498,6 +512,17 @@ class Machine:
     tuned: tuple[Tuned, ...] = ()
     margin: Annotated[float, Quantity(least=0)] = 0.02
     source: str = field(default="", compare=False)
+
+    def products(self, scaling: Scaling | None) -> Gemm | None:
+        """The library's products of operands that are scaled like this: those of the recipe or, if
+        it was never measured, all others at the rate of their narrowest dtype."""
+        own: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
+        return own or self.gemm
+
+    def unmeasured(self, scaling: Scaling | None) -> str:
+        """The block that :meth:`products` would take and that was never measured, if any."""
+        block = SCALED_PRODUCTS[scaling.recipe] if scaling else ""
+        return block if block and getattr(self, block) is None else ""
 
     def exchange(self, collective: str, nbytes: float) -> float:
         """Seconds of a collective in which a rank has so many bytes for another.

@@ -302,6 +302,10 @@ class Simulation:
         copies = [step for step in steps if step.op == "copy"]
         by_kernel = reads_peers or any(step.mover == "kernel" for step in copies)
         self.gemm: Gemm = self._block("gemm", "matmul" in ops)
+        #: Whether operands have factors: no library has a batch of such products.
+        scaling = self.problem.scaling if isinstance(self.problem, Problem) else None
+        self.scaled = scaling is not None
+        self.gemm = machine.products(scaling) or self.gemm
         self.tiled = machine.tiled or self.gemm
         self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
         for name in {step.label for step in steps if step.op == "collective"}:
@@ -561,14 +565,24 @@ class Simulation:
             adds = not wide and (product.accumulate or product.addend is not None)
             key = (*sizes, product.batch, itemsize, wide, adds)
             if key not in self._seconds:
-                how: dict[str, Any] = {"batch": product.batch, "itemsize": itemsize}
-                how |= {"wide": wide, "adds": adds}
-                self._seconds[key] = self.gemm.times(*sizes, **how) if m and n and k else (0.0, 0.0)
+                how: dict[str, Any] = {"itemsize": itemsize, "wide": wide, "adds": adds}
+                self._seconds[key] = self._batch_seconds(*sizes, product.batch, how)
             seconds = self._seconds[key]
             between = self.gemm.launch if whole else 0.0
             whole += seconds[0] + between
             filled += seconds[1] + between
         return whole, filled
+
+    def _batch_seconds(
+        self, m: int, n: int, k: int, batch: int, how: dict[str, Any]
+    ) -> tuple[float, float]:
+        if not (m and n and k):
+            return 0.0, 0.0
+        if not self.scaled:
+            return self.gemm.times(m, n, k, batch=batch, **how)
+        one, filled = self.gemm.times(m, n, k, **how)
+        between = self.gemm.launch * (batch - 1)
+        return one * batch + between, filled * batch + between
 
     def _part_seconds(
         self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step, now: float

@@ -123,7 +123,8 @@ def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
     """
     watch = site.watch
     verifier = Verifier(watch)
-    case = Case("", problem.m, problem.n, problem.k, problem.dtype, operator=problem.operator)
+    sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
+    case = Case("", *sizes, operator=problem.operator)
     need, free = case.memory(problem.world), verifier.free_bytes()
     if need > MEMORY_SHARE * free:
         raise ValueError(f"{problem} needs {need >> 20} MiB on a rank, {free >> 20} are free")
@@ -156,8 +157,9 @@ def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site
         raise ValueError(f"{problem}: required a serial schedule to compare with, none was timed")
     queued, idle = (min(seconds, key=seconds.__getitem__) for seconds in by_mode)
     serial = [min(by[name] for name in SERIALS if name in by) for by in by_mode]
-    names = ("operator", "rows", "n", "k", "dtype", "blocks")
+    names = ("operator", "rows", "n", "k", "blocks")
     return Tuned(
+        dtype=problem.kind_of_operands,
         **{name: getattr(problem, name) for name in names},
         queued=queued,
         idle=idle,
@@ -176,7 +178,7 @@ def with_entry(machine: Machine, new: Tuned) -> Machine:
 def name_of(problem: Problem) -> str:
     """The name of a problem as a step of a run."""
     rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
-    return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.dtype}"
+    return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.kind_of_operands}"
 
 
 def from_cases(
@@ -188,5 +190,5 @@ def from_cases(
         case.on(name).problem(world) for case in cases for name in operators or (case.operator,)
     ]
     if device == "cpu":
-        problems = [replace(one, dtype="float32") if one.itemsize < 4 else one for one in problems]
+        problems = [replace(one, dtype="float32") if one.itemsize == 2 else one for one in problems]
     return list(dict.fromkeys(problems))

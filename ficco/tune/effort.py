@@ -50,8 +50,8 @@ class Effort:
         moves: bytes of copies within a rank.
         tiny: rows of a rank, columns of b and of A of calls whose host time counts.
         rule: m, n and k of products for the thresholds of the rule.
-        seconds: time for each step, and ``takes``: how many times as long it takes, with what it
-            prepares and the ``least`` rounds.
+        seconds: time for each step, 0 for one that this device does not need, and ``takes``: how
+            many times as long it takes, with what it prepares and the ``least`` rounds.
         shape_seconds: time for each given problem.
         least: rounds of everything that is timed.
         exchanges: bytes that a rank has for another in a collective, whose library changes its
@@ -113,7 +113,8 @@ def grid(
 
 #: In the order of the steps: what a step needs of the machine comes before it.
 _GPU_SECONDS = {
-    "gemm": 45.0, "tiled": 12.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
+    "gemm": 45.0, "fp8_tensor": 12.0, "fp8_row": 12.0, "fp8_block": 12.0, "tiled": 12.0,
+    "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
     "all_gather": 12.0, "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
     "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0,
 }  # fmt: skip
@@ -175,7 +176,8 @@ CPU = Effort(
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
     seconds={
-        "gemm": 8.0, "tiled": 0.0, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
+        "gemm": 8.0, "fp8_tensor": 0.0, "fp8_row": 0.0, "fp8_block": 0.0, "tiled": 0.0,
+        "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
         "all_gather": 4.0, "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
         "memory": 2.0, "contention": 8.0, "host": 4.0, "thresholds": 6.0,
     },
@@ -205,7 +207,7 @@ EFFORTS = {
         traffic=256 * KIB,
         moves=(256 * KIB, 4 * MIB),
         rule=CPU.rule[:3],
-        seconds=dict.fromkeys(CPU.seconds, 0.38),
+        seconds={step: 0.38 if most else 0.0 for step, most in CPU.seconds.items()},
         shape_seconds=CPU.shape_seconds / 5,
         least=2,
         exchanges=(*CPU.exchanges[:4:2], 1 * MIB),

@@ -15,13 +15,26 @@ import torch
 
 from ficco.accelerator import gpu
 from ficco.bench.series import MeasuredCalls, Stopwatch, add
-from ficco.machine import Fingerprint, Gemm, Machine, Memory, Provenance, nearest
+from ficco.heuristics import problem_of_sizes
+from ficco.machine import (
+    SCALED_PRODUCTS,
+    Fingerprint,
+    Gemm,
+    Machine,
+    Memory,
+    Provenance,
+    nearest,
+)
 from ficco.machine.fit import Sample, errors, fit
+from ficco.scaling import MULTIPLE, SCALED
+from ficco.schedules import Schedule
 from ficco.tune import fits
 from ficco.tune.effort import EFFORTS, Shape
 from ficco.tune.site import Site
 from ficco.workspace import workspace_of
 
+#: The call by which an engine is asked whether its library has a recipe.
+GATHERS, SERIAL = "all_gather_matmul", Schedule.parse("serial")
 #: Share of the seconds for products in which rows heat up the device.
 HEAT_SHARE = 0.1
 #: Columns of what the product whose tiles wait can address are multiples of this.
@@ -48,6 +61,31 @@ def gemm(site: Site) -> Gemm:
     note += f"{len(rows)} rows of products of up to {longest * 1e3:.3g} ms, "
     note += f"errors {heat.error:.1%}"
     return fitted(site, measured, heat, note, peak=peak, known=known)
+
+
+def scaled(site: Site, recipe: str) -> Gemm | None:
+    """The library's products of float8 operands by a recipe, where it has them and the effort gives
+    them time."""
+    if not site.effort.seconds[SCALED_PRODUCTS[recipe]]:
+        return None
+    engine = workspace_of(site.watch.group, site.watch.device).engine
+    of_problem = partial(problem_of_sizes, GATHERS, 512, 512, 512, world=site.world)
+    names = [name for name in SCALED if name.endswith(f"-{recipe}")]
+    served = [one for one in names if not engine.refuses(of_problem(dtype=one), SERIAL)]
+    if not served:
+        return None
+    rules = SCALED[served[0]][1].rules
+    shapes = [
+        shape
+        for shape in site.effort.gemms
+        if shape.batch == 1
+        and not (shape.m % rules.rows or shape.n % MULTIPLE or shape.k % MULTIPLE)
+    ]
+    gemm = site.machine.gemm
+    heat = fits.Heat(gemm.burst, gemm.sustained, 0.0) if gemm else fits.COLD
+    there = replace(site, effort=replace(site.effort, dtype=served[0]))
+    measured = samples(there, shapes, row_of, heat, step=SCALED_PRODUCTS[recipe])
+    return fitted(there, measured, heat, "burst and sustained as of gemm")
 
 
 def tiled(site: Site) -> Gemm | None:
@@ -77,24 +115,32 @@ def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **kno
     return replace(model, burst=heat.burst, sustained=heat.sustained, provenance=source)
 
 
-def refitted(watch: Stopwatch, machine: Machine) -> Machine:
-    """A machine with products as they are on this device, measured for a few seconds."""
+def refitted(watch: Stopwatch, machine: Machine, recipes: Sequence[str] = ()) -> Machine:
+    """A machine with products as they are on this device, measured for a few seconds, those of
+    float8 operands by some recipes included."""
     quick = EFFORTS[watch.device.type, True]
-    effort = replace(quick, seconds={**quick.seconds, "gemm": REFIT_S})
+    blocks = {recipe: SCALED_PRODUCTS[recipe] for recipe in recipes}
+    times = dict.fromkeys(("gemm", *blocks.values()), REFIT_S)
+    effort = replace(quick, seconds={**quick.seconds, **times})
 
     def source(kind: str, note: str) -> Provenance:
         return Provenance(kind, f"{datetime.now(timezone.utc):%Y-%m-%d}", note=note)
 
     site = Site(watch, effort, machine, source)
     site.machine = replace(machine, gemm=gemm(site))
-    return replace(site.machine, tiled=tiled(site))
+    measured: dict[str, Any] = {block: scaled(site, one) for one, block in blocks.items()}
+    return replace(site.machine, tiled=tiled(site), **measured)
 
 
 Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]
 
 
 def samples(
-    site: Site, shapes: Sequence[Shape], row: Row, heat: fits.Heat = fits.COLD
+    site: Site,
+    shapes: Sequence[Shape],
+    row: Row,
+    heat: fits.Heat = fits.COLD,
+    step: str = "gemm",
 ) -> list[Sample]:
     """Seconds of products, timed several in a row, without the pace of the device's temperature
     and without what ``heat`` adds to a row."""
@@ -104,7 +150,7 @@ def samples(
     calls = {str(i): row(parts, shape, shape.in_a_row) for i, shape in enumerate(order)}
     references = [f"reference {i}" for i in range(3)]
     calls |= {name: row_of(parts, reference, 1) for name in references}
-    times = site.time("gemm", calls, share=1.0 - HEAT_SHARE)
+    times = site.time(step, calls, share=1.0 - HEAT_SHARE)
     seconds = fits.steadied(times, references)
     return [
         Sample(

@@ -29,6 +29,7 @@ from ficco.errors import ConfigError
 from ficco.launch import local_device
 from ficco.machine import (
     COLLECTIVES,
+    SCALED_PRODUCTS,
     Fingerprint,
     Machine,
     Provenance,
@@ -49,6 +50,7 @@ TIMEOUT_S = 30.0
 #: What measures the block of each step; None leaves the block as it is.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
+    **{block: partial(products.scaled, recipe=one) for one, block in SCALED_PRODUCTS.items()},
     "tiled": products.tiled,
     "copies": communication.copies,
     "kernel_copies": communication.kernel_copies,

@@ -16,6 +16,7 @@ import ficco
 from ficco.bench.calls import Runner
 from ficco.bench.series import MeasuredCalls, Stopwatch, Times
 from ficco.machine import Machine, Provenance
+from ficco.scaling import operands_of
 from ficco.tune.effort import Effort
 
 Tick = Callable[[str], None]
@@ -47,12 +48,13 @@ class Site:
 
     @property
     def itemsize(self) -> int:
-        size: int = getattr(torch, self.effort.dtype).itemsize
+        size: int = getattr(torch, operands_of(self.effort.dtype)[0]).itemsize
         return size
 
     def parts(self) -> MeasuredCalls:
         """The calls to measure, with operands of their own."""
-        return MeasuredCalls(self.watch.group, self.watch.device, getattr(torch, self.effort.dtype))
+        name, scaling = operands_of(self.effort.dtype)
+        return MeasuredCalls(self.watch.group, self.watch.device, getattr(torch, name), scaling)
 
     def gathers(
         self, a: torch.Tensor, b: torch.Tensor, schedules: Iterable[str]
