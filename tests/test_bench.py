@@ -21,7 +21,7 @@ import ficco
 from ficco import cli
 from ficco.bench import candidates as compared
 from ficco.bench import cases, layers, report, stats
-from ficco.bench.calls import Runner, build, expected, step_bytes
+from ficco.bench.calls import FUSED, Runner, build, expected, step_bytes, unavailable
 from ficco.bench.candidates import (
     COMPARED,
     REFERENCES,
@@ -37,15 +37,16 @@ from ficco.bench.candidates import (
 )
 from ficco.bench.cases import OPERATOR, Case
 from ficco.bench.frames import BENCH, LAYERS
-from ficco.bench.inputs import Operands, exact_calls
+from ficco.bench.inputs import Operands, exact_calls, wrong_elements
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
 from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.cli import bench as command
 from ficco.errors import ConfigError
-from ficco.heuristics import candidates
+from ficco.heuristics import candidates, problem_of_sizes
 from ficco.problem import OPERATORS, Problem
+from ficco.scaling import SCALED
 from ficco.schedules import NAMED, Schedule, plans
 
 # Figures.
@@ -344,22 +345,53 @@ def test_each_rank_knows_its_result_alone(operator: str) -> None:
     assert not torch.equal(before, everyone[1].a_LK)
 
 
-def _references(at: ranks.Rank) -> list[str]:
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("operator", [name for name, kind in OPERATORS.items() if not kind.inner])
+def test_scaled_operands_have_one_right_product(operator: str, kind: str) -> None:
+    problem = problem_of_sizes(operator, 256, 64, 384, kind, 4)
+    everyone = [Operands(problem, rank, torch.device("cpu")) for rank in range(4)]
+    for one in everyone:
+        one.exact_b()
+        one.exact(5)
+    products = [one.product().double() for one in everyone]  # by the scales that calls are given
+    for rank, one in enumerate(everyone):
+        want = products[rank]
+        if problem.kind.sums:
+            rows = slice(problem.offsets[rank], problem.offsets[rank + 1])
+            want = torch.stack(products).sum(0)[slice(None) if problem.kind.returns else rows]
+        elif problem.kind.scatters:
+            starts = [problem.leaves(src, rank) for src in range(4)]
+            blocks = zip(products, starts, strict=True)
+            want = torch.cat([p[e : e + problem.block(0, rank)] for p, e in blocks])
+        assert torch.equal(one.reference().double(), want) and want.any(1).all()
+    assert not torch.equal(everyone[0].a_LK.float(), everyone[1].a_LK.float())
+    before = {name: scale.clone() for name, scale in everyone[1].scales.items()}
+    everyone[1].exact(6)
+    stale = torch.equal(before["scale_a"], everyone[1].scales["scale_a"])
+    assert not stale or before["scale_a"].numel() == 1  # one of two numbers
+    everyone[1].random(0)
+    assert 0 < everyone[1].product().float().std() < 2  # of about normal numbers
+
+
+def _references(at: ranks.Rank, kind: str) -> list[str]:
     """References that are wrong, by operator; the errors of exact and of rounded sums."""
     group = torch.distributed.group.WORLD
     wrong = []
     for operator in OPERATORS:
-        operands = Operands(_problem(operator, at.world), at.rank, at.device)
+        if OPERATORS[operator].inner and kind in SCALED:
+            continue
+        problem = problem_of_sizes(operator, 64, 32, 384, kind, at.world)
+        operands = Operands(problem, at.rank, at.device)
         operands.exact_b()
         for turn, one in enumerate(REFERENCES):
-            if one.kind.startswith("pytorch") or operator not in (one.operators or OPERATORS):
+            if unavailable(one, operands) or operator not in (one.operators or OPERATORS):
                 continue
             runner = build(one, operands, group)
             with runner.context():
                 runner.run()
                 operands.exact(turn)
                 found = (runner.proof or runner.run)()
-            if not torch.equal(found, expected(runner, operands)):
+            if wrong_elements(found, expected(runner, operands)):
                 wrong.append(f"{operator}: {one.name}")
         if not operands.problem.kind.sums:
             continue
@@ -371,8 +403,28 @@ def _references(at: ranks.Rank) -> list[str]:
     return wrong
 
 
-def test_references_give_what_each_operator_promises() -> None:
-    assert ranks.run(2, _references) == [[], []]
+@pytest.mark.parametrize("kind", ["float32", "fp8-tensor", "fp8-row", "fp8-block"])
+def test_references_give_what_each_operator_promises(kind: str) -> None:
+    assert ranks.run(2, _references, kind) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["fp8-tensor", "fp8-row"])
+@pytest.mark.parametrize("operator", FUSED)
+def test_pytorch_takes_scaled_operands_as_it_is_given_them(operator: str, kind: str) -> None:
+    assert ranks.run(1, _fused_on_meta, operator, kind) == [((64, 32), "torch.bfloat16")]
+
+
+def _fused_on_meta(at: ranks.Rank, operator: str, kind: str) -> tuple[tuple[int, ...], str]:
+    """What PyTorch says of the result of its fused operator."""
+    from torch.distributed import _symmetric_memory
+
+    operands = Operands(problem_of_sizes(operator, 64, 32, 48, kind, 1), 0, at.device)
+    operands.a_LK, operands.b_KN = operands.a_LK.to("meta"), operands.b_KN.to("meta")
+    operands.scales = {name: scale.to("meta") for name, scale in operands.scales.items()}
+    candidate = next(one for one in REFERENCES if one.kind == "pytorch")
+    with _symmetric_memory._test_mode():
+        result = build(candidate, operands, torch.distributed.group.WORLD).run()
+    return tuple(result.shape), str(result.dtype)
 
 
 def test_what_moves_moves_as_many_bytes_alone() -> None:

@@ -20,11 +20,13 @@ import torch.distributed as dist
 import ficco.cli
 from ficco.bench import characterize as characterise
 from ficco.bench import plots
-from ficco.bench.cases import Case
+from ficco.bench.cases import Case, of_dtypes
 from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS
 from ficco.bench.frames import LOSSES, append, read_description
+from ficco.bench.inputs import GAIN
 from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, add, calls_to_cover, contended
 from ficco.errors import ConfigError
+from ficco.scaling import SCALED, operands_of
 
 CPU = torch.device("cpu")
 
@@ -128,6 +130,48 @@ def test_parts_add_up_to_the_whole() -> None:
     made.matmul(3, 5, 12, batch=2)()
     tall = made.matrix("a", 6, 12) @ b
     torch.testing.assert_close(made.matrix("out", 6, 5), tall)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_parts_add_up_to_the_whole(kind: str) -> None:
+    name, scaling = operands_of(kind)
+    made = MeasuredCalls(FakeGroup(), CPU, getattr(torch, name), scaling)
+    made.matmul(24, 32, 512)()
+    whole = made.matrix("out", 24, 32, torch.bfloat16).clone()
+    assert whole.isfinite().all() and whole.any(1).all()
+    a, b = made.matrix("a", 24, 512).float(), made.matrix("b", 32, 512).float().t()
+    torch.testing.assert_close(whole, (a @ b / GAIN**2).bfloat16(), rtol=1e-2, atol=1e-2)
+    for parts in (2, 4):
+        made.matrix("out", 24, 32, torch.bfloat16).zero_()
+        made.matmul(24, 32, 512, parts=parts)()
+        assert torch.equal(made.matrix("out", 24, 32, torch.bfloat16), whole)
+        made.accumulated(24, 32, 512, parts, rounding=True)()
+        out = made.matrix("out", 24, 32, torch.bfloat16)
+        torch.testing.assert_close(out, whole, rtol=1e-2, atol=1e-3)
+    sums = made.matrix("sums", 24, 32, torch.float32)
+    sums.fill_(8.0)
+    made.matmul(24, 32, 512, wide=True)()  # is added to
+    torch.testing.assert_close(sums - 8, whole.float(), rtol=1e-2, atol=1e-2)
+
+
+def run_parts(at: ranks.Rank, csv: str, kinds: tuple[str, ...]) -> Any:
+    cases = of_dtypes([Case("x", 64, 32, 512)], kinds)
+    settings = characterise.LossSettings(
+        cases=tuple(cases), sizes=(), parts=4, device="cpu", seconds=1, csv=Path(csv), rounds=3
+    )
+    return characterise.characterize(settings)
+
+
+def test_one_rank_measures_products_as_several_cut_them(tmp_path: Path) -> None:
+    csv = tmp_path / "losses.csv"
+    ranks.run(1, run_parts, str(csv), ("float32", "fp8-row"))
+    read = LOSSES.read(csv)
+    assert set(read["status"]) == {"ok"} and set(read["loss"]) == {characterise.GEMM_DIL}
+    assert list(read["case"]) == ["x float32"] * 4 + ["x fp8-row"] * 4
+    assert list(read["parts"]) == [4, 16, 4, 16] * 2 and set(read["world"]) == {4}
+    assert [path.name for path in plots.draw(read, csv.with_suffix(""), "")] == [
+        "losses_gemm-dil.png"
+    ]
 
 
 def test_sums_are_added_to_or_begun() -> None:

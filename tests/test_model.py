@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ficco.heuristics import (
@@ -31,8 +32,9 @@ from ficco.machine import (
     Thresholds,
     Topology,
 )
+from ficco.machine.model import result_bytes
 from ficco.problem import OPERATORS, Problem
-from ficco.schedules import Schedule, plan, refusal, same_plans
+from ficco.schedules import Schedule, plan, plans, refusal, same_plans
 from ficco.simulate import predict
 from tools import rule_table
 
@@ -487,3 +489,50 @@ def test_blocks_that_a_prediction_needs() -> None:
     bare = replace(MACHINE, gemm=None, host=None)
     assert lacking(bare, "eager") == ("gemm", "host")
     assert lacking(bare, "queued") == ("gemm",)
+
+
+# Products of float8 operands.
+
+
+def test_scaled_products_are_predicted_by_their_recipe() -> None:
+    gemm = MACHINE.gemm
+    assert gemm is not None
+    slow = replace(gemm, peak=gemm.peak / 10)
+    machine = replace(MACHINE, fp8_row=slow)
+    rows, tensor = (
+        problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, kind, 4)
+        for kind in ("fp8-row", "fp8-tensor")
+    )
+    assert machine.products(rows.scaling) is slow and not machine.unmeasured(rows.scaling)
+    assert machine.products(tensor.scaling) is gemm
+    assert machine.unmeasured(tensor.scaling) == "fp8_tensor" and not machine.unmeasured(None)
+    serial = Schedule.parse("serial")
+    ratio = predict(rows, serial, machine, "queued") / predict(rows, serial, MACHINE, "queued")
+    assert 5 < ratio < 11
+    assert predict(tensor, serial, machine, "queued") == predict(tensor, serial, MACHINE, "queued")
+    decided = decide(tensor, machine=machine)
+    assert "lacks fp8_tensor, products are predicted by gemm" in decided.reason
+    assert "lacks" not in decide(rows, machine=machine).reason
+    assert decided.candidates and decide(rows, machine=machine).candidates
+
+
+def test_no_batch_of_scaled_products_is_predicted() -> None:
+    gemm = MACHINE.gemm
+    assert gemm is not None
+    late = replace(MACHINE, fp8_row=replace(gemm, start=1.0, launch=0.0))
+    problem = problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, "fp8-row", 4)
+    schedule = Schedule.parse("uniform-fused-1d")
+    first = plans(problem, schedule)[0]
+    products = sum(product.batch for step in first.steps for product in step.products)
+    steps = sum(bool(step.products) for step in first.steps)
+    assert products > steps
+    assert predict(problem, schedule, late, "queued") == pytest.approx(products, rel=0.01)
+    parts = losses(problem, schedule, late, predict).gemm  # over a whole that has one start, too
+    assert products * 0.95 < parts < products
+
+
+def test_the_product_of_bytes_has_more_of_them() -> None:
+    assert result_bytes(1, False) == result_bytes(2, False) == 2
+    assert result_bytes(2, True) == 8 and result_bytes(1, True) == 16  # by a pass of its own
+    columns = np.array([1.0, 2.0, 4.0])
+    assert list(result_bytes(columns, np.array([False, True, False]))) == [2, 8, 4]

@@ -43,6 +43,7 @@ from ficco.bench.report import report, show_best
 from ficco.board import Board
 from ficco.dma.choose import ENGINES
 from ficco.dma.engine import Capabilities
+from ficco.heuristics import problem_of_sizes
 from ficco.machine import find
 from ficco.machine.flat import flat
 from ficco.options import current
@@ -109,7 +110,8 @@ def problem_of(operator: str, world: int, equal: bool = True) -> Problem:
 
 
 def caller(operands: ReplayOperands, group: Any, schedule: str) -> Callable[[], torch.Tensor]:
-    return partial(call, operands.problem, operands.a_LK, operands.b_KN, group, schedule)
+    where = operands.a_LK, operands.b_KN, group, schedule
+    return partial(call, operands.problem, *where, **operands.scales)
 
 
 def exact(group: Any, workspace: Workspace, problem: Problem, names: list[str]) -> None:
@@ -148,6 +150,16 @@ def test_every_schedule_is_exact_on_every_rank(operator: str, knobs: str) -> Non
                 exact(group, workspace, problem, names)
                 count += len(names)
     assert count >= 5 * 8
+
+
+@pytest.mark.parametrize("kind", ["fp8-tensor", "fp8-row", "fp8-block"])
+@pytest.mark.parametrize("operator", [name for name, kind in OPERATORS.items() if not kind.inner])
+def test_scaled_calls_are_exact(operator: str, kind: str) -> None:
+    problem = problem_of_sizes(operator, 64, 32, 256, kind, 2)
+    with played(1, 2) as (group, workspace):
+        names = served(problem, "")
+        exact(group, workspace, problem, names)
+        assert len(names) >= 5
 
 
 # When it comes.
@@ -318,6 +330,7 @@ CASES = {
     for case in (
         Case("gather", 48, 12, 16, "float32"),
         Case("scatter", 48, 12, 16, "float32", operator="matmul_reduce_scatter"),
+        Case("scaled", 48, 16, 32, "fp8-row"),
     )
 }
 

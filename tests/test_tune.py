@@ -25,10 +25,12 @@ import ficco.cli
 from ficco.bench import series
 from ficco.bench.calls import Runner
 from ficco.bench.cases import Case
+from ficco.bench.series import Stopwatch
 from ficco.dma.cpu import CpuEngine
 from ficco.errors import ConfigError
-from ficco.heuristics import decide
+from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import (
+    SCALED_PRODUCTS,
     Collective,
     Contention,
     Copies,
@@ -41,7 +43,9 @@ from ficco.machine import (
     Thresholds,
     Topology,
     configs,
+    dumps,
     load,
+    loads,
     save,
     tuned_key,
 )
@@ -219,7 +223,7 @@ def test_steps_have_names_and_times_and_blocks() -> None:
     steps = tuple(tuning.MEASURES)
     assert (*steps, "shapes") == effort.STEPS
     assert set(steps) <= {field.name for field in fields(Machine)}
-    for device, quick, most in (("cuda", False, 180), ("cpu", False, 50), ("cpu", True, 5)):
+    for device, quick, most in (("cuda", False, 210), ("cpu", False, 50), ("cpu", True, 5)):
         made = effort.EFFORTS[device, quick]
         assert tuple(made.seconds) == steps
         assert sum(made.seconds.values()) < most
@@ -821,9 +825,10 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     assert outcome.machine == other.machine
     machine = load(path)
     assert machine == outcome.machine
-    # On a CPU both movers are the same, and a product whose rows wait is several of the library.
-    none = "kernel_copies", "tiled"
-    assert [getattr(machine, step) for step in none] == [None, None]
+    # On a CPU both movers are the same, a product whose rows wait is several of the library, and
+    # float8 is slow.
+    none = "kernel_copies", "tiled", "fp8_tensor", "fp8_row", "fp8_block"
+    assert not any(getattr(machine, step) for step in none)
     for step in tuning.MEASURES:
         if step in none:
             continue
@@ -845,6 +850,48 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     off = {point.block for point in points if not point.holds(generous)}
     assert off == {"gemm"}
     assert "ficco tune --only gemm" in check.report(points, generous)
+
+
+def measure_scaled(at: ranks.Rank) -> dict[str, Gemm]:
+    """Blocks of products of float8 operands, from few of them."""
+    quick = effort.EFFORTS["cpu", True]
+    shapes = tuple(
+        effort.Shape(m, 128, k, wide=wide)
+        for m, k, wide in ((16, 128, False), (64, 256, False), (64, 256, True), (18, 40, False))
+    )
+    seconds = {**quick.seconds, **dict.fromkeys(SCALED_PRODUCTS.values(), 0.1)}
+    little = replace(quick, gemms=shapes, seconds=seconds, reference=shapes[0])
+    watch = Stopwatch(dist.group.WORLD, at.device)
+    machine = Machine("m", "cpu", at.world)
+    site = Site(watch, little, machine, lambda kind, note: Provenance(kind, note=note))
+    blocks = {one: products.scaled(site, one) for one in SCALED_PRODUCTS}
+    watch.close()
+    return blocks  # type: ignore[return-value]
+
+
+def test_products_by_recipe_are_measured() -> None:
+    for recipe, block in ranks.run(1, measure_scaled)[0].items():
+        assert block.shares == ((1, 1.0),) and block.seconds(64, 128, 256, itemsize=1) > 0
+        assert block.provenance.note.startswith(f"3 products of fp8-{recipe}, errors")
+        machine = Machine("m", "cpu", 2, gemm=BLOCKS["gemm"], **{SCALED_PRODUCTS[recipe]: block})
+        assert loads(dumps(machine)) == machine
+
+
+def tune_scaled(at: ranks.Rank, path: str) -> Any:
+    problem = problem_of_sizes("all_gather_matmul", 64, 32, 48, "fp8-row", at.world)
+    return tune_shapes(at, path, (problem,)), problem
+
+
+def test_scaled_problems_become_tuned_entries(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    outcome, problem = ranks.run(2, tune_scaled, str(path))[0]
+    assert not outcome.failures and not outcome.error, outcome
+    machine = load(path)
+    assert [entry.dtype for entry in machine.tuned] == ["fp8-row"]
+    assert decide(problem, machine=machine, mode="idle").source == "tuned"
+    for other in ("fp8-tensor", "bfloat16"):  # an entry is of its recipe
+        asked = problem_of_sizes("all_gather_matmul", 64, 32, 48, other, 2)
+        assert decide(asked, machine=machine, mode="idle").source != "tuned"
 
 
 @pytest.mark.multigpu

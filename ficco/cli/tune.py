@@ -130,8 +130,9 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
     if arguments.from_log:
         wanted = arguments.operator or OPERATORS
         every = problem_log.read(arguments.from_log, ranks)
-        # The tuner makes no float8 operands.
-        logged = [one for one in every if one.operator in wanted and one.scaling is None]
+        # Operands of float8 are made in the kinds that shapes are measured in.
+        named = [one for one in every if one.kind_of_operands in cases.DTYPES]
+        logged = [one for one in named if one.operator in wanted]
         if not logged:
             of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(
