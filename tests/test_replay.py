@@ -272,7 +272,7 @@ def test_arrivals_are_those_of_the_link() -> None:
     every = plans(problem, Schedule.parse("shard-overlap"))
     coming = arrivals(every, machine, "queued", 0)
     assert [one.at for one in coming] == pytest.approx([2 + shard, 2 + 2 * shard])
-    assert [one.transfer.src.rank for one in coming if one.transfer] == [
+    assert [transfer.src.rank for one in coming for transfer in one.transfers] == [
         one.signal.poster for one in coming
     ]
     assert last_arrival(problem, machine, 0) == pytest.approx(coming[-1].at)

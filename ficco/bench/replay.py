@@ -65,11 +65,11 @@ Images = Mapping[Transfer, torch.Tensor]
 
 class Arrival(NamedTuple):
     """One signal of a peer: the seconds after the begin of the call at which it is seen, and the
-    copy whose rows it tells of, if any."""
+    copies whose rows it tells of: one, or that of their factors and theirs."""
 
     at: float
     signal: Signal
-    transfer: Transfer | None
+    transfers: tuple[Transfer, ...] = ()
 
 
 def link(
@@ -153,17 +153,17 @@ def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> l
     """
     simulation = Simulation(every, machine, mode)
     simulation.run()
-    return sorted(
-        (
-            Arrival(simulation.known[rank, signal.word], signal, _to(rank, step))
-            for one in simulation.ranks
-            if one.number != rank
-            for step in one.plan.steps
-            for signal in step.posts
-            if signal.waiter == rank and not signal.released
-        ),
-        key=lambda arrival: arrival.at,
-    )
+    coming = []
+    for one in simulation.ranks:
+        untold: dict[str, list[Transfer]] = {}  # by lane, since its last signal
+        for step in one.plan.steps if one.number != rank else ():
+            if (transfer := _to(rank, step)) is not None:
+                untold.setdefault(step.lane, []).append(transfer)
+            for signal in step.posts:
+                if signal.waiter == rank and not signal.released:
+                    told = tuple(untold.pop(step.lane, ()))
+                    coming.append(Arrival(simulation.known[rank, signal.word], signal, told))
+    return sorted(coming, key=lambda arrival: arrival.at)
 
 
 def _to(rank: int, step: Step) -> Transfer | None:
@@ -499,8 +499,8 @@ class Courier:
                 self.passage(seconds, timetable.inward)(stream)
             else:
                 for arrival in piece.arrivals:
-                    if arrival.transfer is not None:
-                        bring(self.engine.driver, places, arrival.transfer, images, stream)
+                    for transfer in arrival.transfers:
+                        bring(self.engine.driver, places, transfer, images, stream)
             piece.words.enqueue(stream)
             piece.stamp.record(stream)
         self._played = timetable
