@@ -37,7 +37,7 @@ from ficco.bench.candidates import (
 )
 from ficco.bench.cases import OPERATOR, Case
 from ficco.bench.frames import BENCH, LAYERS
-from ficco.bench.inputs import Operands, exact_calls, wrong_elements
+from ficco.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
@@ -364,6 +364,11 @@ def test_scaled_operands_have_one_right_product(operator: str, kind: str) -> Non
             blocks = zip(products, starts, strict=True)
             want = torch.cat([p[e : e + problem.block(0, rank)] for p, e in blocks])
         assert torch.equal(one.reference().double(), want) and want.any(1).all()
+        whole = one.wide(one.whole_OK, one.whole_scale).double() @ one.wide_b_KN.double()
+        assert torch.equal(want, whole)  # nothing was rounded
+        # Nor can it be: eight bits hold the largest sum, of terms that A's factors may double.
+        terms = int((one.b_KN.float() != 0).sum(0).max()) * (4 if problem.kind.sums else 1)
+        assert terms * LARGEST * (2 if "block" in kind else 1) <= 256
     assert not torch.equal(everyone[0].a_LK.float(), everyone[1].a_LK.float())
     before = {name: scale.clone() for name, scale in everyone[1].scales.items()}
     everyone[1].exact(6)

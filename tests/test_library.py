@@ -694,9 +694,9 @@ def _selective(at: Rank, save: bool) -> list[str]:
     seen: list[str] = []
     real = library.run
 
-    def spy(operator: str, *rest: Any) -> Any:
+    def spy(operator: str, *rest: Any, **more: Any) -> Any:
         seen.append(operator)
-        return real(operator, *rest)
+        return real(operator, *rest, **more)
 
     library.run = spy  # type: ignore[assignment]
     try:

@@ -5,6 +5,7 @@ For each operator there are, in the namespace ``ficco``:
 - ``<name>``: the product;
 - ``<name>_gathered``: the product and the gathered A, for ``all_gather_matmul`` and
   ``all_to_all_matmul``;
+- ``<name>_scaled`` and ``<name>_scaled_gathered``: the same of float8 operands, without gradients;
 - ``<name>_backward``: the gradients that are needed, in the order A, B, by
   :mod:`ficco.ops.gradients`. It is one operator, so that the parts that overlap stay together.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -42,12 +44,16 @@ from ficco.ops.gradients import (
     rows_multiplied,
     save,
 )
-from ficco.ops.operands import check_operands, frozen
+from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
 from ficco.options import carried, current, from_text, saves_gathered, to_text
 from ficco.problem import OPERATORS
 
 _CALL = 'str group, str schedule="auto", SymInt[]? rows=None, str options=""'
 _FORWARD = f"(Tensor a, Tensor b, {_CALL}) -> "
+_SCALED = (
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType? out_dtype, "
+    f"bool use_fast_accum, {_CALL}) -> "
+)
 _BACKWARD = (
     "(Tensor? grad, Tensor? grad_gathered, Tensor? a, Tensor? b, Tensor? gathered, "
     f"SymInt[] shape, bool columns, bool needs_a, bool needs_b, {_CALL}) -> Tensor[]"
@@ -65,6 +71,26 @@ class _Forward(NamedTuple):
     schedule: str = "auto"
     rows: Rows = None
     options: str = ""
+
+
+class _Scaled(NamedTuple):
+    """The arguments of a product of float8 operands, in the order of its schema."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+    bias: torch.Tensor | None
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+    group: str
+    schedule: str = "auto"
+    rows: Rows = None
+    options: str = ""
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(*self[2:7])
 
 
 class _Backward(NamedTuple):
@@ -91,6 +117,8 @@ class Registered(NamedTuple):
     product: OpOverload
     gathered: OpOverload | None
     backward: OpOverload
+    scaled: OpOverload | None
+    scaled_gathered: OpOverload | None
 
 
 def call(
@@ -102,6 +130,7 @@ def call(
     rows: Any,
     options: str,
     return_gathered: bool,
+    scales: Scales | None = None,
 ) -> Result:
     """A call through the ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
@@ -110,6 +139,8 @@ def call(
     if rows is not None:  # an all-to-all's table row by row
         flat = [n for row in rows for n in (row if isinstance(row, (list, tuple)) else [row])]
     ops = OPS[operator]
+    if scales is not None:
+        return _call_scaled(ops, a, b, scales, (group, schedule, flat, options), return_gathered)
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
     if ops.gathered and (return_gathered or saves):
         out, gathered = ops.gathered(a, b, group, schedule, flat, options)
@@ -117,7 +148,25 @@ def call(
     return ops.product(a, b, group, schedule, flat, options), None
 
 
-def _called(operator: str, given: _Forward | _Backward) -> OperatorCall:
+def _call_scaled(
+    ops: Registered,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    where: tuple[Any, ...],
+    return_gathered: bool,
+) -> Result:
+    if return_gathered and ops.scaled_gathered:
+        both: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *scales, *where)
+        return both
+    if ops.scaled is None:
+        raise NotImplementedError(
+            f"{ops.product.name().partition('::')[2]} does not take float8 operands; pass bfloat16"
+        )
+    return ops.scaled(a, b, *scales, *where), None
+
+
+def _called(operator: str, given: _Forward | _Scaled | _Backward) -> OperatorCall:
     ranks = distributed_c10d._resolve_process_group(given.group)  # type: ignore[arg-type]
     world, rows = ranks.size(), given.rows
     table: tuple[Any, ...] | None = None if rows is None else tuple(rows)
@@ -126,23 +175,43 @@ def _called(operator: str, given: _Forward | _Backward) -> OperatorCall:
     return OperatorCall(operator, ranks, given.schedule, table)  # checked by the call path
 
 
-def _forward(operator: str, return_gathered: bool, *args: Any, **kwargs: Any) -> Any:
-    given = _Forward(*args, **kwargs)
+def _forward(
+    operator: str,
+    return_gathered: bool,
+    form: type[_Forward] | type[_Scaled],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = form(*args, **kwargs)
     called = _called(operator, given)
+    where = given.a, given.b, called.group, given.schedule, called.rows, return_gathered
+    scales = given.scales if isinstance(given, _Scaled) else None
     with carried(from_text(given.options)) if given.options else nullcontext():
-        result = run(
-            operator, given.a, given.b, called.group, given.schedule, called.rows, return_gathered
-        )
+        result = run(operator, *where, scales=scales)
     return result if return_gathered else result[0]
 
 
-def _fake_forward(operator: str, return_gathered: bool, *args: Any, **kwargs: Any) -> Any:
-    given = _Forward(*args, **kwargs)
-    a, b = given.a, given.b
-    check_operands(operator, a, b)  # the call itself checks the rest
+def _fake_forward(
+    operator: str,
+    return_gathered: bool,
+    form: type[_Forward] | type[_Scaled],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = form(*args, **kwargs)
+    a, b, called, kind = given.a, given.b, _called(operator, given), OPERATORS[operator]
+    scales = given.scales if isinstance(given, _Scaled) else None
+    check_operands(operator, a, b, scales)  # the call itself checks the rest
     (*m, k), n = a.shape, b.shape[1]
-    multiplied = rows_multiplied(_called(operator, given), prod(m))
-    out = a.new_empty((k if OPERATORS[operator].inner else multiplied, n))
+    held = prod(m)
+    dtype = a.dtype
+    if scales is not None:
+        dtype = scales.out_dtype or torch.bfloat16
+        shared = not (kind.scatters or kind.blocks)
+        each = tuple(called.rows or (held,) * called.group.size()) if shared else ()
+        check_scaled(operator, a, b, scales, each)
+    multiplied = rows_multiplied(called, held)
+    out = a.new_empty((k if kind.inner else multiplied, n), dtype=dtype)
     return (out, a.new_empty((multiplied, k))) if return_gathered else out
 
 
@@ -201,19 +270,23 @@ def _register(
 
 def _operator(operator: str) -> Registered:
     """Define and register the ``torch.library`` operators of one of ficco's operators."""
-    forwards = []
-    for gathered in (False, True) if operator in GATHERS else (False,):
-        name = f"{operator}_gathered" if gathered else operator
-        op = _register(
+    forwards: dict[tuple[bool, bool], OpOverload] = {}
+    forms: tuple[type[_Forward] | type[_Scaled], ...] = (_Forward, _Scaled)
+    for gathered, form in product((False, True), forms):
+        scaled = form is _Scaled
+        if gathered and operator not in GATHERS or scaled and OPERATORS[operator].inner:
+            continue
+        name = operator + "_scaled" * scaled + "_gathered" * gathered
+        forwards[scaled, gathered] = _register(
             name,
-            _FORWARD + ("(Tensor, Tensor)" if gathered else "Tensor"),
-            partial(_forward, operator, gathered),
-            partial(_fake_forward, operator, gathered),
+            (_SCALED if scaled else _FORWARD) + ("(Tensor, Tensor)" if gathered else "Tensor"),
+            partial(_forward, operator, gathered, form),
+            partial(_fake_forward, operator, gathered, form),
         )
-        torch.library.register_autograd(
-            f"ficco::{name}", partial(_autograd, operator), setup_context=_setup_context
-        )
-        forwards.append(op)
+        if not scaled:
+            torch.library.register_autograd(
+                f"ficco::{name}", partial(_autograd, operator), setup_context=_setup_context
+            )
     back = _register(
         f"{operator}_backward",
         _BACKWARD,
@@ -221,7 +294,8 @@ def _operator(operator: str) -> Registered:
         partial(_fake_backward, operator),
     )
     torch.library.register_autograd(f"ficco::{operator}_backward", _second_derivative)
-    return Registered(forwards[0], forwards[1] if len(forwards) > 1 else None, back)
+    of_scaled = forwards.get((True, False)), forwards.get((True, True))
+    return Registered(forwards[False, False], forwards.get((False, True)), back, *of_scaled)
 
 
 def _second_derivative(ctx: Any, *grads: Any) -> Any:
@@ -236,8 +310,7 @@ OPS = {operator: _operator(operator) for operator in DUAL}
 
 def _forward_flops(operator: str, gathered: bool, *args: Any, out_shape: Any, **kwargs: Any) -> int:
     """Operations of one rank's product: two for each multiplication."""
-    given: Any = _Forward(*args, **kwargs)
-    a, b = given.a, given.b
+    a, b = ((kwargs | dict(zip("ab", args, strict=False)))[name] for name in "ab")
     if OPERATORS[operator].inner:
         rows = b[0]
     elif operator in GATHERS:
@@ -267,6 +340,8 @@ for _operator_name, _ops in OPS.items():
     for _op, _formula in (
         (_ops.product, partial(_forward_flops, _operator_name, False)),
         (_ops.gathered, partial(_forward_flops, _operator_name, True)),
+        (_ops.scaled, partial(_forward_flops, _operator_name, False)),
+        (_ops.scaled_gathered, partial(_forward_flops, _operator_name, True)),
         (_ops.backward, partial(_backward_flops, _operator_name)),
     ):
         if _op:

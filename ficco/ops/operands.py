@@ -237,6 +237,18 @@ def scaling_of(
     )
 
 
+def check_scaled(
+    operator: str, a: torch.Tensor, b: torch.Tensor, scales: Scales, each: tuple[int, ...]
+) -> None:
+    """Refuse scales and sizes that no call can have, as far as a tracer knows them."""
+    scaling = scaling_of(scales, flat(a), b, each, left_of(operator))
+    sizes = b.shape[1], b.shape[0]
+    if all(isinstance(size, int) for size in sizes):
+        rows, dtype = (RECIPES[scaling.recipe].rows,), str(a.dtype).removeprefix("torch.")
+        own = replace(scaling, replicated=False)  # any operator refuses the rest
+        Problem("matmul_reduce_scatter", rows, *sizes, dtype, scaling=own)
+
+
 def plain_scales(scales: Scales, plan: Plan) -> dict[str, torch.Tensor]:
     """The operands of a Plan that scales and bias make: row by row if copies move them, else column
     by column, as libraries read those of blocks."""

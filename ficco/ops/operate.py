@@ -82,12 +82,9 @@ def _scaled(
     """The same for operands of float8, which autocast leaves alone."""
     check_types(scales)
     tensors = {left_of(operator): a, "b": b, **scales.tensors}
-    if watched(*tensors.values()):
+    traced = watched(*tensors.values())
+    if traced:
         refuse_sharded(**tensors)
-        raise NotImplementedError(
-            "operands of float8 are not traced yet; keep the call out of compiled functions, or "
-            "decorate its function with torch.compiler.disable"
-        )
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
             if tensor.requires_grad:
@@ -95,6 +92,11 @@ def _scaled(
                     f"{name}: products of float8 operands have no gradient yet; pass "
                     f"{name}.detach(), or call under torch.no_grad()"
                 )
+    if traced:
+        name = process_group(group).group_name
+        text = schedule if isinstance(schedule, str) else _name(schedule)
+        where = operator, a, b, name, text, rows, current_text(), return_gathered
+        return library.call(*where, scales=scales)
     ranks: Any = group  # the call path takes the group of a mesh by itself
     return run(operator, a, b, ranks, schedule, rows, return_gathered, scales=scales)
 

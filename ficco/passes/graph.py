@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from ficco.passes.layout import Order, Size, permuted, regrouped, same
+from ficco.scaling import RESULTS
 
 aten = torch.ops.aten
 
@@ -121,7 +122,12 @@ _PRODUCTS = {
     aten.matmul.default: ("self", "other", ""),
     aten.addmm.default: ("mat1", "mat2", "self"),
     aten.linear.default: ("input", "weight", "bias"),
+    aten._scaled_mm.default: ("self", "mat2", "bias"),
+    aten._scaled_mm_v2.default: ("self", "mat2", "bias"),
 }
+
+#: How ``_scaled_mm_v2`` names the recipes that operators take (torch.nn.functional.ScalingType).
+_RECIPES = {(0, 0): "tensor", (1, 1): "row", (4, 5): "block"}
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,14 @@ class MatrixProduct:
     b: Node
     transposed: bool  #: b is [n, k]
     bias: Node | None = None
+    scales: tuple[Node, ...] = ()  #: of a and of b, if these are float8
+    fast_accum: bool = False
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """What must be there besides ``a``."""
+        own = (*self.scales, *([self.bias] if self.scales and self.bias else ()))
+        return (self.b, *own)
 
     @property
     def columns(self) -> Size:
@@ -145,8 +159,6 @@ def product(node: Any) -> MatrixProduct | str:
         return f"{_called(node)} is no product"
     if node.target in (aten.bmm.default, aten.baddbmm.default):
         return "bmm multiplies a batch of matrices"
-    if "scaled_mm" in op_of(node)._schema.name:
-        return "scaled products (fp8) are not served"
     if node.target not in _PRODUCTS:
         return f"{_called(node)} is no product"
     given = arguments(node)
@@ -154,11 +166,37 @@ def product(node: Any) -> MatrixProduct | str:
         return "addmm with beta or alpha other than 1"
     left, right, bias = map(given.get, _PRODUCTS[node.target])
     transposed = node.target == aten.linear.default
-    matmul = MatrixProduct(node, left, right, transposed, bias)  # type: ignore[arg-type]
+    scales = _scales(node, given) if "scale_a" in given else ()
+    if isinstance(scales, str):
+        return scales
+    how = transposed, bias, scales, bool(given.get("use_fast_accum"))
+    matmul = MatrixProduct(node, left, right, *how)  # type: ignore[arg-type]
     a, b = value(matmul.a), value(matmul.b)
     if a is None or b is None or a.dim() < 2 or b.dim() != 2:
         return f"{_called(node)} of operands that are no matrices"
     return matmul
+
+
+def _scales(node: Node, given: dict[str, Any]) -> tuple[Node, ...] | str:
+    """The scales of a product of float8 operands, or why no operator takes them."""
+    scales = given["scale_a"], given["scale_b"]
+    if "recipe_a" in given:
+        recipes = [tuple(map(int, given[name])) for name in ("recipe_a", "recipe_b")]
+        if [len(each) for each in (*recipes, *scales)] != [1] * 4:
+            return "operands with scales of two levels"
+        if (pair := (recipes[0][0], recipes[1][0])) not in _RECIPES:
+            return f"scales by the recipes {pair[0]} and {pair[1]}"
+        if any(map(int, (*given["swizzle_a"], *given["swizzle_b"]))) or given["contraction_dim"]:
+            return "swizzled scales, or another dimension than k is contracted"
+        scales = scales[0][0], scales[1][0]
+    if given.get("scale_result") is not None:
+        return "a product with scale_result"
+    result = tensor_of(node).dtype
+    if str(result).removeprefix("torch.") not in RESULTS:
+        return f"a product of float8 operands in {result}"
+    if any(tensor_of(scale).dtype != torch.float32 for scale in scales):
+        return f"scales of {tensor_of(scales[0]).dtype} and {tensor_of(scales[1]).dtype}"
+    return scales
 
 
 def _called(node: Any) -> str:
@@ -220,7 +258,10 @@ def relayout_to(node: Any) -> Relayout | None:
     if before is None or not isinstance(source, Node):
         return None
     nodes, dims = (node,), before.dim()
-    if node.target in _CONVERSIONS:
+    if node.target == aten.view.dtype:  # bytes of float8, for libraries that do not know it
+        if before.dtype.itemsize == after.dtype.itemsize:
+            return Relayout(source, nodes, converts=after.dtype)
+    elif node.target in _CONVERSIONS:
         # Nothing but the dtype may change.
         if before.device == after.device and before.shape == after.shape:
             return Relayout(source, nodes, converts=after.dtype)

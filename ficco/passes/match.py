@@ -34,8 +34,19 @@ from ficco.passes.graph import (
     write_between,
     written,
 )
-from ficco.passes.layout import Order, Size, Unclear, of_ranks, original, rows_of, same, total
+from ficco.passes.layout import (
+    Order,
+    Size,
+    Unclear,
+    canonical,
+    of_ranks,
+    original,
+    rows_of,
+    same,
+    total,
+)
 from ficco.problem import ITEMSIZE
+from ficco.scaling import FAMILIES
 
 #: The operators for a collective before a product, and after one.
 PROLOGUES = {
@@ -97,12 +108,16 @@ class Prologue(Pattern):
         hoisted: nodes that b needs and that move before ``place``, too.
         others: other users of the gathered tensor.
         converts: the relayout that converts the gathered tensor; it converts the shard instead.
+        scale: of float8 rows, those of this rank's or, if none travel with them, of all.
+        scale_chain: the collective that gathers them, and the nodes between it and the product.
     """
 
     place: Node
     hoisted: tuple[Node, ...]
     others: tuple[Node, ...]
     converts: Relayout | None
+    scale: Node | None = None
+    scale_chain: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,17 +221,57 @@ def prologue(call: CollectiveCall) -> Prologue:
             continue
         place = leaves[0].user
         try:
-            hoisted = _hoisted(call, chosen, place, position)
+            scale, scale_chain = _scale_of(call, chosen, rows)
+            hoisted = _hoisted(call, chosen, scale, place, position)
         except Leave as error:
             refused.append(error)
             continue
-        write = write_between(call.node, place, [call.tensor])
-        if write is not None:
-            raise Leave(f"{write.name} may write to the operand before the product", chosen.node)
+        travel = [(call.node, call.tensor)]
+        travel += [(scale_chain[0], scale)] if scale is not None and scale_chain else []
+        for gather, tensor in travel:
+            write = write_between(gather, place, [tensor])
+            if write is not None:
+                why = f"{write.name} may write to the operand before the product"
+                raise Leave(why, chosen.node)
         views = {node for leaf in leaves for relayout in leaf.relayouts for node in relayout.nodes}
         chain = tuple(sorted(views, key=position.__getitem__))
-        return Prologue(name, call, (chosen,), rows, chain, place, hoisted, others, converts)
+        where = name, call, (chosen,), rows, chain, place
+        return Prologue(*where, hoisted, others, converts, scale, scale_chain)
     raise refused[-1]
+
+
+def _scale_of(
+    call: CollectiveCall, chosen: MatrixProduct, rows: Order
+) -> tuple[Node | None, tuple[Node, ...]]:
+    """The scale of a product's left operand, as its operator takes it: that of this rank's rows
+    where it travels like them, in one collective more, which comes first of the nodes that the
+    operator is instead of; else as it is."""
+    if not chosen.scales:
+        return None, ()
+    scale = node = chosen.scales[0]
+    if same(tensor_of(scale).numel(), 1):
+        return scale, ()
+    relayouts = []
+    while (relayout := relayout_to(node)) is not None and relayout.converts is None:
+        relayouts.append(relayout)
+        node = relayout.source
+    gather = node.args[0] if is_wait(node) else None
+    if isinstance(gather, Node) and collective(gather) == call.name:
+        other = call_of(gather, call.group)
+        order = _gathered(other)
+        try:
+            for relayout in reversed(relayouts):
+                order = relayout.forward(order)
+            travels = rows_of(order, tensor_of(scale).shape) == rows
+        except Unclear:
+            travels = False
+        if not travels:
+            raise Leave("the scales of the rows lie in another order than the rows", chosen.node)
+        between = [node for relayout in reversed(relayouts) for node in relayout.nodes]
+        return other.tensor, (*other.results, *between)
+    if call.name != "all_gather_into_tensor" or rows != canonical(rows):
+        raise Leave("the scales of the rows do not travel with them", chosen.node)
+    return scale, ()
 
 
 def _gathered(call: CollectiveCall) -> Order:
@@ -264,6 +319,8 @@ def _candidate(call: CollectiveCall, leaf: Leaf) -> tuple[MatrixProduct, Order, 
     matmul = product(leaf.user)
     if isinstance(matmul, str):
         raise Leave(matmul)
+    if leaf.tensor in matmul.scales:
+        raise Leave("what was gathered are scales, which travel with the rows that they are of")
     if leaf.tensor in (matmul.b, matmul.bias):
         raise Leave("what was gathered is the right operand of the product")
     if leaf.order is None:
@@ -299,6 +356,8 @@ def _check_dtype(matmul: MatrixProduct) -> None:
     """:class:`Leave` if the operators do not support the product's dtype."""
     operand = tensor_of(matmul.a)
     dtype = str(operand.dtype).removeprefix("torch.")
+    if matmul.scales and dtype in FAMILIES:
+        return  # the operator says what it lacks
     if dtype not in ITEMSIZE or (dtype == "float64" and operand.device.type != "cpu"):
         raise Leave(f"dtype {dtype} is not served on {operand.device.type}", matmul.node)
 
@@ -309,11 +368,18 @@ def _width(matmul: MatrixProduct) -> int:
 
 
 def _hoisted(
-    call: CollectiveCall, chosen: MatrixProduct, place: Node, position: dict[Node, int]
+    call: CollectiveCall,
+    chosen: MatrixProduct,
+    scale: Node | None,
+    place: Node,
+    position: dict[Node, int],
 ) -> tuple[Node, ...]:
-    """The nodes that have to move before ``place`` so that b is there; Leave if they cannot."""
+    """The nodes that have to move before ``place`` so that b and the scales are there; Leave if
+    they cannot."""
     needed: set[Node] = set()
-    rest = [chosen.b]
+    operands = [scale if node in chosen.scales[:1] else node for node in chosen.operands]
+    held = [node for node in operands if node is not None]
+    rest = list(held)
     while rest:
         node = rest.pop()
         if node in needed or position[node] < position[call.node]:
@@ -323,7 +389,7 @@ def _hoisted(
         needed.add(node)
         rest += node.all_input_nodes
     late = {node for node in needed if position[node] > position[place]}
-    write = write_between(place, chosen.node, [chosen.b]) if place is not chosen.node else None
+    write = write_between(place, chosen.node, held) if place is not chosen.node else None
     if late and write is None:
         write = next((n for n in span(place, chosen.node) if written(n)), None)
     if write is not None:
@@ -349,7 +415,9 @@ def epilogue(call: CollectiveCall) -> Epilogue:
     for chosen, order in summands:
         if order != rows:
             raise Leave("products whose rows lie in different orders are added", first.node)
-        write = write_between(chosen.node, call.node, [chosen.a, chosen.b])
+        if chosen.scales and len(summands) > 1:
+            raise Leave("products with scales of their own are added", first.node)
+        write = write_between(chosen.node, call.node, [chosen.a, *chosen.operands])
         if write is not None:
             raise Leave(f"{write.name} may write to an operand of the product", chosen.node)
     average = _average(call, first)

@@ -43,6 +43,7 @@ from ficco.passes.match import (
     world_of,
 )
 from ficco.passes.report import Entry, Report
+from ficco.scaling import RECIPES, factor_count
 from ficco.schedules import Schedule
 
 
@@ -94,10 +95,11 @@ def named(group: Any, schedule: Any) -> str | None:
 
 
 def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
-    report = Report(graphs=1)
-    for node in list(graph.nodes):
-        if collective(node):
-            report.entries.append(_visit(node, group, schedule))
+    entries: dict[Node, Entry] = {node: _entry(node) for node in graph.nodes if collective(node)}
+    for node in entries:
+        if not entries[node].replaced:
+            entries |= _visit(node, group, schedule)
+    report = Report(list(entries.values()), graphs=1)
     if report:
         # Results of operators need no wait: calls run on the current stream.
         for node in list(graph.nodes):
@@ -115,8 +117,8 @@ def _is_ready(node: Node) -> bool:
     return is_wait(node) or getattr(node.target, "namespace", "") in ("aten", "prims", "ficco")
 
 
-def _visit(node: Node, group: str | None, schedule: str) -> Entry:
-    """Replace one collective, or report why it stays."""
+def _visit(node: Node, group: str | None, schedule: str) -> dict[Node, Entry]:
+    """Replace one collective, and that of its scales, or report why it stays."""
     refused: list[Leave] = []
     entry = _entry(node)
     try:
@@ -126,16 +128,24 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
                 continue
             try:
                 pattern = match(call)
-                where, shapes = origin(pattern.products[0].node, node), _shapes(pattern)
-                return dataclasses.replace(
+                done = dataclasses.replace(
                     entry,
                     product=", ".join(chosen.node.name for chosen in pattern.products),
-                    where=where,
-                    shapes=shapes,
+                    where=origin(pattern.products[0].node, node),
+                    shapes=_shapes(pattern),
                     replaced=True,
                     operator=pattern.operator,
-                    reason=_apply(pattern, schedule),
                 )
+                scales = pattern.scale_chain[:1] if isinstance(pattern, Prologue) else ()
+                own = {one: _entry(one) for one in scales}
+                entries = {node: dataclasses.replace(done, reason=_apply(pattern, schedule))}
+                for one in scales:
+                    if one not in one.graph.nodes:  # nothing else uses them
+                        why, was = "scales travel with the rows that they are of", own[one]
+                        entries[one] = dataclasses.replace(
+                            done, node=was.node, shapes=was.shapes, reason=why
+                        )
+                return entries
             except Leave as error:
                 refused.append(error)
     except Leave as error:
@@ -145,9 +155,10 @@ def _visit(node: Node, group: str | None, schedule: str) -> Entry:
     near = [one for one in refused if one.product] or refused
     about = near[0].product
     reason = "; ".join(dict.fromkeys(map(str, near)))
-    return dataclasses.replace(
-        entry, product=about.name if about else "", where=origin(about, node), reason=reason
-    )
+    name = about.name if about else ""
+    return {
+        node: dataclasses.replace(entry, product=name, where=origin(about, node), reason=reason)
+    }
 
 
 def _entry(node: Node) -> Entry:
@@ -304,15 +315,19 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
     if pattern.converts is not None:
         (convert,) = pattern.converts.nodes
         shard = write(place, convert.target, shard, *convert.args[1:], **convert.kwargs)
-        notes.append(f"converted to {_dtype(shard)} before it travels")
+        if convert.target != aten.view.dtype:
+            notes.append(f"converted to {_dtype(shard)} before it travels")
     k, n = tensor_of(chosen.a).shape[-1], chosen.columns
     ordered = canonical(pattern.rows)
     if not same(tensor_of(shard).shape[-1], k) or tensor_of(shard).dim() < 2:
         shard = write.shaped(place, shard, [_rows(call, ordered), k])
-    b = _matrix(write, place, chosen)
-    out, gathered = _call(
-        write, place, pattern.operator, shard, b, call, schedule, bool(pattern.others)
-    )
+    of_a = pattern.scale
+    if of_a is not None and pattern.scale_chain:
+        columns = tensor_of(chosen.scales[0]).shape[-1]
+        of_a = write.shaped(place, of_a, [_rows(call, ordered), columns])
+        notes.append("its scales travel with it")
+    where = write, place, pattern.operator
+    out, gathered = _call(*where, shard, of_a, chosen, call, schedule, bool(pattern.others))
     if gathered is not None:
         gathered = write.shaped(place, gathered, tensor_of(call.node).shape)
         notes.append(f"what was gathered is kept for {_list(pattern.others)}")
@@ -320,7 +335,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
     out = write.lying(at, write.moved(at, out, ordered, pattern.rows, n, tensor_of(at).shape))
     if pattern.rows != ordered:
         notes.append("the product's rows are put in order by a copy")
-    if chosen.bias is not None:
+    if chosen.bias is not None and not chosen.scales:
         out = write(at, aten.add.Tensor, out, chosen.bias)
         notes.append("the bias is added to its result")
     sizes = write.sized([*call.results, *pattern.chain, at])
@@ -341,7 +356,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
             pattern.converts.result.replace_all_uses_with(pattern.converts.source)
             for node in pattern.chain:
                 node.meta["val"] = _faked(node)
-        _erase([*call.results, *pattern.chain, at])
+        _erase([*call.results, *pattern.chain, *pattern.scale_chain, at])
         return "; ".join(notes) or "they are one operator now"
 
     return finish
@@ -354,19 +369,28 @@ def _apply_epilogue(pattern: Epilogue, schedule: str, write: Writer) -> Callable
     now, then = pattern.rows, canonical(pattern.rows)
     if scatters and now != then:
         notes.append("the operand's rows are put in the order of the ranks by a copy")
-    factors = []
-    for chosen in pattern.products:
-        k = tensor_of(chosen.a).shape[-1]
-        a = chosen.a
-        if len(pattern.products) > 1 or (scatters and now != then):
-            a = write.moved(at, a, now, then if scatters else now, k, [total(now), k])
-        factors.append((a, _matrix(write, at, chosen)))
-    a, b = factors[0]
-    if len(factors) > 1:
-        a = write(at, aten.cat.default, [a for a, _ in factors], 1)
-        b = write(at, aten.cat.default, [b for _, b in factors], 0)
-        notes.append(f"the sum of {len(factors)} products is one product of joined operands")
-    out, _ = _call(write, at, pattern.operator, a, b, call, schedule, False)
+    chosen, moves = pattern.products[0], scatters and now != then
+    several = len(pattern.products) > 1
+
+    def in_order(node: Node) -> Node:
+        if not moves and not several:
+            return node
+        columns = tensor_of(node).shape[-1]
+        return write.moved(at, node, now, then if scatters else now, columns, [total(now), columns])
+
+    if several:
+        left = [in_order(one.a) for one in pattern.products]
+        a = write(at, aten.cat.default, left, 1)
+        right = [_matrix(write, at, one) for one in pattern.products]
+        b = write(at, aten.cat.default, right, 0)
+        notes.append(f"the sum of {len(left)} products is one product of joined operands")
+        out = write(at, OPS[pattern.operator].product, a, b, call.group, schedule)
+    else:
+        of_a = chosen.scales[0] if chosen.scales else None
+        if of_a is not None and not same(tensor_of(of_a).numel(), 1):
+            of_a = in_order(of_a)
+        where = write, at, pattern.operator
+        out, _ = _call(*where, in_order(chosen.a), of_a, chosen, call, schedule, False)
     if pattern.average:
         out = write(at, aten.mul.Tensor, out, 1 / call.world)
         notes.append(f"the sum is divided by {call.world} afterwards")
@@ -399,22 +423,41 @@ def _call(
     at: Node,
     name: str,
     a: Node,
-    b: Node,
+    of_a: Node | None,
+    chosen: MatrixProduct,
     call: CollectiveCall,
     schedule: str,
     gathered: bool,
 ) -> tuple[Node, Node | None]:
-    """The nodes of an operator's product and, if asked for, of the gathered A."""
-    registered = OPS[name]
+    """The nodes of an operator's product and, if asked for, of the gathered A. ``of_a``: the scale
+    of a."""
+    registered, given = OPS[name], [a, _matrix(write, at, chosen)]
+    ops: Any = registered.product, registered.gathered
+    if of_a is not None:
+        ops = registered.scaled, registered.scaled_gathered
+        more: Any = of_a, _scale_of_b(write, at, chosen), chosen.bias
+        given += [*more, tensor_of(chosen.node).dtype, chosen.fast_accum]  # type: ignore[list-item]
+    try:
+        made = write(at, ops[gathered], *given, call.group, schedule)
+    except (ValueError, NotImplementedError) as error:
+        raise Leave(str(error), chosen.node) from None
     if not gathered:
-        return write(at, registered.product, a, b, call.group, schedule), None
-    both = write(at, registered.gathered, a, b, call.group, schedule)
-    return write(at, operator.getitem, both, 0), write(at, operator.getitem, both, 1)
+        return made, None
+    return write(at, operator.getitem, made, 0), write(at, operator.getitem, made, 1)
 
 
 def _matrix(write: Writer, at: Node, chosen: MatrixProduct) -> Node:
     """b as [k, n]."""
     return write(at, aten.permute.default, chosen.b, [1, 0]) if chosen.transposed else chosen.b
+
+
+def _scale_of_b(write: Writer, at: Node, chosen: MatrixProduct) -> Node:
+    """The scale of b without the rows by which ``_scaled_mm_v2`` has it padded."""
+    scale, rows = chosen.scales[1], tensor_of(chosen.b).shape[0]
+    shape, needed = tensor_of(scale).shape, factor_count(rows, RECIPES["block"].b[0])
+    if len(shape) != 2 or same(shape[0], 1) or not isinstance(needed, int) or shape[0] <= needed:
+        return scale
+    return write(at, aten.slice.Tensor, scale, 0, 0, needed)
 
 
 def _rows(call: CollectiveCall, ordered: Order) -> Any:
