@@ -48,7 +48,7 @@ from ficco.hip_kernels import build
 from ficco.ops.call import run_traced
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
-from ficco.workspace import workspaces
+from ficco.workspace import SLOTS, workspaces
 
 ROOT = Path(__file__).parent.parent
 #: Every knob that moves bytes by copies.
@@ -143,6 +143,10 @@ def _tiled(at: Rank, cases: list[Case], scattered: list[operators.Case]) -> int:
     with clean():
         all_exact(at, cases)
         operators.all_exact(at, scattered)
+        # A slot's next call of a kind, whose operands lie elsewhere.
+        apart = [make(at, cases[0], iteration) for iteration in range(SLOTS + 1)]
+        for made in apart:
+            verify(cases[0], call(cases[0], made.a, made.b), made, f"rank {at.rank}:")
         ficco.synchronize()
         assert engine().capabilities().tiles
     return len(cases) + len(scattered)

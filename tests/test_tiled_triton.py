@@ -22,6 +22,7 @@ from test_worklist import COSTS, spans
 
 from ficco.hip_kernels.build import Target
 from ficco.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
+from ficco.tiled.products import Enqueue
 from ficco.tiled.worklist import MAX_GATES, MI300X, Cut, RowSpan, TileList, Tiling, Work, listed
 
 SMALL = Tiling(32, 32, 1)
@@ -78,8 +79,8 @@ class Call:
         made = torch.full((rows + 2, columns + 8), torch.nan, dtype=self.dtype)[1:-1, :columns]
         return made.random_(low, high) if high else made
 
-    def launch(self) -> None:
-        self.prepared.launch(self.a, self.b, self.out, None)
+    def launch(self) -> Enqueue | None:
+        return self.prepared.launch(self.a, self.b, self.out, None)
 
     def verify(self, late: int = 0) -> None:
         assert int(self.words[-1]) == late
@@ -111,6 +112,19 @@ def test_products_are_exact(dtype: str, b_rows: bool) -> None:
             call.verify()
         cuts += call.tiles.slots
     assert cuts == 8
+
+
+def test_a_launch_is_enqueued_again() -> None:
+    """For the same operands, without their check; it keeps its lists."""
+    call = Call(made(Work((33,), 40, 1024), Cut.END, 6))
+    again = call.launch()
+    assert again is not None
+    call.a[0].fill_(2)
+    call.out[0].fill_(torch.nan)
+    call.exact = [(call.a[0].double() @ call.b.double()).to(call.dtype)]
+    del call.prepared
+    again(None)
+    assert torch.equal(call.out[0], call.exact[0])
 
 
 def test_the_tiling_that_is_offered() -> None:
@@ -228,7 +242,7 @@ def test_operands_that_cannot_be_addressed() -> None:
     """Rows that begin between multiples of 16 bytes are copied, or refused if they wait."""
     call = Call(made(Work((33,), 40, 72), Cut.NONE, 2))
     call.a = [torch.empty(33, 75, dtype=call.dtype)[:, 1:73].copy_(call.a[0])]
-    call.launch()
+    assert call.launch() is None  # what enqueues it again would read the copy
     call.verify()
     gated = Call(made(Work((33,), 40, 72, ((RowSpan(0, 0, 1),),)), Cut.NONE, 2))
     gated.a = call.a

@@ -151,9 +151,7 @@ class ScatterStage(Stage):
         self.arrived = "valid" if self.schedule.pull else "ready"
         self.acquired: tuple[int, ...] = ()  # the steps that take over the slots of the peers
         self.made_by: dict[Unit, int] = {}  # unit -> its product
-        self.told: dict[
-            Unit, Signal
-        ] = {}  # unit -> what tells that it is made, before its step ends
+        self.told: dict[Unit, Signal] = {}  # unit -> what tells that it is made
         self.posting: set[str] = set()  # compute lanes that have signalled a product
         self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
         self.heard: dict[int, int] = {}  # word that was waited for -> the step that waited

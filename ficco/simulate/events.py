@@ -57,7 +57,8 @@ from ficco.simulate.mirror import Mirror
 from ficco.timeline import SYNC_LANE
 
 #: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched
-#: after the recording of all else. Median of 30 shapes on one H200, 0.4 to 0.9.
+#: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,
+#: 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
