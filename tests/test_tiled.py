@@ -129,6 +129,11 @@ def test_rows_that_come_late_take_a_product_of_their_own() -> None:
     assert end == pytest.approx(last + 100e-6)
 
 
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_own_rows_have_words_where_they_are_cut_more_than_those_of_peers(operator: str) -> None:
+    check(plans(Problem(operator, (0, 100), 16, 16, "bfloat16"), Schedule.parse("tiled:tail=3")))
+
+
 @pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_all_to_all"])
 def test_its_launch_takes_the_host_longer_than_a_recording(operator: str) -> None:
     problem, on = problem_of_sizes(operator, 8192, 4096, 4096, "bfloat16", 4), machine()
