@@ -94,7 +94,7 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     asked = Where(machine, row.world, "idle" if machine.accelerator == "cpu" else "eager")
     case = Case(row.case, row.m, row.n, row.k, row.dtype, operator=row.operator)
     problem = case.problem(row.world)
-    ours = rows[(rows["kind"] == "ficco") & rows["candidate"].map(_plain)]
+    ours = rows[(rows["kind"] == "ficco") & rows["candidate"].map(plain)]
     timed = dict(zip(map(Schedule.parse, ours["candidate"]), ours["ms"], strict=True))
     movers = tuple({schedule.mover: None for schedule in timed})
     # Older files lack what the model may take of these: it was not thought of then.
@@ -107,7 +107,7 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     by_model = ALL_OFFERS if newer else OFFERS
     auto = decide(problem, machine=machine, mode=asked.mode, offers=by_model).schedule
     names = (*candidates(problem, asked.simulated, movers), auto)
-    times = _by_plan(problem, timed, names)
+    times = by_plan(problem, timed, names)
     if auto not in times:
         return None
     compared = {one: times[one] for one in dict.fromkeys(names) if one in times}
@@ -131,7 +131,7 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     )
 
 
-def _by_plan(
+def by_plan(
     problem: Problem, timed: Mapping[Schedule, float], others: Iterable[Schedule]
 ) -> dict[Schedule, float]:
     """Milliseconds of all schedules that lead to a plan that was measured: the median of what was
@@ -143,7 +143,7 @@ def _by_plan(
     return {one: median(by_plan[plan]) for one, plan in first.items() if plan in by_plan}
 
 
-def _plain(candidate: str) -> bool:
+def plain(candidate: str) -> bool:
     """Whether a row is that of a schedule that ``auto`` could take: nothing special about it."""
     return candidate != "auto" and "@" not in candidate
 

@@ -115,7 +115,8 @@ class Provenance:
         source: ``"measured"``, ``"fitted"`` (to measurements), ``"data sheet"``, ``"paper"``,
             ``"simulated"`` or ``"assumed"``.
         date: ISO date, for what was measured or fitted.
-        command, driver, torch, commit: what measured it, and with which versions.
+        command: what measured it.
+        driver, torch, commit: versions of the device's driver and of PyTorch, and ficco's commit.
         note: anything else a reader should know.
     """
 
@@ -179,10 +180,12 @@ class Copies:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the vendor's library: (bytes that a rank has for another, seconds).
+    """A collective of the vendor's library.
 
-    All-gather: bytes of a shard. Reduce-scatter and all-reduce: of the part of the result that a
-    rank sums. All-to-all: of a block.
+    Attributes:
+        curve: (bytes that a rank has for another, seconds). All-gather: bytes of a shard.
+            Reduce-scatter and all-reduce: of the part of the result that a rank sums. All-to-all:
+            of a block.
     """
 
     curve: TimeCurve
@@ -199,8 +202,10 @@ class Contention:
     """Factors by which two things that run at the same time on a rank slow down (1: not at all).
 
     Attributes:
-        gemm_under_copies, copies_under_gemm: GEMM and copy engines (or the paper's CIL).
-        gemm_under_collective, collective_under_gemm: GEMM and the vendor's collective.
+        gemm_under_copies: of a GEMM beside copies by copy engines (or the paper's CIL).
+        copies_under_gemm: of these copies beside a GEMM.
+        gemm_under_collective: of a GEMM beside the vendor's collective.
+        collective_under_gemm: of that collective beside a GEMM.
     """
 
     gemm_under_copies: Factor
@@ -215,9 +220,11 @@ class Host:
     """Seconds of host time; they count where a GPU waits for its host ("idle").
 
     Attributes:
-        call: of a call, without what it enqueues, until an idle GPU begins, and ``collective_call``
-            of one that goes through the vendor's collective instead.
-        matmul, copy, signal: of each product, copy, and batch of waits or posts enqueued.
+        call: of a call, without what it enqueues, until an idle GPU begins.
+        collective_call: the same of a call that goes through the vendor's collective.
+        matmul: of each product that is enqueued.
+        copy: of each copy that is enqueued.
+        signal: of each batch of waits or posts that is enqueued.
         skew: between the first and the last rank whose host begins a call.
     """
 
@@ -255,10 +262,12 @@ class Tuned:
     """The schedules that were measured fastest for one problem.
 
     Attributes:
-        operator, rows, n, k, dtype, blocks: of the Problem; its rows on every rank, and what it
-            calls its kind of operands.
-        queued, idle: name of the schedule to take in a captured or host-ahead call, and in one
-            whose GPU waits for the host.
+        operator, n, k: of the Problem.
+        rows: of the Problem on every rank.
+        dtype: of the Problem, what it calls its kind of operands.
+        blocks: of the Problem, the table of an all-to-all.
+        queued: name of the schedule to take in a captured or host-ahead call.
+        idle: name of the schedule to take in a call whose GPU waits for the host.
         seconds: measured time of ``queued``, then of ``idle``.
         serial: likewise of the faster serial composition.
     """
@@ -318,7 +327,7 @@ class Gemm:
         efficiency: share of the peak at which full waves run.
         start: seconds of a product before its first and after its last tile.
         bandwidth: bytes per second at which operands and result are read and written at best.
-        tile_rows, tile_cols: sizes of tiles; every pair is a tile that the library has.
+        tile_rows, tile_cols: sizes of tiles; every pair of both is a tile that the library has.
         splits: numbers of parts that k can be cut into.
         prologue: seconds of a tile before its first term.
         step: seconds that every 64 terms of k take beyond their operations.
@@ -477,14 +486,25 @@ class Machine:
 
     Attributes:
         name: of the file, too.
-        gemm, tiled: products of the library, and the product whose tiles wait for signals.
-        fp8_tensor, fp8_row, fp8_block: the library's of float8 operands, by the recipe of their
-            scales; see :meth:`products`.
-        all_gather, reduce_scatter, all_to_all, all_reduce: the vendor's, see :meth:`exchange`.
+        topology: how ranks are joined.
+        copies: between ranks, by copy engines.
+        kernel_copies: between ranks, by ficco's copy kernel.
+        gemm: products of the library.
+        tiled: the product whose tiles wait for signals.
+        fp8_tensor: products of the library of float8 operands, with a scale for each operand.
+        fp8_row: the same, with scales of rows.
+        fp8_block: the same, with scales of blocks. See :meth:`products`.
+        all_gather, reduce_scatter, all_to_all: the collective of the vendor's library.
+        all_reduce: the same. See :meth:`exchange` for one that was not measured.
         accelerator: name of the device as its driver gives it; the fingerprint of a host is this
             and ``ranks``.
         also: further names of the device.
         ranks: of the group that it describes.
+        memory: of one rank.
+        contention: how products and communication slow each other down.
+        host: what a call costs its host.
+        thresholds: of the rule of FiCCO, section V-C.
+        tuned: problems whose candidates were all measured, with the fastest.
         margin: predicted gain over serial below which serial is taken.
         source: the file it was read from, for people; no part of what machines agree on.
     """

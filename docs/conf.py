@@ -1,0 +1,91 @@
+"""Settings of the documentation site, which ``make docs`` builds from the pages as they are.
+
+The pages are plain Markdown, with relative links that a Git host follows, too. Only pages of the
+API reference have directives of Sphinx's, in fenced blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.ext.autodoc.mock import mock
+
+import ficco
+
+project, author = "ficco", "The ficco authors"
+release = ficco.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+
+# Sources lie in the root of the repository, so that pages can link to files beside docs/.
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+exclude_patterns = [".*", "build", "dist", "ficco", "tests", "tools", "examples", "configs"]
+
+# Anchors as a Git host makes them; links to others are warnings, and warnings are errors.
+myst_heading_anchors = 4
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(?!ficco\.).*"), (r"py:class", r"ficco\.schedules\.builder\.[RS]")]
+
+autodoc_mock_imports = ["megatron", "spmd_types", "torchtitan", "transformers", "triton", "vllm"]
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = f"ficco {release}"
+html_copy_source = False
+pygments_style, pygments_dark_style = "friendly", "monokai"
+
+# Device functions as the functions that they were, whether this environment has Triton or not.
+with mock(["triton"]):
+    from ficco import tile
+for each in tile.__all__:
+    function = getattr(tile, each)
+    setattr(tile, each, getattr(function, "fn", function))
+
+#: Schemas of machine files: the types in signatures do without.
+NOTE = re.compile(r"~?typing\.Annotated\[(.+?), ~?ficco\.machine\.model\.\w+\((?:[^()]|\([^()]*\))*\)\]")
+#: What a browser would fetch to show a page.
+FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//[^\"]*")
+SECTION = re.compile(r"^## (.+)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+PAGE = re.compile(r"^- \[([^]]+)\]\(([^)#]+)\.md\)", re.MULTILINE)
+
+
+def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
+    """Make tables of contents of the lists of pages: those of index.md by section, and, on a page
+    README.md, all pages of its folder."""
+    if name == root_doc:
+        for title, body in SECTION.findall(source[0]):
+            entries = "\n".join(f"{text} <{page}>" for text, page in PAGE.findall(body))
+            if entries:
+                source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
+    elif name.endswith("/README"):
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+
+
+def without_schemas(app: Sphinx, *found: Any) -> tuple[str | None, str | None]:
+    """A signature without what annotations say of files."""
+    signature, returned = found[-2:]
+    return NOTE.sub(r"\1", signature) if signature else signature, returned
+
+
+def finish(app: Sphinx, error: Exception | None) -> None:
+    """Lead from the top of the site to its first page; refuse pages that need a network."""
+    if error:
+        return
+    site = Path(app.outdir)
+    (site / "index.html").write_text('<meta http-equiv="refresh" content="0; url=docs/index.html">')
+    for page in site.rglob("*.html"):
+        if fetched := FETCHED.search(page.read_text()):
+            raise ExtensionError(f"{page}: required files of the site alone, got {fetched[0]}")
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_contents)
+    app.connect("autodoc-process-signature", without_schemas)
+    app.connect("build-finished", finish)
