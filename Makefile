@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-clients test-vllm speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-clients test-vllm docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,11 @@ test-clients: ## Run ficco inside torchtitan, Transformers and Megatron-core, in
 test-vllm: ## Run ficco inside vLLM, in an environment of its own (3 GB)
 	PYTHON=$(PYTHON) tests/clients/install.sh clients-vllm
 	build/clients-vllm/bin/python -m pytest -m clients tests/clients/test_vllm.py
+
+docs: .venv/.docs ## Build the documentation into build/site/; a warning is an error
+	rm -rf build/site
+	$(PY) -m sphinx -q -W --keep-going -E -d build/doctrees -c docs -b html . build/site
+	@echo "open build/site/index.html"
 
 speed: .venv/.ready ## On a quiet machine: what ficco costs the host, against its limits
 	$(PY) -m tools.host_speed
@@ -85,7 +90,7 @@ gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, c
 
 BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
 
-readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md
+readme: .venv/.ready ## Put tables into README.md, whose links it makes absolute, and docs/results/README.md
 	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv)
 	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
 
@@ -120,4 +125,9 @@ clean: ## Remove .venv, builds and caches
 	  $(PY) -m pip install -q torch==2.13.0; \
 	fi
 	@$(PY) -m pip install -q -e ".[dev]"
+	@touch $@
+
+# Only `make docs` needs these packages.
+.venv/.docs: .venv/.ready
+	@$(PY) -m pip install -q -e ".[docs]"
 	@touch $@

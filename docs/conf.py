@@ -28,7 +28,10 @@ exclude_patterns = [".*", "build", "dist", "ficco", "tests", "tools", "examples"
 # Anchors as a Git host makes them; links to others are warnings, and warnings are errors.
 myst_heading_anchors = 4
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!ficco\.).*"), (r"py:class", r"ficco\.schedules\.builder\.[RS]")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!ficco\.).*"),  # other projects' names
+    (r"py:class", r"ficco\.schedules\.builder\.[RS]"),  # type variables
+]
 
 autodoc_mock_imports = ["megatron", "spmd_types", "torchtitan", "transformers", "triton", "vllm"]
 autodoc_member_order = "bysource"
@@ -38,7 +41,8 @@ python_maximum_signature_line_length = 88
 
 html_theme = "furo"
 html_title = f"ficco {release}"
-html_copy_source = False
+html_static_path, html_css_files = ["static"], ["site.css"]
+html_copy_source = html_show_copyright = False
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
 # Device functions as the functions that they were, whether this environment has Triton or not.
@@ -48,11 +52,15 @@ for each in tile.__all__:
     function = getattr(tile, each)
     setattr(tile, each, getattr(function, "fn", function))
 
-#: Schemas of machine files: the types in signatures do without.
-NOTE = re.compile(r"~?typing\.Annotated\[(.+?), ~?ficco\.machine\.model\.\w+\((?:[^()]|\([^()]*\))*\)\]")
+#: What annotations of machines say of files: signatures do without.
+SCHEMA = re.compile(
+    r"~?typing\.Annotated\[(.+?), ~?ficco\.machine\.model\.\w+\((?:[^()]|\([^()]*\))*\)\]"
+)
 #: What a browser would fetch to show a page.
-FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//[^\"]*")
-SECTION = re.compile(r"^## (.+)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+FETCHED = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//[^\"]*"
+)
+SECTION = re.compile(r"^## ([^\n]+)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 PAGE = re.compile(r"^- \[([^]]+)\]\(([^)#]+)\.md\)", re.MULTILINE)
 
 
@@ -71,7 +79,7 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
 def without_schemas(app: Sphinx, *found: Any) -> tuple[str | None, str | None]:
     """A signature without what annotations say of files."""
     signature, returned = found[-2:]
-    return NOTE.sub(r"\1", signature) if signature else signature, returned
+    return SCHEMA.sub(r"\1", signature) if signature else signature, returned
 
 
 def finish(app: Sphinx, error: Exception | None) -> None:

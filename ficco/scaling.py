@@ -81,6 +81,7 @@ class Scaling:
 
     @property
     def rules(self) -> Recipe:
+        """What its recipe is made of."""
         return RECIPES[self.recipe]
 
     @property

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ficco
 from ficco import cli
+from ficco.machine import configs
+from ficco.machine.text import parse
+from tools import machine_fields, readme, reproduced
 
 ROOT = Path(ficco.__file__).resolve().parents[1]
 PACKAGE = ROOT / "ficco"
@@ -88,6 +94,84 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+def not_absolute(text: str) -> list[str]:
+    """Links of the README that a package index could not follow: relative ones, and those into the
+    repository to what is not there."""
+    base, wrong = readme.repository(), []
+    for link in LINK.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        place, _, anchor = link.partition("#")
+        _, found, path = place.partition(f"{base}/blob/main/")
+        if not found:
+            _, found, path = place.partition(f"{base}/raw/main/")
+        file = ROOT / path
+        if found and not (file.exists() and (not anchor or anchor in anchors(file.read_text()))):
+            wrong.append(link)
+        elif not found and (place.startswith(base) or not place.startswith("https://")):
+            wrong.append(link)
+    return wrong
+
+
+#: Modules whose names a program may import, by the pages of the reference; what needs a client or
+#: Triton is read, not imported.
+MODULES = re.findall(r"`(ficco[\w.]*)`", (ROOT / "docs" / "api" / "README.md").read_text())
+READ = [PACKAGE / "tile.py", *sorted(PACKAGE.glob("integrations/[a-z]*.py"))]
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """The public names of ficco's own, and what they stand for."""
+    for name in MODULES:
+        if (PACKAGE.parent / name.replace(".", "/") / "__init__.py").exists():
+            module = import_module(name)
+            for one in getattr(module, "__all__", ()):
+                value = getattr(module, one)
+                if getattr(value, "__module__", "ficco").startswith("ficco"):
+                    yield f"{name}.{one}", value
+
+
+def undocumented(value: Any) -> list[str]:
+    """What of a function or a class, itself included, has no docstring."""
+    if not inspect.isclass(value):
+        return [] if inspect.getdoc(value) else [""]
+    made = (value.__doc__ or "").startswith(f"{value.__name__}(")  # by dataclass or NamedTuple
+    missing = [""] if made or not value.__doc__ else []
+    for name, member in vars(value).items():
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if name[0] != "_" and inspect.isfunction(function) and not inspect.getdoc(function):
+            missing.append(f".{name}")
+    return missing
+
+
+def undocumented_source(text: str) -> list[str]:
+    """The public functions and classes of a module that have no docstring."""
+    nodes = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"
+    ]
+    return [node.name for node in nodes if not ast.get_docstring(node)]
+
+
+def in_the_reference() -> Iterator[Any]:
+    """What the pages of the reference show: objects or, of data, the names."""
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        text = page.read_text()
+        yield from re.findall(r"^\.\. py:data:: ([\w.]+)", text, re.MULTILINE)
+        directive = r"^\.\. auto(\w+):: ([\w.]+)((?:\n   :.*)*)"
+        for kind, name, options in re.findall(directive, text, re.MULTILINE):
+            if name.startswith(("ficco.tile", "ficco.integrations")):
+                continue
+            if kind != "module":
+                module, _, one = name.rpartition(".")
+                yield getattr(import_module(module), one)
+            elif ":members:" in options:
+                module = import_module(name)
+                own = [getattr(module, one) for one in getattr(module, "__all__", ())]
+                imported = "imported-members" in options
+                yield from (
+                    one for one in own if imported or getattr(one, "__module__", "") == name
+                )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
@@ -135,6 +219,86 @@ def test_tests_and_files_that_pages_name_exist() -> None:
         files = re.findall(r"`((?:ficco|tests|configs|tools|examples|docs)/[\w./-]+)`", text)
         missing += [file for file in files if not (ROOT / file).exists()]
     assert missing == []
+
+
+def test_the_readme_is_short_and_can_be_read_anywhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert not_absolute(text) == [] and readme.absolute(text) == text, "make readme"
+    project = (ROOT / "pyproject.toml").read_text()
+    urls = re.findall(r'^(\w+) = "(https://.+)"$', project, re.MULTILINE)
+    assert {"Repository", "Documentation", "Changelog", "Issues"} == {name for name, _ in urls}
+    assert all(url.startswith(readme.repository()) for _, url in urls)
+
+
+def test_pages_are_plain_markdown() -> None:
+    """As a Git host shows them; only the reference has directives of the site's."""
+    pages = [page for page in PAGES if page.parent.name != "api"]
+    assert [page for page in pages if "```{" in page.read_text()] == []
+
+
+@pytest.mark.parametrize("name", ["amd.md", "amd-setup.md", "choosing.md"])
+def test_a_page_begins_with_ten_lines(name: str) -> None:
+    top = (ROOT / "docs" / name).read_text().split("\n## ")[0]
+    assert re.findall(r"^(\d+)\. ", top, re.MULTILINE) == [str(i) for i in range(1, 11)]
+
+
+def test_public_names_have_docstrings() -> None:
+    values = {name: value for name, value in public() if callable(value)}
+    values |= {
+        f"{one.__module__}.{one.__qualname__}": one
+        for one in in_the_reference()
+        if inspect.isclass(one)
+    }
+    missing = [name + part for name, value in values.items() for part in undocumented(value)]
+    missing += [
+        f"{path.stem}.{name}" for path in READ for name in undocumented_source(path.read_text())
+    ]
+    assert missing == []
+    assert len(READ) >= 5 and len(values) > 80
+
+
+def test_public_names_are_in_the_reference() -> None:
+    shown = [*in_the_reference()]
+    names = {one for one in shown if isinstance(one, str)}
+    there = {id(one) for one in shown if callable(one)}
+    missing = [
+        name
+        for name, value in public()
+        if name not in names and not (callable(value) and id(value) in there)
+    ]
+    assert missing == []
+
+
+def test_the_page_of_the_machine_file_has_every_key() -> None:
+    page = (ROOT / "docs" / "machine-file.md").read_text()
+    for name, text in (("fields", machine_fields.text()), ("shipped", machine_fields.shipped())):
+        marked = f"<!-- {name}:begin -->\n{text}\n<!-- {name}:end -->"
+        assert marked in page, "python -m tools.machine_fields"
+
+
+def test_the_page_of_the_machine_file_says_who_measures() -> None:
+    """By a file that `ficco tune` wrote on a host that was new to ficco."""
+    written = parse((configs() / "h100-2.yaml").read_text())
+    by_hand = []
+    for kind, names in machine_fields.blocks().items():
+        said = machine_fields.sources(kind)
+        for name in names:
+            by_hand += [key for key in written.get(name, ()) if said.get(key) == "by hand"]
+            left = {key for key, who in said.items() if who != "by hand"} - {
+                *written.get(name, said)
+            }
+            # Two ranks share no port, and one mover has no product to be in front of.
+            assert left <= {"sharing", "in_front"}, (name, left)
+    assert by_hand == []
+
+
+@pytest.mark.slow
+def test_the_page_of_the_paper_holds_what_the_results_say() -> None:
+    page = (ROOT / "docs" / "paper.md").read_text()
+    for name, text in reproduced.tables().items():
+        marked = f"<!-- {name}:begin -->\n{text}\n<!-- {name}:end -->"
+        assert marked in page, "python -m tools.reproduced"
 
 
 @pytest.mark.parametrize("folder", ["bench", "dma"])

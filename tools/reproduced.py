@@ -27,8 +27,8 @@ from tools.paper import STUDIED_2D
 from tools.readme import put_between
 from tools.regret import NEAR, by_plan, plain
 
-RESULTS = Path("docs/results")
-SIMULATED = Path("docs/mi300x-simulated.md")
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS, SIMULATED = DOCS / "results", DOCS / "mi300x-simulated.md"
 
 #: All-gathers in which the paper's schedules were timed.
 GATHERS = tuple(
@@ -333,12 +333,16 @@ def _simulated() -> dict[str, str]:
     return dict(rows)
 
 
+def tables() -> dict[str, str]:
+    """The tables of the page, by the markers that they stand between."""
+    heads = ("claim", "paper, 8 MI300X", "measured, NVIDIA", "simulated, 8 MI300X", "verdict")
+    return {"claims": markdown(heads, claims()), "speeds": speed_table(), "rule": rule_table()}
+
+
 def main(words: Sequence[str]) -> None:
     page = Path(words[0] if words else "docs/paper.md")
-    heads = ("claim", "paper, 8 MI300X", "measured, NVIDIA", "simulated, 8 MI300X", "")
-    put_between(page, "claims", markdown(heads, claims()))
-    put_between(page, "speeds", speed_table())
-    put_between(page, "rule", rule_table())
+    for name, text in tables().items():
+        put_between(page, name, text)
     print(f"wrote {page}")
 
 

@@ -55,6 +55,7 @@ class Prediction:
 
     @property
     def serial(self) -> bool:
+        """Whether communication and product follow each other."""
         return self.schedule.mover == "collective" or is_serial(self.schedule)
 
 

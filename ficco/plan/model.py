@@ -48,14 +48,17 @@ class Region(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """How many rows it has."""
         return self.row_stop - self.row
 
     @property
     def cols(self) -> int:
+        """How many columns it has."""
         return self.col_stop - self.col
 
     @property
     def elements(self) -> int:
+        """How many elements it has."""
         return self.rows * self.cols
 
 
@@ -82,10 +85,12 @@ class Signal(NamedTuple):
 
     @property
     def released(self) -> bool:
+        """Whether it hands a slot on, and so rests at 1."""
         return self.kind == "released"
 
     @property
     def name(self) -> str:
+        """Kind, poster, slot and waiter, as errors print them: ``ready 0.1>2``."""
         slot = "" if self.released else f".{self.slot}"
         return f"{self.kind} {self.poster}{slot}>{self.waiter}"
 
