@@ -12,7 +12,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
-from sphinx.ext.autodoc.mock import mock
+from sphinx.ext.autodoc.mock import mock, undecorate
 
 import ficco
 
@@ -28,17 +28,15 @@ exclude_patterns = [".*", "build", "dist", "ficco", "tests", "tools", "examples"
 # Anchors as a Git host makes them; links to others are warnings, and warnings are errors.
 myst_heading_anchors = 4
 nitpicky = True
-nitpick_ignore_regex = [
-    (r"py:.*", r"(?!ficco\.).*"),  # other projects' names
-    (r"py:class", r"ficco\.schedules\.builder\.[RS]"),  # type variables
-]
+nitpick_ignore_regex = [(r"py:.*", r"(?!ficco\.).*")]  # other projects' names
 
 autodoc_mock_imports = ["megatron", "spmd_types", "torchtitan", "transformers", "triton", "vllm"]
 autodoc_member_order = "bysource"
-napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_numpy_docstring = napoleon_use_param = False
+napoleon_custom_sections = [("Attributes", "params_style")]
 python_maximum_signature_line_length = 88
 
+smartquotes_action = "D"  # dashes, not quotes: texts stay as they are
 html_theme = "furo"
 html_title = f"ficco {release}"
 html_static_path, html_css_files = ["static"], ["site.css"]
@@ -49,7 +47,7 @@ pygments_style, pygments_dark_style = "friendly", "monokai"
 with mock(["triton"]):
     from ficco import tile
 for each in tile.__all__:
-    function = getattr(tile, each)
+    function = undecorate(getattr(tile, each))
     setattr(tile, each, getattr(function, "fn", function))
 
 #: What annotations of machines say of files: signatures do without.
@@ -82,6 +80,11 @@ def without_schemas(app: Sphinx, *found: Any) -> tuple[str | None, str | None]:
     return SCHEMA.sub(r"\1", signature) if signature else signature, returned
 
 
+def without_fields(app: Sphinx, kind: str, name: str, member: Any, *_: Any) -> bool | None:
+    """Leave out the fields of named tuples, which the docstring of their class lists."""
+    return True if type(member).__name__ == "_tuplegetter" else None
+
+
 def finish(app: Sphinx, error: Exception | None) -> None:
     """Lead from the top of the site to its first page; refuse pages that need a network."""
     if error:
@@ -96,4 +99,5 @@ def finish(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
     app.connect("autodoc-process-signature", without_schemas)
+    app.connect("autodoc-skip-member", without_fields)
     app.connect("build-finished", finish)

@@ -1,4 +1,4 @@
-"""Megatron-core's parallel linear layers over ficco's operators.
+"""Megatron-core's parallel linear layers over ficco's operators::
 
     spec = ficco_spec(get_gpt_layer_local_spec())
     model = GPTModel(config, spec, ...)
