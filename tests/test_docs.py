@@ -225,6 +225,8 @@ def test_the_readme_is_short_and_can_be_read_anywhere() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     assert not_absolute(text) == [] and readme.absolute(text) == text, "make readme"
+    (example,) = re.findall(r"```python.*?```", text, re.DOTALL)
+    assert example in (ROOT / "docs" / "start.md").read_text()
     project = (ROOT / "pyproject.toml").read_text()
     urls = re.findall(r'^(\w+) = "(https://.+)"$', project, re.MULTILINE)
     assert {"Repository", "Documentation", "Changelog", "Issues"} == {name for name, _ in urls}
