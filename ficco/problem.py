@@ -75,6 +75,7 @@ class Problem:
         return_gathered: the gathered A is a second result.
         symmetric: A is in symmetric memory, so that peers can read it in place.
         scaling: how float8 operands are scaled; None for any other.
+        hosts: how many hosts the ranks are on, each with as many, which follow each other.
 
     Raises:
         ValueError: a value is wrong, or they do not fit together.
@@ -90,6 +91,7 @@ class Problem:
     symmetric: bool = False
     blocks: tuple[tuple[int, ...], ...] = ()
     scaling: Scaling | None = None
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         if self.operator not in OPERATORS:
@@ -114,6 +116,10 @@ class Problem:
             if not 0 <= size <= MOST:
                 bounds = "at least 0" if size < 0 else f"at most {MOST}"
                 raise InvalidArgument(name, f"required a size of {bounds}, got {size}")
+        if self.hosts < 1 or self.world % self.hosts:
+            raise InvalidArgument(
+                "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
+            )
         square = all(len(row) == self.world for row in (self.blocks, *self.blocks))
         if self.kind.blocks and not (square and self.rows == _summed(self.kind, self.blocks)):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
@@ -179,6 +185,20 @@ class Problem:
     def world(self) -> int:
         """Number of ranks."""
         return len(self.rows)
+
+    @cached_property
+    def local_world(self) -> int:
+        """Number of ranks on a host."""
+        return self.world // self.hosts
+
+    def host(self, rank: int) -> int:
+        """The host of a rank."""
+        return rank // self.local_world
+
+    def on_host(self, host: int, rank: int) -> int:
+        """The rank with another's place on a host, counted modulo their number. These ranks are a
+        rail: of each host the one that exchanges with those of the others."""
+        return host % self.hosts * self.local_world + rank % self.local_world
 
     @cached_property
     def m(self) -> int:
@@ -395,13 +415,15 @@ class Problem:
 
     def __str__(self) -> str:
         rows = f"{self.rows[0]} x {self.world} ranks"
+        hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
         if not self.equal:
             rows = f"rows={[list(row) for row in self.blocks] or list(self.rows)}"
         flags = "".join(
             f", {name}" for name in ("return_gathered", "symmetric") if getattr(self, name)
         )
         dtype = f"{self.dtype} {self.scaling}" if self.scaling else self.dtype
-        return f"{self.operator}(m={self.m} ({rows}), n={self.n}, k={self.k}, {dtype}{flags})"
+        sizes = f"m={self.m} ({rows}), n={self.n}, k={self.k}"
+        return f"{self.operator}({sizes}, {dtype}{hosts}{flags})"
 
 
 def _summed(kind: Operator, blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class Chained:
     k: int
     dtype: str = "bfloat16"
     operator: str = "all_gather_matmul_reduce_scatter"
+    hosts: int = 1
 
     @property
     def world(self) -> int:

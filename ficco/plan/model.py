@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 from ficco.specification import ALIGNMENT, Buffer, Specification
 
 #: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
-OPS = ("copy", "place", "collective", "matmul", "call", "reduce", "sync")
+OPS = ("copy", "place", "network", "collective", "matmul", "call", "reduce", "sync")
 
 #: Makes a named tuple from all its fields, ``new(Region, (...))``, in half the time that a call of
 #: the class takes. It checks nothing. Only for the few classes with millions of instances.
@@ -160,8 +160,8 @@ class Step(NamedTuple):
     """One thing enqueued on a lane: ``waits``, then the operation, then ``posts``.
 
     Attributes:
-        op: ``"copy"`` between ranks, ``"place"`` within a rank, ``"matmul"``, ``"reduce"``,
-            ``"sync"``, ``"collective"``, the library's, which does the whole exchange, or
+        op: ``"copy"`` between ranks of a host, ``"place"`` within a rank, ``"network"`` between
+            hosts, ``"matmul"``, ``"reduce"``, ``"sync"``, ``"collective"``, the library's, which does the whole exchange, or
             ``"call"``, what the caller does with rows as they arrive (:func:`ficco.arriving`).
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
         label: what the step does, for human readers.
@@ -179,6 +179,9 @@ class Step(NamedTuple):
             column of which each row is made of one row of A, once.
         reduction: what a reduce adds up.
         mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
+        moves: what this rank sends and receives in a network step, all at once. What one rank sends
+            to another is received in the same order, and a step is over when both sides have
+            reached each of its moves.
         part: of a step that was taken apart (:func:`ficco.plan.in_parts`), which part it is, from 1
             on; 0 for a step that is whole.
     """
@@ -196,6 +199,7 @@ class Step(NamedTuple):
     reduction: Reduction | None = None
     gates: tuple[Signal, ...] = ()
     announces: tuple[Signal, ...] = ()
+    moves: tuple[Transfer, ...] = ()
     part: int = 0
 
     @property
@@ -223,6 +227,10 @@ class Planned(Protocol):
     @property
     def world(self) -> int:
         """Number of ranks."""
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts that the ranks are on, in their order."""
 
     @property
     def specification(self) -> Specification:

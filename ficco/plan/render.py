@@ -24,7 +24,7 @@ def render(plan: Plan, width: int = 100) -> str:
         if step.op not in OPS:
             raise unknown(step, "render")
         cells[step.lane, tick] = step.label
-    order = ("compute", "copy", "reduce", "sync")
+    order = ("compute", "copy", "network", "reduce", "sync")
     lanes = sorted(plan.lanes, key=lambda lane: (order.index(lane.rstrip("0123456789")), lane))
     ticks = sorted(set(begin))
     head = max(map(len, lanes), default=0)

@@ -44,6 +44,10 @@ class Gathering:
     def world(self) -> int:
         return len(self.rows)
 
+    @property
+    def hosts(self) -> int:
+        return 1
+
     @cached_property
     def product(self) -> Problem:
         """The product that stands for what the caller does."""

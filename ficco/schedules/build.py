@@ -70,11 +70,26 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
             f"schedule {schedule}: tiled is for operators each of whose rows is one product, which "
             f"{problem.operator} has not: its products add up to all rows; take another schedule"
         )
+    if problem.hosts > 1 and not schedule.own and (why := _between_hosts(problem, schedule)):
+        return f"schedule {schedule}: {why}, which no rank can do between hosts; take another schedule"
     if problem.scaling and (schedule.beta or schedule.grouping == "tiled"):
         what = "tiled has no kernel for"
         if schedule.beta:
             what = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
         return f"schedule {schedule}: {what} products of float8 operands; take another schedule"
+    return ""
+
+
+def _between_hosts(problem: Problem, schedule: Schedule) -> str:
+    """What a schedule would have to do between hosts and cannot; empty if it can do all."""
+    if problem.scaling:
+        return "it sends the factors of float8 operands"
+    if schedule.pull:
+        return "ranks fetch (pull) and sum where the data lie"
+    if schedule.grouping == "tiled":
+        return "tiles wait for signals"
+    if schedule.beta:
+        return "blocks go from rank to rank, or sums come first (beta)"
     return ""
 
 
@@ -144,7 +159,7 @@ def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
     """The Plan of a call that has one stage."""
     builder, world = stage.builder, stage.world
     stage.run()
-    if builder.peers:
+    if builder.problem.world > 1:
         builder.retire(stage.silent())
     stages = stage.staging.stages if isinstance(stage, GatherStage) else 0
     return builder.plan(str(stage.schedule), world.buffers, world.words, stages)

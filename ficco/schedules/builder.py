@@ -120,11 +120,14 @@ class World:
 
 
 class Builder:
-    """The Plan of one rank, ``me``, as stages add their steps to it."""
+    """The Plan of one rank, ``me``, as stages add their steps to it. Its ``peers`` are the others of
+    its host, whose memory it can reach."""
 
     def __init__(self, problem: Planned, rank: int) -> None:
         self.problem, self.me = problem, rank
-        self.peers = [peer for peer in range(problem.world) if peer != rank]
+        local = problem.world // problem.hosts
+        host = range(rank // local * local, (rank // local + 1) * local)
+        self.peers = [peer for peer in host if peer != rank]
         self.lane_of: dict[int, str] = {}  # peer -> the lane of copies from or to it, if any
         self.steps: list[Step] = []
 
@@ -173,17 +176,18 @@ class Builder:
         self, schedule: str, buffers: Iterable[Buffer], words: WordAllocator, stages: int = 0
     ) -> Plan:
         """The Plan of the steps so far. Of the local buffers it lists those that are used."""
-        asked = self.problem.specification
+        problem, asked = self.problem, self.problem.specification
         written = {product.out.buffer for step in self.steps for product in step.products}
         written |= {step.transfer.dst.buffer for step in self.steps if step.transfer}
+        written |= {step.reduction.out.buffer for step in self.steps if step.reduction}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
-            problem=self.problem,
+            problem=problem,
             schedule=schedule,
             rank=self.me,
             steps=tuple(self.steps),
             buffers=(*asked.operands, *asked.results, *added),
-            words=words.count if self.peers else 0,
+            words=words.count if problem.world > 1 else 0,
             stages=stages,
         )
 

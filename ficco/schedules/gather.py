@@ -11,6 +11,7 @@ from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names
+from ficco.schedules.network import Piece, add_moves, brings, rail
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -101,15 +102,16 @@ class _Staging:
         """The regions of a peer's units when they are multiplied, in order of arrival."""
         units = self.arrivals.units(peer)
         if peer != self.arrivals.rank:
-            return self._landing(peer, units)
+            return self.landing(peer, units)
         stays, there = self.arrivals.in_shard(self.operand, peer), set(self._landing_groups)
-        lands = iter(self._landing(peer, [unit for unit in units if unit.group in there]))
+        lands = iter(self.landing(peer, [unit for unit in units if unit.group in there]))
         return [
             next(lands) if unit.group in there else region
             for unit, region in zip(units, stays, strict=True)
         ]
 
-    def _landing(self, peer: int, units: list[Unit]) -> list[Region]:
+    def landing(self, peer: int, units: list[Unit]) -> list[Region]:
+        """The regions in staging of units of a peer, which another rank may have cut."""
         rank, problem = self.arrivals.rank, self.arrivals.problem
         if not self.stages:
             first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
@@ -189,7 +191,8 @@ class GatherWorld(World):
     def _make_rings(self, cap: int, needed: int) -> None:
         """Let groups use the staging in turn, since all pieces do not fit under the cap."""
         of, finer, pitch = "all pieces", "", 0
-        if not self.tiled:
+        rings = not (self.tiled or self.problem.hosts > 1)
+        if rings:
             for staging in self.landing:
                 staging.make_ring()
             of, finer = "one step", " or cut finer (pieces=)"
@@ -204,17 +207,21 @@ class GatherWorld(World):
 
     @remembered
     def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
-        """Signals of a kind, one for each unit between two ranks, in order of arrival."""
+        """Signals of a kind, one for each unit between two ranks, in order of arrival. Of units from
+        another host, those of the rank that brings them."""
         sender, receiver, block = poster, waiter, self.data
         if kind == "room":
             sender, receiver, block = waiter, poster, self.room
         first, rows = block.first(poster), self.arrivals[receiver].rows(sender)
+        if kind == "ready":
+            poster = brings(self.problem, sender, receiver)
+        slots = first - block.first(poster)
         words: Sequence[int] = range(first, first + len(rows))
         if self.tiled:
             words = self.words_in_turn[receiver][sender]
         return [
             new(Signal, (kind, poster, waiter, slot, word, *each))
-            for slot, (word, each) in enumerate(zip(words, rows, strict=True))
+            for slot, (word, each) in enumerate(zip(words, rows, strict=True), slots)
         ]
 
     @cached_property
@@ -242,12 +249,15 @@ class GatherStage(Stage):
         self.groups = self.mine.by_group
         #: By rank, the regions of its units; by group, the signals for the units that peers push.
         self.regions = {peer: self.staging.regions(peer) for peer in self.mine.set_of}
-        pushers = [] if self.schedule.pull else [peer for peer in self.mine.set_of if peer != rank]
+        pushers = [p for p in self.mine.set_of if brings(self.problem, p, rank) != rank]
+        if self.schedule.pull:
+            pushers = []
         ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
         self.ready = self.mine.in_groups(ready)
         self.product = world.product.name
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage of a ring
         self.pulled: dict[int, dict[str, int]] = {}  # group -> copy lane -> its last copy
+        self.brought: dict[tuple[int, int], int] = {}  # peer and unit -> its network step
         self.sources: dict[tuple[int, int, int, int], list[Region]] = {}
         self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
         lanes = min(self.schedule.compute, len(self.groups) + 1)
@@ -295,6 +305,11 @@ class GatherStage(Stage):
             yield OWN
         copies = self._open(tell, published)
         ahead = self.staging.stages or LOOKAHEAD
+        if self.problem.hosts > 1:
+            for group, steps in enumerate(copies):
+                self._copy(group, steps)
+            copies = []
+            self._relay()
         for group in range(-ahead, max(len(self.groups), len(copies))):
             if 0 <= group < len(self.groups):
                 self._consume(group)
@@ -340,6 +355,43 @@ class GatherStage(Stage):
                 factors[unit.group] += self._factor_copies(copy, landing.arrivals, unit)
                 copies[unit.group].append(copy)
         return [some + others for some, others in zip(factors, copies, strict=True)]
+
+    def _relay(self) -> None:
+        """Exchange units with other hosts, and copy those that come to the peers."""
+        world, me, mine = self.world, self.me, self.mine
+        sent = {}
+        for target in rail(self.problem, me):
+            landing = world.landing[target]
+            moves = zip(self._sources(me, landing.arrivals), landing.regions(me), strict=True)
+            sent[target] = [Piece(Transfer(*move)) for move in moves]
+        sources = [p for p in mine.set_of if p != me and brings(self.problem, p, me) == me]
+        received = {
+            source: [
+                Transfer(*move)
+                for move in zip(self._sources(source, mine), self.regions[source], strict=True)
+            ]
+            for source in sources
+        }
+        order = self.schedule.order
+        self.brought = add_moves(self.problem, self.builder, order, sent, received)
+        if not self.problem.kind.blocks:
+            onward = [one for source in sources for one in self._onward(source)]
+            self.steps += sorted(onward, key=lambda step: step.after)
+
+    def _onward(self, source: int) -> Iterator[Step]:
+        """The copies of what came from another host to the peers."""
+        came, world, mover = self.mine.units(source), self.world, self.schedule.mover
+        for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
+            landing, ready = world.landing[target], world.of_units("ready", source, target)
+            units = landing.arrivals.units(source)
+            here, there = self.staging.landing(source, units), landing.regions(source)
+            pieces = zip(units, names(source, len(units)), here, there, ready, strict=True)
+            for unit, name, src, dst, signal in pieces:
+                # They come in order: what holds the end of a unit is the last of it.
+                last = next(i for i, one in enumerate(came) if one.stop >= unit.stop)
+                after, move = (self.brought[source, last],), Transfer(src, dst)
+                lane, label = self.lane_of[target], f"{name}>{target}"
+                yield Step("copy", lane, label, (), (signal,), (), after, move, mover=mover)
 
     def _pulls(self) -> list[list[Step]]:
         groups = []
@@ -522,6 +574,9 @@ class GatherStage(Stage):
         if group in self.own_in_group:
             self._place_own(group, lane)
         after = tuple(self.pulled.pop(group).values()) if self.schedule.pull else ()
+        if self.brought:
+            numbers = [(unit.peer, unit.ordinal) for unit in units]
+            after = tuple(self.brought[one] for one in numbers if one in self.brought)
         room = self._room_after(group)
         posts, acquired = NO_ROOM if self.problem.return_gathered else room
         label = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units])

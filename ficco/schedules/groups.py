@@ -72,29 +72,35 @@ def siblings(rank: int, world: int) -> list[range]:
     return path[::-1]
 
 
-def peers_in_order(rank: int, world: int) -> list[int]:
+def peers_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
     """Peers in an order in which, at any time, all ranks receive from different peers.
 
-    A hypercube (``rank ^ i``) if the world is a power of two, else a rotation.
+    A hypercube (``rank ^ i``) if the ranks of a host are a power of two, else a rotation. Those of
+    other hosts come later, nearest first, the rank with the same place first of each host.
     :func:`targets_in_order` is the order in which a rank sends.
 
-    >>> peers_in_order(1, 4), peers_in_order(1, 3)
-    ([0, 3, 2], [0, 2])
+    >>> peers_in_order(1, 4), peers_in_order(1, 3), peers_in_order(1, 6, hosts=3)
+    ([0, 3, 2], [0, 2], [0, 5, 4, 3, 2])
     """
-    if world & (world - 1) == 0:
-        return [rank ^ i for i in range(1, world)]
-    return [(rank - i) % world for i in range(1, world)]
+    return _in_turn(rank, world, hosts, -1)[1:]
 
 
-def targets_in_order(rank: int, world: int) -> list[int]:
+def targets_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
     """Peers in the order in which a rank sends to them if all follow :func:`peers_in_order`.
 
-    >>> targets_in_order(1, 4), targets_in_order(1, 3)
-    ([0, 3, 2], [2, 0])
+    >>> targets_in_order(1, 4), targets_in_order(1, 3), targets_in_order(1, 6, hosts=3)
+    ([0, 3, 2], [2, 0], [0, 3, 2, 5, 4])
     """
-    if world & (world - 1) == 0:
-        return peers_in_order(rank, world)
-    return [(rank + i) % world for i in range(1, world)]
+    return _in_turn(rank, world, hosts, 1)[1:]
+
+
+def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
+    """All ranks, the given one first, then those at growing distances."""
+    local = world // hosts
+    host, place = divmod(rank, local)
+    cube = local & (local - 1) == 0
+    places = [place ^ i if cube else (place + way * i) % local for i in range(local)]
+    return [(host + way * i) % hosts * local + other for i in range(hosts) for other in places]
 
 
 def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:
@@ -222,7 +228,7 @@ class Arrivals(Groups):
     """Shards of A in the order in which one rank receives and multiplies them."""
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
-        order = peers_in_order(rank, problem.world)
+        order = peers_in_order(rank, problem.world, problem.hosts)
         sets = peer_sets(schedule, rank, order)
         if schedule.uniform:
             fused = schedule.grouping == "fused"
@@ -250,7 +256,9 @@ class Departures(Groups):
         if schedule.grouping == "ring":  # blocks from the left go on to the right
             sets = [[(rank - 1 - i) % world] for i in range(world - 1)]
         else:
-            sets = peer_sets(schedule, rank, targets_in_order(rank, world))
+            order = targets_in_order(rank, world, problem.hosts)
+            local = problem.local_world - 1  # what others send on is made first
+            sets = peer_sets(schedule, rank, order[local:] + order[:local])
         if schedule.uniform:
             fused = schedule.grouping == "fused"
             sets = [[*sets[0], rank]] if fused else [*sets, [rank]]

@@ -11,6 +11,7 @@ from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
+from ficco.plan.network import MOVER
 from ficco.plan.model import Product, Reduction, Region, Transfer
 from ficco.specification import Contraction, Exchange
 
@@ -194,9 +195,11 @@ class Footprint:
         copy = bools(map("copy".__eq__, self.steps.of.op))[step]
         ends = (src.rank == me).astype(int) + (dst.rank == me)
         demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
+        sent = bools(map(MOVER.__eq__, self.steps.of.mover))[step]
         for region in (src, dst):
-            reached = of.reachable[region.buffer] | (region.rank == me)
-            demand(reached, who, "reaches memory of a peer that is not symmetric")
+            reached = of.reachable[region.buffer] & (self.steps.host[region.rank] == self.steps.host[me])
+            reached |= (region.rank == me) | sent
+            demand(reached, who, "reaches memory of a peer that is not symmetric, or elsewhere")
         right = self._made(matrix, functions, copy, who) == of.holds[dst.buffer]
         right &= ~of.operand[dst.buffer] & (of.leaves[src.buffer] | ~of.leaves[dst.buffer])
         # Rows that have landed may go on to a peer only if they have the same number there.
@@ -465,10 +468,12 @@ class Footprint:
         part_step = step[each]
         part = self._regions([p for reduction in made for p in reduction.parts], part_step)
         who, here = self.steps.by_step(part_step), out.at(each)
-        local = (part.rank == me[each]) | (of.reachable[part.buffer] & of.leaves[part.buffer])
+        local = of.reachable[part.buffer] & of.leaves[part.buffer]
+        local &= self.steps.host[part.rank] == self.steps.host[me[each]]
+        local |= part.rank == me[each]
         local &= of.holds[part.buffer] == of.holds[here.buffer]
         local &= ~of.operand[part.buffer] & ~of.result[part.buffer]
-        local &= (here.rank == me[each]) & of.result[here.buffer]
+        local &= (here.rank == me[each]) & of.placed[here.buffer] & ~of.leaves[here.buffer]
         demand(local, who, "sums in the wrong buffers")
         sizes = (part.rows == here.rows) & (part.cols == here.cols)
         demand(sizes, who, "sums regions of different sizes")

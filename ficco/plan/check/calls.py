@@ -16,14 +16,16 @@ def call_claims(
     steps: Steps, signals: SignalColumns, footprint: Footprint, order: Order
 ) -> list[Claim]:
     """Check what ranks touch of each other's slots and inputs, and return what that claims."""
-    access, me = footprint.access, steps.rank[footprint.access.step]
+    access, me, host = footprint.access, steps.rank[footprint.access.step], steps.host
     shared = footprint.buffers.slot[access.buffer] | (access.rank != me)
     touched = [(access.step[shared], access.rank[shared])]
     for uses in (signals.posts, signals.waits, signals.clears):
         # The post that hands a slot over is for the next call.
         here = ~signals.released[uses.word] | (uses is not signals.posts)
         touched.append((uses.step[here], signals.word_of[uses.word[here]]))
-    home, first, last = _touches(steps, *map(np.concatenate, zip(*touched, strict=True)))
+    step, home = map(np.concatenate, zip(*touched, strict=True))
+    near = host[steps.rank[step]] == host[home]  # to other hosts both sides take part
+    home, first, last = _touches(steps, step[near], home[near])
     if not steps.words:
         demand(home < 0, steps.by_step(first), "shares memory without a signal")
         return []
@@ -32,17 +34,20 @@ def call_claims(
     at = signals.word_of[signals.released], signals.word_at[signals.released]
     posts[at], waits[at] = signals.poster[signals.released], signals.waiter[signals.released]
     hand_over = posts.max(axis=0)
-    whole = ((posts == hand_over) & (posts >= 0) | np.eye(steps.world, dtype=bool)).all(axis=0)
+    other = (host[:, None] == host) & ~np.eye(steps.world, dtype=bool)
+    whole = ((posts == hand_over) & (posts >= 0) | ~other).all(axis=0)
     why = "does not hand its slot to every peer in one step"
     demand(whole, lambda rank: f"rank {rank}", why)
     why = "may still use a slot when its rank hands it on"
-    handed_on = Claim(last, hand_over[home], steps.by_step(last), why)
+    kept = last[other.any(axis=0)[home]]  # there is a peer to hand it to
+    handed_on = Claim(kept, hand_over[home[other.any(axis=0)[home]]], steps.by_step(kept), why)
     peer = steps.rank[first] != home
     home, first = home[peer], first[peer]
     why = "uses the slot of a peer that has not handed it over"
     handed_over = Claim(waits[steps.rank[first], home], first, steps.by_step(first), why)
     # A peer's input is valid once that peer has begun this call.
     inputs = footprint.buffers.operand[access.buffer] & (access.rank != me)
+    inputs &= host[access.rank] == host[me]
     home, first, _ = _touches(steps, access.step[inputs], access.rank[inputs])
     begun, who = _heard(steps, signals, order)[steps.rank[first], home], steps.by_step(first)
     why = "reads the input of a peer that may not have begun this call"

@@ -111,6 +111,8 @@ class SignalColumns:
         own &= steps.rank[self.waiter[posts.word]] == waiter
         own &= steps.rank[self.clearer[posts.word]] == waiter
         demand(own, posts.who, "is used by another rank than it says")
+        near = steps.host[steps.rank[posts.step]] == steps.host[waiter]
+        demand(near | (word >= steps.own_words), posts.who, "is for a rank of another host")
         # Words that rest at 1 have the same poster whatever the schedule; the others rest at 0.
         released = bools(map("released".__eq__, self.signal.kind))[posts.which]
         rests = np.where(released, word == steps.rank[posts.step], word >= steps.world)

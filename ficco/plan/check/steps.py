@@ -13,6 +13,7 @@ import numpy as np
 from ficco.plan.check.columns import Ints, ints, unzipped
 from ficco.plan.check.rules import PlanError, Who
 from ficco.plan.model import Plan, Step
+from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
 from ficco.specification import Buffer
 
@@ -36,6 +37,9 @@ class Steps:
         of: their fields as columns.
         start: by rank, the number of its first step; and the end.
         rank, lane: by step.
+        host: by rank.
+        words, own_words: signal words that each rank keeps, with those that stand for what goes
+            over the network, and without.
         lanes: by number of each lane, its rank and name.
         operations: those that occur.
         collective: the steps that are collectives.
@@ -53,10 +57,16 @@ class Steps:
             raise PlanError(str(error)) from None
         except KeyError as error:
             raise PlanError(f"there is no earlier step, or no buffer, {error}") from None
+        self.own_words = plans[0].words
+        try:
+            plans = networked(plans)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
         self.plans = plans
         self.asked = plans[0].problem.specification
         self.world = len(plans)
         self.words = plans[0].words
+        self.host = np.arange(self.world) // max(self.world // plans[0].problem.hosts, 1)
         self.buffers: list[Buffer] = []
         self.all: list[Step] = list(chain.from_iterable(plan.steps for plan in plans))
         sizes = [len(plan.steps) for plan in plans]
@@ -135,7 +145,7 @@ class Steps:
         """Plans name lanes that there are, and none of those that parts of steps get."""
         for plan in plans:
             for lane in plan.lanes:
-                if not re.fullmatch(r"(compute|copy|reduce)\d+|sync", lane):
+                if not re.fullmatch(r"(compute|copy|network|reduce)\d+|sync", lane):
                     raise PlanError(f"rank {plan.rank}: there is no lane {lane!r}")
 
     @staticmethod
@@ -166,6 +176,7 @@ class Steps:
             return zip(of.op, of.mover, *held, strict=True)
 
         right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
+        right.add(("copy", MOVER, *HOLDS["copy"]))
         shapes_used = set(shapes())
         for wrong in shapes_used - right:
             step = list(shapes()).index(wrong)

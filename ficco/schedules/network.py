@@ -1,0 +1,78 @@
+"""What ranks send to other hosts, and receive from them, piece by piece.
+
+A rank exchanges with its rail, the ranks that have its place on the other hosts, and copies what
+comes to the ranks of its own host: each byte crosses the network once per host. The blocks of an
+all-to-all have one receiver each and go there directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ficco.plan.model import Step, Transfer
+from ficco.problem import Problem
+from ficco.schedules.builder import Builder
+
+LANE = "network0"
+
+
+class Piece(NamedTuple):
+    """What travels at once, and the steps of its sender that come first."""
+
+    move: Transfer
+    after: tuple[int, ...] = ()
+
+
+def brings(problem: Problem, owner: int, rank: int) -> int:
+    """The rank from whose host-wide memory a rank gets what is another's: itself, if the network
+    brings it."""
+    if problem.host(owner) == problem.host(rank):
+        return owner
+    return rank if problem.kind.blocks else problem.on_host(problem.host(rank), owner)
+
+
+def rail(problem: Problem, rank: int) -> list[int]:
+    """The ranks of other hosts that a rank sends to, nearest first (:func:`legs`)."""
+    return [target for target, _ in legs(problem, rank)]
+
+
+def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
+    """The ranks that a rank sends to and receives from, in an order in which all do the same."""
+    host, local = problem.host(rank), problem.local_world
+    for distance in range(1, problem.hosts):
+        for turn in range(local if problem.kind.blocks else 1):
+            there, here = (rank + turn) % local, (rank - turn) % local
+            yield problem.on_host(host + distance, there), problem.on_host(host - distance, here)
+
+
+def add_moves(
+    problem: Problem,
+    builder: Builder,
+    order: str,
+    sent: Mapping[int, Sequence[Piece]],
+    received: Mapping[int, Sequence[Transfer]],
+) -> dict[tuple[int, int], int]:
+    """Add network steps for pieces by receiver and by sender; returns the step that brings each, by
+    its sender and its number there. Each step moves a piece both ways; ``order`` as schedules have
+    it."""
+    me = builder.me
+    ways = list(legs(problem, me))
+    rounds = max([len(some) for way in (sent, received) for some in way.values()], default=0)
+    turns = [(turn, way) for turn in range(rounds) for way in ways]
+    if order == "peer":
+        turns.sort(key=lambda one: ways.index(one[1]))
+    brought: dict[tuple[int, int], int] = {}
+    for turn, (target, source) in turns:
+        out = sent.get(target, ())[turn : turn + 1]
+        moves = [piece.move for piece in out]
+        coming = received.get(source, ())[turn : turn + 1]
+        labels = [f"{turn}>{target}" for _ in out] + [f"{source}.{turn}" for _ in coming]
+        if not labels:
+            continue
+        after = tuple(i for piece in out for i in piece.after)
+        step = Step("network", LANE, " ".join(labels), after=after, moves=(*moves, *coming))
+        index = builder.add(step)
+        if coming:
+            brought[source, turn] = index
+    return brought
