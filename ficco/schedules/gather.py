@@ -11,7 +11,7 @@ from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names
-from ficco.schedules.network import Piece, add_moves, brings, rail
+from ficco.schedules.network import Piece, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -213,9 +213,10 @@ class GatherWorld(World):
         if kind == "room":
             sender, receiver, block = waiter, poster, self.room
         first, rows = block.first(poster), self.arrivals[receiver].rows(sender)
+        slots = 0
         if kind == "ready":
-            poster = brings(self.problem, sender, receiver)
-        slots = first - block.first(poster)
+            poster = via(self.problem, receiver, sender)
+            slots = (sender - poster) % self.world * block.per_poster
         words: Sequence[int] = range(first, first + len(rows))
         if self.tiled:
             words = self.words_in_turn[receiver][sender]
@@ -249,7 +250,7 @@ class GatherStage(Stage):
         self.groups = self.mine.by_group
         #: By rank, the regions of its units; by group, the signals for the units that peers push.
         self.regions = {peer: self.staging.regions(peer) for peer in self.mine.set_of}
-        pushers = [p for p in self.mine.set_of if brings(self.problem, p, rank) != rank]
+        pushers = [p for p in self.mine.set_of if via(self.problem, rank, p) != rank]
         if self.schedule.pull:
             pushers = []
         ready = {peer: world.of_units("ready", peer, rank) for peer in pushers}
@@ -360,11 +361,12 @@ class GatherStage(Stage):
         """Exchange units with other hosts, and copy those that come to the peers."""
         world, me, mine = self.world, self.me, self.mine
         sent = {}
-        for target in rail(self.problem, me):
+        ways = list(legs(self.problem, me))
+        for target, _ in ways:
             landing = world.landing[target]
             moves = zip(self._sources(me, landing.arrivals), landing.regions(me), strict=True)
             sent[target] = [Piece(Transfer(*move)) for move in moves]
-        sources = [p for p in mine.set_of if p != me and brings(self.problem, p, me) == me]
+        sources = [source for _, source in ways]
         received = {
             source: [
                 Transfer(*move)

@@ -24,17 +24,12 @@ class Piece(NamedTuple):
     after: tuple[int, ...] = ()
 
 
-def brings(problem: Problem, owner: int, rank: int) -> int:
-    """The rank from whose host-wide memory a rank gets what is another's: itself, if the network
-    brings it."""
-    if problem.host(owner) == problem.host(rank):
-        return owner
-    return rank if problem.kind.blocks else problem.on_host(problem.host(rank), owner)
-
-
-def rail(problem: Problem, rank: int) -> list[int]:
-    """The ranks of other hosts that a rank sends to, nearest first (:func:`legs`)."""
-    return [target for target, _ in legs(problem, rank)]
+def via(problem: Problem, rank: int, other: int) -> int:
+    """The rank of its host with which a rank exchanges what is another's: the other one, the one on
+    its rail, or itself if it is there that the network is used."""
+    if problem.host(other) == problem.host(rank):
+        return other
+    return rank if problem.kind.blocks else problem.on_host(problem.host(rank), other)
 
 
 def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:

@@ -3,17 +3,21 @@
 A rank multiplies the blocks of its peers first and its own last, so that the last copies travel
 while it multiplies what it keeps. Arriving units are summed in float32 in the order of the ranks,
 or copied to their place, on a lane of their own. An all-reduce sends the sums on as they are made.
+
+Between hosts travel sums of what a host has: each rank makes those for its rail, from what the
+other ranks of its host send it. Blocks of an all-to-all go there as they are.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 
 from ficco.plan.model import Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
 from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
+from ficco.schedules.network import Piece, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -43,18 +47,20 @@ class ScatterWorld(World):
         else:  # if some blocks have fewer pieces than others, some words stay unused
             arriving = [departures.group_count for departures in self.departures]
         returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
-        most = max([1, *arriving])
-        self.arriving = words.block(most)
-        self.returned = words.block(max(returning))
+        self.most = most = max([1, *arriving])
+        #: Of the units for each host: the waiter's own, then those that it sums for its rail.
+        self.arriving = words.block(most * (problem.hosts if problem.kind.sums else 1))
+        self.returned = words.block(max(returning) * problem.hosts)
         self.fetched = words.block(int(schedule.pull))
         units = max(most, *(len(departures.own) for departures in self.departures))
         tiled = schedule.grouping == "tiled"
         self.made = words.block(units * (tiled and not schedule.pull))
-        #: By rank, the rows at which the blocks from all ranks begin in its staging.
-        self._first = [
-            [0, *accumulate(problem.block(peer, rank) * (peer != rank) for peer in ranks)]
-            for rank in ranks
-        ]
+        #: By rank, by sender and owner of each block that lands there, its first row in staging; and
+        #: how many rows that makes.
+        self._first: list[dict[tuple[int, int], int]] = []
+        self._rows: list[int] = []
+        for rank in ranks:
+            self._place_blocks(rank)
         self.staging = "staging" + suffix
         self.product = self.out  # where products that travel go
         if self.world > 1:
@@ -73,6 +79,59 @@ class ScatterWorld(World):
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in ranks)
         name, memory = ("publish", "slot") if schedule.pull else ("partial", "local")
         self.product = self.buffer(name, self.out, shapes, memory, leaves=True)
+        #: By distance of hosts, what a rank's host sums for the one on its rail.
+        self.host_sums: dict[int, Buffer] = {}
+        for distance in range(1, problem.hosts) if self.host_sums_needed else ():
+            owners = [problem.on_host(problem.host(rank) + distance, rank) for rank in ranks]
+            shapes = tuple((problem.rows[owner], problem.n) for owner in owners)
+            first = tuple(problem.offsets[owner] for owner in owners)
+            self.host_sums[distance] = self.buffer(
+                f"host sum {distance}", self.out, shapes, "local", first=first
+            )
+
+    @property
+    def host_sums_needed(self) -> bool:
+        """Whether a host has several products to sum for another."""
+        return self.problem.kind.sums and self.problem.hosts > 1 and self.problem.local_world > 1
+
+    def _place_blocks(self, rank: int) -> None:
+        problem, host = self.problem, self.problem.host(rank)
+        near = [p for p in range(self.world) if problem.host(p) == host and p != rank]
+        ways = list(legs(problem, rank))
+        blocks = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
+        if problem.kind.sums:
+            blocks += [(source, owner) for owner, _ in ways for source in near]
+        row, first = 0, {}
+        for source, owner in blocks:
+            first[source, owner] = row
+            row += problem.block(source, owner)
+        self._first.append(first)
+        self._rows.append(row)
+
+    def crossing(self, src: int, dst: int) -> list[Transfer]:
+        """What one rank sends over the network to another, in order."""
+        problem, departures = self.problem, self.departures[src]
+        units, buffer, row, terms = departures.units(dst), self.product, 0, 1 << src
+        if self.host_sums_needed:
+            buffer = self.host_sums[(problem.host(dst) - problem.host(src)) % problem.hosts]
+            terms = self.host_terms(src)
+        else:
+            row = problem.leaves(src, dst)
+        sources = departures.regions(buffer.name, src, row, units)
+        landings = self.landings(src, dst, dst)
+        return [Transfer(*ends, terms) for ends in zip(sources, landings, strict=True)]
+
+    def host_terms(self, rank: int) -> int:
+        """The ranks of a rank's host."""
+        local = self.problem.local_world
+        return _all(local) << self.problem.host(rank) * local
+
+    def gives(self, src: int, dst: int) -> bool:
+        """Whether a rank copies anything to a peer, or has something for it to fetch."""
+        owners = [dst]
+        if self.problem.kind.sums:
+            owners += [owner for owner, _ in legs(self.problem, dst)]
+        return any(self.sent(src, owner) for owner in owners)
 
     @remembered
     def received(self, rank: int) -> dict[int, list[Unit]]:
@@ -93,12 +152,12 @@ class ScatterWorld(World):
         """Rows of staging without those for returning sums."""
         if self.ring:
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
-        return self._first[rank][self.world]
+        return self._rows[rank]
 
     def _landing_row(self, src: int, dst: int, owner: int) -> int:
         """The row at which a rank's block from a peer begins in staging."""
         if not self.ring:
-            return self._first[dst][src]
+            return self._first[dst][src, owner]
         problem = self.problem  # every block but the sender's own
         return problem.offsets[owner] - (problem.rows[src] if owner > src else 0)
 
@@ -125,17 +184,29 @@ class ScatterWorld(World):
     @remembered
     def of_units(self, kind: str, poster: int, waiter: int, owner: int) -> list[Signal]:
         """Signals of a kind, one for each unit of a rank's block between two ranks, in order."""
-        departures = self.departures[poster]
+        departures = self.departures[owner if kind == "summed" else poster]
         units, begin = departures.of(owner), self.problem.lands(poster, owner)
         if kind == "valid":  # of the product at the poster, which the waiter reads there
             begin = self.problem.leaves(poster, owner)
-        first = (self.returned if kind == "summed" else self.arriving).first(poster)
+        first = self.arriving.first(poster)
         by_group = self.ring and kind == "ready"
         slots = [unit.group if by_group else unit.ordinal for unit in units]
+        if self.problem.hosts > 1:
+            slots = self._slots(kind, poster, owner, slots)
+        if kind == "summed":
+            first = self.returned.first(poster)
         gated = zip(slots, departures.spans(begin, units), strict=True)
         return [
             new(Signal, (kind, poster, waiter, slot, first + slot, *rows)) for slot, rows in gated
         ]
+
+
+    def _slots(self, kind: str, poster: int, owner: int, slots: list[int]) -> list[int]:
+        """The same for units that are summed for another host, or come from one."""
+        problem = self.problem
+        distance = (problem.host(owner) - problem.host(poster)) % problem.hosts
+        block = self.returned.per_poster // problem.hosts if kind == "summed" else self.most
+        return [distance * block + slot for slot in slots]
 
 
 class ScatterStage(Stage):
@@ -159,7 +230,8 @@ class ScatterStage(Stage):
         groups = self.mine.group_count + (len(self.mine.own) if self.own_is_separate else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
-        self.assign_lanes([peer for peer in order if peer != self.me])
+        self.brought: dict[tuple[int, int], int] = {}  # peer and unit -> its network step
+        self.assign_lanes([peer for peer in order if peer in self.peers])
 
     def run(self) -> None:
         """Add all steps but the last, which hands over the slot."""
@@ -177,6 +249,8 @@ class ScatterStage(Stage):
 
     def finish(self) -> None:
         """Bring what arrives to the result, once all products for peers are enqueued."""
+        if self.problem.hosts > 1:
+            self._cross()
         if self.sums:
             self._sum()
         else:
@@ -195,7 +269,7 @@ class ScatterStage(Stage):
         return {
             peer: (self.world.arriving.signal(self.arrived, self.me, peer),)
             for peer in self.peers
-            if not self.world.sent(self.me, peer)
+            if not self.world.gives(self.me, peer)
         }
 
     def silent(self) -> tuple[Signal, ...]:
@@ -203,7 +277,7 @@ class ScatterStage(Stage):
         return tuple(
             self.world.arriving.signal(self.arrived, peer, self.me)
             for peer in self.peers
-            if not self.world.sent(peer, self.me)
+            if not self.world.gives(peer, self.me)
         )
 
     def _is_read_by(self, peer: int) -> bool:
@@ -224,7 +298,7 @@ class ScatterStage(Stage):
         after = (index,)
         for unit in units:
             self.made_by[unit] = index
-            if unit.peer != self.me and not self.schedule.pull:
+            if via(self.problem, self.me, unit.peer) != self.me and not self.schedule.pull:
                 self._push(unit, after)
 
     def _matmul(self, lane: str, units: list[Unit], after: tuple[int, ...] = ()) -> int:
@@ -272,7 +346,7 @@ class ScatterStage(Stage):
         problem, me, units = self.problem, self.me, self.mine.of(owner)
         if owner == me and self.peers and self.schedule.beta:
             return self.results, _all(problem.world) ^ 1 << me
-        if owner == me and (not self.peers or (self.own_is_separate and not self.sums)):
+        if owner == me and (problem.world == 1 or (self.own_is_separate and not self.sums)):
             return self.results, 0
         if self.world.ring and self.mine.set_of.get(owner):  # not the first block of the ring
             left = (me - 1) % problem.world
@@ -300,7 +374,9 @@ class ScatterStage(Stage):
     def _pushes(self, owner: int) -> list[Step]:
         """The copies that send the units of a rank's block, in order."""
         world, me, made = self.world, self.me, self._of_block(owner)
-        target = (me + 1) % self.problem.world if world.ring else owner
+        target = via(self.problem, me, owner)
+        if world.ring:
+            target = (me + 1) % self.problem.world
         lane, mover, terms = self.lane_of[target], self.schedule.mover, made[0].terms | 1 << me
         landings = world.landings(me, target, owner)
         ready = world.of_units("ready", me, target, owner)
@@ -338,6 +414,8 @@ class ScatterStage(Stage):
         rank that fetched the unit or waited for that signal on another lane."""
         if self.schedule.pull:
             return (), (self.fetched[peer][unit.ordinal],)
+        if (peer, unit.ordinal) in self.brought:
+            return (), (self.brought[peer, unit.ordinal],)
         signal = self.world.of_units("ready", peer, self.me, unit.peer)[unit.ordinal]
         first = self.heard.setdefault(signal.word, len(self.steps))
         if first == len(self.steps):
@@ -353,7 +431,7 @@ class ScatterStage(Stage):
                 summed = self._matmul(lane, [unit], after)
             else:
                 summed = self._matmul(lane, [unit]) if self.own_is_separate else self.made_by[unit]
-                if self.peers:
+                if self.problem.world > 1:
                     summed = self._reduce(unit, summed)
             self.made_by[unit] = summed
             if self.problem.kind.returns:
@@ -395,21 +473,56 @@ class ScatterStage(Stage):
         waits = [self.told[unit]] if unit in self.told else []
         after = [] if own is None or waits else [own]
         parts, terms = [], []
-        for rank in range(self.problem.world):
+        for rank, holds in self._contributions(unit.peer).items():
             if rank != self.me:
                 parts.append(self.world.landing(rank, self.me, unit))
-                signals, copies = self._arrivals(rank, unit, self.world.sent(rank, self.me))
+                signals, copies = self._arrivals(rank, unit, self.world.sent(rank, unit.peer))
                 waits += signals
                 after += copies
             elif own is not None:
                 parts.append(self._product_of(unit).out)
             else:
                 continue
-            terms.append(1 << rank)
-        reduction = Reduction(tuple(parts), tuple(terms), self.results[unit.ordinal])
-        label, once = f"sum {unit.ordinal}", tuple(dict.fromkeys(after))
+            terms.append(holds)
+        reduction = Reduction(tuple(parts), tuple(terms), self._summed(unit))
+        for_host = "" if unit.peer == self.me else f" for {unit.peer}"
+        label, once = f"sum {unit.ordinal}{for_host}", tuple(dict.fromkeys(after))
         step = Step("reduce", REDUCE_LANE, label, tuple(waits), after=once, reduction=reduction)
         return self.add(step)
+
+    def _contributions(self, owner: int) -> dict[int, int]:
+        """The ranks that have a part of a block's sum for this rank, itself included, in order, and
+        whose products are in each part."""
+        problem, me = self.problem, self.me
+        found = {rank: 1 << rank for rank in (*self.peers, me)}
+        if owner == me:
+            found |= {source: self.world.host_terms(source) for _, source in legs(problem, me)}
+        return dict(sorted(found.items()))
+
+    def _summed(self, unit: Unit) -> Region:
+        """Where the sum of a unit's products goes."""
+        if unit.peer == self.me:
+            return self.results[unit.ordinal]
+        return self.world.crossing(self.me, unit.peer)[unit.ordinal].src
+
+    def _cross(self) -> None:
+        """Exchange with other hosts: the sums for them of what this one has, or blocks."""
+        world, me = self.world, self.me
+        ways = list(legs(self.problem, me))
+        made = dict(self.made_by)
+        if world.host_sums_needed:
+            targets = {target for target, _ in ways}
+            for unit in [unit for group in self.mine.by_group for unit in group]:
+                if unit.peer in targets:
+                    made[unit] = self._reduce(unit, made[unit])
+        sent, received = {}, {}
+        for target, source in ways:
+            units = self.mine.units(target)
+            moves = zip(world.crossing(me, target), units, strict=True)
+            sent[target] = [Piece(move, (made[unit],)) for move, unit in moves]
+            received[source] = world.crossing(source, me)
+        order = self.schedule.order
+        self.brought = add_moves(self.problem, self.builder, order, sent, received)
 
     def _gather_blocks(self) -> None:
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
@@ -419,7 +532,7 @@ class ScatterStage(Stage):
                 self._matmul(self._own_lane(turn), [unit])
             elif made != here:
                 self._place(REDUCE_LANE, made, here, (self.made_by[unit],), terms=1 << self.me)
-        order = peers_in_order(self.me, self.problem.world)
+        order = peers_in_order(self.me, self.problem.world, self.problem.hosts)
         if self.schedule.pull:
             order = list(self.lane_of)
         coming = []
@@ -449,14 +562,53 @@ class ScatterStage(Stage):
 
     def _return(self) -> None:
         """Copy the sums of the peers to their places, in order of arrival."""
-        coming = [(unit, p) for p in self.lane_of for unit in self.world.departures[p].own]
+        problem, me = self.problem, self.me
+        crossed = self._cross_back() if problem.hosts > 1 else {}
+        others = [p for p in range(problem.world) if p not in (me, *self.lane_of)]
+        peers = [*self.lane_of, *others]
+        coming = [(unit, p) for p in peers for unit in self.world.departures[p].own]
         for unit, peer in sorted(coming, key=lambda one: one[0].ordinal):
-            signal = self.world.of_units("summed", peer, self.me, peer)[unit.ordinal]
+            waits, after, through = (), (), via(problem, me, peer)
+            if through == me:
+                after = (crossed[peer, unit.ordinal],)
+            else:
+                waits = (self.world.of_units("summed", through, me, peer)[unit.ordinal],)
             row = self.problem.offsets[peer]
             out = self.world.departures[peer].region(self.world.out.name, self.me, row, unit)
             source = self.world.returning(peer, self.me, unit)
             terms = _all(self.problem.world)
-            self._place(REDUCE_LANE, source, out, waits=(signal,), terms=terms)
+            self._place(REDUCE_LANE, source, out, after, waits=waits, terms=terms)
+
+
+    def _cross_back(self) -> dict[tuple[int, int], int]:
+        """Exchange sums with the rail, and copy those that come to the peers; the steps that bring
+        them, by sender and unit."""
+        world, me, everyone = self.world, self.me, _all(self.problem.world)
+        mover, out = self.schedule.mover, world.out.name
+
+        def moves(src: int, dst: int) -> list[Transfer]:
+            departures, row = world.departures[src], self.problem.offsets[src]
+            return [
+                Transfer(
+                    departures.region(out, src, row, unit), world.returning(src, dst, unit), everyone
+                )
+                for unit in departures.own
+            ]
+
+        sent, received = {}, {}
+        for target, source in legs(self.problem, me):
+            made = [(self.made_by[unit],) for unit in self.mine.own]
+            sent[target] = list(map(Piece, moves(me, target), made))
+            received[source] = moves(source, me)
+        brought = add_moves(self.problem, self.builder, self.schedule.order, sent, received)
+        for (source, turn), index in brought.items():
+            here, unit = received[source][turn].dst, world.departures[source].own[turn]
+            for peer, lane in self.lane_of.items():
+                move = Transfer(here, world.returning(source, peer, unit), everyone)
+                posts = (world.of_units("summed", me, peer, source)[turn],)
+                label = f"sum {source}.{turn}>{peer}"
+                self.add(Step("copy", lane, label, (), posts, (), (index,), move, mover=mover))
+        return brought
 
 
 def _all(world: int) -> int:
