@@ -16,7 +16,9 @@ from collections.abc import Iterator
 import numpy as np
 from torch.distributed import ProcessGroup
 
+from ficco.courier import Courier
 from ficco.dma.host import HostMemory, dead
+from ficco.dma.hosts import Hosts
 from ficco.errors import PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import digest
 
@@ -57,14 +59,28 @@ LATE_S = 0.7
 class Board:
     """One rank's view of the board of a group. The constructor is collective."""
 
-    def __init__(self, group: ProcessGroup, timeout_s: float, operator: str = "ficco") -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        timeout_s: float,
+        operator: str = "ficco",
+        hosts: Hosts | None = None,
+    ) -> None:
         self.rank, self.world, self._ranks = group.rank(), group.size(), range(group.size())
+        self._hosts = hosts = hosts or Hosts.one(group)
         size = ENTRIES * 8 + TEXTS * TEXT_BYTES
-        memory = HostMemory(group, size, timeout_s, "the agreement board", operator)
-        self._pids = memory.pids
+        memory = HostMemory(hosts.near, size, timeout_s, "the agreement board", operator)
+        self._pids = hosts.spread(memory.pids, 0)
         # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
-        self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in memory.maps]
-        self._texts = [memoryview(part)[ENTRIES * 8 : size] for part in memory.maps]
+        parts = hosts.spread([memoryview(part)[:size] for part in memory.maps], None)
+        for rank in hosts.far:
+            parts[rank] = memoryview(bytearray(size))
+        self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
+        self._texts = [part[ENTRIES * 8 :] for part in parts]
+        self._courier: Courier | None = None
+        if hosts.far:
+            theirs = {rank: parts[rank] for rank in hosts.far}
+            self._courier = Courier(hosts.store("board"), self.rank, parts[self.rank], theirs, ENTRIES * 8)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen
@@ -100,6 +116,8 @@ class Board:
     def post(self, number: int, digest: int) -> None:
         """Post a call. Numbers start at 1."""
         self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
+        if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
+            self._courier.changed()
 
     def posted(self, number: int) -> bool:
         """Whether this rank has posted a call, or its refusal."""
@@ -111,7 +129,7 @@ class Board:
 
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended."""
-        return dead(self._pids[rank])
+        return bool(self._pids[rank]) and dead(self._pids[rank])
 
     def await_same(self, number: int) -> None:
         """Wait briefly until all ranks have the same entry for a call, such as a refusal."""
@@ -139,6 +157,8 @@ class Board:
         begin = time.monotonic()
         absent = [rank for rank in self._ranks if rank != self.rank]
         polls = 0
+        if self._courier is not None:
+            self._courier.waiting(agrees=True)
         while absent := [rank for rank in absent if not self._passed(rank, number)]:
             polls += 1
             if polls <= SPINS:  # the checks below take longer than a poll
@@ -146,6 +166,8 @@ class Board:
             time.sleep(min(SLEEP_S, 2e-5 * (polls - SPINS)))
             if polls % 16:
                 continue
+            if self._courier is not None:
+                self._courier.waiting()
             if error := self.mismatch(number):
                 raise error
             seconds = time.monotonic() - begin
@@ -162,6 +184,7 @@ class Board:
                     wanted=number,
                     found=self._latest(absent[0], number),
                     ended=bool(ended),
+                    host=self._hosts.named(absent[0]),
                 )
         if error := self._mismatch_of(number):
             raise error
@@ -169,12 +192,16 @@ class Board:
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """The first mismatch or failure among this rank's calls on the board up to a number; None
         if there is none. Thread-safe."""
+        if self._courier is not None:
+            self._courier.waiting()
         found = map(self._mismatch_of, self._differing(latest))
         return next((error for error in found if error), None)
 
     def close(self) -> None:
         """Leave the board; peers still see this rank's entries. Who still reads finds nothing."""
         self._closed = True
+        if self._courier is not None:
+            self._courier.stop()
         self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 
@@ -233,12 +260,16 @@ class Board:
         if failed:
             now = time.monotonic()
             if _FAILED in failed.values() or now - self._late.setdefault(number, now) >= LATE_S:
-                return PeerFailed({rank: self._text(rank, value) for rank, value in failed.items()})
+                return PeerFailed({rank: self._why(rank, value) for rank, value in failed.items()})
             return None
         deadline = time.monotonic() + GRACE_S
         while len(posted := entries()) < len(self._ranks) and time.monotonic() < deadline:
             time.sleep(SLEEP_S)
         return RankMismatch({rank: self._text(rank, value) for rank, value in posted.items()})
+
+    def _why(self, rank: int, digest: int) -> str:
+        host, text = self._hosts.named(rank), self._text(rank, digest)
+        return f"{text} (host {host})" if host else text
 
     def _text(self, rank: int, digest: int) -> str:
         texts = self._texts[rank]

@@ -106,6 +106,7 @@ class SignalTimeout(FiccoError):
             if the word could not be read.
         ended: the peer's process is seen to have ended, so that this did not take the whole time
             limit.
+        host: the peer's host, if the group has several.
     """
 
     def __init__(
@@ -120,11 +121,15 @@ class SignalTimeout(FiccoError):
         wanted: int | None = None,
         found: int | None = None,
         ended: bool = False,
+        host: str = "",
     ) -> None:
+        self.host = host
         self.operator, self.schedule = operator, schedule
         self.rank, self.peer, self.step = rank, peer, step
         self.seconds, self.wanted, self.found, self.ended = seconds, wanted, found, ended
         who = "a peer" if peer is None else f"rank {peer}"
+        if host:
+            who = f"{who} on host {host}"
         word = "" if wanted is None else f"; signal word: wanted {wanted}, found {found}"
         why = (
             f"The process of {who} has ended; see its output"

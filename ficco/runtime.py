@@ -61,6 +61,8 @@ def _operations(
     elif step.op == "place":
         if step.transfer and step.transfer.src.elements:
             yield engine.place(program, index, step.transfer)
+    elif step.op == "network":
+        yield engine.network(program, index)
     elif step.op == "collective":
         yield engine.collective(program, index)
     elif step.op == "matmul":

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
+from ficco.dma.hosts import hosts_of
 from ficco.errors import REVIVE, FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
@@ -134,9 +135,10 @@ class Workspace:
         """``given``: a board and an engine to use instead of making them with the group."""
         self.group = group
         if given is None:
-            board = Board(group, options.timeout_s, operator)
             name = engine_name(device, options.engine)
-            engine = make_engine(name, group, device, options.signals, options.timeout_s)
+            hosts = hosts_of(group, options.timeout_s, operator)
+            board = Board(group, options.timeout_s, operator, hosts)
+            engine = make_engine(name, group, device, options.signals, options.timeout_s, hosts)
             given = board, engine
         self.board, self.engine = given
         self.name = self.engine.name

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.dma.engine import Engine
+from ficco.dma.hosts import Hosts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +51,7 @@ def make_engine(
     device: torch.device,
     signals: str,
     timeout_s: float,
+    hosts: Hosts | None = None,
     **more: Any,
 ) -> Engine:
     """The engine of a name; its ranks wait ``timeout_s`` for each other. ``more`` is for the
@@ -57,5 +59,10 @@ def make_engine(
     module, function = ENGINES[name]
     make: Callable[..., Engine] = getattr(import_module(module), function)
     if name == "cpu":
-        return make(group, device)
+        return make(group, device, hosts)
+    if hosts is not None and hosts.count > 1:
+        raise NotImplementedError(
+            f"group: its ranks are on {hosts.count} hosts, which only the CPU engine serves so far; "
+            "pass a group of the ranks of one host"
+        )
     return make(group, device, signals, timeout_s, **more)

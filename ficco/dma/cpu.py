@@ -22,6 +22,7 @@ import torch
 
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
+from ficco.dma.cpu_network import Network
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
 from ficco.dma.engine import (
     Call,
@@ -37,6 +38,7 @@ from ficco.dma.engine import (
     timed_out,
 )
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
+from ficco.dma.hosts import Hosts
 from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
 from ficco.plan import Product, Reduction, Signal, Transfer
 
@@ -61,11 +63,14 @@ class CpuEngine(Engine):
     operator = "ficco"
     bandwidth: float | None = None
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, hosts: Hosts | None = None
+    ) -> None:
+        super().__init__(group, device, hosts)
         self._serial = 0
         self._lanes: dict[str, Lane] = {}
         self._counts: CpuMemory | None = None  # of collectives that were started
+        self._network: Network | None = None
         self._in_flight = 0
 
     @property
@@ -166,7 +171,8 @@ class CpuEngine(Engine):
         step, signal, word, begin = min(list(state.blocked.values()), key=order)
         missing = Missing(step, signal.poster, 1, semaphores().value(word))
         ended = dead(state.pids[signal.poster])
-        raise timed_out(program.plan, missing, time.monotonic() - begin, ended)
+        host = self.hosts.named(signal.poster)
+        raise timed_out(program.plan, missing, time.monotonic() - begin, ended, host)
 
     # Copies.
 
@@ -186,6 +192,11 @@ class CpuEngine(Engine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         return place_op(program, transfer)
+
+    def network(self, program: Program, step: int) -> Op:
+        if self._network is None:
+            self._network = Network(self)
+        return self._network.op(program, step)
 
     def collective(self, program: Program, step: int) -> Op:
         """As on all engines, but an absent rank is named by a timeout of this call."""
@@ -334,6 +345,9 @@ class CpuEngine(Engine):
             # At exit a call of another thread may be stuck: do not wait for its lanes.
             lane.close(join=not self._in_flight)
         self._lanes.clear()
+        if self._network is not None:
+            self._network.close()
+            self._network = None
         if self._counts is not None:
             self._counts.free()
             self._counts = None

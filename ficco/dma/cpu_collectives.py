@@ -38,8 +38,8 @@ def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -
     """The exchange of a step; ``memory`` holds each rank's count of collectives that it started."""
     plan, group = program.plan, engine.group
     counts = [part.view(torch.int64) for part in memory.parts]
-    mine, pids = counts[engine.rank], memory.host.pids
-    peers = [peer for peer in range(engine.world) if peer != engine.rank]
+    mine, pids = counts[engine.rank], memory.pids
+    peers = [peer for peer in range(engine.world) if peer != engine.rank and pids[peer]]
 
     def missing() -> tuple[int | None, bool]:
         """The rank that is dead, or has started fewer collectives than this one; whether it is
@@ -99,7 +99,10 @@ def collect(
                 late = work is not None and not work.is_completed()
                 if failed or (late and seconds > state.timeout_s):
                     peer, ended = missing()
-                    raise timed_out(program.plan, Missing(step, peer), seconds, ended) from error
+                    host = engine.hosts.named(peer)
+                    raise timed_out(
+                        program.plan, Missing(step, peer), seconds, ended, host
+                    ) from error
     except BaseException:
         _unfinished[:] = [pair for pair in _unfinished if not pair[0].is_completed()]
         if work is not None:

@@ -25,17 +25,22 @@ JOIN_S = 1.0
 
 
 class CpuMemory(Symmetric):
-    """Host memory of all ranks; ``parts`` are theirs as bytes, by rank."""
+    """Host memory of all ranks of a host; ``parts`` are theirs as bytes, by rank of the group, and
+    ``pids`` their processes."""
 
     def __init__(self, engine: Engine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
         self.host = Meeting(engine, f"allocation {serial}", max(nbytes, 1))
-        self.parts = [
+        parts = [
             torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
             for part in self.host.maps
         ]
+        addresses = [self.host.address(place) for place in range(len(parts))]
+        # None of the ranks of other hosts.
+        self.parts = engine.hosts.spread(parts, torch.empty(0, dtype=torch.uint8))
+        self.addresses = engine.hosts.spread(addresses, 0)
+        self.pids = engine.hosts.spread(self.host.pids, 0)
         self.tensor = self.parts[engine.rank]
-        self.addresses = [self.host.address(rank) for rank in range(engine.world)]
 
     def part(self, rank: int) -> torch.Tensor:
         return self.parts[rank]
@@ -62,7 +67,7 @@ class CallState:
         self.parts: list[torch.Tensor] = []
         if slot is not None:
             assert isinstance(slot.memory, CpuMemory)
-            self.parts, self.pids = slot.memory.parts, slot.memory.host.pids
+            self.parts, self.pids = slot.memory.parts, slot.memory.pids
             marks = slot.words * SEMAPHORE_STRIDE
             self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
         self.timeout_s = timeout_s

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.dma import collectives
+from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
 from ficco.plan import Plan, Product, Reduction, Signal, Transfer
@@ -209,6 +210,7 @@ class Engine(ABC):
         interrupt: called while a call waits; may raise.
         operator: what is being called, for errors.
         replays: it may record what a call enqueues, and replay that for calls that are alike.
+        hosts: where the ranks of the group are.
         packs_columns: Plans have to pack columns, since copies cannot leave gaps between rows.
     """
 
@@ -220,8 +222,11 @@ class Engine(ABC):
     replays: bool = True
     packs_columns: bool = False
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, hosts: Hosts | None = None
+    ) -> None:
         self.group = group
+        self.hosts = hosts or Hosts.one(group)
         self.device = device
         self.rank = group.rank()
         self.world = group.size()
@@ -339,6 +344,10 @@ class Engine(ABC):
                 raise BackendError(f"{name} of {library}", "error", str(error)) from error
 
         return op
+
+    def network(self, program: Program, step: int) -> Op:
+        """Send and receive what a step moves between hosts."""
+        raise NotImplementedError(f"the {self.name} engine does not serve several hosts yet")
 
     @abstractmethod
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
@@ -466,7 +475,9 @@ def in_turn(ops: Sequence[Op]) -> Op:
     return op
 
 
-def timed_out(plan: Plan, missing: Missing, seconds: float, ended: bool = False) -> SignalTimeout:
+def timed_out(
+    plan: Plan, missing: Missing, seconds: float, ended: bool = False, host: str = ""
+) -> SignalTimeout:
     """The error of a step that has waited too long, or for a peer whose process has ended."""
     step, signal = plan.steps[missing.step], missing.signal
     if signal is not None and signal in step.gates:  # the piece that did not come
@@ -481,4 +492,5 @@ def timed_out(plan: Plan, missing: Missing, seconds: float, ended: bool = False)
         wanted=missing.wanted,
         found=missing.found,
         ended=ended,
+        host=host,
     )

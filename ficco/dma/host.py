@@ -19,9 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
-from torch.distributed import ProcessGroup
+from torch.distributed import Store
 
 from ficco.errors import BackendError, RankMismatch, SignalTimeout
 
@@ -35,6 +35,14 @@ _CLOCK_MONOTONIC = 1
 
 class _Timespec(ctypes.Structure):
     _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
+
+
+class Group(Protocol):
+    """Ranks that meet: a process group, or those of a host."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
 
 
 class Semaphores:
@@ -127,7 +135,7 @@ class HostMemory:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Group,
         nbytes: int,
         timeout_s: float,
         purpose: str,
@@ -160,7 +168,7 @@ class HostMemory:
             mine = _map(fd, self._total(nbytes))
             for gate in self._gates(mine):
                 semaphores().init(gate, 0)
-            hellos = self._meet(group, self._hello(fd), timeout_s, deadline)
+            hellos = meet(group, self._hello(fd), purpose, timeout_s, self._timeout, self._interrupt)
             self._require_shareable(hellos)
             self.maps = [
                 mine if rank == self.rank else self._open(rank, hello)
@@ -238,91 +246,15 @@ class HostMemory:
 
     def _hello(self, fd: int) -> dict[str, Any]:
         """What peers need to map this rank's part."""
-        return {
-            "host": socket.gethostname(),
-            "boot": _read("/proc/sys/kernel/random/boot_id"),
-            "pids": os.stat("/proc/self/ns/pid").st_ino,
-            "pid": os.getpid(),
-            "fd": fd,
-            "file": _file(fd),
-            "nbytes": self.nbytes,
-            "token": secrets.token_hex(8),
-        }
-
-    def _meet(
-        self, group: ProcessGroup, mine: dict[str, Any], timeout_s: float, deadline: float
-    ) -> list[dict[str, Any]]:
-        """Exchange hellos through the group's store.
-
-        A store can outlive a group, and its keys are used again. Each rank therefore sends a random
-        token and echoes those that it heard: a hello that echoes this rank's token is new. The
-        barrier that follows keeps a rank from returning before all its peers have left this
-        exchange.
-        """
-        hellos: dict[int, dict[str, Any]] = {self.rank: mine}
-        absent = [rank for rank in range(self.world) if rank != self.rank]
-        if not absent:
-            return [mine]
-        from torch.distributed import DistError, distributed_c10d
-
-        try:
-            store = distributed_c10d._get_process_group_store(group)
-        except KeyError:
-            raise ValueError(
-                "group: required a process group that exists, got one that was destroyed; pass "
-                "another, and call ficco.close(group) before dist.destroy_process_group(group)"
-            ) from None
-        key = f"ficco/{self.purpose}/"
-        done, stop = threading.Event(), threading.Event()
-        errors: list[Exception] = []
-
-        def exchange() -> None:
-            """Fill ``hellos`` until no rank is ``absent``."""
-            sent, pause = None, 0.0005
-            try:
-                while not stop.is_set():
-                    heard = {str(rank): hello["token"] for rank, hello in hellos.items()}
-                    if heard != sent:
-                        store.set(f"{key}{self.rank}", json.dumps({**mine, "heard": heard}))
-                        sent, pause = heard, 0.0005
-                    if not absent:
-                        break
-                    for rank in list(absent):
-                        if store.check([f"{key}{rank}"]):
-                            hello = hellos[rank] = json.loads(store.get(f"{key}{rank}"))
-                            if hello["heard"].get(str(self.rank)) == mine["token"]:
-                                absent.remove(rank)
-                    if absent:
-                        time.sleep(pause)
-                        pause = min(pause * 1.5, 0.02)
-            except Exception as error:
-                errors.append(error)
-            done.set()
-
-        # In a thread: clients of a store whose host is stopped wait longer than this timeout.
-        threading.Thread(target=exchange, name="ficco meet", daemon=True).start()
-        try:
-            while not done.wait(0.02):
-                self._interrupt()
-                if time.monotonic() > deadline:
-                    raise self._timeout(list(absent), timeout_s)
-        finally:
-            stop.set()
-        for error in errors:
-            if not isinstance(error, DistError):
-                raise error
-            # The rank that hosts the store is gone.
-            seconds = time.monotonic() - (deadline - timeout_s)
-            raise self._timeout(list(absent) or None, seconds) from error
-        return [hellos[rank] for rank in range(self.world)]
+        return {**whereabouts(), "fd": fd, "file": _file(fd), "nbytes": self.nbytes}
 
     def _require_shareable(self, hellos: list[dict[str, Any]]) -> None:
         first = hellos[0]
         for rank, hello in enumerate(hellos):
             if hello["boot"] != first["boot"]:
                 raise NotImplementedError(
-                    f"ficco serves groups whose ranks are on one host; rank 0 is on "
-                    f"{first['host']}, rank {rank} on {hello['host']}"
+                    f"ranks share memory on one host; rank 0 is on {first['host']}, rank {rank} on "
+                    f"{hello['host']}"
                 )
             if hello["pids"] != first["pids"]:
                 raise NotImplementedError(
@@ -364,12 +296,112 @@ class HostMemory:
         return BackendError("open", code, why)
 
 
+def whereabouts() -> dict[str, Any]:
+    """Which host this process is on, and which one it is there."""
+    return {
+        "host": socket.gethostname(),
+        "boot": _read("/proc/sys/kernel/random/boot_id"),
+        "pids": os.stat("/proc/self/ns/pid").st_ino,
+        "pid": os.getpid(),
+        "token": secrets.token_hex(8),
+    }
+
+
+def store_of(group: Group) -> Store:
+    """The store of a group.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    from torch.distributed import distributed_c10d
+
+    if (store := getattr(group, "store", None)) is not None:
+        return store
+    try:
+        return distributed_c10d._get_process_group_store(group)
+    except KeyError:
+        raise ValueError(
+            "group: required a process group that exists, got one that was destroyed; pass "
+            "another, and call ficco.close(group) before dist.destroy_process_group(group)"
+        ) from None
+
+
+def meet(
+    group: Group,
+    mine: dict[str, Any],
+    purpose: str,
+    timeout_s: float,
+    timeout: Callable[[list[int] | None, float], SignalTimeout],
+    interrupt: Callable[[], None],
+) -> list[dict[str, Any]]:
+    """Exchange hellos, which have a ``token``, through the group's store.
+
+    A store can outlive a group, and its keys are used again. Each rank therefore sends a random
+    token and echoes those that it heard: a hello that echoes this rank's token is new. A barrier or
+    another wait for all ranks has to follow, so that no rank comes back here before all its peers
+    have left.
+
+    Args:
+        timeout: the error of ranks that are absent, after so many seconds.
+    """
+    me, deadline = group.rank(), time.monotonic() + timeout_s
+    hellos: dict[int, dict[str, Any]] = {me: mine}
+    absent = [rank for rank in range(group.size()) if rank != me]
+    if not absent:
+        return [mine]
+    from torch.distributed import DistError
+
+    store, key = store_of(group), f"ficco/{purpose}/"
+    done, stop = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def exchange() -> None:
+        """Fill ``hellos`` until no rank is ``absent``."""
+        sent, pause = None, 0.0005
+        try:
+            while not stop.is_set():
+                heard = {str(rank): hello["token"] for rank, hello in hellos.items()}
+                if heard != sent:
+                    store.set(f"{key}{me}", json.dumps({**mine, "heard": heard}))
+                    sent, pause = heard, 0.0005
+                if not absent:
+                    break
+                for rank in list(absent):
+                    if store.check([f"{key}{rank}"]):
+                        hello = hellos[rank] = json.loads(store.get(f"{key}{rank}"))
+                        if hello["heard"].get(str(me)) == mine["token"]:
+                            absent.remove(rank)
+                if absent:
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, 0.02)
+        except Exception as error:
+            errors.append(error)
+        done.set()
+
+    # In a thread: clients of a store whose host is stopped wait longer than this timeout.
+    threading.Thread(target=exchange, name="ficco meet", daemon=True).start()
+    try:
+        while not done.wait(0.02):
+            interrupt()
+            if time.monotonic() > deadline:
+                raise timeout(list(absent), timeout_s)
+    finally:
+        stop.set()
+    for error in errors:
+        if not isinstance(error, DistError):
+            raise error
+        # The rank that hosts the store is gone.
+        seconds = time.monotonic() - (deadline - timeout_s)
+        raise timeout(list(absent) or None, seconds) from error
+    return [hellos[rank] for rank in range(group.size())]
+
+
 class Meeting(HostMemory):
     """Memory of the ranks of an engine, in which they may tell each other little things."""
 
     def __init__(self, engine: Any, purpose: str, nbytes: int = 512) -> None:
         self._timeout_s, self._used = engine.timeout_s, 0
-        what = engine.group, nbytes, engine.timeout_s, purpose, engine.operator
+        what = engine.hosts.near, nbytes, engine.timeout_s, purpose, engine.operator
         # If only this rank allocates, here it learns that its call differs from its peers'.
         super().__init__(*what, interrupt=lambda: engine.interrupt())
 

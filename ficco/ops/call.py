@@ -200,7 +200,8 @@ def _begin(
     if cached is None:
         group = workspace.group
         problem = problem_of_operands(
-            group, operator, a, b, rows, return_gathered, source is not None, scales
+            *(group, operator, a, b, rows, return_gathered, source is not None, scales),
+            hosts=engine.hosts.count,
         )
         cached = _cached_call(workspace, problem, schedule, mode, source, options, purpose)
         cached.rows = rows

@@ -316,8 +316,9 @@ def problem_of_operands(
     return_gathered: bool,
     symmetric: bool,
     scales: Scales | None = None,
+    hosts: int = 1,
 ) -> Problem:
-    """The Problem that the operands make up.
+    """The Problem that the operands make up; the group's ranks are on so many ``hosts``.
 
     Raises:
         ValueError, NotImplementedError: they are wrong, or not supported.
@@ -346,7 +347,9 @@ def problem_of_operands(
                 f"{b.shape[0]} and {problem.product_rows(rank)}; pass b with a row for each of "
                 "them, and rows= where blocks are not equal"
             )
-        return replace(problem, symmetric=symmetric, return_gathered=return_gathered)
+        return replace(
+            problem, symmetric=symmetric, return_gathered=return_gathered, hosts=hosts
+        )
     each = rows_by_rank(OPERATORS[operator], rows, held, rank, world)
     if inner and sum(each) != b.shape[0]:
         raise ValueError(
@@ -355,7 +358,8 @@ def problem_of_operands(
         )
     shared = () if OPERATORS[operator].scatters else each
     scaling = scaling_of(scales, a, b, shared, left) if scales else None
-    return Problem(operator, each, *sizes, return_gathered, symmetric, scaling=scaling)
+    given = return_gathered, symmetric
+    return Problem(operator, each, *sizes, *given, scaling=scaling, hosts=hosts)
 
 
 def rows_by_rank(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:

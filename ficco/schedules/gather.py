@@ -11,7 +11,7 @@ from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names
-from ficco.schedules.network import Piece, add_moves, legs, via
+from ficco.schedules.network import Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -365,7 +365,7 @@ class GatherStage(Stage):
         for target, _ in ways:
             landing = world.landing[target]
             moves = zip(self._sources(me, landing.arrivals), landing.regions(me), strict=True)
-            sent[target] = [Piece(Transfer(*move)) for move in moves]
+            sent[target] = [Sending(Transfer(*move)) for move in moves]
         sources = [source for _, source in ways]
         received = {
             source: [

@@ -17,7 +17,7 @@ from ficco.schedules.builder import Builder
 LANE = "network0"
 
 
-class Piece(NamedTuple):
+class Sending(NamedTuple):
     """What travels at once, and the steps of its sender that come first."""
 
     move: Transfer
@@ -45,7 +45,7 @@ def add_moves(
     problem: Problem,
     builder: Builder,
     order: str,
-    sent: Mapping[int, Sequence[Piece]],
+    sent: Mapping[int, Sequence[Sending]],
     received: Mapping[int, Sequence[Transfer]],
 ) -> dict[tuple[int, int], int]:
     """Add network steps for pieces by receiver and by sender; returns the step that brings each, by

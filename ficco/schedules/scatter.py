@@ -17,7 +17,7 @@ from ficco.plan.model import Product, Reduction, Region, Signal, Step, Transfer,
 from ficco.problem import Problem
 from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
-from ficco.schedules.network import Piece, add_moves, legs, via
+from ficco.schedules.network import Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -519,7 +519,7 @@ class ScatterStage(Stage):
         for target, source in ways:
             units = self.mine.units(target)
             moves = zip(world.crossing(me, target), units, strict=True)
-            sent[target] = [Piece(move, (made[unit],)) for move, unit in moves]
+            sent[target] = [Sending(move, (made[unit],)) for move, unit in moves]
             received[source] = world.crossing(source, me)
         order = self.schedule.order
         self.brought = add_moves(self.problem, self.builder, order, sent, received)
@@ -598,7 +598,7 @@ class ScatterStage(Stage):
         sent, received = {}, {}
         for target, source in legs(self.problem, me):
             made = [(self.made_by[unit],) for unit in self.mine.own]
-            sent[target] = list(map(Piece, moves(me, target), made))
+            sent[target] = list(map(Sending, moves(me, target), made))
             received[source] = moves(source, me)
         brought = add_moves(self.problem, self.builder, self.schedule.order, sent, received)
         for (source, turn), index in brought.items():

@@ -1,0 +1,108 @@
+"""Brings what ranks of other hosts have posted on the board, and takes there what this rank has.
+
+Within a host the board is shared memory. Between hosts a thread of each rank publishes the rank's
+part in the group's store when it has changed, and reads the parts of the ranks of other hosts: at
+once while a call waits, else now and then, so that calls that disagree do not stay unnoticed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+
+from torch.distributed import Store
+
+#: Seconds between two looks: while a call waits for ranks to agree, and otherwise.
+AT_ONCE_S, SOON_S = 0.002, 0.05
+#: Seconds for which a call counts as waiting after it has said so, and after which parts of other
+#: hosts are read although no call waits.
+WAITING_S, SELDOM_S = 0.2, 0.5
+
+
+class Courier:
+    """A thread that keeps copies of other ranks' parts of the board.
+
+    Attributes:
+        lost: the store did not answer any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        mine: memoryview,
+        theirs: Mapping[int, memoryview],
+        ring: int,
+    ) -> None:
+        """``mine``: this rank's part, of which the first ``ring`` bytes change with every call;
+        ``theirs``: where to put the parts of ranks on other hosts."""
+        self.lost = False
+        self._store, self._rank, self._mine, self._theirs = store, rank, mine, theirs
+        self._ring = ring
+        self._known: dict[str, bytes] = {}
+        self._sent: dict[str, bytes] = {}
+        self._pause = SOON_S
+        self._there = False  # all ranks have published
+        self._waits_until = self._read_at = 0.0
+        self._changed, self._stop = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="ficco courier", daemon=True)
+        self._thread.start()
+
+    def changed(self) -> None:
+        """This rank's part has changed, and someone may wait for that."""
+        self._changed.set()
+
+    def waiting(self, agrees: bool = False) -> None:
+        """A call of this rank waits; ``agrees``: for nothing but what others post."""
+        self._waits_until = time.monotonic() + WAITING_S
+        if agrees:
+            self._pause = AT_ONCE_S
+            self._changed.set()
+
+    def stop(self) -> None:
+        """End the thread, once what this rank has posted is published."""
+        self._stop = True
+        self._changed.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                stop = self._stop
+                self._publish()
+                if stop:
+                    return
+                now = time.monotonic()
+                waits = now < self._waits_until
+                if waits or now - self._read_at > SELDOM_S:
+                    self._read_at = now
+                    self._read()
+                if self._changed.wait(self._pause if waits else SOON_S):
+                    self._changed.clear()
+                elif not waits:
+                    self._pause = SOON_S
+        except Exception:  # the process with the store has ended: limits on time are left
+            self.lost = True
+
+    def _publish(self) -> None:
+        parts = {"calls": self._mine[: self._ring], "texts": self._mine[self._ring :]}
+        for kind, part in parts.items():
+            data = bytes(part)
+            if data != self._sent.get(kind):
+                self._sent[kind] = data
+                self._store.set(f"{kind}/{self._rank}", zlib.compress(data, 1))
+
+    def _read(self) -> None:
+        keys = [f"{kind}/{rank}" for rank in self._theirs for kind in ("texts", "calls")]
+        self._there = self._there or self._store.check(keys)
+        if not self._there:
+            return
+        for key, data in zip(keys, self._store.multi_get(keys), strict=True):
+            if data != self._known.get(key):
+                self._known[key] = data
+                kind, _, rank = key.partition("/")
+                part = self._theirs[int(rank)]
+                begin, end = (0, self._ring) if kind == "calls" else (self._ring, len(part))
+                part[begin:end] = zlib.decompress(data)
