@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from ficco.courier import Courier
+from ficco.courier import BoardCourier
 from ficco.dma.host import HostMemory, dead
 from ficco.dma.hosts import Hosts
 from ficco.errors import PeerFailed, RankMismatch, SignalTimeout
@@ -77,10 +77,10 @@ class Board:
             parts[rank] = memoryview(bytearray(size))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
         self._texts = [part[ENTRIES * 8 :] for part in parts]
-        self._courier: Courier | None = None
+        self._courier: BoardCourier | None = None
         if hosts.far:
             theirs = {rank: parts[rank] for rank in hosts.far}
-            self._courier = Courier(hosts.store("board"), self.rank, parts[self.rank], theirs, ENTRIES * 8)
+            self._courier = BoardCourier(hosts.store("board"), self.rank, parts[self.rank], theirs, ENTRIES * 8)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen

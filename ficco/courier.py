@@ -21,7 +21,7 @@ AT_ONCE_S, SOON_S = 0.002, 0.05
 WAITING_S, SELDOM_S = 0.2, 0.5
 
 
-class Courier:
+class BoardCourier:
     """A thread that keeps copies of other ranks' parts of the board.
 
     Attributes:

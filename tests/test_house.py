@@ -38,6 +38,7 @@ LAYERS = (
     ("tiled",),
     ("dma",),
     ("options",),
+    ("courier",),
     ("board",),
     ("watchdog",),
     ("workspace",),

@@ -730,6 +730,7 @@ class Asked:
     specification: Specification
     operator: str = "anything"
     world: int = 1
+    hosts: int = 1
 
 
 #: Of six rows the last four stay on the rank, and are then the first four.

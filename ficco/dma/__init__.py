@@ -9,7 +9,9 @@ choose                   which engine serves a device
 cpu                      the CPU engine: threads as queues
 cpu_lanes                its memory and its calls in flight: the threads, how they fail
 cpu_collectives          its collectives, whose errors name the absent rank
+cpu_network              what it sends to other hosts and receives from them
 host                     host memory that ranks share, and semaphores in it
+hosts                    which ranks of a group share a host
 gpu                      the GPU engine
 driver                   what it needs of a vendor
 cuda_driver, hip_driver  the vendors: NVIDIA, AMD

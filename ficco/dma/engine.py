@@ -240,7 +240,7 @@ class Engine(ABC):
 
     def fingerprint(self) -> Fingerprint:
         """What this kind of host is known by."""
-        return fingerprint(self.device, self.world)
+        return fingerprint(self.device, self.hosts.near.size())
 
     # Memory.
 

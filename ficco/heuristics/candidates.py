@@ -239,4 +239,4 @@ def suited(schedule: Schedule, problem: Problem, machine: Machine | None) -> Sch
     """The schedule with a copy lane per peer where a mesh has a link to each of them."""
     if not on_mesh(machine) or schedule.mover == "collective" or schedule.own:
         return schedule
-    return replace(schedule, copy=max(problem.world - 1, 1))
+    return replace(schedule, copy=max(problem.local_world - 1, 1))

@@ -145,8 +145,8 @@ class Decision:
         problem, machine = self.problem, self.machine
         if problem is None or machine is None or problem.flops == 0 or problem.world == 1:
             return None
-        machine = described(machine, problem.world)
-        if machine is None or lacking(machine, mode):
+        machine = described(machine, problem.local_world)
+        if machine is None or lacking(machine, mode, problem.hosts):
             return None
         return _Query(problem, machine, mode, self.search, self.offers, self._predict)
 
@@ -211,11 +211,11 @@ def decide(
         return decision(FALLBACK[mode], "fallback", f"nobody described this machine; {REMEDY}")
     if tuned := _tuned(problem, machine, mode, offers):
         return decision(tuned[0], "tuned", tuned[1])
-    known = described(machine, problem.world)
+    known = described(machine, problem.local_world)
     if known is None:
-        why = f"machine {machine.name} describes {machine.ranks} ranks, not {problem.world}"
+        why = f"machine {machine.name} describes {machine.ranks} ranks, not {problem.local_world}"
         return decision(FALLBACK[mode], "fallback", f"{why}; {REMEDY}")
-    missing = lacking(known, mode)
+    missing = lacking(known, mode, problem.hosts)
     if not missing:
         key = f"{problem} {mode} search={search:d} by {' and '.join(offers)}"
         choice = saved.get(key) if saved else None

@@ -68,9 +68,10 @@ class Choice:
     reason: str
 
 
-def lacking(machine: Machine, mode: str) -> tuple[str, ...]:
+def lacking(machine: Machine, mode: str, hosts: int = 1) -> tuple[str, ...]:
     """Blocks of a machine that a prediction needs and that were never measured."""
     needed = (*REQUIRED, "host") if "idle" in MODES[mode] else REQUIRED
+    needed += ("network",) if hosts > 1 else ()
     return tuple(name for name in needed if getattr(machine, name) is None)
 
 

@@ -147,6 +147,23 @@ class Topology:
 
 
 @dataclass(frozen=True)
+class Network:
+    """What joins hosts, as the collectives' library moves bytes from rank to rank: a message of s
+    bytes takes ``latency + s / bandwidth``, and is sent while another is received.
+
+    Attributes:
+        bandwidth: bytes per second one way of a network card.
+        latency: seconds until a message of no bytes is there.
+        sharing: ranks of a host that share a card.
+    """
+
+    bandwidth: ByteRate
+    latency: Seconds
+    provenance: Provenance
+    sharing: Count = 1
+
+
+@dataclass(frozen=True)
 class Copies:
     """Copies between ranks by one kind of mover, as a queue of them behaves.
 
@@ -499,7 +516,8 @@ class Machine:
         accelerator: name of the device as its driver gives it; the fingerprint of a host is this
             and ``ranks``.
         also: further names of the device.
-        ranks: of the group that it describes.
+        ranks: of the group that it describes, or of each of its hosts.
+        network: what joins hosts; None where there is one only.
         memory: of one rank.
         contention: how products and communication slow each other down.
         host: what a call costs its host.
@@ -514,6 +532,7 @@ class Machine:
     ranks: Count
     also: tuple[str, ...] = ()
     topology: Topology | None = None
+    network: Network | None = None
     copies: Copies | None = None
     kernel_copies: Copies | None = None
     all_gather: Collective | None = None
@@ -544,21 +563,32 @@ class Machine:
         block = SCALED_PRODUCTS[scaling.recipe] if scaling else ""
         return block if block and getattr(self, block) is None else ""
 
-    def exchange(self, collective: str, nbytes: float) -> float:
+    def exchange(self, collective: str, nbytes: float, hosts: int = 1) -> float:
         """Seconds of a collective in which a rank has so many bytes for another.
 
         One without a block of its own takes as long as the all-gather that brings as many bytes to
-        every rank, and an all-reduce as a reduce-scatter and an all-gather.
+        every rank, and an all-reduce as a reduce-scatter and an all-gather. Over several hosts it
+        takes as long as the slower of two: what a host exchanges inside, and what a rank exchanges
+        with its rail, each byte once (assumed, never measured).
 
         Args:
             collective: a key of :data:`COLLECTIVES`.
             nbytes: as the curve of a :class:`Collective` counts them.
+            hosts: of so many ranks each as the machine has.
 
         Raises:
-            ValueError: neither it nor the all-gather was measured.
+            ValueError: neither it nor the all-gather was measured, or there is no network.
         """
         if not nbytes:
             return 0.0
+        if hosts > 1:
+            if self.network is None:
+                raise ValueError(f"machine {self.name}: required the block 'network', got none")
+            direct, both_ways = collective == "all-to-all", collective == "all-reduce"
+            inside = self.exchange(collective, nbytes * (1 if direct else hosts))
+            sent = (hosts - 1) * nbytes * (self.ranks if direct else 1) * (1 + both_ways)
+            card = self.network.bandwidth / self.network.sharing
+            return self.network.latency + max(inside if self.ranks > 1 else 0.0, sent / card)
         own: Collective | None = getattr(self, COLLECTIVES[collective])
         if own is not None:
             return own.seconds(nbytes)

@@ -159,7 +159,7 @@ def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
     """The Plan of a call that has one stage."""
     builder, world = stage.builder, stage.world
     stage.run()
-    if builder.problem.world > 1:
+    if builder.problem.world > 1 and builder.steps:
         builder.retire(stage.silent())
     stages = stage.staging.stages if isinstance(stage, GatherStage) else 0
     return builder.plan(str(stage.schedule), world.buffers, world.words, stages)

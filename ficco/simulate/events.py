@@ -28,6 +28,9 @@ What is modelled, and how:
   memory. They go before products that are not yet served, whose lanes have a lower priority, but
   start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
   for the one before it, so that a sum of what the first one produced comes after both.
+- *Hosts.* A network step begins when both sides of a move have reached it; where one rank stands
+  for all they do so at the same time. What a rank sends and receives moves at its share of the
+  cards at both ends (``Network``), and slows products as copies do.
 - *Collectives* take as long as a curve says (``Machine.exchange``), and nothing runs during them.
 - *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
   multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
@@ -50,8 +53,9 @@ from heapq import heappop, heappush
 from math import comb, floor
 from typing import Any
 
-from ficco.machine import COLLECTIVES, Copies, Gemm, Host, Machine, Memory, Topology
+from ficco.machine import COLLECTIVES, Copies, Gemm, Host, Machine, Memory, Network, Topology
 from ficco.plan import OPS, Plan, Region, Signal, Step, in_parts, together, unknown
+from ficco.plan.network import MOVER, networked
 from ficco.problem import Problem
 from ficco.simulate.mirror import Mirror
 from ficco.timeline import SYNC_LANE
@@ -268,9 +272,11 @@ class Simulation:
             raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
         self.machine, self.mode, self.mirror = machine, mode, mirror
         plans = [in_parts(plan) for plan in plans]
+        if mirror is None:
+            plans = networked(plans)
         self.problem, self.name = plans[0].problem, plans[0].schedule
         self.itemsize = {one.name: one.itemsize for plan in plans for one in plan.buffers}
-        self.world = self.problem.world
+        self.world, self.local_world = self.problem.world, self.problem.world // self.problem.hosts
         self.ranks = [_SimulatedRank(plan, number) for number, plan in enumerate(plans)]
         self.now = 0.0
         self.pushed = 0
@@ -300,7 +306,8 @@ class Simulation:
                 )
         machine, ops = self.machine, {step.op for step in steps}
         reads_peers = any(map(_reads_peers, steps))
-        copies = [step for step in steps if step.op == "copy"]
+        copies = [step for step in steps if step.op == "copy" and step.mover != MOVER]
+        crosses = "network" in ops or any(step.mover == MOVER for step in steps)
         by_kernel = reads_peers or any(step.mover == "kernel" for step in copies)
         self.gemm: Gemm = self._block("gemm", "matmul" in ops)
         #: Whether operands have factors: no library has a batch of such products.
@@ -312,8 +319,9 @@ class Simulation:
         for name in {step.label for step in steps if step.op == "collective"}:
             if getattr(machine, COLLECTIVES[name]) is None:
                 self._block("all_gather", True)
-        self.topology: Topology = self._block("topology", reads_peers or "copy" in ops)
-        self.copies: Copies = self._block("copies", reads_peers or "copy" in ops)
+        self.topology: Topology = self._block("topology", reads_peers or bool(copies))
+        self.copies: Copies = self._block("copies", reads_peers or bool(copies))
+        self.network: Network = self._block("network", crosses)
         if by_kernel and machine.kernel_copies is not None:
             self.copies = machine.kernel_copies
         contention = self._block("contention", {"copy", "matmul"} <= ops)
@@ -351,7 +359,7 @@ class Simulation:
     def _collision(self) -> float:
         """By how much longer a copy takes, relatively, at a port that it may have to share: each
         other rank sends to one of its peers, to any as likely as to another."""
-        peers = self.world - 1
+        peers = self.local_world - 1
         if peers < 2 or self.topology is None or self.topology.kind != "switch":
             return 0.0
         others, each = peers - 1, 1 / peers
@@ -415,7 +423,9 @@ class Simulation:
             return signal.waiter, signal.word
         peer = signal.poster
         if self.mirror.subtracts:  # the peer at the same distance the other way round
-            peer = (2 * signal.waiter - peer) % self.world
+            local = self.local_world
+            first = signal.waiter // local * local
+            peer = first + (2 * signal.waiter - peer - first) % local
         return signal.kind, peer, signal.slot
 
     def _post_key(self, signal: Signal) -> object:
@@ -459,12 +469,14 @@ class Simulation:
         rank = self.ranks[lane.rank]
         index = lane.steps[lane.position]
         step = rank.plan.steps[index]
-        if step.op == "copy" and rank.engines and rank.in_flight == rank.engines:
+        if step.op == "copy" and step.mover != MOVER and rank.engines and rank.in_flight == rank.engines:
             rank.queue.append(lane)
             return
         lane.start = self.now
         moves = step.op in ("place", "reduce") and index not in rank.placed
-        if step.op == "copy":
+        if step.op == "network" or step.mover == MOVER:
+            self._begin_crossing(lane, rank, step)
+        elif step.op == "copy":
             self._begin_copy(lane, rank, step)
         elif step.op == "matmul":
             self._serve(lane, rank, step)
@@ -479,7 +491,7 @@ class Simulation:
                 sent, kind = step.transfer.src, self.problem.kind.collective
                 row_bytes = sent.cols * self.itemsize[sent.buffer]
                 nbytes = _exchanged_bytes(self.problem, row_bytes)
-                end = self.now + self.machine.exchange(kind, nbytes)
+                end = self.now + self.machine.exchange(kind, nbytes, self.problem.hosts)
                 for one in self.at_collective:
                     self._push(end, _END, one)
                 self.at_collective = []
@@ -669,10 +681,47 @@ class Simulation:
         else:  # what uses the peer's port mirrors what uses this rank's
             lane.endpoints = (0,)
             lane.ports = (peer,) if mesh else (0,)
+        self._occupy(lane)
+
+    def _begin_crossing(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
+        """Begin to move between hosts: all of a step's moves, where one rank stands for all."""
+        me = rank.plan.rank
+        moves = step.moves or (step.transfer,)
+        sent = received = 0
+        for move in filter(None, moves):
+            nbytes = move.src.elements * self.itemsize[move.src.buffer]
+            if move.src.rank == me:
+                sent += nbytes
+            else:
+                received += nbytes
+        if not (nbytes := max(sent, received)):
+            self._finish(lane, self.now, self.now)
+            return
+        lane.remaining, lane.full_rate = float(nbytes), self.network.bandwidth
+        lane.rate, lane.since = 0.0, self.now
+        if self.mirror:  # the others on the card do the same
+            lane.full_rate /= self.network.sharing
+            lane.ports, lane.endpoints = (), (0,)
+        else:
+            assert step.transfer is not None
+            ends = step.transfer.src.rank, step.transfer.dst.rank
+            source, target = map(self._card, ends)
+            lane.ports, lane.endpoints = (source, target + 1), ends
+        self._occupy(lane)
+
+    def _card(self, rank: int) -> int:
+        """The port by which a rank sends to other hosts; the next one is that by which it receives.
+        Their numbers come after those of all links and ports inside."""
+        first = rank // self.local_world * self.local_world
+        return 2 * (self.world**2 + first + (rank - first) // self.network.sharing)
+
+    def _occupy(self, lane: _SimulatedLane) -> None:
+        """Let a copy take its ports, and slow down what its ends multiply."""
         for port in lane.ports:
             sharers = self.sharers.setdefault(port, {})
             sharers[lane] = None
             self.changed_copies.update(sharers)
+        self.changed_copies[lane] = None
         for end in lane.endpoints:
             self.ranks[end].copying[lane] = None
             self.changed_ranks[end] = None
@@ -689,6 +738,11 @@ class Simulation:
         lane.endpoints = ()
         free = self.now
         index = lane.steps[lane.position]
+        step = rank.plan.steps[index]
+        if step.op == "network" or step.mover == MOVER:
+            seen = self.now + self.network.latency
+            self._finish(lane, seen, seen)
+            return
         if rank.launches[index][-1] == index:
             free += self.copies.gap
         self._push(free, _ENGINE, lane)
@@ -718,7 +772,10 @@ class Simulation:
         for lane in self.changed_copies:
             rate = lane.full_rate
             for port in lane.ports:
-                rate = min(rate, self._share(len(self.sharers[port])))
+                sharers = len(self.sharers[port])
+                crosses = port >= 2 * self.world**2
+                share = self.network.bandwidth / sharers if crosses else self._share(sharers)
+                rate = min(rate, share)
             if any(self.ranks[end].busy for end in lane.endpoints):
                 rate /= self.copy_factor
             if rate != lane.rate:

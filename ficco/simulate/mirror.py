@@ -22,13 +22,11 @@ def mirrored(problem: Problem, schedule: Schedule, machine: Machine, mode: str) 
     """How one rank stands for all; None where it does not, and all are to be simulated: ranks do
     not do the same, seen from each, or meet at the ports of their peers because they are out of
     step (they begin one after the other, or send products that differ)."""
-    subtracts = schedule.grouping == "ring" or problem.world.bit_count() > 1
+    subtracts = schedule.grouping == "ring" or problem.local_world.bit_count() > 1
     # The neighbourhoods of these groups are alike for powers of two only.
-    if (
-        schedule.own
-        or not problem.equal
-        or (subtracts and schedule.grouping in ("growing", "shrinking"))
-    ):
+    neighbourly = schedule.grouping in ("growing", "shrinking")
+    whole = subtracts or problem.hosts > 1
+    if schedule.own or not problem.equal or (whole and neighbourly):
         return None
     if machine.topology is not None and machine.topology.kind == "switch":
         skewed = mode == "idle" and machine.host is not None and machine.host.skew > 0

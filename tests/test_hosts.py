@@ -1,0 +1,483 @@
+"""Groups on several hosts: plans that cross them, their proof, calls, and faults.
+
+Ranks of one machine stand for hosts by ``FICCO_HOST``: they share no memory with those of others,
+and what goes between them goes through gloo and the group's store.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import test_gradients
+import test_operators
+from cases import Case, equal
+from cases import exact as exact_gather
+from disturbance import Disturbance, disturb
+from ranks import Failure, Rank, caught, run
+
+import ficco
+from ficco.errors import InvalidArgument
+from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, Schedule, plans, refusal
+from ficco.schedules.gather import StagingTooSmall
+from ficco.schedules.groups import peers_in_order, targets_in_order
+
+#: Hosts, and ranks on each.
+TOPOLOGIES = ((2, 2), (3, 2), (2, 1), (1, 4), (2, 3), (3, 1))
+SCHEDULES = (
+    *NAMED,
+    "hetero-fused-1d:pieces=3,tail=2",
+    "hetero-unfused-1d:pieces=2,order=peer,copy=3,compute=2",
+    "hetero-fused-2d:pieces=3",
+    "uniform-unfused-2d:tail=2",
+    "uniform-fused-1d:pieces=2,tail=3",
+    "shard-overlap:kernel",
+)
+
+
+@contextmanager
+def host_of(at: Rank, hosts: int) -> Iterator[None]:
+    """This rank on one of so many hosts, until its group is closed."""
+    os.environ["FICCO_HOST"] = f"host-{at.rank // (at.world // hosts)}"
+    try:
+        yield
+    finally:
+        ficco.close()
+        del os.environ["FICCO_HOST"]
+
+
+# Plans.
+
+
+def problem_of(operator: str, hosts: int, local: int, kind: str) -> Problem:
+    rows = test_operators.rows_for(operator, hosts * local, kind)
+    if OPERATORS[operator].blocks:
+        return Problem.of_blocks(operator, rows, 16, 24, "bfloat16", hosts=hosts)
+    return Problem(operator, rows, 16, 24, "bfloat16", hosts=hosts)
+
+
+def served(problem: Problem) -> list[Schedule]:
+    every = map(Schedule.parse, SCHEDULES)
+    return [schedule for schedule in every if not refusal(problem, schedule)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_plans_over_hosts_are_proven(operator: str) -> None:
+    for hosts, local in TOPOLOGIES:
+        for kind in ("equal", "ragged", "sparse"):
+            problem = problem_of(operator, hosts, local, kind)
+            schedules = served(problem)
+            assert len(schedules) > 10
+            for schedule in schedules:
+                check(plans(problem, schedule))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "why"),
+    [
+        ("hetero-fused-1d:pull", "fetch"),
+        ("ring", "from rank to rank"),
+        ("one-shot", "fetch"),
+        ("tiled", "tiles"),
+        ("shard-overlap:beta", "beta"),
+    ],
+)
+def test_schedules_that_cannot_cross_are_refused(schedule: str, why: str) -> None:
+    problem = problem_of("matmul_reduce_scatter", 2, 2, "equal")
+    assert refusal(replace(problem, hosts=1), Schedule.parse(schedule)) == ""
+    with pytest.raises(ValueError, match=f"{why}.*between hosts; take another schedule"):
+        plans(problem, Schedule.parse(schedule))
+
+
+def test_staging_over_hosts_has_no_ring() -> None:
+    problem = problem_of("all_gather_matmul", 2, 2, "equal")
+    with pytest.raises(StagingTooSmall):
+        plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"), 2000)
+
+
+def test_hosts_divide_the_ranks() -> None:
+    with pytest.raises(InvalidArgument, match="a divisor of 4 ranks, got 3"):
+        Problem("all_gather_matmul", (1,) * 4, 8, 8, "float32", hosts=3)
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(2, 4), (3, 2), (2, 3), (4, 1)])
+def test_ranks_receive_from_the_own_host_first_and_from_different_peers(
+    hosts: int, local: int
+) -> None:
+    world = hosts * local
+    orders = [peers_in_order(rank, world, hosts) for rank in range(world)]
+    for rank, order in enumerate(orders):
+        assert sorted([rank, *order]) == list(range(world))
+        assert {peer // local for peer in order[: local - 1]} <= {rank // local}
+        assert order[local - 1 :: local] == [
+            (rank - i * local) % world for i in range(1, hosts)
+        ]  # of each other host the one with the same place first
+        for turn, target in enumerate(targets_in_order(rank, world, hosts)):
+            assert orders[target][turn] == rank
+    for turn in range(world - 1):
+        assert len({order[turn] for order in orders}) == world
+
+
+def test_each_byte_crosses_the_network_once_per_host() -> None:
+    for operator in ("all_gather_matmul", "matmul_reduce_scatter"):
+        problem = problem_of(operator, 3, 2, "equal")
+        for plan in plans(problem, Schedule.parse("hetero-fused-1d:pieces=2")):
+            sent = [
+                move.src.rows
+                for step in plan.steps
+                for move in step.moves
+                if move.src.rank == plan.rank
+            ]
+            assert sum(sent) == 2 * problem.rows[0]  # to the rail of two other hosts
+
+
+def test_steps_between_hosts_are_drawn() -> None:
+    drawn = render(plans(problem_of("all_gather_matmul", 2, 2, "equal"), NAMED["growing"])[1])
+    assert "2 hosts" in drawn
+    assert "network0 | 0>3 3.0" in drawn
+
+
+# Mutants of plans: each breaks what a rule of the proof is for.
+
+
+def crossing(operator: str, schedule: str = "hetero-fused-1d:pieces=2") -> list[Plan]:
+    found = plans(problem_of(operator, 2, 2, "equal"), Schedule.parse(schedule))
+    check(found)
+    return found
+
+
+def changed(plan: Plan, change: Callable[[list[Step]], None]) -> Plan:
+    steps = list(plan.steps)
+    change(steps)
+    return replace(plan, steps=tuple(steps))
+
+
+def network(steps: Sequence[Step]) -> list[int]:
+    return [i for i, step in enumerate(steps) if step.op == "network"]
+
+
+def onward(steps: Sequence[Step]) -> list[int]:
+    """The copies of what a network step brought."""
+    return [i for i, step in enumerate(steps) if step.op == "copy" and step.after]
+
+
+def _sends_less(steps: list[Step]) -> None:
+    one = network(steps)[0]
+    steps[one] = steps[one]._replace(moves=steps[one].moves[1:])
+
+
+def _swaps(steps: list[Step]) -> None:
+    one, two = network(steps)
+    steps[one], steps[two] = steps[two], steps[one]
+
+
+def _goes_on_at_once(steps: list[Step]) -> None:
+    one = onward(steps)[0]
+    steps[one] = steps[one]._replace(after=())
+
+
+def _multiplies_at_once(steps: list[Step]) -> None:
+    one = next(i for i, step in enumerate(steps) if step.op == "matmul" and step.after)
+    steps[one] = steps[one]._replace(after=())
+
+
+def _lands_elsewhere(steps: list[Step]) -> None:
+    one = network(steps)[0]
+    out, move = steps[one].moves
+    row = move.dst.row + 1
+    dst = move.dst._replace(row=row, row_stop=row + move.dst.rows)
+    steps[one] = steps[one]._replace(moves=(out, move._replace(dst=dst)))
+
+
+def _copies_to_another_host(steps: list[Step]) -> None:
+    one = next(i for i, step in enumerate(steps) if step.op == "copy" and not step.after)
+    move = steps[one].transfer
+    assert move is not None
+    dst = move.dst._replace(rank=3 - move.dst.rank)
+    steps[one] = steps[one]._replace(transfer=move._replace(dst=dst))
+
+
+def _signals_another_host(steps: list[Step]) -> None:
+    one = next(i for i, step in enumerate(steps) if step.op == "copy" and not step.after)
+    (signal,) = steps[one].posts
+    steps[one] = steps[one]._replace(posts=(signal._replace(waiter=3 - signal.waiter),))
+
+
+def _holds_a_copy_too(steps: list[Step]) -> None:
+    one, copy = network(steps)[0], next(step for step in steps if step.op == "copy")
+    steps[one] = steps[one]._replace(transfer=copy.transfer)
+
+
+def _calls_a_copy_a_move(steps: list[Step]) -> None:
+    one = next(i for i, step in enumerate(steps) if step.op == "copy")
+    steps[one] = steps[one]._replace(mover="network")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_sends_less, "rank 0 sends other pieces than rank 2 receives"),
+        (_swaps, "rank 0 sends other pieces than rank 2 receives"),
+        (_goes_on_at_once, "may read before it is written|reads what nobody has written"),
+        (_multiplies_at_once, "may read before it is written|reads what nobody has written"),
+        (_lands_elsewhere, "rank 2 sends other pieces than rank 0 receives"),
+        (_copies_to_another_host, "not symmetric, or elsewhere"),
+        (_signals_another_host, "another rank than it says|never|used twice|another host"),
+        (_holds_a_copy_too, "holds what its operation does not"),
+        (_calls_a_copy_a_move, "holds what its operation does not"),
+    ],
+)
+def test_mutants_of_gathers_are_caught(change: Callable[[list[Step]], None], why: str) -> None:
+    found = crossing("all_gather_matmul")
+    found[0] = changed(found[0], change)
+    with pytest.raises(PlanError, match=why):
+        check(found)
+
+
+def test_both_sides_may_not_agree_on_another_place() -> None:
+    """What lands elsewhere on both sides is still not where it is read."""
+    found = crossing("all_gather_matmul")
+
+    def shifted(steps: list[Step]) -> None:
+        for one in network(steps):
+            moves = [
+                move._replace(src=move.src._replace(row=0, row_stop=move.src.rows))
+                if (move.src.rank, move.dst.rank) == (2, 0)
+                else move
+                for move in steps[one].moves
+            ]
+            steps[one] = steps[one]._replace(moves=tuple(moves))
+
+    found[0], found[2] = (changed(found[rank], shifted) for rank in (0, 2))
+    with pytest.raises(PlanError, match="another piece|where others belong"):
+        check(found)
+
+
+def test_moves_that_wait_for_each_other_are_a_deadlock() -> None:
+    """Two ranks that both receive first, and send behind all else."""
+    found = crossing("all_gather_matmul")
+    for rank in (0, 2):
+
+        def apart(steps: list[Step], rank: int = rank) -> None:
+            for one in network(steps):
+                step = steps[one]
+                parts = [step._replace(moves=(move,)) for move in step.moves]
+                receives = [part for part in parts if part.moves[0].dst.rank == rank]
+                sends = [part for part in parts if part.moves[0].src.rank == rank]
+                steps[one] = receives[0]
+                steps.append(sends[0])  # behind all else
+
+        found[rank] = changed(found[rank], apart)
+    with pytest.raises(PlanError, match="wait for each other in a circle|deadlock"):
+        check(found)
+
+
+def _sums_without_waiting(steps: list[Step]) -> None:
+    one = next(i for i, step in enumerate(steps) if step.op == "reduce")
+    steps[one] = steps[one]._replace(waits=(), after=())
+
+
+def _sends_before_summing(steps: list[Step]) -> None:
+    one = network(steps)[0]
+    steps[one] = steps[one]._replace(after=())
+
+
+def _says_less_than_it_sums(steps: list[Step]) -> None:
+    one = next(i for i, step in enumerate(steps) if step.op == "reduce")
+    reduction = steps[one].reduction
+    assert reduction is not None
+    parts, terms = reduction.parts[1:], reduction.terms[1:]
+    steps[one] = steps[one]._replace(reduction=reduction._replace(parts=parts, terms=terms))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_sums_without_waiting, "never waited for|read before|nobody has written"),
+        (_sends_before_summing, "read before it is written|nobody has written"),
+        (_says_less_than_it_sums, "products of other ranks than it says|never waited for"),
+        (_swaps, "sends other pieces"),
+    ],
+)
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_mutants_of_sums_are_caught(
+    operator: str, change: Callable[[list[Step]], None], why: str
+) -> None:
+    found = crossing(operator, "hetero-unfused-1d:pieces=2,tail=2")
+    if change is _swaps and len(network(found[0].steps)) != 2:
+        pytest.skip("its network steps are for more than one exchange")
+    found[0] = changed(found[0], change)
+    with pytest.raises(PlanError, match=why):
+        check(found)
+
+
+# Calls.
+
+
+def _exact(at: Rank, hosts: int, cases: Sequence[Any], gradients: Sequence[Any]) -> tuple[int, int]:
+    with host_of(at, hosts):
+        for iteration, case in enumerate(cases):
+            whole = exact_gather if isinstance(case, Case) else test_operators.exact
+            whole(at, case, iteration)
+        for iteration, case in enumerate(gradients):
+            test_gradients.exact(at, case, iteration)
+    return len(cases), len(gradients)
+
+
+def cases_of(operator: str, hosts: int, local: int) -> list[Any]:
+    """Every schedule that serves a problem; rows, sizes and dtypes in turns."""
+    found: list[Any] = []
+    for kind in ("equal", "ragged", "sparse"):
+        problem = problem_of(operator, hosts, local, kind)
+        names = [*map(str, served(problem)), "serial:collective"]
+        for turn, name in enumerate(names):
+            dtype = ("float32", "bfloat16", "float64")[turn % 3]
+            rows, sizes = test_operators.rows_for(operator, hosts * local, kind), (24, 40)
+            if operator == "all_gather_matmul":
+                found.append(Case(rows, *sizes, dtype, name, gathered=turn % 2 == 0))
+            else:
+                found.append(test_operators.Case(operator, rows, *sizes, dtype, name))
+    return found
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    ("hosts", "local"),
+    [pytest.param(2, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 2), (2, 1)))],
+)
+def test_every_schedule_is_exact_over_hosts(operator: str, hosts: int, local: int) -> None:
+    cases = cases_of(operator, hosts, local)
+    world = hosts * local
+    schedules = ("hetero-fused-1d:pieces=2", "growing", "auto")
+    gradients = [
+        test_gradients.case_of(operator, world, 4, 8, 8, schedule=schedule)
+        for schedule in schedules
+    ]
+    found = run(world, _exact, hosts, cases, gradients)
+    assert found == [(len(cases), len(gradients))] * world
+
+
+def _jittered(at: Rank, hosts: int, calls: int) -> int:
+    with host_of(at, hosts), disturb(Disturbance(delay_s=0.002, seed=7)):
+        for iteration in range(calls):
+            schedule = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d")[iteration % 3]
+            operator = list(OPERATORS)[iteration % len(OPERATORS)]
+            if operator == "all_gather_matmul":
+                rows = test_operators.rows_for(operator, at.world, "ragged")
+                exact_gather(at, Case(rows, 24, 16, schedule=schedule), iteration)
+            else:
+                rows = test_operators.rows_for(operator, at.world, "ragged")
+                case = test_operators.Case(operator, rows, 24, 16, schedule=schedule)
+                test_operators.exact(at, case, iteration)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1)])
+def test_calls_out_of_step_over_hosts(hosts: int, local: int) -> None:
+    assert run(hosts * local, _jittered, hosts, 140) == [140] * (hosts * local)
+
+
+# Which ranks share a host.
+
+
+def _named(at: Rank, names: Sequence[str]) -> Any:
+    os.environ["FICCO_HOST"] = names[at.rank]
+    try:
+        return caught(lambda: exact_gather(at, equal(at.world, 4, 8, 8), 0))
+    finally:
+        ficco.close()
+        del os.environ["FICCO_HOST"]
+
+
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [("abab", "a: 1, b: 1, a: 1, b: 1"), ("abbb", "a: 1, b: 3"), ("aaba", "a: 2, b: 1, a: 1")],
+)
+def test_hosts_that_are_not_served(names: str, got: str) -> None:
+    for failure in run(4, _named, names, fresh=True):
+        assert failure.type == "NotImplementedError"
+        assert f"got by rank {got}; pass a group made by dist.new_group" in failure.text
+
+
+@pytest.mark.parametrize("names", ["aabb", "abcd", "aaaa"])
+def test_hosts_that_are_served(names: str) -> None:
+    assert run(4, _named, names) == [None] * 4
+
+
+# Faults.
+
+#: Seconds that a call waits for a peer, and what a busy machine may add.
+PATIENCE_S, SLACK_S = 2.0, 3.0
+
+
+def _disagree(at: Rank) -> Any:
+    with host_of(at, 2):
+        exact_gather(at, equal(at.world, 4, 8, 8), 0)
+        n = 8 if at.rank < 2 else 16
+        return caught(lambda: exact_gather(at, equal(at.world, 4, 8, n, schedule="growing"), 1))
+
+
+def test_ranks_of_different_hosts_that_disagree() -> None:
+    for failure in run(4, _disagree, fresh=True):
+        assert failure.type == "RankMismatch", failure
+        assert "ranks 0, 1: " in failure.text and "ranks 2, 3: " in failure.text
+        assert "n=8," in failure.text and "n=16," in failure.text
+
+
+def _known_disagree(at: Rank) -> list[str]:
+    """Calls that each rank knows, in another order: nobody waits for entries before them."""
+    with host_of(at, 2), ficco.options(timeout_s=PATIENCE_S):
+        cases = [equal(at.world, 4, 8, n, schedule="growing") for n in (8, 16)]
+        for iteration in range(4):
+            exact_gather(at, cases[iteration % 2], iteration)
+        found = []
+        for iteration in range(40):
+            case = cases[(iteration + (at.rank >= 2)) % 2]
+            outcome = caught(lambda case=case, it=iteration: exact_gather(at, case, 100 + it))
+            if outcome is not None and outcome.type != "AssertionError":
+                found.append(outcome.type)
+                break
+            time.sleep(0.05)
+        return found
+
+
+def test_known_calls_of_different_hosts_that_disagree_do_not_stay_unnoticed() -> None:
+    assert run(4, _known_disagree, fresh=True) == [["RankMismatch"]] * 4
+
+
+def _casualties(at: Rank, victims: Sequence[int], how: int, hosts: int) -> Any:
+    with ficco.options(timeout_s=PATIENCE_S):
+        os.environ["FICCO_HOST"] = f"host-{at.rank // (at.world // hosts)}"
+        case = equal(at.world, 4, 8, 8, schedule="hetero-fused-1d:pieces=2")
+        for iteration in range(3):
+            exact_gather(at, case, iteration)
+        at.barrier()
+        if at.rank in victims:
+            os.kill(os.getpid(), how)
+        begin = time.monotonic()
+        outcome = caught(lambda: [exact_gather(at, case, 3 + i) for i in range(3)])
+        return outcome, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victims", [(3,), (2, 3), (1,)])
+def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: int) -> None:
+    found = run(4, _casualties, victims, how, 2, fresh=True, catch=True, lost=victims)
+    for rank in set(range(4)) - set(victims):
+        outcome, seconds = found[rank]
+        assert isinstance(outcome, Failure), (rank, outcome)
+        assert outcome.type in ("SignalTimeout", "PeerFailed"), outcome
+        assert seconds < PATIENCE_S + SLACK_S
+        # It names a rank that is lost, or one that could not go on without it, and its host.
+        assert "host-" in outcome.text and "rank" in outcome.text
+    blamed = [found[rank][0].fields.get("peer") for rank in set(range(4)) - set(victims)]
+    assert set(blamed) & set(victims), blamed
