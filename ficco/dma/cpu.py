@@ -22,7 +22,7 @@ import torch
 
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
-from ficco.dma.cpu_network import Network
+from ficco.dma.cpu_network import GlooNetwork
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
 from ficco.dma.engine import (
     Call,
@@ -70,7 +70,7 @@ class CpuEngine(Engine):
         self._serial = 0
         self._lanes: dict[str, Lane] = {}
         self._counts: CpuMemory | None = None  # of collectives that were started
-        self._network: Network | None = None
+        self._network: GlooNetwork | None = None
         self._in_flight = 0
 
     @property
@@ -195,7 +195,7 @@ class CpuEngine(Engine):
 
     def network(self, program: Program, step: int) -> Op:
         if self._network is None:
-            self._network = Network(self)
+            self._network = GlooNetwork(self)
         return self._network.op(program, step)
 
     def collective(self, program: Program, step: int) -> Op:

@@ -57,7 +57,7 @@ class _Wait:
         self.over.set()
 
 
-class Network:
+class GlooNetwork:
     """A rank's connections with other hosts, by a group of its own: the caller's has other uses. The
     constructor is collective."""
 
