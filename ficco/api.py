@@ -96,6 +96,7 @@ def explain(
     dtype: torch.dtype | str = "bfloat16",
     world: int,
     rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    hosts: int = 1,
     schedule: str | Schedule = "auto",
     captured: bool = False,
     machine: str | PathLike[str] | Machine | None = None,
@@ -115,6 +116,7 @@ def explain(
         dtype: of the operands, or its name.
         world: number of ranks.
         rows: as for the operator; None for rows as equal as their number allows.
+        hosts: how many hosts the ranks are on, with as many each.
         schedule: as for the operator; any other than ``"auto"`` is compared with the candidates.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.
@@ -125,14 +127,15 @@ def explain(
         NotImplementedError: no engine serves the dtype.
         ConfigError: there is no such machine, or its file is damaged.
     """
-    for size_of, size in (("m", m), ("n", n), ("k", k), ("world", world)):
+    for size_of, size in (("m", m), ("n", n), ("k", k), ("world", world), ("hosts", hosts)):
         if not _is_size(size):
             raise ValueError(f"{size_of}: required a whole number of at least 0, got {size!r}")
-    m, n, k, world = int(m), int(n), int(k), int(world)  # NumPy's, too
-    here = fingerprint("cuda" if gpu.is_available() else "cpu", world)
-    setting = where(machine, world, here, captured=captured)
+    m, n, k, world, hosts = map(int, (m, n, k, world, hosts))  # NumPy's, too
+    each = world // max(hosts, 1)
+    here = fingerprint("cuda" if gpu.is_available() else "cpu", each)
+    setting = where(machine, each, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
-    problem = problem_of_sizes(operator, m, n, k, name, world, rows)
+    problem = problem_of_sizes(operator, m, n, k, name, world, rows, hosts)
     return decide(problem, schedule, machine=setting.machine, mode=setting.mode, search=search)
 
 

@@ -80,7 +80,8 @@ class Board:
         self._courier: BoardCourier | None = None
         if hosts.far:
             theirs = {rank: parts[rank] for rank in hosts.far}
-            self._courier = BoardCourier(hosts.store("board"), self.rank, parts[self.rank], theirs, ENTRIES * 8)
+            store, mine = hosts.store("board"), parts[self.rank]
+            self._courier = BoardCourier(store, self.rank, mine, theirs, ENTRIES * 8)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen

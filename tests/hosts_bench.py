@@ -23,10 +23,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-SHAPES = ((1024, 1024, 2048), (2048, 1024, 1024), (1024, 2048, 1024), (2048, 512, 2048))
+#: m, n, k of all-gathers; of reduce-scatters n and k are exchanged. At 200 MB/s and about 70 GFLOP/s
+#: a rank, what crosses takes about as long as the product.
+SHAPES = ((2048, 320, 2048), (4096, 320, 1024), (1024, 320, 4096), (3072, 384, 2048))
 NETEM, TBF = "netem rate {} delay {} limit 100000", "tbf rate {} burst 1mb latency 400ms"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
 
@@ -61,6 +64,37 @@ def namespaces(hosts: int, rate: str, delay: str) -> Iterator[list[str]]:
         sh("ip link del ficco")
 
 
+def calls_of(
+    operator: str, shape: tuple[int, int, int], rank: int, world: int, schedules: list[str]
+) -> dict[str, Callable[[], Any]]:
+    """The product alone, the collective alone, and calls by schedule."""
+    import torch
+    import torch.distributed as dist
+
+    import ficco
+
+    gathers = operator == "all_gather_matmul"
+    torch.manual_seed(rank)
+    (m, n, k), part = shape, shape[0] // world
+    if not gathers:
+        n, k = k, n
+    a, b = torch.randn(part if gathers else m, k), torch.randn(k, n)
+    left, whole = torch.randn(m, k), torch.empty(m, k if gathers else n)
+
+    def collective() -> None:
+        if gathers:
+            dist.all_gather_into_tensor(whole, a)
+        else:
+            dist.reduce_scatter_tensor(whole[:part], whole)
+
+    function = getattr(ficco, operator)
+    return {
+        "product": lambda: torch.mm(left, b),
+        "collective": collective,
+        **{name: partial(function, a, b, schedule=name) for name in schedules},
+    }
+
+
 def rank_main(rank: int, world: int, arguments: Any) -> None:
     import torch
     import torch.distributed as dist
@@ -79,53 +113,31 @@ def rank_main(rank: int, world: int, arguments: Any) -> None:
 
     rows = []
     for operator in OPERATORS:
-        for m, n, k in SHAPES:
-            gathers = operator == "all_gather_matmul"
-            torch.manual_seed(rank)
-            part = m // world
-            a = torch.randn(part if gathers else m, k)
-            b, whole = torch.randn(k, n), torch.empty(m, k if gathers else n)
-            left = torch.randn(m, k)
-
-            def collective() -> None:
-                if gathers:
-                    dist.all_gather_into_tensor(whole, a)
-                else:
-                    dist.reduce_scatter_tensor(whole[:part], whole)
-
-            def call(schedule: str) -> Callable[[], Any]:
-                return lambda: getattr(ficco, operator)(a, b, schedule=schedule)
-
-            def product() -> None:
-                torch.mm(left, b, out=None if gathers else whole)
-
-            calls: dict[str, Callable[[], Any]] = {
-                "product": product,
-                "collective": collective,
-                **{name: call(name) for name in arguments.schedules},
-            }
+        for shape in SHAPES:
+            calls = calls_of(operator, shape, rank, world, arguments.schedules)
             times: dict[str, list[float]] = {name: [] for name in calls}
             order = list(calls)
-            for round_ in range(arguments.rounds + 1):
-                random.Random(round_).shuffle(order)
+            for turn in range(arguments.rounds + 1):
+                random.Random(turn).shuffle(order)
                 for name in order:
                     dist.barrier()
                     begin = time.perf_counter()
                     calls[name]()
                     seconds = slowest(time.perf_counter() - begin)
-                    if round_:
+                    if turn:
                         times[name].append(seconds)
             medians = {name: statistics.median(some) for name, some in times.items()}
             ideal = max(medians["product"], medians["collective"])
             for name, seconds in medians.items():
-                rows.append((operator, m, n, k, name, seconds * 1e3, ideal / seconds))
+                row = (operator, *shape, name, f"{seconds * 1e3:.2f}", f"{ideal / seconds:.3f}")
+                rows.append(row)
                 if rank == 0:
-                    print(*rows[-1][:5], f"{seconds * 1e3:.1f} ms, {ideal / seconds:.2f}", flush=True)
+                    print(*row, flush=True)
     if rank == 0:
         with (Path(arguments.folder) / "hosts.csv").open("w") as file:
             out = csv.writer(file)
             out.writerow(("operator", "m", "n", "k", "candidate", "median_ms", "of_ideal"))
-            out.writerows((*row[:5], f"{row[5]:.3f}", f"{row[6]:.3f}") for row in rows)
+            out.writerows(rows)
     ficco.close()
     dist.destroy_process_group()
 

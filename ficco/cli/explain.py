@@ -26,6 +26,7 @@ from ficco.cli.site import (
     missing,
     picture,
     problem,
+    ranks_per_host,
     require_extra,
     site,
 )
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.from_log:
         return _from_log(arguments)
     _refuse(arguments)
-    asked = site(arguments.machine, arguments.world, captured=arguments.captured)
+    asked = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
     decision = decide(
         problem(arguments, asked.world),
         arguments.schedule,
@@ -88,7 +89,7 @@ def _from_log(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--from-log: required a problem in {arguments.from_log}, got none")
     decisions = []
     for one in problems:
-        asked = site(arguments.machine, one.world, captured=arguments.captured)
+        asked = site(arguments.machine, one.local_world, captured=arguments.captured)
         how: Any = {"machine": asked.machine, "mode": asked.mode, "search": arguments.search}
         decisions.append(decide(one, arguments.schedule, **how))
     if arguments.json:

@@ -8,7 +8,17 @@ from dataclasses import asdict
 from typing import Any
 
 from ficco.cli.simulate import write
-from ficco.cli.site import FILE, FLAG, MACHINE, add_operator, add_sizes, picture, problem, site
+from ficco.cli.site import (
+    FILE,
+    FLAG,
+    MACHINE,
+    add_operator,
+    add_sizes,
+    picture,
+    problem,
+    ranks_per_host,
+    site,
+)
 from ficco.heuristics import decide
 from ficco.heuristics.where import too_large
 from ficco.plan import check, render
@@ -36,7 +46,7 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    asked = site(arguments.machine, arguments.world, default=MACHINE)
+    asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
     asked_of = problem(arguments, asked.world)
     if not 0 <= arguments.rank < asked_of.world:
         raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
@@ -100,6 +110,7 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                 "transfer": step.transfer and _plain(step.transfer[:2]),
                 "products": _plain(step.products),
                 "reduction": _plain(step.reduction),
+                "moves": _plain(tuple(move[:2] for move in step.moves)),
                 "mover": step.mover if step.op == "copy" or step.mover == "kernel" else None,
             }
             for step in plan.steps

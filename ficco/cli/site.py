@@ -110,7 +110,10 @@ def add_sizes(parser: Any, required: bool = False) -> None:
     """Add the options that say what the sizes of a product are."""
     for name, what in SIZES.items():
         parser.add_argument(f"--{name}", type=int, required=required, help=what)
-    parser.add_argument("--world", type=int, help="number of ranks (default: the machine's)")
+    parser.add_argument(
+        "--world", type=int, help="number of ranks (default: the machine's on each host)"
+    )
+    parser.add_argument("--hosts", type=int, default=1, help="hosts of the ranks (default: 1)")
     text = f"{', '.join(DTYPES)} (default: bfloat16)"
     parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help=text)
 
@@ -138,8 +141,15 @@ def shapes(arguments: Any, sets: Iterable[str]) -> list[Case]:
     return [case for name in sets for case in SETS[name]()]
 
 
-def problem(arguments: Any, world: int) -> Problem:
-    """The Problem that options ask about.
+def ranks_per_host(arguments: Any) -> int | None:
+    """Of ``--world`` and ``--hosts``; None for the machine's."""
+    if arguments.hosts < 1 or (arguments.world or 0) % arguments.hosts:
+        raise ValueError(f"--hosts: required a divisor of --world, got {arguments.hosts}")
+    return None if arguments.world is None else arguments.world // arguments.hosts
+
+
+def problem(arguments: Any, local_world: int) -> Problem:
+    """The Problem that options ask about, with so many ranks on each host.
 
     Raises:
         ValueError: an option is wrong, or they do not fit together.
@@ -153,7 +163,8 @@ def problem(arguments: Any, world: int) -> Problem:
         rows = [list(map(int, line)) for line in table]
         rows = rows if len(rows) > 1 else rows[0]
     sizes = (arguments.m, arguments.n, arguments.k, arguments.dtype)
-    return problem_of_sizes(arguments.operator, *sizes, world, rows)
+    hosts = arguments.hosts
+    return problem_of_sizes(arguments.operator, *sizes, local_world * hosts, rows, hosts)
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:

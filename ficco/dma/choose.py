@@ -62,7 +62,7 @@ def make_engine(
         return make(group, device, hosts)
     if hosts is not None and hosts.count > 1:
         raise NotImplementedError(
-            f"group: its ranks are on {hosts.count} hosts, which only the CPU engine serves so far; "
+            f"group: its ranks are on {hosts.count} hosts, which only the CPU engine serves yet; "
             "pass a group of the ranks of one host"
         )
     return make(group, device, signals, timeout_s, **more)

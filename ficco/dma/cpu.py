@@ -22,8 +22,8 @@ import torch
 
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
-from ficco.dma.cpu_network import GlooNetwork
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
+from ficco.dma.cpu_network import GlooNetwork
 from ficco.dma.engine import (
     Call,
     Capabilities,

@@ -43,7 +43,8 @@ class CpuMemory(Symmetric):
         self.tensor = self.parts[engine.rank]
 
     def part(self, rank: int) -> torch.Tensor:
-        return self.parts[rank]
+        found: torch.Tensor = self.parts[rank]
+        return found
 
     def free(self) -> None:
         """Drop it; tensors in it, and calls in flight, keep it mapped."""

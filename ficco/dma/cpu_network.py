@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ficco.dma.buffers import buffers_of
 from ficco.dma.cpu_collectives import DEATH_S, LONGEST_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, Lane
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
+from ficco.errors import SignalTimeout
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -58,13 +59,22 @@ class _Wait:
 
 
 class GlooNetwork:
-    """A rank's connections with other hosts, by a group of its own: the caller's has other uses. The
-    constructor is collective."""
+    """A rank's connections with other hosts, by a group of its own, since the caller's has other
+    uses. The constructor is collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, limit = engine, timedelta(seconds=min(engine.timeout_s, LONGEST_S))
         store = engine.hosts.store("network")
-        self._group = dist.ProcessGroupGloo(store, engine.rank, engine.world, limit)
+        begin = time.monotonic()
+        try:
+            self._group: Any = dist.ProcessGroupGloo(store, engine.rank, engine.world, limit)
+        except RuntimeError as error:
+            raise SignalTimeout(
+                operator=engine.operator,
+                rank=engine.rank,
+                step=f"connect with the ranks of other hosts: {error}",
+                seconds=time.monotonic() - begin,
+            ) from error
         self._waiter = Lane("network waits")
         self._sent: Counter[int] = Counter()  # by peer: messages have numbers
         self._received: Counter[int] = Counter()

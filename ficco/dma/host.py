@@ -168,7 +168,9 @@ class HostMemory:
             mine = _map(fd, self._total(nbytes))
             for gate in self._gates(mine):
                 semaphores().init(gate, 0)
-            hellos = meet(group, self._hello(fd), purpose, timeout_s, self._timeout, self._interrupt)
+            hellos = meet(
+                group, self._hello(fd), purpose, timeout_s, self._timeout, self._interrupt
+            )
             self._require_shareable(hellos)
             self.maps = [
                 mine if rank == self.rank else self._open(rank, hello)
@@ -260,7 +262,7 @@ class HostMemory:
                 raise NotImplementedError(
                     f"ranks 0 and {rank} are on one host in containers that do not see each "
                     f"other's processes; run the ranks in one container or with a common PID "
-                    f"namespace"
+                    f"namespace, or name a host for each with FICCO_HOST"
                 )
 
     def _open(self, rank: int, hello: dict[str, Any]) -> mmap.mmap:
@@ -315,10 +317,12 @@ def store_of(group: Group) -> Store:
     """
     from torch.distributed import distributed_c10d
 
-    if (store := getattr(group, "store", None)) is not None:
-        return store
+    given: Any = group
     try:
-        return distributed_c10d._get_process_group_store(group)
+        store: Store = getattr(given, "store", None) or distributed_c10d._get_process_group_store(
+            given
+        )
+        return store
     except KeyError:
         raise ValueError(
             "group: required a process group that exists, got one that was destroyed; pass "

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ficco.dma.host import Group, meet, store_of, whereabouts
+from ficco.dma.host import meet, store_of, whereabouts
 from ficco.errors import SignalTimeout
 
 #: The variable that names the host of a rank, for containers of one host that share nothing.
@@ -83,7 +83,8 @@ class Hosts:
 
     def store(self, purpose: str) -> Store:
         """A connection of its own to the group's store, for one life of the group there."""
-        return PrefixStore(f"ficco/{purpose}/{self.session}", store_of(self.group).clone())
+        own: Any = store_of(self.group)
+        return PrefixStore(f"ficco/{purpose}/{self.session}", own.clone())
 
 
 def hosts_of(
@@ -102,7 +103,7 @@ def hosts_of(
     """
 
     def absent(ranks: list[int] | None, seconds: float) -> SignalTimeout:
-        who = ", ".join(map(str, ranks or ["that hosts the store"]))
+        who = ", ".join(map(str, ranks)) if ranks else "that hosts the store"
         return SignalTimeout(
             operator=operator,
             rank=group.rank(),

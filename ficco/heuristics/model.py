@@ -70,8 +70,8 @@ class Choice:
 
 def lacking(machine: Machine, mode: str, hosts: int = 1) -> tuple[str, ...]:
     """Blocks of a machine that a prediction needs and that were never measured."""
-    needed = (*REQUIRED, "host") if "idle" in MODES[mode] else REQUIRED
-    needed += ("network",) if hosts > 1 else ()
+    needed = [*REQUIRED, *(["host"] if "idle" in MODES[mode] else [])]
+    needed += ["network"] if hosts > 1 else []
     return tuple(name for name in needed if getattr(machine, name) is None)
 
 

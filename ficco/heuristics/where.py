@@ -60,6 +60,7 @@ def problem_of_sizes(
     dtype: str,
     world: int,
     rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    hosts: int = 1,
 ) -> Problem:
     """The Problem of a call on so many ranks.
 
@@ -71,6 +72,7 @@ def problem_of_sizes(
         world: number of ranks.
         rows: as the operators take it: rows of each rank, or the table of an all-to-all; None for
             as equal ones as there are.
+        hosts: how many hosts the ranks are on.
 
     Raises:
         ValueError: an argument is wrong, or they do not fit together.
@@ -85,14 +87,15 @@ def problem_of_sizes(
         raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {world}")
     kind, ranks = OPERATORS[operator], range(world)
     dtype, scaling = operands_of(dtype)
+    more: Any = {"scaling": scaling, "hosts": hosts}
     if rows is None:
         equal = tuple(m // world + (rank < m % world) for rank in ranks)
         if not kind.blocks:
-            return Problem(operator, equal, n, k, dtype, scaling=scaling)
+            return Problem(operator, equal, n, k, dtype, **more)
         table = [equal] * world  # as many rows for each peer
         if not kind.scatters:
             table = list(zip(*table, strict=True))
-        return Problem.of_blocks(operator, table, n, k, dtype, scaling=scaling)
+        return Problem.of_blocks(operator, table, n, k, dtype, **more)
     if kind.returns:
         raise InvalidArgument(
             "rows", f"required none for {operator}, whose result is the same everywhere"
@@ -105,7 +108,7 @@ def problem_of_sizes(
         raise InvalidArgument("rows", f"required {numbers} numbers, got {rows}")
     make: Any = Problem.of_blocks if kind.blocks else Problem
     sizes = given if kind.blocks else tuple(given), n, k, dtype
-    problem: Problem = make(operator, *sizes, scaling=scaling)
+    problem: Problem = make(operator, *sizes, **more)
     if problem.m != m:
         most = "the largest sum" if kind.blocks else "the sum"
         raise InvalidArgument("rows", f"required {most} {m}, which is m, got {problem.m}")

@@ -214,6 +214,11 @@ def _begin(
     engine, options = workspace.engine, number_call(workspace, NAME)
     if why := engine.wordless():
         raise NotImplementedError(f"ficco.arriving: {why}")
+    if engine.hosts.count > 1:
+        raise NotImplementedError(
+            f"ficco.arriving: the ranks of this group are on {engine.hosts.count} hosts, and a "
+            "block has words for rows of one host only; pass a group of ranks of one host"
+        )
     schedule = _schedule(pieces, order, pull)
     if a_shard.layout is not torch.strided or a_shard.dim() < 2:
         raise ValueError(

@@ -347,9 +347,7 @@ def problem_of_operands(
                 f"{b.shape[0]} and {problem.product_rows(rank)}; pass b with a row for each of "
                 "them, and rows= where blocks are not equal"
             )
-        return replace(
-            problem, symmetric=symmetric, return_gathered=return_gathered, hosts=hosts
-        )
+        return replace(problem, symmetric=symmetric, return_gathered=return_gathered, hosts=hosts)
     each = rows_by_rank(OPERATORS[operator], rows, held, rank, world)
     if inner and sum(each) != b.shape[0]:
         raise ValueError(

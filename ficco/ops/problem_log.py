@@ -9,6 +9,7 @@ import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ficco.errors import ConfigError
 from ficco.heuristics import Decision
@@ -64,7 +65,8 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
             blocks = tuple(tuple(map(int, sent)) for sent in data.get("blocks", ()))
             scaling = Scaling(**data["scaling"]) if data.get("scaling") else None
             sizes = rows, n, k, str(data["dtype"])
-            logged[Problem(str(data["operator"]), *sizes, blocks=blocks, scaling=scaling)] = None
+            more: Any = {"blocks": blocks, "scaling": scaling, "hosts": data.get("hosts", 1)}
+            logged[Problem(str(data["operator"]), *sizes, **more)] = None
         except (ValueError, KeyError, TypeError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {error}"
             wanted = f"required a problem as {VARIABLE} writes it: {why}"

@@ -80,9 +80,7 @@ def _without(plan: Plan, words: _Words) -> Plan:
     return replace(plan, steps=tuple(steps))
 
 
-def _written(
-    rank: int, step: Step, words: _Words, turns: dict[tuple[int, int], int]
-) -> list[Step]:
+def _written(rank: int, step: Step, words: _Words, turns: dict[tuple[int, int], int]) -> list[Step]:
     there, taken, copies, thanks = [], [], [], []
     bare = Step("sync", step.lane, step.label)
     for move in step.moves:

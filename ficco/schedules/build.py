@@ -71,7 +71,9 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
             f"{problem.operator} has not: its products add up to all rows; take another schedule"
         )
     if problem.hosts > 1 and not schedule.own and (why := _between_hosts(problem, schedule)):
-        return f"schedule {schedule}: {why}, which no rank can do between hosts; take another schedule"
+        return (
+            f"schedule {schedule}: {why}, which no rank can do between hosts; take another schedule"
+        )
     if problem.scaling and (schedule.beta or schedule.grouping == "tiled"):
         what = "tiled has no kernel for"
         if schedule.beta:

@@ -120,8 +120,8 @@ class World:
 
 
 class Builder:
-    """The Plan of one rank, ``me``, as stages add their steps to it. Its ``peers`` are the others of
-    its host, whose memory it can reach."""
+    """The Plan of one rank, ``me``, as stages add their steps to it. Its ``peers`` are the other
+    ranks of its host, whose memory it can reach."""
 
     def __init__(self, problem: Planned, rank: int) -> None:
         self.problem, self.me = problem, rank

@@ -207,8 +207,8 @@ class GatherWorld(World):
 
     @remembered
     def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
-        """Signals of a kind, one for each unit between two ranks, in order of arrival. Of units from
-        another host, those of the rank that brings them."""
+        """Signals of a kind, one for each unit between two ranks, in order of arrival. For units
+        from another host they come from the rank that copies them on."""
         sender, receiver, block = poster, waiter, self.data
         if kind == "room":
             sender, receiver, block = waiter, poster, self.room

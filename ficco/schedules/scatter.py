@@ -55,8 +55,8 @@ class ScatterWorld(World):
         units = max(most, *(len(departures.own) for departures in self.departures))
         tiled = schedule.grouping == "tiled"
         self.made = words.block(units * (tiled and not schedule.pull))
-        #: By rank, by sender and owner of each block that lands there, its first row in staging; and
-        #: how many rows that makes.
+        #: By rank, by sender and owner of each block that lands there, its first row in staging;
+        #: and how many rows that makes.
         self._first: list[dict[tuple[int, int], int]] = []
         self._rows: list[int] = []
         for rank in ranks:
@@ -199,7 +199,6 @@ class ScatterWorld(World):
         return [
             new(Signal, (kind, poster, waiter, slot, first + slot, *rows)) for slot, rows in gated
         ]
-
 
     def _slots(self, kind: str, poster: int, owner: int, slots: list[int]) -> list[int]:
         """The same for units that are summed for another host, or come from one."""
@@ -568,17 +567,16 @@ class ScatterStage(Stage):
         peers = [*self.lane_of, *others]
         coming = [(unit, p) for p in peers for unit in self.world.departures[p].own]
         for unit, peer in sorted(coming, key=lambda one: one[0].ordinal):
-            waits, after, through = (), (), via(problem, me, peer)
-            if through == me:
-                after = (crossed[peer, unit.ordinal],)
+            waits, after = list[Signal](), list[int]()
+            if (through := via(problem, me, peer)) == me:
+                after.append(crossed[peer, unit.ordinal])
             else:
-                waits = (self.world.of_units("summed", through, me, peer)[unit.ordinal],)
+                waits.append(self.world.of_units("summed", through, me, peer)[unit.ordinal])
             row = self.problem.offsets[peer]
             out = self.world.departures[peer].region(self.world.out.name, self.me, row, unit)
             source = self.world.returning(peer, self.me, unit)
             terms = _all(self.problem.world)
-            self._place(REDUCE_LANE, source, out, after, waits=waits, terms=terms)
-
+            self._place(REDUCE_LANE, source, out, tuple(after), waits=tuple(waits), terms=terms)
 
     def _cross_back(self) -> dict[tuple[int, int], int]:
         """Exchange sums with the rail, and copy those that come to the peers; the steps that bring
@@ -590,7 +588,9 @@ class ScatterStage(Stage):
             departures, row = world.departures[src], self.problem.offsets[src]
             return [
                 Transfer(
-                    departures.region(out, src, row, unit), world.returning(src, dst, unit), everyone
+                    departures.region(out, src, row, unit),
+                    world.returning(src, dst, unit),
+                    everyone,
                 )
                 for unit in departures.own
             ]

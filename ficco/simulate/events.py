@@ -469,7 +469,12 @@ class Simulation:
         rank = self.ranks[lane.rank]
         index = lane.steps[lane.position]
         step = rank.plan.steps[index]
-        if step.op == "copy" and step.mover != MOVER and rank.engines and rank.in_flight == rank.engines:
+        if (
+            step.op == "copy"
+            and step.mover != MOVER
+            and rank.engines
+            and rank.in_flight == rank.engines
+        ):
             rank.queue.append(lane)
             return
         lane.start = self.now

@@ -11,8 +11,8 @@ from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
-from ficco.plan.network import MOVER
 from ficco.plan.model import Product, Reduction, Region, Transfer
+from ficco.plan.network import MOVER
 from ficco.specification import Contraction, Exchange
 
 
@@ -197,7 +197,9 @@ class Footprint:
         demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
         sent = bools(map(MOVER.__eq__, self.steps.of.mover))[step]
         for region in (src, dst):
-            reached = of.reachable[region.buffer] & (self.steps.host[region.rank] == self.steps.host[me])
+            reached = of.reachable[region.buffer] & (
+                self.steps.host[region.rank] == self.steps.host[me]
+            )
             reached |= (region.rank == me) | sent
             demand(reached, who, "reaches memory of a peer that is not symmetric, or elsewhere")
         right = self._made(matrix, functions, copy, who) == of.holds[dst.buffer]
