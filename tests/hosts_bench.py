@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-#: m, n, k of all-gathers; of reduce-scatters n and k are exchanged. At 200 MB/s and about 70 GFLOP/s
-#: a rank, what crosses takes about as long as the product.
+#: m, n, k of all-gathers; of reduce-scatters n and k are exchanged. At 200 MB/s and about 70
+#: GFLOP/s a rank, what crosses takes about as long as the product.
 SHAPES = ((2048, 320, 2048), (4096, 320, 1024), (1024, 320, 4096), (3072, 384, 2048))
 NETEM, TBF = "netem rate {} delay {} limit 100000", "tbf rate {} burst 1mb latency 400ms"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")

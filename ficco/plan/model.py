@@ -162,7 +162,8 @@ class Step(NamedTuple):
     Attributes:
         op: ``"copy"`` between ranks of a host, ``"place"`` within a rank, ``"network"`` between
             hosts, ``"matmul"``, ``"reduce"``, ``"sync"``, ``"collective"``, the library's, which
-            does the whole exchange, or ``"call"``, what the caller does with rows as they arrive (:func:`ficco.arriving`).
+            does the whole exchange, or ``"call"``, what the caller does with rows as they arrive
+            (:func:`ficco.arriving`).
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
         label: what the step does, for human readers.
         waits: signals waited for before the operation.
