@@ -24,11 +24,15 @@ from ranks import Failure, Rank, caught, run
 
 import ficco
 from ficco.errors import InvalidArgument
+from ficco.heuristics import decide, problem_of_sizes
+from ficco.machine import Machine, Network, Provenance, find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.schedules.gather import StagingTooSmall
 from ficco.schedules.groups import peers_in_order, targets_in_order
+from ficco.simulate import predict, simulate
+from ficco.simulate.mirror import mirrored
 
 #: Hosts, and ranks on each.
 TOPOLOGIES = ((2, 2), (3, 2), (2, 1), (1, 4), (2, 3), (3, 1))
@@ -481,3 +485,79 @@ def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], 
         assert "host-" in outcome.text and "rank" in outcome.text
     blamed = [found[rank][0].fields.get("peer") for rank in set(range(4)) - set(victims)]
     assert set(blamed) & set(victims), blamed
+
+
+# The model.
+
+CARD = Network(50e9, 20e-6, Provenance("assumed"))
+
+
+def _described(name: str, **changes: Any) -> Machine:
+    machine = find(name, None)
+    assert machine is not None
+    return replace(machine, **changes)
+
+
+@pytest.mark.parametrize("machine", ["h100-8", "mi300x-8"])
+@pytest.mark.parametrize("schedule", ["serial", "shard-overlap", "hetero-unfused-1d:pieces=2"])
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_one_rank_stands_for_those_of_all_hosts(machine: str, schedule: str, operator: str) -> None:
+    on = _described(machine, network=CARD)
+    problem = Problem(operator, (512,) * 16, 3584, 4096, "bfloat16", hosts=2)
+    parsed = Schedule.parse(schedule)
+    assert mirrored(problem, parsed, on, "queued")
+    whole = simulate(plans(problem, parsed), on, "queued")
+    assert predict(problem, parsed, on, "queued") == pytest.approx(whole.stop_s, rel=0.02)
+
+
+def test_what_crosses_takes_the_time_of_its_bytes() -> None:
+    """Where the card is slow, the call takes as long as the rail's bytes and what follows."""
+    on = _described("h100-8", network=replace(CARD, bandwidth=1e9))
+    for hosts, operator in ((2, "all_gather_matmul"), (4, "matmul_reduce_scatter")):
+        problem = Problem(operator, (512,) * 8 * hosts, 1024, 4096, "bfloat16", hosts=hosts)
+        nbytes = (hosts - 1) * 512 * problem.moved_bytes
+        for name in ("shard-overlap", "hetero-fused-1d:pieces=2", "serial:collective"):
+            seconds = predict(problem, Schedule.parse(name), on, "queued")
+            assert nbytes / 1e9 < seconds < nbytes / 1e9 * 1.2, (operator, name)
+        shared = replace(on, network=replace(CARD, bandwidth=1e9, sharing=8))
+        seconds = predict(problem, Schedule.parse("shard-overlap"), shared, "queued")
+        assert seconds == pytest.approx(8 * nbytes / 1e9, rel=0.05)
+
+
+def test_both_sides_of_a_move_share_a_card_with_others() -> None:
+    """All ranks are simulated where rows differ: those of one host share its cards."""
+    rows = (512, 256) * 4
+    problem = Problem("all_gather_matmul", rows, 64, 4096, "bfloat16", hosts=2)
+    slow = replace(CARD, bandwidth=1e9, sharing=4)
+    on = _described("h100-8", ranks=4, network=slow)
+    seconds = predict(problem, Schedule.parse("shard-overlap"), on, "queued")
+    nbytes = sum(rows[:4]) * problem.moved_bytes
+    assert seconds == pytest.approx(nbytes / 1e9, rel=0.05)
+
+
+def test_auto_over_hosts_goes_by_the_network_and_never_loses_to_serial() -> None:
+    for machine in ("h100-8", "mi300x-8"):
+        on = _described(machine)
+        for m, n, k in ((8192, 3584, 4096), (16384, 1024, 8192), (2048, 8192, 1024)):
+            for operator in ("all_gather_matmul", "matmul_reduce_scatter", "all_to_all_matmul"):
+                problem = problem_of_sizes(operator, m, n, k, "bfloat16", 16, None, 2)
+                decision = decide(problem, machine=on, mode="queued")
+                assert decision.source == "model"
+                chosen, *serials = (
+                    predict(problem, schedule, on, "queued")
+                    for schedule in (
+                        decision.schedule,
+                        Schedule.parse("serial"),
+                        Schedule.parse("serial:collective"),
+                    )
+                )
+                assert chosen <= min(serials) * 1.02
+
+
+def test_without_a_network_the_model_says_what_it_lacks() -> None:
+    on = _described("h100-8", network=None)
+    problem = Problem("all_gather_matmul", (64,) * 16, 64, 64, "bfloat16", hosts=2)
+    decision = decide(problem, machine=on, mode="queued")
+    assert decision.source in ("rule", "fallback") and "lacks network" in decision.reason
+    with pytest.raises(ValueError, match="required the block 'network'"):
+        predict(problem, Schedule.parse("growing"), on, "queued")

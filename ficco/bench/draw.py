@@ -51,6 +51,7 @@ COLOURS = {
     "send": ORANGE,
     "receive": SAND,
     "collective": PURPLE,
+    "network": PURPLE,
     "place": GREEN,
     "reduce": "#4f7a5a",
     "wait": "#dddddd",

@@ -10,7 +10,7 @@ from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
-from ficco.schedules.groups import Arrivals, Unit, names
+from ficco.schedules.groups import Arrivals, Unit, names, targets_in_order
 from ficco.schedules.network import Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
@@ -383,7 +383,8 @@ class GatherStage(Stage):
     def _onward(self, source: int) -> Iterator[Step]:
         """The copies of what came from another host to the peers."""
         came, world, mover = self.mine.units(source), self.world, self.schedule.mover
-        for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
+        targets = targets_in_order(self.me, self.problem.world, self.problem.hosts)
+        for target in targets[: len(self.peers)]:
             landing, ready = world.landing[target], world.of_units("ready", source, target)
             units = landing.arrivals.units(source)
             here, there = self.staging.landing(source, units), landing.regions(source)
