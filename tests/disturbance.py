@@ -21,7 +21,7 @@ from ficco.dma.cpu_lanes import SLICE_S, CallState, Stopped
 from ficco.dma.engine import Call, Op, Program
 from ficco.errors import SignalTimeout
 
-VERBS = ("wait", "post", "join", "copy", "place", "collective", "matmul", "reduce")
+VERBS = ("wait", "post", "join", "copy", "place", "network", "collective", "matmul", "reduce")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import test_gradients
 import test_operators
 from cases import Case, equal
 from cases import exact as exact_gather
-from disturbance import Disturbance, disturb
+from disturbance import Disturbance, disturb, install
 from ranks import Failure, Rank, caught, run
 
 import ficco
@@ -485,6 +485,55 @@ def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], 
         assert "host-" in outcome.text and "rank" in outcome.text
     blamed = [found[rank][0].fields.get("peer") for rank in set(range(4)) - set(victims)]
     assert set(blamed) & set(victims), blamed
+
+
+def _killed_at(at: Rank, victim: int, step: int, operator: str) -> Any:
+    os.environ["FICCO_HOST"] = f"host-{at.rank // 2}"
+    problem, schedule = problem_of(operator, 2, 2, "equal"), "hetero-fused-1d:pieces=2"
+    step %= len(plans(problem, Schedule.parse(schedule))[victim].steps)
+    rows = problem.blocks or problem.rows
+    case = test_operators.Case(operator, rows, 8, 8, schedule=schedule)
+    install()
+    with ficco.options(timeout_s=PATIENCE_S):
+        with disturb(Disturbance(delay_s=0.005, seed=step)):
+            test_operators.exact(at, case, 0)
+        at.barrier()
+        begin = time.monotonic()
+        with disturb(Disturbance(delay_s=0.005, kill=(victim, step), seed=step)):
+            outcome = caught(lambda: [test_operators.exact(at, case, 1 + i) for i in range(3)])
+        return outcome, time.monotonic() - begin
+
+
+#: Ranks, and steps at which they end.
+MOMENTS = [(1, 4), (3, 9), (0, 7), (2, 14)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "step"), MOMENTS)
+@pytest.mark.parametrize("operator", ["matmul_all_reduce", "all_to_all_matmul"])
+def test_a_rank_that_ends_in_the_middle_of_a_call(operator: str, victim: int, step: int) -> None:
+    found = run(4, _killed_at, victim, step, operator, fresh=True, catch=True, lost=[victim])
+    for rank in set(range(4)) - {victim}:
+        outcome, seconds = found[rank]
+        assert isinstance(outcome, Failure), (rank, outcome)
+        assert outcome.type in ("SignalTimeout", "PeerFailed"), outcome
+        assert seconds < PATIENCE_S + SLACK_S
+
+
+def _once_more(at: Rank) -> Any:
+    case = equal(at.world, 4, 8, 8, schedule="growing")
+    with host_of(at, 2):
+        exact_gather(at, case, 0)
+        wrong = equal(at.world, 4, 8, 8 if at.rank < 2 else 16, schedule="growing")
+        failure = caught(lambda: exact_gather(at, wrong, 1))
+        ficco.close()
+        at.barrier()
+        exact_gather(at, case, 2)
+        return failure and failure.type
+
+
+def test_a_group_over_hosts_serves_again_once_it_is_closed() -> None:
+    assert run(4, _once_more, fresh=True) == ["RankMismatch"] * 4
 
 
 # The model.
