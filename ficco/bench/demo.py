@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import ProcessGroup
 
+import ficco
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
@@ -24,6 +26,7 @@ from ficco.bench.simulated import examples, show_table_i
 from ficco.bench.tables import bar, cells, show
 from ficco.bench.traces import trace_all
 from ficco.dma.cpu import CpuEngine
+from ficco.dma.hosts import VARIABLE
 from ficco.launch import local_device
 from ficco.machine import find
 from ficco.problem import OPERATORS
@@ -49,6 +52,9 @@ CALLS = 7
 
 #: Rounds of an operator and torch's composition.
 TURNS = 15
+
+#: Hosts that the ranks stand for in the end.
+HOSTS = 2
 
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
 SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
@@ -88,6 +94,7 @@ def demo(device_name: str, out: Path | None) -> int:
         for operator in OPERATORS:
             taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
+        crossed = _over_hosts(group, device)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
         try:
@@ -110,6 +117,11 @@ def demo(device_name: str, out: Path | None) -> int:
     assert machine is not None and papers is not None
     print(f"\nschedule='auto' on {machine.name}:", *examples(machine), sep="\n")
     show_table_i(papers, scenarios())
+    if crossed is not None:
+        right = int(crossed["exact"].eq(True).sum())
+        each = group.size() // HOSTS
+        print(f"\n{HOSTS} hosts of {each} ranks, gloo between them: {right} operators exact")
+        by_operator = pd.concat([by_operator, crossed])
     text, code = verdict(results, group.size(), by_operator)
     print(text, flush=True)
     return code
@@ -144,6 +156,30 @@ def _operator(operator: str, group: ProcessGroup, device: torch.device) -> dict[
     took = str(taken(operands.problem, group, device).schedule)
     exact = times["exact"].iloc[1]
     return {"operator": operator, "took": took, "ms": ms, "torch": torch_ms, "exact": exact}
+
+
+def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | None:
+    """Every operator by the same ranks as if they were on two hosts, which share no memory; None
+    where there are too few ranks, or on GPUs, whose engines do not cross hosts."""
+    if device.type != "cpu" or group.size() % HOSTS or group.size() < 2 * HOSTS:
+        return None
+    apart = dist.new_group(list(range(group.size())))
+    assert isinstance(apart, ProcessGroup)
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = f"demo {group.rank() * HOSTS // group.size()}"
+    try:
+        rows = []
+        for operator in OPERATORS:
+            operands = _operands(operator, apart, device)
+            found = _times([parse("auto")], operands, apart, 1)
+            rows.append({"operator": f"{operator} on {HOSTS} hosts", **found.iloc[0]})
+        ficco.close(apart)
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
+    dist.destroy_process_group(apart)
+    return pd.DataFrame(rows)
 
 
 def _times(
