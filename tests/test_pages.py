@@ -23,7 +23,7 @@ from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find
 from ficco.problem import Problem
 from ficco.version import version
-from tools import paper, readme, regret, rule_table
+from tools import hosts_layers, paper, readme, regret, rule_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -488,3 +488,14 @@ def test_pictures_have_a_bar_for_auto_and_break_into_rows(
         plots.speedups(table, there, tmp_path / "speedup.png", name)
         assert all(axes.get_legend() is None for axes in figures[-1].axes)  # it covers nothing
         assert len(figures.pop().legends) == 1
+
+
+def test_layers_over_hosts_are_those_of_today() -> None:
+    """One line of the page; all take a minute."""
+    machine, model = find("h100-8", None), hosts_layers.MODELS[1]
+    assert machine is not None
+    one, two = (hosts_layers.layer(machine, model, 8192, world) for world in (8, 16))
+    page = (ROOT / "docs" / "hosts-simulated.md").read_text()
+    figures = f"{two.serial * 1e3:.2f} | {two.auto * 1e3:.2f} | {two.gemm * 1e3:.2f}"
+    gains = f"{two.serial / two.auto:.2f} | {one.auto / two.auto:.2f}"
+    assert f"| {model.name} | 8192 | 16 on 2 | {figures} | {gains} |" in page
