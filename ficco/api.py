@@ -71,7 +71,8 @@ def addresses(tensor: torch.Tensor, group: ProcessGroup | DeviceMesh | None = No
 
     Returns:
         int64 [W] on the tensor's device: by rank, the address that belongs to the first element of
-        ``tensor``. Valid until the group is closed. Make it before a graph is captured.
+        ``tensor``, 0 for ranks of other hosts. Valid until the group is closed. Make it before a
+        graph is captured.
 
     Raises:
         ValueError: the tensor is not in symmetric memory of the group.

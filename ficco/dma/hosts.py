@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,8 +14,6 @@ from ficco.errors import SignalTimeout
 
 #: The variable that names the host of a rank, for containers of one host that share nothing.
 VARIABLE = "FICCO_HOST"
-
-_PURPOSE = "hosts"
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,15 @@ class Hosts:
     def store(self, purpose: str) -> Store:
         """A connection of its own to the group's store, for one life of the group there."""
         own: Any = store_of(self.group)
-        return PrefixStore(f"ficco/{purpose}/{self.session}", own.clone())
+        if hasattr(own, "clone"):  # not in every release: threads then take turns
+            own = own.clone()
+        return PrefixStore(f"ficco/{purpose}/{self.session}", own)
 
 
 def hosts_of(
     group: ProcessGroup,
     timeout_s: float,
     operator: str,
-    interrupt: Callable[[], None] = lambda: None,
 ) -> Hosts:
     """Find out which ranks share a host, by the boot and the processes that each sees, or by the
     variable ``FICCO_HOST``. Collective.
@@ -114,7 +112,7 @@ def hosts_of(
         )
 
     mine = {**whereabouts(), "named": os.environ.get(VARIABLE, "")}
-    facts = meet(group, mine, _PURPOSE, timeout_s, absent, interrupt)
+    facts = meet(group, mine, "hosts", timeout_s, absent, lambda: None)
     by_boot: dict[str, str] = {}
     for fact in facts:  # hosts may share a name
         taken = [boot for boot, name in by_boot.items() if name == fact["host"]]

@@ -108,6 +108,7 @@ class ScatterWorld(World):
         self._first.append(first)
         self._rows.append(row)
 
+    @remembered
     def crossing(self, src: int, dst: int) -> list[Transfer]:
         """What one rank sends over the network to another, in order."""
         problem, departures = self.problem, self.departures[src]
