@@ -105,6 +105,14 @@ def ranks(*worlds: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world", params)
 
 
+def since(release: str, lacks: str) -> pytest.MarkDecorator:
+    """Skip a test on a PyTorch older than the oldest on which it was seen to pass; say what that
+    PyTorch lacks itself."""
+    have = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    older = have < tuple(map(int, release.split(".")))
+    return pytest.mark.skipif(older, reason=f"PyTorch {torch.__version__} {lacks}")
+
+
 def most_gpu_ranks() -> int:
     """Ranks that this machine's GPUs can take."""
     return torch.cuda.device_count() * RANKS_PER_GPU

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import torch
 import ficco
 from ficco import cli
 from ficco.bench import candidates as compared
-from ficco.bench import cases, layers, report, stats
+from ficco.bench import cases, layers, measure, report, stats, tables
 from ficco.bench.calls import FUSED, Runner, build, expected, step_bytes, unavailable
 from ficco.bench.candidates import (
     COMPARED,
@@ -843,3 +844,44 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
     assert about["ranks"] == 2 and about["versions"]["torch"] == torch.__version__
     events = json.loads((out / "tiny_trace.json").read_text())["traceEvents"]
     assert {"matmul", "copy"} <= {event.get("cat") for event in events}
+
+
+# Estimates of time.
+
+
+def test_a_forecast_is_what_was_planned_at_the_pace_so_far() -> None:
+    forecast = tables.Forecast({"a": 2.0, "b": 4.0, "c": 6.0, "d": 8.0})
+    assert forecast.left == 20.0  # nothing is known yet
+    forecast.over("a", 6.0)
+    assert forecast.left == 3 * 18.0
+    forecast.over("b", None)  # failed: its time says nothing
+    assert forecast.left == 3 * 14.0
+    forecast.over("c", 2.0)  # both of 8 s together, where 8 s were planned
+    assert forecast.left == 8.0 and list(forecast.rest) == ["d"]
+    forecast.over("d", 1.0)
+    assert forecast.left == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "done"), [(10.0, 100, 5), (11.9, 100, 5), (10.0, 4, 4), (1.0, 100, 3)]
+)
+def test_rounds_end_before_the_seconds_do(
+    seconds: float, most: int, done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of two items takes two seconds; three are made in any case."""
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
+
+    class Clock:
+        warm_calls = 1
+
+        def time(self, item: Any) -> tuple[float, float]:
+            now[0] += 1.0
+            return 1.0, 0.0
+
+    runner = SimpleNamespace(context=nullcontext, run=None)
+    items = [measure.Item("queued", name, runner, None) for name in "ab"]
+    barrier = SimpleNamespace(decide=lambda value: value)
+    assert measure.rounds(items, Clock(), barrier, most, seconds) == done
+    assert now == [2.0 + 2.0 * done]  # the first two calls warm up
+    assert all(item.times_s == [1.0] * done for item in items)

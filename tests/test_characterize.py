@@ -174,6 +174,34 @@ def test_one_rank_measures_products_as_several_cut_them(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_said_to_be_left_follows_the_pace_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each step takes three times the seconds that it is given: so will the rest."""
+    now = [0.0]
+    monkeypatch.setattr(characterise.time, "monotonic", lambda: now[0])
+
+    def attempt(self: Any, name: str, action: Any) -> list[Any]:
+        *_, seconds = action.args
+        now[0] += 3 * seconds
+        return []
+
+    monkeypatch.setattr(characterise.LossBench, "attempt", attempt)
+    run = object.__new__(characterise.LossBench)
+    cases = tuple(Case(name, 32, 8, 16) for name in "xy")
+    run.settings = characterise.LossSettings(
+        cases=cases, sizes=(), device="cpu", seconds=100, rounds=1, csv=Path("unused.csv")
+    )
+    run.rank, run.world = 0, 2
+    assert list(run._steps()) == [[], [], []]
+    said = [line for line in capsys.readouterr().err.splitlines() if "about" in line]
+    # 15 s for the communication, 42.5 s for each product.
+    assert [line.split("about ")[1] for line in said] == [
+        f"{seconds} s left ..." for seconds in (100, 255, 128)
+    ]
+    assert now == [300.0]
+
+
 def test_sums_are_added_to_or_begun() -> None:
     sums, a, b = torch.ones(2, 2), torch.full((2, 3), 2.0), torch.ones(3, 2)
     add(sums, a, b)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import Program
-from ranks import Failure, Rank, caught, counted, run
+from ranks import Failure, Rank, caught, counted, run, since
 from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -305,6 +305,7 @@ def _arguments(at: Rank) -> None:
     ficco.close(mesh["tp"].get_group())
 
 
+@since("2.13", "cannot compile a call with a Schedule, only with its name")
 def test_groups_and_schedules_of_compiled_calls() -> None:
     run(2, _arguments)
 
@@ -537,6 +538,7 @@ def _sharded(at: Rank) -> list[Any]:
     return found
 
 
+@since("2.13", "has its own text for an error in a compiled function")
 def test_dtensors_are_refused() -> None:
     for *found, other in run(2, _sharded):
         for failure in found:
@@ -800,5 +802,6 @@ def _behind_symm_mem(at: Rank) -> None:
         assert "ficco/ops/symm_mem.py" in active, active
 
 
+@since("2.13", "cannot have its kernels replaced (2.6), or sums for avg with gloo (2.8)")
 def test_pytorchs_fused_operators_run_ficco() -> None:
     run(2, _behind_symm_mem, fresh=True)

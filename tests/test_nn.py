@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import Program
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, run, since
 from torch import nn
 
 import ficco
@@ -770,6 +771,7 @@ def _one_changed_line(at: Rank) -> None:
         same(found[name], value, name)
 
 
+@since("2.13", "sums norms of gradients in several layouts wrongly, with its own styles, too")
 def test_a_plan_needs_another_import_and_nothing_else() -> None:
     run(4, _one_changed_line)
 
@@ -816,8 +818,16 @@ def sequence_plan() -> dict[str, Any]:
     }
 
 
-def _shared(at: Rank) -> None:
+def parallelized(module: nn.Module, mesh: Any, plan: dict[str, Any]) -> nn.Module:
+    """By ``parallelize_module``, which leaves out the module itself in PyTorch 2.6."""
     from torch.distributed.tensor.parallel import parallelize_module
+
+    rest = dict(plan)
+    own = rest.pop("")
+    return parallelize_module(parallelize_module(module, mesh, rest), mesh, own)
+
+
+def _shared(at: Rank) -> None:
     from torch.utils.checkpoint import checkpoint
 
     for kind, gathers in ((Mlp, 1), (Twice, 2), (Frozen, 2)):
@@ -826,7 +836,7 @@ def _shared(at: Rank) -> None:
         grad = integers(2, SEQUENCE, HIDDEN, seed=4)
         want = whole(x)
         want.backward(grad)
-        model = parallelize_module(kind(), mesh_of(at), sequence_plan())
+        model = parallelized(kind(), mesh_of(at), sequence_plan())
         twin = copy.deepcopy(model)
         same(twin(part(x.detach(), at, 1)), part(want, at, 1), "a deep copy")
         for recomputed in (False, True):
@@ -855,7 +865,6 @@ def test_layers_of_a_module_share_its_gather() -> None:
 def _shared_by_all(at: Rank) -> None:
     """Every rank has the input; the gradients of its layers are one sum over ranks."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import parallelize_module
 
     from ficco.nn import PrepareModuleInput, RowwiseParallel
 
@@ -864,7 +873,7 @@ def _shared_by_all(at: Rank) -> None:
         "down": RowwiseParallel(),
     }
     for kind, sums in ((Mlp, 1), (Twice, 2), (Frozen, 1)):
-        whole, model = kind(), parallelize_module(kind(), mesh_of(at), plan)
+        whole, model = kind(), parallelized(kind(), mesh_of(at), plan)
         x = integers(2, SEQUENCE, HIDDEN, seed=3)
         grad = integers(2, SEQUENCE, HIDDEN, seed=4)
         mine = x.clone().requires_grad_()
@@ -939,14 +948,13 @@ class Recomputed(Mlp):
 
 
 def _recomputed_within(at: Rank) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
 
     whole = Mlp()
     x = integers(2, SEQUENCE, HIDDEN, seed=3).requires_grad_()
     want = whole(x)
     want.sum().backward()
     for alone in (True, False):
-        model = parallelize_module(Recomputed(alone), mesh_of(at), sequence_plan())
+        model = parallelized(Recomputed(alone), mesh_of(at), sequence_plan())
         mine = part(x.detach(), at, 1).requires_grad_()
         y = model(mine)
         same(y, part(want, at, 1), f"y, {alone=}")
@@ -956,6 +964,7 @@ def _recomputed_within(at: Rank) -> None:
             same(param.grad.full_tensor(), full.grad, f"gradient of {name}, {alone=}")
 
 
+@since("2.8", "does not tell that a checkpoint is being recorded: CheckpointError")
 def test_checkpointing_within_a_module_whose_layers_share_an_input() -> None:
     run(2, _recomputed_within)
 
@@ -987,12 +996,11 @@ class ChangingWeight(Changing):
 
 
 def _changed(at: Rank) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
 
     for kind in (Changing, ChangingLocal, ChangingWeight):
         x = integers(2, SEQUENCE, HIDDEN, seed=3)
         with torch.no_grad():
-            model = parallelize_module(kind(), mesh_of(at), sequence_plan())
+            model = parallelized(kind(), mesh_of(at), sequence_plan())
             mine = part(x, at, 1)
             with counted("all_gather_matmul") as counts:
                 y = model(mine)
@@ -1000,7 +1008,7 @@ def _changed(at: Rank) -> None:
             assert counts == {"all_gather_matmul": 2}
     with torch.inference_mode():  # where tensors do not count their changes
         x = integers(2, SEQUENCE, HIDDEN, seed=3)
-        model = parallelize_module(Mlp(), mesh_of(at), sequence_plan())
+        model = parallelized(Mlp(), mesh_of(at), sequence_plan())
         with counted("all_gather_matmul") as counts:
             y = model(part(x, at, 1))
         same(y, part(Mlp()(x), at, 1), "in inference mode")
@@ -1013,7 +1021,6 @@ def test_a_shared_input_that_is_changed_is_gathered_anew() -> None:
 
 def _set_when_called(at: Rank) -> None:
     """A layer whose weight is set when it is called: by a hook, as in pruning, or computed."""
-    from torch.distributed.tensor.parallel import parallelize_module
     from torch.nn.utils.parametrize import register_parametrization
 
     class Doubled(nn.Module):
@@ -1032,7 +1039,7 @@ def _set_when_called(at: Rank) -> None:
 
     for change in (hooked, parametrized):
         whole = Mlp()
-        model = parallelize_module(Mlp(), mesh_of(at), sequence_plan())
+        model = parallelized(Mlp(), mesh_of(at), sequence_plan())
         for module in (whole, model):
             change(module)
         x = integers(2, SEQUENCE, HIDDEN, seed=3)
@@ -1046,7 +1053,6 @@ def test_a_layer_whose_weight_is_set_when_it_is_called_gathers_for_itself() -> N
 
 def _compiled(at: Rank) -> None:
     """Whole graphs, with one gather for both layers, and the numbers of the eager module."""
-    from torch.distributed.tensor.parallel import parallelize_module
 
     calls: list[str] = []
 
@@ -1054,7 +1060,7 @@ def _compiled(at: Rank) -> None:
         calls.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    model = parallelize_module(Mlp(), mesh_of(at), sequence_plan())
+    model = parallelized(Mlp(), mesh_of(at), sequence_plan())
     x = part(integers(2, SEQUENCE, HIDDEN, seed=3), at, 1).requires_grad_()
     found = []
     for module in (model, torch.compile(model, fullgraph=True, backend=backend)):
@@ -1100,7 +1106,6 @@ def test_styles_refuse_what_they_do_not_serve() -> None:
 
 def _subclasses(at: Rank) -> None:
     """Layers that clients derive without another forward stay what they are."""
-    from torch.distributed.tensor.parallel import parallelize_module
 
     from ficco.nn import ColumnParallelLinear
 
@@ -1117,7 +1122,7 @@ def _subclasses(at: Rank) -> None:
     model.up.load_state_dict(whole.up.state_dict())
     column = ColumnParallelLinear.from_linear(model.up, sequence_dim=1)
     same(column(part(x, at, 1)), part(whole.up(x), at, 2), "from_linear of a subclass")
-    model = parallelize_module(model, mesh_of(at), sequence_plan())
+    model = parallelized(model, mesh_of(at), sequence_plan())
     with counted("all_gather_matmul") as counts:
         same(model(part(x, at, 1)), part(whole(x), at, 1), "a module with a subclass")
     assert counts == {"all_gather_matmul": 1}
@@ -1154,7 +1159,7 @@ def test_styles_refuse_inputs_on_other_meshes() -> None:
         assert len(failures) == 4
         for failure in failures:
             assert isinstance(failure, Failure) and failure.type == "ValueError", failure
-            assert "on the layer's DeviceMesh((tp=2)" in failure.text, failure
+            assert re.search(r"the layer's DeviceMesh\(.*tp.*, got one", failure.text), failure
 
 
 def _with_fsdp(at: Rank) -> None:
@@ -1185,6 +1190,7 @@ def _with_fsdp(at: Rank) -> None:
     same(layer.weight.full_tensor(), integers(24, 16, seed=1).double(), "loaded under FSDP")
 
 
+@since("2.8", "has no FSDP2 on CPUs")
 def test_tensor_parallel_inside_fsdp() -> None:
     run(4, _with_fsdp)
 
@@ -1193,10 +1199,9 @@ def _fsdp_of_each_layer(at: Rank) -> None:
     """Weights that FSDP gathers when each layer is called, also of layers that share an input."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(Mlp(), mesh["tp"], sequence_plan())
+    model = parallelized(Mlp(), mesh["tp"], sequence_plan())
     for module in (*model.children(), model):
         fully_shard(module, mesh=mesh["dp"])
     x = integers(2, SEQUENCE, HIDDEN, seed=3)
@@ -1206,6 +1211,7 @@ def _fsdp_of_each_layer(at: Rank) -> None:
         same(model(mine), want, "y without gradients")
 
 
+@since("2.8", "has no FSDP2 on CPUs")
 def test_fsdp_of_layers_that_share_an_input() -> None:
     run(4, _fsdp_of_each_layer)
 
@@ -1255,6 +1261,7 @@ def _in_a_pipeline(at: Rank, name: str, stages_each: int) -> None:
             same(param.grad.full_tensor(), wanted[key].grad, f"{name}: stage {index}, {key}")
 
 
+@since("2.13", "has pipelines without scale_grads, or a zero-bubble one that hangs in its own code")
 @pytest.mark.parametrize(
     ("name", "stages_each"), [("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2)]
 )

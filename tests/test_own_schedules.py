@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import ficco
 from ficco import cli
 from ficco.heuristics import candidates, decide
 from ficco.machine import find
-from ficco.plan import render
+from ficco.plan import Plan, render
 from ficco.problem import Problem
 from ficco.schedules import Schedule, own, plan, space
 from ficco.simulate import predict
@@ -120,6 +121,33 @@ def test_a_registered_name_stands_where_names_do() -> None:
         Schedule.parse("two-halves:pull")
     with pytest.raises(ValueError, match="no other axis"):
         Schedule(False, "own", 1, own="two-halves")
+
+
+def _settings(at: Rank) -> list[str]:
+    """As the page has them: the points of a space, a name for each of its settings."""
+
+    def grown(problem: Problem, rank: int, pieces: int) -> Plan:
+        return ficco.schedules.plan(problem, Schedule.parse(f"hetero-unfused-1d:{pieces=}"), rank)
+
+    names = []
+    for pieces in (2, 3):
+        names.append(f"grown-{pieces}")
+        own.register(names[-1], candidate=True)(partial(grown, pieces=pieces))
+    group = dist.new_group(list(range(at.world)))
+    for iteration, name in enumerate(names):
+        exact(at, Case((6,) * at.world, 6, 8, schedule=name), iteration, group)
+    problem = Problem("all_gather_matmul", (6,) * at.world, 8, 6, "float32")
+    plans = [plan(problem, Schedule.parse(name), at.rank) for name in names]
+    forget()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return [
+        f"{one.schedule} {sum(step.transfer is not None for step in one.steps)}" for one in plans
+    ]
+
+
+def test_settings_and_points_have_names_of_their_own() -> None:
+    assert run(2, _settings) == [["grown-2 2", "grown-3 3"]] * 2
 
 
 def test_names_that_cannot_be_registered() -> None:

@@ -207,7 +207,7 @@ REPLACED = [
     Program(
         "reduce transposed",
         ((2, 3, 8), (8, 5)),
-        lambda x, w, g: reduce((x @ w).transpose(0, 1), g).view(-1, 5) * 2,
+        lambda x, w, g: reduce((x @ w).transpose(0, 1).contiguous(), g).view(-1, 5) * 2,
         (MAR,),
         "the result's rows are put in order by a copy",
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import ranks
 import test_faults
 import thread_driver
 import torch
+import torch.distributed as dist
 from cases import all_exact, call, equal, exact, gathered_a, make, shard_of, verify
 from ranks import Rank
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
@@ -54,6 +56,7 @@ from test_operators import (  # noqa: F401  likewise
 
 import ficco
 import ficco.dma.cpu
+from ficco import warn
 from ficco.ops.call import run_traced
 from ficco.workspace import workspaces
 
@@ -85,6 +88,28 @@ KNOBS = ("", "pull", "pieces=3,copy=2,compute=2", "tail=2", "kernel", "kernel,pu
 @pytest.mark.parametrize("knobs", KNOBS)
 def test_schedules(knobs: str) -> None:
     assert ranks.run(3, _schedules, knobs) == [len(NAMES)] * 3
+
+
+def _not_described(at: Rank) -> list[str]:
+    """Warnings of two problems for a number of ranks that no file describes."""
+    warn._warned.clear()
+    group = dist.new_group(list(range(at.world)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for n in (8, 16, 16):
+            ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, n), group=group)
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return [str(one.message) for one in seen]
+
+
+def test_one_warning_where_no_file_describes_so_many_ranks() -> None:
+    (text,), *others = ranks.run(3, _not_described)
+    assert others == [[], []]
+    assert text == (
+        "schedule='auto' takes serial:collective: machine cpu describes 4 ranks, not 3; "
+        "`ficco tune` measures this machine"
+    )
 
 
 def _by_copies(at: Rank) -> str:

@@ -7,6 +7,7 @@ are taken round by round, of the slowest rank's times.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ import ficco
 from ficco.bench.cases import Case
 from ficco.bench.frames import LOSSES, RunSettings
 from ficco.bench.series import MeasuredCalls, Stopwatch, Times, timed_during
-from ficco.bench.tables import bar
+from ficco.bench.tables import Forecast, bar
 from ficco.bench.verify import Verifier
 from ficco.launch import local_device
 from ficco.scaling import operands_of
@@ -88,12 +89,13 @@ class LossBench:
         if settings.parts:
             each, actions = settings.seconds / max(len(settings.cases), 1), {}
         actions |= {case.name: (partial(self.shape, case), each) for case in settings.cases}
-        left = settings.seconds
+        forecast = Forecast({name: seconds for name, (_, seconds) in actions.items()})
         for number, (name, (action, seconds)) in enumerate(actions.items()):
-            title = f"[{number + 1}/{len(actions)}] {name}, about {left:.0f} s left"
-            left -= seconds
+            title = f"[{number + 1}/{len(actions)}] {name}, about {forecast.left:.0f} s left"
+            began = time.monotonic()
             with bar(console, title, len(actions), number):
                 rows = self.attempt(name, partial(action, seconds))
+            forecast.over(name, time.monotonic() - began)
             yield rows
             for row in rows:
                 console.print(f"  {line(row)}", markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,30 @@ def show(
         table.add_row(*map(escape, row), style=style, end_section=number in sections)
     console = Console(width=None if sys.stdout.isatty() else width)
     console.print(table, highlight=False)
+
+
+class Forecast:
+    """How long the steps of a run still take: as planned, at the pace of those that are over.
+
+    Attributes:
+        rest: seconds that were planned for each step that is not over.
+    """
+
+    def __init__(self, planned: Mapping[str, float]) -> None:
+        self.rest = dict(planned)
+        self._planned, self._taken = 0.0, 0.0
+
+    def over(self, step: str, seconds: float | None) -> None:
+        """A step took so long; None where that says nothing of the others."""
+        planned = self.rest.pop(step)
+        if seconds is not None:
+            self._planned, self._taken = self._planned + planned, self._taken + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds of the steps that are not over."""
+        pace = self._taken / self._planned if self._planned else 1.0
+        return pace * sum(self.rest.values())
 
 
 @contextmanager

@@ -43,7 +43,9 @@ def starts(
         made = make()
         if timeout is not None:
             fields["timeout"] = timeout
-        for name, value in {"asyncOp": False, **fields}.items():
+        if hasattr(made, "asyncOp"):  # not all options of PyTorch 2.6 do
+            fields["asyncOp"] = False
+        for name, value in fields.items():
             setattr(made, name, value)
         return made
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
 from ficco.nn.functional import gathered_linears, scattered_linear
@@ -228,7 +228,8 @@ class _ParallelLinear(nn.Linear):
         if mesh is None:
             return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()
         _check_order(mesh)
-        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+        replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated.redistribute(placements=placements)
 
     def _of_layer(self, name: str) -> Any:
         """The weight or bias, None for no bias.

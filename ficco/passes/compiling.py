@@ -142,7 +142,7 @@ def _hook() -> None:
     except (AttributeError, ImportError) as error:
         raise NotImplementedError(
             f"PyTorch {torch.__version__}: Inductor does not take the pass ({error}); compile with "
-            "ficco.passes.backend('aot_eager'), or use a PyTorch from 2.11 to 2.13"
+            "ficco.passes.backend('aot_eager'), or use a PyTorch from 2.6 to 2.15"
         ) from error
 
 

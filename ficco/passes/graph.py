@@ -123,8 +123,9 @@ _PRODUCTS = {
     aten.addmm.default: ("mat1", "mat2", "self"),
     aten.linear.default: ("input", "weight", "bias"),
     aten._scaled_mm.default: ("self", "mat2", "bias"),
-    aten._scaled_mm_v2.default: ("self", "mat2", "bias"),
 }
+if hasattr(aten, "_scaled_mm_v2"):  # not in PyTorch 2.8
+    _PRODUCTS[aten._scaled_mm_v2.default] = ("self", "mat2", "bias")
 
 #: How ``_scaled_mm_v2`` names the recipes that operators take (torch.nn.functional.ScalingType).
 _RECIPES = {(0, 0): "tensor", (1, 1): "row", (4, 5): "block"}

@@ -23,7 +23,7 @@ import ficco
 from ficco import doctor
 from ficco.bench.frames import commit
 from ficco.bench.series import Stopwatch
-from ficco.bench.tables import bar
+from ficco.bench.tables import Forecast, bar
 from ficco.dma.engine import fingerprint
 from ficco.errors import ConfigError
 from ficco.launch import local_device
@@ -157,8 +157,7 @@ class _TuningRun:
         machine, journal = begun
         outcome, settings = Outcome(machine, earlier=journal.done), self.settings
         todo = {n: settings.seconds(n) for n in settings.steps if n not in journal.done}
-        steps, whole = len(todo), sum(todo.values())
-        taken, estimated = 0.0, 0.0  # seconds of the steps so far
+        forecast, steps, whole = Forecast(todo), len(todo), sum(todo.values())
         if journal.done:
             self._say(f"continues an interrupted run; done: {', '.join(journal.done)}")
         self._say(
@@ -166,10 +165,10 @@ class _TuningRun:
             f"every one is saved to {settings.path}"
         )
         watch = Stopwatch(self.group, self.device)
-        for number, name in enumerate(list(todo), 1):
+        for number, (name, own) in enumerate(todo.items(), 1):
             title, began = f"[{number}/{steps}] {name}", time.monotonic()
             site = Site(watch, settings.effort, machine, self._source)
-            past, own = whole - sum(todo.values()), todo.pop(name)
+            past = whole - sum(forecast.rest.values())
             with bar(self.console, title, whole, past) as show:
 
                 def tick(what: str, past=past, own=own, began=began, show=show) -> None:
@@ -179,6 +178,7 @@ class _TuningRun:
                 measured, why = watch.together(partial(self._measure, name, site), named=True)
             watch, closing = self._after(watch, bool(why))
             spent = time.monotonic() - began
+            forecast.over(name, None if why or closing else spent)
             if why := why or closing:
                 outcome.failures[name] = why
                 self._say(f"{title}: failed after {spent:.1f} s: {why}")
@@ -191,11 +191,8 @@ class _TuningRun:
                 break
             outcome.machine = machine
             outcome.done.append(name)
-            taken, estimated = taken + spent, estimated + own
-            left = taken / estimated * sum(todo.values())
-            self._say(
-                f"{title}: {spent:.1f} s; " + (f"about {left:.0f} s left" if left else "done")
-            )
+            left = f"about {forecast.left:.0f} s left" if forecast.rest else "done"
+            self._say(f"{title}: {spent:.1f} s; {left}")
             self._show(name, before, machine)
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:

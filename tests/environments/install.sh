@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes the environments of `make test-clients` and `make test-vllm`, by name, from the pinned lists
-# beside this script. vLLM has one of its own: it wants an older Transformers, and takes 3 GB. Ends
+# Makes the environments of `make test-clients`, `make test-vllm` and `make test-oldest`, by name, from
+# the pinned lists beside this script. vLLM has one of its own: it wants an older Transformers, and takes 3 GB. Ends
 # with an error where anything is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # Without compiled files each process of a test would compile what it imports: vLLM's takes minutes.
 unset PYTHONDONTWRITEBYTECODE
 for name in "$@"; do
-  folder=build/$name list=tests/clients/$name.txt
+  folder=build/$name list=tests/environments/$name.txt
   if ! cmp -s "$list" "$folder/installed.txt"; then
     echo "setting up $folder"
     rm -rf "$folder"
